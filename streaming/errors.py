@@ -1,0 +1,96 @@
+"""Every error this package raises on purpose.
+
+::
+
+    ShardstreamError
+    ├── ConfigError             (ValueError)         an argument, or a combination of arguments, that cannot work
+    │   └── MemoryLimitError                         the plan does not fit into memory_limit
+    ├── StateError              (ValueError)         a state_dict that does not belong to this loader
+    ├── StorageError            (OSError)            the store could not do what was asked, after retries
+    │   ├── NotFoundError       (FileNotFoundError)  no such bucket, object, file or matching pattern
+    │   ├── AccessDeniedError   (PermissionError)    no, wrong or insufficient credentials
+    │   └── TransferError                            short, stalled or reset transfer; Range ignored; 5xx
+    ├── DataError               (ValueError)         bytes that are not what they should be
+    │   ├── TarError                                 a damaged or unusable tar member
+    │   ├── DuplicateKeyError                        one key twice in a shard, or one field twice in a sample
+    │   ├── ChecksumError                            bytes that differ from the index's CRC32C
+    │   ├── DecodeError                              a field whose bytes do not decode
+    │   ├── IndexFormatError                         a damaged or unknown index file
+    │   └── IndexMismatchError                       an index that does not describe the shards as they are
+    ├── IndexMissingError       (FileNotFoundError)  needs an index, and there is none
+    └── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
+
+Each type also derives from the fitting builtin, so that ``except FileNotFoundError`` keeps working. A message says
+what went wrong, where (URL, key, byte range), what was got and expected, and what cures it. Errors of other libraries
+are translated once, in the adapter that called them, and stay reachable as ``__cause__``.
+"""
+
+from __future__ import annotations
+
+
+class ShardstreamError(Exception):
+    """Base of all errors raised on purpose by shardstream."""
+
+
+class ConfigError(ShardstreamError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class MemoryLimitError(ConfigError):
+    """The plan needs more bytes than ``memory_limit`` allows; the message holds the arithmetic."""
+
+
+class StateError(ShardstreamError, ValueError):
+    """A ``state_dict`` that is malformed or belongs to another data set or order."""
+
+
+class StorageError(ShardstreamError, OSError):
+    """The store could not do what was asked, after retries."""
+
+
+class NotFoundError(StorageError, FileNotFoundError):
+    """No such bucket, object or file, or nothing matches a pattern."""
+
+
+class AccessDeniedError(StorageError, PermissionError):
+    """No, wrong or insufficient credentials."""
+
+
+class TransferError(StorageError):
+    """A transfer that came short, stalled, was reset or answered otherwise than asked. Worth another try."""
+
+
+class DataError(ShardstreamError, ValueError):
+    """Bytes that are not what they should be."""
+
+
+class TarError(DataError):
+    """A damaged, truncated or unusable tar archive or member."""
+
+
+class DuplicateKeyError(DataError):
+    """One key in two places of a shard, or one field twice in a sample."""
+
+
+class ChecksumError(DataError):
+    """Bytes whose CRC32C is not the one in the index."""
+
+
+class DecodeError(DataError):
+    """A field whose bytes do not decode."""
+
+
+class IndexFormatError(DataError):
+    """An index file that is damaged, or of a version that this release does not read."""
+
+
+class IndexMismatchError(DataError):
+    """An index that does not describe the shards as they are: replaced, truncated, missing or extra."""
+
+
+class IndexMissingError(ShardstreamError, FileNotFoundError):
+    """Something that needs an index, asked of shards that have none."""
+
+
+class TooManyBadSamplesError(ShardstreamError, RuntimeError):
+    """More samples were unreadable than ``max_bad_samples`` allows."""
