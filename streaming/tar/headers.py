@@ -1,0 +1,126 @@
+"""Tar member headers as shardstream writes them: deterministic, plain ustar wherever ustar suffices.
+
+A header depends on the member's name and size alone: mtime, uid and gid are 0, the owner's names are empty,
+the mode is 0644. A PAX header (1 KiB more per member) precedes it only where ustar cannot say it:
+
+- a name whose UTF-8 does not fit ustar's name (100 bytes) and prefix (155 bytes, split at a ``/``);
+- a size of 8 GiB or more.
+
+Names outside ASCII are stored as their UTF-8 bytes, without a PAX header, as GNU tar does it: GNU tar,
+Python's tarfile, webdataset and Hugging Face datasets read them back (``tests/test_interop.py``).
+
+An archive ends with two zero blocks and is not padded to GNU tar's record of 10,240 bytes: POSIX leaves the
+record size open, all readers named above accept it, and small shards stay small.
+
+Format: POSIX.1-2017, "pax", sections "ustar Interchange Format" and "pax Extended Header".
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from streaming.errors import ConfigError
+
+BLOCK_BYTES: Final = 512
+END_OF_ARCHIVE: Final = bytes(2 * BLOCK_BYTES)
+
+_MAX_NAME_BYTES: Final = 100
+_MAX_PREFIX_BYTES: Final = 155
+_MAX_USTAR_SIZE_BYTES: Final = 8**11 - 1
+_MODE: Final = 0o644
+# The name of the PAX member itself. Readers that know PAX never show it.
+_PAX_NAME: Final = b"././@PaxHeader"
+_PADS: Final = tuple(bytes(n) for n in range(BLOCK_BYTES))
+
+
+def padding(size_bytes: int) -> bytes:
+    """The zero bytes (0 to 511) that follow ``size_bytes`` bytes of content up to the next block."""
+    return _PADS[-size_bytes % BLOCK_BYTES]
+
+
+def member_header(name: str, size_bytes: int) -> bytes:
+    """The header blocks of a regular file, PAX header included where one is needed.
+
+    The content and :func:`padding` of its size follow. Pure: the same arguments give the same bytes.
+
+    Args:
+        name: The member's path inside the archive; not empty, encodable as UTF-8, without NUL.
+        size_bytes: The content's size, not negative.
+
+    Returns:
+        A whole number of 512-byte blocks: one, or three and more with a PAX header.
+
+    Raises:
+        ConfigError: If no tar header can hold the name or the size.
+    """
+    raw_name = _encode_name(name)
+    if size_bytes < 0:
+        raise ConfigError(f"tar member {name!r}: the size must not be negative, got {size_bytes}")
+    records = b""
+    parts = _split_name(raw_name)
+    if parts is None:
+        records += _pax_record(b"path", raw_name)
+        parts = _clip_utf8(raw_name, _MAX_NAME_BYTES), b""
+    if size_bytes > _MAX_USTAR_SIZE_BYTES:
+        records += _pax_record(b"size", b"%d" % size_bytes)
+        size_bytes = 0
+    header = _ustar_block(*parts, size_bytes, b"0")
+    if not records:
+        return header
+    return _ustar_block(_PAX_NAME, b"", len(records), b"x") + records + padding(len(records)) + header
+
+
+def _encode_name(name: str) -> bytes:
+    try:
+        raw_name = name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"tar member {name!r}: the name is not valid Unicode ({error.reason})") from error
+    if not raw_name or b"\0" in raw_name:
+        raise ConfigError(f"tar member {name!r}: a name must have at least one character and no NUL")
+    return raw_name
+
+
+def _split_name(raw_name: bytes) -> tuple[bytes, bytes] | None:
+    """``(name, prefix)`` as ustar stores them, or None where the name needs a PAX header."""
+    if len(raw_name) <= _MAX_NAME_BYTES:
+        return raw_name, b""
+    # The last slash that leaves a prefix of at most 155 bytes gives the shortest possible name.
+    cut = raw_name.rfind(b"/", 0, _MAX_PREFIX_BYTES + 1)
+    name = raw_name[cut + 1 :]
+    if cut <= 0 or not 0 < len(name) <= _MAX_NAME_BYTES:
+        return None
+    return name, raw_name[:cut]
+
+
+def _clip_utf8(raw: bytes, max_bytes: int) -> bytes:
+    return raw[:max_bytes].decode("utf-8", "ignore").encode("utf-8")
+
+
+def _pax_record(keyword: bytes, value: bytes) -> bytes:
+    """A length, a space, ``keyword=value`` and a newline; the length counts its own digits as well."""
+    rest = b" " + keyword + b"=" + value + b"\n"
+    length = len(rest)
+    while length != len(rest) + len(str(length)):
+        length = len(rest) + len(str(length))
+    return b"%d" % length + rest
+
+
+def _ustar_block(name: bytes, prefix: bytes, size_bytes: int, kind: bytes) -> bytes:
+    head = name.ljust(_MAX_NAME_BYTES, b"\0") + b"%07o\0%07o\0%07o\0%011o\0%011o\0" % (
+        _MODE,
+        0,  # uid
+        0,  # gid
+        size_bytes,
+        0,  # mtime
+    )
+    tail = (
+        kind
+        + bytes(100)  # link name
+        + b"ustar\x0000"
+        + bytes(64)  # uname, gname
+        + b"%07o\0%07o\0" % (0, 0)  # devmajor, devminor
+        + prefix.ljust(_MAX_PREFIX_BYTES, b"\0")
+        + bytes(12)
+    )
+    checksum = sum(head) + 8 * ord(" ") + sum(tail)
+    return head + b"%06o\0 " % checksum + tail
