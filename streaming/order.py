@@ -1,0 +1,340 @@
+"""The order of one pass over a data set: a pure function of (chunk sizes, settings, pass number).
+
+Three maps, each with a closed form, lead from a *global position* (when a sample is due) to a sample of the data set::
+
+    global position p  ->  lane p % L, lane position p // L        (deal: every lane advances at the same pace)
+    lane position      ->  linear position                         (window: sort i + W * u(i) inside the lane)
+    linear position    ->  chunk, offset inside it                 (chunks laid end to end in shuffled order)
+
+Nothing is stored per sample, so an order takes memory in proportion to the chunks, and any position can be evaluated
+without its predecessors.
+
+The random numbers come from a counter-based hash written out below and not from :mod:`numpy.random`, whose streams may
+change between releases: the order is a contract with every checkpoint (``tests/golden/order.json`` pins it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.errors import ConfigError, StateError
+
+Int64Array = npt.NDArray[np.int64]
+_UInt64Array = npt.NDArray[np.uint64]
+
+MAX_WINDOW = 2**28  # window * 32 random bits stays below 2**60; a lane slice has room beside it in 64 bits
+MAX_SLICE = 2**30  # lane positions evaluated at once
+MAX_LANES = 2**20
+_MAX_INT32 = 2**31 - 1
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of splitmix64
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_CHUNKS, _WINDOW = 1, 2  # purposes: each draws from its own stream
+
+
+def _mix(value: int) -> int:
+    """The splitmix64 finaliser of one number (Steele, Lea, Flood 2014; constants: Stafford's variant 13)."""
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _stream_key(*words: int) -> int:
+    """One 64-bit key from a few numbers; the order of the numbers matters."""
+    key = 0
+    for word in words:
+        key = _mix(((key ^ (word & _MASK)) + _GOLDEN) & _MASK)
+    return key
+
+
+def _hash_range(key: int, start: int, stop: int) -> _UInt64Array:
+    """Random numbers ``start`` to ``stop`` of the stream ``key``: splitmix64 seeded with it, at these counters."""
+    value = np.arange(start, stop, dtype=np.uint64)
+    value *= np.uint64(_GOLDEN)
+    value += np.uint64(key)
+    value ^= value >> np.uint64(30)
+    value *= np.uint64(_MIX_1)
+    value ^= value >> np.uint64(27)
+    value *= np.uint64(_MIX_2)
+    value ^= value >> np.uint64(31)
+    return value
+
+
+def _argsort_stable(keys: _UInt64Array, key_limit: int) -> Int64Array:
+    """``keys.argsort(kind="stable")`` for keys below ``key_limit``, by the fast sorts of NumPy where that is possible.
+
+    Short ranges carry their index in the low bits, so that sorting values (vectorised in NumPy) sorts the indices too.
+    Others use the unstable argsort, which is the stable one whenever no two keys are equal.
+    """
+    index_bits = np.uint64(max(len(keys) - 1, 1).bit_length())
+    if key_limit << int(index_bits) <= 2**64:
+        packed = (keys << index_bits) | np.arange(len(keys), dtype=np.uint64)
+        packed.sort()
+        packed &= (np.uint64(1) << index_bits) - np.uint64(1)
+        return packed.view(np.int64)
+    order = np.argsort(keys)
+    ordered = keys[order]
+    if np.any(ordered[1:] == ordered[:-1]):
+        order = np.argsort(keys, kind="stable")
+    return order
+
+
+def checked_int(name: str, value: object, low: int, high: int) -> int:
+    """``value`` as an int in ``[low, high]``; NumPy integers pass, bools do not.
+
+    Raises:
+        ConfigError: If it is anything else.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise ConfigError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})")
+    number = int(value)
+    if not low <= number <= high:
+        raise ConfigError(f"{name}: expected an integer in [{low}, {high}], got {number}")
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderSettings:
+    """What, besides the data set and the pass number, decides the order. Part of every checkpoint.
+
+    Attributes:
+        seed: Any number in ``[0, 2**64)``.
+        lanes: Equal parts of the shuffled data set that are read side by side.
+        window: How far a sample may move inside its lane, in samples; 0 keeps the order inside lanes.
+        shuffle: False is the data set's own order; ``lanes`` must then be 1 and ``window`` 0 (see :meth:`unshuffled`).
+    """
+
+    seed: int
+    lanes: int
+    window: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "seed", checked_int("seed", self.seed, 0, _MASK))
+        set_(self, "lanes", checked_int("lanes", self.lanes, 1, MAX_LANES))
+        set_(self, "window", checked_int("window", self.window, 0, MAX_WINDOW))
+        if not isinstance(self.shuffle, bool):
+            raise ConfigError(f"shuffle: expected True or False, got {self.shuffle!r}")
+        if not self.shuffle and (self.lanes, self.window) != (1, 0):
+            raise ConfigError(
+                f"shuffle=False reads in data-set order and needs lanes=1 and window=0, got lanes={self.lanes} and "
+                f"window={self.window}; leave them out or shuffle"
+            )
+
+    @classmethod
+    def unshuffled(cls) -> OrderSettings:
+        """The data set's own order."""
+        return cls(seed=0, lanes=1, window=0, shuffle=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict that :meth:`from_dict` reads."""
+        return {"seed": self.seed, "lanes": self.lanes, "window": self.window, "shuffle": self.shuffle}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> OrderSettings:
+        """The settings of :meth:`to_dict`.
+
+        Raises:
+            StateError: If a key is missing, unknown or holds what it should not.
+        """
+        names = ("seed", "lanes", "window", "shuffle")
+        if not isinstance(data, Mapping) or set(data) != set(names):
+            got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise StateError(f"order settings of a state: expected the keys {sorted(names)}, got {got}")
+        try:
+            return cls(**{name: data[name] for name in names})
+        except ConfigError as error:
+            raise StateError(f"order settings of a state: {error}") from error
+
+
+def default_lanes(global_batch_size: int) -> int:
+    """The largest divisor of the global batch size that is at most ``max(64, global_batch_size // 8)``.
+
+    It must not look at the world size, or the order would change with it. Dividing the global batch makes every lane
+    give equally many samples to every batch, so each world size that divides the lanes owns whole lanes.
+    """
+    size = checked_int("global_batch_size", global_batch_size, 1, _MAX_INT32)
+    lanes = min(size, max(64, size // 8), MAX_LANES)
+    while size % lanes:
+        lanes -= 1
+    return lanes
+
+
+def default_window(num_samples: int, num_chunks: int) -> int:
+    """The mean number of samples per chunk, rounded up: a lane then draws from about three chunks at any time."""
+    checked_int("num_samples", num_samples, 0, 2**62)
+    checked_int("num_chunks", num_chunks, 1, _MAX_INT32)
+    return min(max(-(-num_samples // num_chunks), 1), MAX_WINDOW)
+
+
+def checked_chunk_samples(chunk_samples: npt.ArrayLike) -> Int64Array:
+    """The numbers of samples per chunk as a read-only int64[C].
+
+    Raises:
+        ConfigError: If they are not one row of non-negative integers below 2**31, or if there is no sample at all.
+    """
+    given = np.asarray(chunk_samples)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"chunk_samples: expected one row of integers, got shape {given.shape} of dtype {given.dtype}"
+        )
+    if given.size > _MAX_INT32 or (given.size and (given.min() < 0 or given.max() > _MAX_INT32)):
+        raise ConfigError("chunk_samples: each chunk must hold between 0 and 2**31 - 1 samples")
+    sizes = given.astype(np.int64)
+    if not sizes.sum():
+        raise ConfigError(f"the data set is empty: its {len(sizes)} chunks hold no sample")
+    sizes.setflags(write=False)
+    return sizes
+
+
+class EpochOrder:
+    """The order of one pass over the data set.
+
+    Immutable after construction and safe to share between threads. Array attributes must not be written to.
+
+    Attributes:
+        num_samples: D, the samples of one pass.
+        chunk_order: int64[C], data-set chunk ids in the order in which they are laid end to end.
+        chunk_starts: int64[C+1], linear position of the first sample of each chunk of ``chunk_order``.
+        sample_starts: int64[C+1], data-set id of the first sample of each chunk, in data-set order.
+    """
+
+    def __init__(self, chunk_samples: npt.ArrayLike, settings: OrderSettings, epoch: int) -> None:
+        """Permute the chunks.
+
+        Args:
+            chunk_samples: int64[C], samples of each chunk in data-set order; 0 is allowed.
+            settings: The order settings.
+            epoch: Number of the pass; each has an order of its own.
+
+        Raises:
+            ConfigError: If an argument is out of range or there is no sample.
+        """
+        sizes = checked_chunk_samples(chunk_samples)
+        self.settings = settings
+        self.epoch = checked_int("epoch", epoch, 0, 2**62)
+        if settings.shuffle:
+            hashes = _hash_range(_stream_key(settings.seed, self.epoch, _CHUNKS), 0, len(sizes))
+            self.chunk_order: Int64Array = np.argsort(hashes, kind="stable")
+        else:
+            self.chunk_order = np.arange(len(sizes), dtype=np.int64)
+        self.chunk_starts = _starts(sizes[self.chunk_order])
+        self.sample_starts = _starts(sizes)
+        self.num_samples = int(self.chunk_starts[-1])
+        self._lane_size, self._long_lanes = divmod(self.num_samples, settings.lanes)
+
+    @cached_property
+    def chunk_ranks(self) -> Int64Array:
+        """int64[C], place of each data-set chunk in ``chunk_order`` (its inverse)."""
+        ranks = np.empty_like(self.chunk_order)
+        ranks[self.chunk_order] = np.arange(len(ranks), dtype=np.int64)
+        return ranks
+
+    def lane_bounds(self, lane: int) -> tuple[int, int]:
+        """Linear positions ``[start, stop)`` of a lane; the first D % L lanes hold one sample more than the others."""
+        checked_int("lane", lane, 0, self.settings.lanes - 1)
+        start = lane * self._lane_size + min(lane, self._long_lanes)
+        return start, start + self._lane_size + (lane < self._long_lanes)
+
+    def lane_starts(self, lanes: Int64Array) -> Int64Array:
+        """Linear position at which each of ``lanes`` starts; L itself starts at D. Any shape."""
+        return lanes * self._lane_size + np.minimum(lanes, self._long_lanes)
+
+    def lanes_of(self, linear: Int64Array) -> Int64Array:
+        """The lane that holds each linear position in ``[0, D)``. Any shape."""
+        border = self._long_lanes * (self._lane_size + 1)
+        in_short = self._long_lanes + (linear - border) // max(self._lane_size, 1)
+        return np.where(linear < border, linear // (self._lane_size + 1), in_short)
+
+    def lane_slice(self, lane: int, start: int, stop: int) -> Int64Array:
+        """Linear positions of the samples at lane positions ``[start, stop)`` of a lane, in that order.
+
+        The lane's samples are sorted by ``i + W * u(i)``, u in [0, 1). The r-th smallest of these keys lies in
+        ``[r, r + W)``: so the slice needs the keys of ``[start - W, stop + W)`` only, and no sample moves by W or more.
+
+        Raises:
+            ConfigError: If the range does not lie in the lane, or holds more than 2**30 positions.
+        """
+        lane_start, lane_stop = self.lane_bounds(lane)
+        if not 0 <= start <= stop <= lane_stop - lane_start or stop - start > MAX_SLICE:
+            raise ConfigError(
+                f"lane positions [{start}, {stop}): expected a range of at most {MAX_SLICE} within "
+                f"[0, {lane_stop - lane_start}) of lane {lane}"
+            )
+        window = self.settings.window
+        if window == 0 or start == stop:
+            return np.arange(lane_start + start, lane_start + stop, dtype=np.int64)
+        low, high = max(start - window, 0), min(stop + window, lane_stop - lane_start)
+        keys = _hash_range(_stream_key(self.settings.seed, self.epoch, _WINDOW, lane), low, high)
+        keys >>= np.uint64(32)
+        keys *= np.uint64(window)
+        keys += np.arange(high - low, dtype=np.uint64) << np.uint64(32)
+        order = _argsort_stable(keys, (high - low + window) << 32)
+        return order[start - low : stop - low] + (lane_start + low)
+
+    def locate(self, linear: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Data-set chunk id and sample offset inside the chunk of each linear position.
+
+        Args:
+            linear: int64[n] in ``[0, D)``; fast where they lie close together.
+
+        Returns:
+            ``(chunk_ids, offsets)``, each int64[n].
+        """
+        if not len(linear):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        span = np.array([linear.min(), linear.max()])
+        if span[0] < 0 or span[1] >= self.num_samples:
+            raise ConfigError(f"linear positions: expected [0, {self.num_samples}), got {span.tolist()}")
+        # Empty chunks share their start with the next one; side="right" picks the last, which holds the sample.
+        first, last = np.searchsorted(self.chunk_starts, span, side="right") - 1
+        starts = self.chunk_starts[first : last + 1]
+        within = np.searchsorted(starts, linear, side="right") - 1
+        return self.chunk_order[first : last + 1][within], linear - starts[within]
+
+    def samples(self, positions: npt.ArrayLike) -> Int64Array:
+        """Data-set sample ids at global positions.
+
+        A data-set sample id counts the samples in data-set chunk order. Contiguous positions cost least: each lane's
+        covering range is evaluated once; far-apart positions are evaluated one by one.
+
+        Args:
+            positions: int64[n] in ``[0, D)``, any order, repeats allowed.
+
+        Raises:
+            ConfigError: If a position is outside ``[0, D)``.
+        """
+        wanted = np.asarray(positions, dtype=np.int64)
+        if not len(wanted):
+            return np.empty(0, np.int64)
+        if wanted.min() < 0 or wanted.max() >= self.num_samples:
+            raise ConfigError(
+                f"positions: expected [0, {self.num_samples}), got {wanted.min()}..{wanted.max()}"
+            )
+        places, lanes = np.divmod(wanted, self.settings.lanes)
+        by_lane = np.lexsort((places, lanes))
+        places, lanes = places[by_lane], lanes[by_lane]
+        # A group is a run in one lane without a gap that would cost more than starting anew.
+        gap = np.diff(places) > 2 * self.settings.window + 1024
+        edges = np.flatnonzero((np.diff(lanes) != 0) | gap) + 1
+        result = np.empty_like(wanted)
+        for group in np.split(np.arange(len(wanted)), edges):
+            low, high = int(places[group[0]]), int(places[group[-1]]) + 1
+            linear = self.lane_slice(int(lanes[group[0]]), low, high)[places[group] - low]
+            chunk_ids, offsets = self.locate(linear)
+            result[by_lane[group]] = self.sample_starts[chunk_ids] + offsets
+        return result
+
+
+def _starts(sizes: Int64Array) -> Int64Array:
+    """Exclusive prefix sums with the total at the end: int64[n] to int64[n+1]."""
+    starts = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    return starts

@@ -1,0 +1,99 @@
+"""What a checkpoint holds: a position in the order, not a replay.
+
+The state is the same on every rank, so it may be saved by one of them and loaded by any number of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streaming.errors import ConfigError, StateError
+from streaming.order import OrderSettings, checked_int
+
+STATE_VERSION = 1
+_MAX_COUNT = 2**62
+_NAMES = (
+    "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderState:
+    """The whole state of a loader.
+
+    Attributes:
+        version: Layout of this state; :data:`STATE_VERSION`.
+        epoch: The epoch in progress, from 0.
+        samples_seen: Samples of that epoch which all ranks together have consumed.
+        order: The order settings of that epoch.
+        next_seed: Seed from the next epoch on, where it was changed; else None.
+        fingerprint: Of the data set's index.
+        num_samples: Samples of the data set, for a message that says more than a fingerprint.
+        epoch_size: Samples of a virtual epoch, or None: one pass is one epoch.
+    """
+
+    version: int = STATE_VERSION
+    epoch: int
+    samples_seen: int
+    order: OrderSettings
+    next_seed: int | None = None
+    fingerprint: str
+    num_samples: int
+    epoch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.version != STATE_VERSION:
+            raise StateError(
+                f"state version: this release reads version {STATE_VERSION}, got {self.version!r}; "
+                "load it with the release that saved it"
+            )
+        try:
+            checked_int("num_samples", self.num_samples, 1, _MAX_COUNT)
+            checked_int("epoch", self.epoch, 0, _MAX_COUNT)
+            if self.next_seed is not None:
+                checked_int("next_seed", self.next_seed, 0, 2**64 - 1)
+            if self.epoch_size is not None:
+                checked_int("epoch_size", self.epoch_size, 1, _MAX_COUNT)
+            epoch_samples = self.num_samples if self.epoch_size is None else self.epoch_size
+            checked_int("samples_seen", self.samples_seen, 0, epoch_samples)
+        except ConfigError as error:
+            raise StateError(f"state: {error}; was it edited, or cut short when it was saved?") from error
+        if not isinstance(self.order, OrderSettings):
+            raise StateError(f"state: order: expected order settings, got {self.order!r}")
+        if not isinstance(self.fingerprint, str) or not self.fingerprint:
+            raise StateError(f"state: fingerprint: expected a non-empty string, got {self.fingerprint!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A small JSON-able dict, equal on every rank."""
+        return {
+            "version": self.version,
+            "epoch": int(self.epoch),
+            "samples_seen": int(self.samples_seen),
+            "order": self.order.to_dict(),
+            "next_seed": None if self.next_seed is None else int(self.next_seed),
+            "fingerprint": self.fingerprint,
+            "num_samples": int(self.num_samples),
+            "epoch_size": None if self.epoch_size is None else int(self.epoch_size),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LoaderState:
+        """The state of :meth:`to_dict`.
+
+        Raises:
+            StateError: If ``data`` is no such dict: wrong type, version, keys or values.
+        """
+        if not isinstance(data, Mapping):
+            raise StateError(f"state: expected the dict of state_dict(), got {type(data).__name__}")
+        version = data.get("version")
+        if isinstance(version, bool) or version != STATE_VERSION:
+            raise StateError(
+                f"state version: this release reads version {STATE_VERSION}, got {version!r}; "
+                "load it with the release that saved it"
+            )
+        if set(data) != set(_NAMES):
+            missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - set(_NAMES)))
+            raise StateError(f"state: expected the keys {list(_NAMES)}; missing {missing}, unknown {unknown}")
+        return cls(**{**data, "order": OrderSettings.from_dict(data["order"])})
