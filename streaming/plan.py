@@ -1,0 +1,528 @@
+"""Which rank gets which sample in which batch, and how long each chunk is needed for it.
+
+A *stream* repeats the data set without end: stream position ``s`` is global position ``s % D`` of pass ``s // D``, and
+every pass has an order of its own. Epoch ``e`` covers stream positions ``[e * E, (e + 1) * E)``; without an
+``epoch_size``, E is D and one epoch is one pass. Global batch ``k`` of an epoch from which ``start`` samples are consumed
+is the G stream positions from ``e * E + start + k * G``: the world size appears nowhere in this.
+
+Within a global batch the positions are ordered by lane, and rank ``r`` of R takes the slice
+``[n * r // R, n * (r + 1) // R)`` of the n positions. 8 positions of 4 lanes (a, b, c, d) for three world sizes::
+
+    lanes    a a b b c c d d
+    R = 2    0 0 0 0 1 1 1 1        whole lanes: no chunk is read by two ranks
+    R = 3    0 0 1 1 1 2 2 2        the lane c is shared
+    R = 4    0 0 1 1 2 2 3 3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.errors import ConfigError
+from streaming.order import EpochOrder, Int64Array, OrderSettings, checked_chunk_samples, checked_int
+
+LastBatch = Literal["drop", "pad", "partial"]
+
+_MAX_COUNT = 2**62
+_CACHED_PASSES = (
+    4  # an epoch of up to one pass touches at most two; two more for a reader and a consumer apart
+)
+_MIN_SEGMENT = 2048  # lane positions evaluated at once at least; amortises the calls into NumPy
+_Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankBatches:
+    """The rows of one rank in some consecutive batches, batch after batch.
+
+    Rows ``row_splits[i]`` to ``row_splits[i + 1]`` are the i-th batch. The caller owns the arrays.
+
+    Attributes:
+        chunk_ids: int64[n], data-set chunk id.
+        offsets: int64[n], sample inside the chunk.
+        passes: int64[n], pass of the stream; a chunk's uses in two passes are two live intervals.
+        positions: int64[n], stream positions.
+        valid: bool[n], False for rows that only pad the batch; each real sample is valid exactly once.
+        row_splits: int64[num_batches + 1].
+    """
+
+    chunk_ids: Int64Array
+    offsets: Int64Array
+    passes: Int64Array
+    positions: Int64Array
+    valid: npt.NDArray[np.bool_]
+    row_splits: Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkIntervals:
+    """Times, counted in batches of one rank, between which chunks are needed; sorted by ``first_batches``.
+
+    A chunk that reaches over a lane border is needed late in one lane and early in the next: it then has two rows, and
+    is fetched twice rather than held for most of the epoch. Rows of one chunk in one pass neither overlap nor touch.
+
+    Attributes:
+        chunk_ids: int64[n], data-set chunk id.
+        passes: int64[n], pass of the stream.
+        first_batches: int64[n], no earlier batch than this uses the chunk (since the row before).
+        last_batches: int64[n], no later batch than this uses the chunk (until the row after).
+    """
+
+    chunk_ids: Int64Array
+    passes: Int64Array
+    first_batches: Int64Array
+    last_batches: Int64Array
+
+
+class Plan:
+    """Batches of one epoch, or of what is left of it.
+
+    Immutable, and safe to share between threads: what it remembers is only ever what it would compute again.
+
+    Attributes:
+        num_samples: Samples in the epoch, consumed ones included.
+        num_batches: Batches from ``start`` on, equal on every rank.
+    """
+
+    def __init__(
+        self,
+        chunk_samples: npt.ArrayLike,
+        settings: OrderSettings,
+        *,
+        global_batch_size: int,
+        dp_world_size: int,
+        last_batch: LastBatch = "drop",
+        epoch: int = 0,
+        epoch_size: int | None = None,
+        start: int = 0,
+    ) -> None:
+        """Check the numbers; orders are made when they are first needed.
+
+        Args:
+            chunk_samples: int64[C], samples of each chunk in data-set order.
+            settings: The order settings.
+            global_batch_size: G, samples of one batch over all ranks. Need not be a multiple of anything.
+            dp_world_size: R, the number of data-parallel ranks.
+            last_batch: What becomes of the last ``num_samples % G`` samples: "drop" leaves them out, "partial" deals
+                them out like any batch (a rank may get 0 rows), "pad" does so and fills up with invalid rows, so that
+                every rank has ``ceil(G / R)`` rows in every batch.
+            epoch: Number of the epoch.
+            epoch_size: E, samples of a virtual epoch over endless repetition; default: one pass.
+            start: Samples of this epoch that are already consumed.
+
+        Raises:
+            ConfigError: If an argument is out of range or the data set is empty.
+        """
+        self.chunk_samples = checked_chunk_samples(chunk_samples)
+        self.settings = settings
+        self.global_batch_size = checked_int("global_batch_size", global_batch_size, 1, 2**31 - 1)
+        self.dp_world_size = checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1)
+        if last_batch not in get_args(LastBatch):
+            raise ConfigError(
+                f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {last_batch!r}"
+            )
+        self.last_batch: LastBatch = last_batch
+        self.samples_per_pass = int(self.chunk_samples.sum())
+        size = self.samples_per_pass if epoch_size is None else epoch_size
+        self.num_samples = checked_int("epoch_size", size, 1, _MAX_COUNT)
+        self.epoch = checked_int("epoch", epoch, 0, _MAX_COUNT // self.num_samples - 1)
+        self.start = checked_int("start", start, 0, self.num_samples)
+        self._origin = self.epoch * self.num_samples + self.start
+        left = self.num_samples - self.start
+        whole, tail = divmod(left, self.global_batch_size)
+        self.num_batches = whole + (tail > 0 and last_batch != "drop")
+        self._stop = self._origin + (whole * self.global_batch_size if last_batch == "drop" else left)
+        self._orders: dict[int, EpochOrder] = {}
+        self._segments: dict[tuple[int, int], _Segment] = {}
+
+    @property
+    def passes(self) -> range:
+        """The passes of the stream that the remaining batches touch."""
+        if not self.num_batches:
+            return range(0)
+        return range(self._origin // self.samples_per_pass, (self._stop - 1) // self.samples_per_pass + 1)
+
+    def order(self, pass_number: int) -> EpochOrder:
+        """The order of one pass; the few that were used last are kept."""
+        order = self._orders.get(pass_number)
+        if order is None:
+            order = EpochOrder(self.chunk_samples, self.settings, pass_number)
+            for old in sorted(self._orders)[: max(len(self._orders) - _CACHED_PASSES + 1, 0)]:
+                self._orders.pop(old, None)
+                for key in [key for key in list(self._segments) if key[0] == old]:
+                    self._segments.pop(key, None)
+            self._orders[pass_number] = order
+        return order
+
+    def batch_size(self, batch: int, dp_rank: int) -> int:
+        """Rows, padding included, of one rank in one batch."""
+        self._check_range(batch, batch + 1, dp_rank)
+        return int(self._slices(np.array([batch]), dp_rank).rows[0])
+
+    def rank_batches(self, first: int, last: int, dp_rank: int) -> RankBatches:
+        """The rows of rank ``dp_rank`` in batches ``[first, last)``; cheapest in blocks of some ten thousand rows.
+
+        Raises:
+            ConfigError: If the range or the rank does not exist.
+        """
+        self._check_range(first, last, dp_rank)
+        cut = self._slices(np.arange(first, last, dtype=np.int64), dp_rank)
+        row_splits = np.zeros(last - first + 1, dtype=np.int64)
+        np.cumsum(cut.rows, out=row_splits[1:])
+        # Row by row: its batch, its number in the batch, and the slot it takes in the batch's positions by lane.
+        batch = np.repeat(np.arange(last - first), cut.rows)
+        number = np.arange(row_splits[-1]) - row_splits[batch]
+        valid = number < cut.counts[batch]
+        slots = cut.lows[batch] + (number if valid.all() else number % np.maximum(cut.counts, 1)[batch])
+        passes, lanes, places = self._places(cut, batch, slots)
+        chunk_ids, offsets = self._locate(passes, lanes, places)
+        positions = places * self.settings.lanes + lanes + passes * self.samples_per_pass
+        return RankBatches(
+            chunk_ids=chunk_ids,
+            offsets=offsets,
+            passes=passes,
+            positions=positions,
+            valid=valid,
+            row_splits=row_splits,
+        )
+
+    def chunk_intervals(self, dp_rank: int) -> ChunkIntervals:
+        """When this rank needs which chunk, over all remaining batches, from a closed form.
+
+        A chunk on lane positions [a, b) is used only while its lane stands in [a - W, b + W]. The bounds hold for
+        every use, padding included; they are loose by at most 2 W lane positions.
+        """
+        self._check_range(0, 0, dp_rank)
+        every = np.arange(len(self.chunk_samples), dtype=np.int64)
+        parts = [self._pass_intervals(every, pass_number, dp_rank) for pass_number in self.passes]
+        empty = np.empty(0, np.int64)
+        chunk_ids, first, last = (
+            np.concatenate([part[i] for part in parts]) if parts else empty for i in range(3)
+        )
+        passes = np.repeat(np.array(self.passes, dtype=np.int64), [len(part[0]) for part in parts])
+        by_time = np.argsort(first, kind="stable")
+        return ChunkIntervals(
+            chunk_ids=chunk_ids[by_time],
+            passes=passes[by_time],
+            first_batches=first[by_time],
+            last_batches=last[by_time],
+        )
+
+    def first_use_batches(self, chunk_ids: npt.ArrayLike, pass_number: int, dp_rank: int) -> Int64Array:
+        """Lower bound of the first batch in which this rank uses each chunk; ``num_batches`` if it never does.
+
+        Args:
+            chunk_ids: int64[n], data-set chunk ids, repeats allowed.
+            pass_number: Pass of the stream.
+            dp_rank: The data-parallel rank.
+        """
+        wanted, inverse = self._wanted(chunk_ids)
+        ids, first, _ = self._pass_intervals(wanted, pass_number, dp_rank)
+        result = np.full(len(wanted), self.num_batches, dtype=np.int64)
+        np.minimum.at(result, np.searchsorted(wanted, ids), first)
+        return result[inverse]
+
+    def release_batches(
+        self, chunk_ids: npt.ArrayLike, pass_number: int, dp_rank: int, *, after: int | None = None
+    ) -> Int64Array:
+        """Upper bound of the last batch in which this rank uses each chunk; -1 if it never does.
+
+        Args:
+            chunk_ids: int64[n], data-set chunk ids, repeats allowed.
+            pass_number: Pass of the stream.
+            dp_rank: The data-parallel rank.
+            after: Given the number of a batch, only the live interval that has begun by then counts: what ends it is
+                where a chunk in use at that batch may be let go, to be fetched again for a later interval.
+        """
+        wanted, inverse = self._wanted(chunk_ids)
+        ids, first, last = self._pass_intervals(wanted, pass_number, dp_rank)
+        result = np.full(len(wanted), -1, dtype=np.int64)
+        begun = slice(None) if after is None else first <= after
+        np.maximum.at(result, np.searchsorted(wanted, ids[begun]), last[begun])
+        return result[inverse]
+
+    def live_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
+        """Upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
+
+        Args:
+            chunk_bytes: int64[C], bytes of each chunk in data-set order.
+            dp_rank: The data-parallel rank.
+        """
+        sizes = self._chunk_bytes(chunk_bytes)
+        live = self.chunk_intervals(dp_rank)
+        changes = sizes[live.chunk_ids]
+        # Releases come before the acquisitions of the same batch.
+        times = np.concatenate([live.last_batches + 1, live.first_batches])
+        changes = np.concatenate([-changes, changes])[np.argsort(times, kind="stable")]
+        return int(changes.cumsum().max(initial=0))
+
+    def read_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
+        """Bytes that this rank fetches for the remaining batches, each chunk once per live interval."""
+        return int(self._chunk_bytes(chunk_bytes)[self.chunk_intervals(dp_rank).chunk_ids].sum())
+
+    # --- batches ---
+
+    def _check_range(self, first: int, last: int, dp_rank: int) -> None:
+        if not 0 <= first <= last <= self.num_batches:
+            raise ConfigError(f"batches [{first}, {last}): expected a range within [0, {self.num_batches})")
+        if not 0 <= dp_rank < self.dp_world_size:
+            raise ConfigError(f"dp_rank: expected one in [0, {self.dp_world_size}), got {dp_rank}")
+
+    def _slices(self, batches: Int64Array, dp_rank: int) -> _Slices:
+        starts = self._origin + batches * self.global_batch_size
+        stops = np.minimum(starts + self.global_batch_size, self._stop)
+        sizes = stops - starts
+        lows = sizes * dp_rank // self.dp_world_size
+        counts = sizes * (dp_rank + 1) // self.dp_world_size - lows
+        rows = counts
+        if self.last_batch == "pad":
+            rows = np.full_like(counts, -(-self.global_batch_size // self.dp_world_size))
+        return _Slices(starts=starts, stops=stops, lows=lows, counts=counts, rows=rows)
+
+    def _places(
+        self, cut: _Slices, batch: Int64Array, slots: Int64Array
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Pass, lane and lane position of the rows at ``slots`` of the batches' positions by lane."""
+        first_pass = cut.starts // self.samples_per_pass
+        crossing = np.flatnonzero((cut.stops - 1) // self.samples_per_pass != first_pass)
+        begins = cut.starts - first_pass * self.samples_per_pass
+        ends = np.minimum(cut.stops - first_pass * self.samples_per_pass, self.samples_per_pass)
+        passes = first_pass[batch]
+        if not len(crossing):
+            lanes, places = _by_lane(begins, ends, batch, slots, self.settings.lanes)
+            return passes, lanes, places
+        inside = ~np.isin(batch, crossing)
+        lanes, places = np.empty_like(batch), np.empty_like(batch)
+        lanes[inside], places[inside] = _by_lane(
+            begins, ends, batch[inside], slots[inside], self.settings.lanes
+        )
+        for index in crossing.tolist():
+            rows = batch == index
+            # One batch with positions of several passes: sort them by lane, then by stream position.
+            stream = np.arange(cut.starts[index], cut.stops[index], dtype=np.int64)
+            lane = stream % self.samples_per_pass % self.settings.lanes
+            chosen = stream[np.argsort(lane, kind="stable")[slots[rows]]]
+            passes[rows], within = np.divmod(chosen, self.samples_per_pass)
+            places[rows], lanes[rows] = np.divmod(within, self.settings.lanes)
+        return passes, lanes, places
+
+    def _locate(
+        self, passes: Int64Array, lanes: Int64Array, places: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Chunk ids and offsets inside them, int64[n] each."""
+        chunk_ids, offsets = np.empty_like(lanes), np.empty_like(lanes)
+        if not len(passes):
+            return chunk_ids, offsets
+        if passes[0] == passes[-1] and (passes == passes[0]).all():
+            return self._locate_in_pass(int(passes[0]), lanes, places)
+        for pass_number in np.unique(passes).tolist():
+            rows = passes == pass_number
+            chunk_ids[rows], offsets[rows] = self._locate_in_pass(pass_number, lanes[rows], places[rows])
+        return chunk_ids, offsets
+
+    def _locate_in_pass(
+        self, pass_number: int, lanes: Int64Array, places: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
+        """Evaluate the range that the rows cover in each lane once, end to end, then pick the rows from it."""
+        order = self.order(pass_number)
+        low_lane, num_lanes = int(lanes.min()), int(lanes.max() - lanes.min()) + 1
+        row_lanes = lanes - low_lane
+        lows, highs = np.full(num_lanes, _MAX_COUNT), np.full(num_lanes, -1)
+        np.minimum.at(lows, row_lanes, places)
+        np.maximum.at(highs, row_lanes, places)
+        bases, length = np.zeros(num_lanes, dtype=np.int64), 0
+        pieces: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
+        for lane in np.flatnonzero(highs >= 0).tolist():
+            low, high = int(lows[lane]), int(highs[lane]) + 1
+            start, _, ids, offsets = self._segment(order, pass_number, low_lane + lane, low, high)
+            pieces.append((ids[low - start : high - start], offsets[low - start : high - start]))
+            bases[lane] = length - low
+            length += high - low
+        index = bases[row_lanes] + places
+        return (
+            np.concatenate([ids for ids, _ in pieces])[index].astype(np.int64),
+            np.concatenate([offsets for _, offsets in pieces])[index].astype(np.int64),
+        )
+
+    def _segment(self, order: EpochOrder, pass_number: int, lane: int, low: int, high: int) -> _Segment:
+        """Chunk ids and offsets of a lane range that covers ``[low, high)``, remembered for the batches after it."""
+        segment = self._segments.get((pass_number, lane))
+        if segment is None or not segment[0] <= low <= high <= segment[1]:
+            lane_start, lane_stop = order.lane_bounds(lane)
+            ahead = max(high, low + max(2 * self.settings.window, _MIN_SEGMENT))
+            stop = min(ahead, lane_stop - lane_start)
+            ids, offsets = order.locate(order.lane_slice(lane, low, stop))
+            segment = (low, stop, ids.astype(np.int32), offsets.astype(np.int32))
+            self._segments[pass_number, lane] = segment
+        return segment
+
+    # --- live intervals ---
+
+    def _wanted(self, chunk_ids: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
+        given = np.asarray(chunk_ids, dtype=np.int64)
+        if len(given) and (given.min() < 0 or given.max() >= len(self.chunk_samples)):
+            raise ConfigError(
+                f"chunk ids: expected [0, {len(self.chunk_samples)}), got {given.min()}..{given.max()}"
+            )
+        wanted, inverse = np.unique(given, return_inverse=True)
+        return wanted, inverse
+
+    def _chunk_bytes(self, chunk_bytes: npt.ArrayLike) -> Int64Array:
+        sizes = np.asarray(chunk_bytes, dtype=np.int64)
+        if sizes.shape != self.chunk_samples.shape:
+            raise ConfigError(
+                f"chunk_bytes: expected one size per chunk ({len(self.chunk_samples)}), got {sizes.shape}"
+            )
+        return sizes
+
+    def _pass_intervals(
+        self, chunk_ids: Int64Array, pass_number: int, dp_rank: int
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Live intervals of ``chunk_ids`` (sorted, unique) in one pass: ids, first and last batches, int64[n] each."""
+        self._check_range(0, 0, dp_rank)
+        if pass_number not in self.passes:
+            empty = np.empty(0, np.int64)
+            return empty, empty, empty
+        begin = pass_number * self.samples_per_pass - self._origin
+        end = begin + self.samples_per_pass
+        touched = range(
+            max(begin // self.global_batch_size, 0),
+            min(-(-end // self.global_batch_size), self.num_batches),
+        )
+        # Batches that are full and lie in this pass follow the closed form; at most the outer two do not.
+        odd = {batch for batch in (touched[0], touched[-1]) if not self._is_regular(batch)}
+        regular = range(touched[0] + (touched[0] in odd), touched[-1] + 1 - (touched[-1] in odd))
+        parts = [self._odd_uses(chunk_ids, pass_number, batch, dp_rank) for batch in sorted(odd)]
+        if regular:
+            parts.append(self._regular_intervals(chunk_ids, pass_number, regular, dp_rank))
+        ids, first, last = (np.concatenate([part[i] for part in parts]) for i in range(3))
+        return _merge_intervals(ids, first, last)
+
+    def _is_regular(self, batch: int) -> bool:
+        start = self._origin + batch * self.global_batch_size
+        stop = start + self.global_batch_size
+        return stop <= self._stop and start // self.samples_per_pass == (stop - 1) // self.samples_per_pass
+
+    def _odd_uses(
+        self, chunk_ids: Int64Array, pass_number: int, batch: int, dp_rank: int
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        rows = self.rank_batches(batch, batch + 1, dp_rank)
+        ids = np.intersect1d(rows.chunk_ids[rows.passes == pass_number], chunk_ids)
+        at = np.full(len(ids), batch, dtype=np.int64)
+        return ids, at, at
+
+    def _regular_intervals(
+        self, chunk_ids: Int64Array, pass_number: int, batches: range, dp_rank: int
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        order, num_lanes = self.order(pass_number), self.settings.lanes
+        lane_low, lane_high = self._rank_lanes(dp_rank)
+        # Each chunk's linear range, cut to the lanes of this rank; chunks that miss them drop out.
+        limits = order.lane_starts(np.array([lane_low, lane_high]))
+        ranks = order.chunk_ranks[chunk_ids]
+        starts = np.maximum(order.chunk_starts[ranks], limits[0])
+        stops = np.minimum(order.chunk_starts[ranks + 1], limits[1])
+        here = stops > starts
+        ids, starts, stops = chunk_ids[here], starts[here], stops[here]
+        # One row per chunk and lane.
+        first_lanes = order.lanes_of(starts)
+        spans = order.lanes_of(stops - 1) - first_lanes + 1
+        row = np.repeat(np.arange(len(ids)), spans)
+        lanes = first_lanes[row] + np.arange(len(row)) - (np.cumsum(spans) - spans)[row]
+        lane_starts, lane_stops = order.lane_starts(lanes), order.lane_starts(lanes + 1)
+        # Lane positions at which the window lets these samples appear, then the batches that hold them.
+        reach = max(self.settings.window - 1, 0)
+        low = np.maximum(np.maximum(starts[row], lane_starts) - lane_starts - reach, 0)
+        high = np.minimum(stops[row] - 1 + reach, lane_stops - 1) - lane_starts
+        origin = pass_number * self.samples_per_pass - self._origin
+        first = np.maximum((origin + low * num_lanes + lanes) // self.global_batch_size, batches[0])
+        last = np.minimum((origin + high * num_lanes + lanes) // self.global_batch_size, batches[-1])
+        due = first <= last
+        return ids[row][due], first[due], last[due]
+
+    def _rank_lanes(self, dp_rank: int) -> tuple[int, int]:
+        """Lanes ``[low, high)`` of which this rank may hold a row in a full batch inside one pass."""
+        size, num_lanes = self.global_batch_size, self.settings.lanes
+        low = size * dp_rank // self.dp_world_size
+        high = size * (dp_rank + 1) // self.dp_world_size
+        if self.last_batch == "pad":
+            high = max(high, low + 1)  # without a sample of its own, a rank pads with that of another
+        if high <= low:
+            return 0, 0
+        # Where the lanes do not divide the batch, the lane at which it starts matters.
+        begins = np.arange(num_lanes if size % num_lanes else 1, dtype=np.int64)
+        batch = np.repeat(np.arange(len(begins)), 2)
+        lanes, _ = _by_lane(begins, begins + size, batch, np.tile([low, high - 1], len(begins)), num_lanes)
+        return int(lanes.min()), int(lanes.max()) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Slices:
+    """What one rank takes of some batches, int64[B] each.
+
+    ``starts`` and ``stops`` are stream positions; the rank holds ``counts`` of the positions by lane, from ``lows`` on,
+    and has ``rows`` rows of them with the padding.
+    """
+
+    starts: Int64Array
+    stops: Int64Array
+    lows: Int64Array
+    counts: Int64Array
+    rows: Int64Array
+
+
+def _by_lane(
+    begins: Int64Array, ends: Int64Array, batch: Int64Array, slots: Int64Array, num_lanes: int
+) -> tuple[Int64Array, Int64Array]:
+    """Lane and lane position at ``slots`` of positions ``[begin, end)`` ordered by lane, from a closed form.
+
+    From a row ``a`` of lanes, entered at lane ``x``, to a row ``b``, left before lane ``y``, lanes below min(x, y) and
+    from max(x, y) on hold ``b - a`` positions, and those between one more (x < y) or one less.
+
+    Args:
+        begins: int64[B], first global position of each batch.
+        ends: int64[B], past the last one.
+        batch: int64[n], batch of each row.
+        slots: int64[n], place among the batch's positions by lane.
+        num_lanes: L.
+
+    Returns:
+        ``(lanes, places)``, int64[n] each.
+    """
+    row, enter = np.divmod(begins, num_lanes)
+    last_row, leave = np.divmod(ends, num_lanes)
+    outer = last_row - row
+    lower, upper = np.minimum(enter, leave), np.maximum(enter, leave)
+    middle = outer + np.sign(leave - enter)
+    first_slot = outer * lower  # of lane `lower`
+    second_slot = first_slot + middle * (upper - lower)  # of lane `upper`
+    if len(outer) and not np.any(enter != leave) and not np.any(outer != outer[0]):
+        lanes, within = np.divmod(slots, outer[0])  # the usual case: the lanes divide the batches
+    else:
+        in_lower, in_middle = slots < first_slot[batch], slots < second_slot[batch]
+        base_slot = np.where(in_lower, 0, np.where(in_middle, first_slot[batch], second_slot[batch]))
+        base_lane = np.where(in_lower, 0, np.where(in_middle, lower[batch], upper[batch]))
+        count = np.where(in_middle & ~in_lower, middle[batch], outer[batch])
+        lanes, within = np.divmod(slots - base_slot, np.maximum(count, 1))
+        lanes += base_lane
+    return lanes, row[batch] + (lanes < enter[batch]) + within
+
+
+def _merge_intervals(
+    ids: Int64Array, first: Int64Array, last: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Join intervals of one chunk that overlap or touch. Any order in; sorted by chunk, then time, out."""
+    counts_order = np.lexsort((first, ids))
+    ids, first, last = ids[counts_order], first[counts_order], last[counts_order]
+    if not len(ids):
+        return ids, first, last
+    # Shift every chunk beyond the one before it: then one running maximum serves them all.
+    stride = int(last.max()) + 2
+    shift = np.concatenate([[0], np.cumsum(np.diff(ids) != 0)]) * (stride + 1)
+    reached = np.maximum.accumulate(last + shift)
+    opens = np.concatenate([[True], first[1:] + shift[1:] > reached[:-1] + 1])
+    edges = np.flatnonzero(opens)
+    return ids[edges], first[edges], np.maximum.reduceat(last, edges)
