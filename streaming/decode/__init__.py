@@ -1,1 +1,37 @@
+"""Bytes of fields into objects: NumPy arrays, strings, numbers, Pillow images. No torch, and never a pickle.
 
+``resolve_decoders(spec).decoder_for(field)`` gives the :class:`~streaming.types.Decoder` of a field;
+``decode_field`` calls it and names its errors.
+"""
+
+from streaming.decode.arrays import ArrayDecoder, NpzDecoder, array, npy, npz, safetensors
+from streaming.decode.images import ImageDecoder, image, use_one_thread
+from streaming.decode.registry import DecodeSpec, FieldDecoder, FieldSpec, decode_field, resolve_decoders
+from streaming.decode.values import integer, json, msgpack, number, raw, text
+from streaming.decode.webdataset import from_webdataset
+from streaming.types import Decoder
+
+__all__ = [
+    "ArrayDecoder",
+    "DecodeSpec",
+    "Decoder",
+    "FieldDecoder",
+    "FieldSpec",
+    "ImageDecoder",
+    "NpzDecoder",
+    "array",
+    "decode_field",
+    "from_webdataset",
+    "image",
+    "integer",
+    "json",
+    "msgpack",
+    "npy",
+    "npz",
+    "number",
+    "raw",
+    "resolve_decoders",
+    "safetensors",
+    "text",
+    "use_one_thread",
+]

@@ -1,0 +1,172 @@
+"""Samples into a batch: arrays of one shape and numbers become tensors, all else stays a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streaming.types import Batch
+
+Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Gives a contiguous CPU tensor of a shape and dtype, with any content; perhaps in page-locked memory."""
+
+_ALWAYS_LISTS = frozenset(("__key__", "__url__"))
+_INT64 = np.iinfo(np.int64)
+_TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(name): getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+
+
+def default_collate(samples: Sequence[Mapping[str, object]], *, allocate: Allocate | None = None) -> Batch:
+    """One batch of ``samples``: every field of any sample, in the order first seen.
+
+    Per field, with B samples:
+
+    - arrays, array scalars or tensors of one shape and dtype: one tensor ``[B, ...]`` of that dtype, in
+      native byte order; numbers as ``bool``, ``int`` or ``float``: bool, int64 or float64 ``[B]`` (``int``
+      and ``float`` mixed: float64);
+    - arrays or tensors that differ in shape or dtype: a list of B tensors;
+    - all else (text, bytes, dicts, objects, integers beyond 64 bits, mixed kinds) and ``__key__`` and
+      ``__url__``: a list of B values. A sample that lacks the field has None there.
+
+    Stacked tensors share no memory with the samples; what stays in a list does.
+
+    Args:
+        samples: Decoded samples; without any, the batch has no fields.
+        allocate: Where the memory of tensors comes from; default: ``torch.empty``.
+
+    Raises:
+        ValueError: If ``allocate`` gives a tensor of another shape, dtype or layout than asked for.
+    """
+    names: dict[str, None] = {}
+    for sample in samples:
+        names.update(dict.fromkeys(sample))
+    make = _allocate if allocate is None else _checking(allocate)
+    batch: Batch = {}
+    for name in names:
+        values = [sample.get(name) for sample in samples]
+        batch[name] = values if name in _ALWAYS_LISTS else _collate_field(values, make)
+    return batch
+
+
+def empty_like(batch: Mapping[str, object]) -> Batch:
+    """The batch with the same fields and no samples: tensors ``[0, ...]`` of the same dtype, empty lists.
+
+    The tensors own their (no) memory, so they do not keep the batch alive.
+    """
+    return {
+        name: torch.empty_like(value[:0]) if isinstance(value, torch.Tensor) else []
+        for name, value in batch.items()
+    }
+
+
+def _collate_field(values: list[object], make: Allocate) -> object:
+    """The values of one field as a tensor where all agree, else as a list."""
+    kind = type(values[0])
+    if any(type(value) is not kind for value in values):
+        return _collate_mixed(values, make)
+    if kind is np.ndarray or issubclass(kind, np.generic):
+        return _stack_arrays(cast("list[npt.NDArray[Any]]", values), make)
+    if kind is int:
+        return _integers(cast("list[int]", values), make)
+    if kind is float or kind is bool:
+        return _fill(np.array(values, kind), make)
+    if issubclass(kind, torch.Tensor):
+        return _stack_tensors(cast("list[torch.Tensor]", values), make)
+    return values
+
+
+def _collate_mixed(values: list[object], make: Allocate) -> object:
+    """Values of several types: float64 for int with float, one tensor for arrays and tensors, else a list."""
+    types = {type(value) for value in values}
+    if types == {int, float}:
+        return _floats(cast("list[float]", values), make)
+    listed = _to_tensors(values)
+    if all(isinstance(value, torch.Tensor) for value in listed):
+        return _stack_tensors(cast("list[torch.Tensor]", listed), make)
+    return listed
+
+
+def _floats(values: list[float], make: Allocate) -> object:
+    try:
+        return _fill(np.array(values, np.float64), make)
+    except OverflowError:  # an int beyond the range of a float
+        return values
+
+
+def _integers(values: list[int], make: Allocate) -> object:
+    """int64 ``[B]``, or the list if one does not fit."""
+    if min(values) < _INT64.min or max(values) > _INT64.max:
+        return values
+    return _fill(np.array(values, np.int64), make)
+
+
+def _fill(array: npt.NDArray[Any], make: Allocate) -> torch.Tensor:
+    """A tensor from ``make`` that holds a copy of ``array``."""
+    tensor = make(array.shape, _TORCH_DTYPES[array.dtype])
+    np.copyto(tensor.numpy(), array)
+    return tensor
+
+
+def _stack_arrays(values: list[npt.NDArray[Any]], make: Allocate) -> object:
+    """One tensor if shapes and dtypes agree and torch knows the dtype; else a list."""
+    first = values[0]
+    dtype = _TORCH_DTYPES.get(first.dtype.newbyteorder("="))
+    if dtype is None or any(value.shape != first.shape or value.dtype != first.dtype for value in values):
+        return _to_tensors(values)
+    tensor = make((len(values), *first.shape), dtype)
+    np.stack(values, out=tensor.numpy())
+    return tensor
+
+
+def _stack_tensors(values: list[torch.Tensor], make: Allocate) -> object:
+    """One tensor if shapes, dtypes and devices agree and all are dense; else the list."""
+    first = values[0]
+    layout = (first.shape, first.dtype, first.device, torch.strided)
+    if any((value.shape, value.dtype, value.device, value.layout) != layout for value in values):
+        return values
+    values = [value.detach() for value in values]
+    if first.device.type != "cpu":
+        return torch.stack(values)
+    return torch.stack(values, out=make((len(values), *first.shape), first.dtype))
+
+
+def _to_tensors(values: Sequence[object]) -> list[object]:
+    """The values; arrays and scalars of dtypes that torch knows as tensors, without a copy if possible."""
+    return [_to_tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value for value in values]
+
+
+def _to_tensor(value: npt.NDArray[Any] | np.generic) -> object:
+    native = value.dtype.newbyteorder("=")
+    if native not in _TORCH_DTYPES:
+        return value
+    array = np.asarray(value, native)
+    usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    return torch.from_numpy(array if usable else array.copy())
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _checking(allocate: Allocate) -> Allocate:
+    """``allocate``, with what it gives compared to what was asked."""
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = allocate(shape, dtype)
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"allocate({shape}, {dtype}) gave {tuple(tensor.shape)}, {tensor.dtype}, "
+                f"contiguous: {tensor.is_contiguous()}; give a contiguous tensor of that shape and dtype"
+            )
+        return tensor
+
+    return make

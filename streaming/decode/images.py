@@ -1,0 +1,262 @@
+"""Decoders for images: JPEG by simplejpeg (libjpeg-turbo, without the interpreter lock), all else by Pillow.
+
+What is inside decides, not the name: a PNG called ``.jpg`` is decoded as PNG. Width and height are read from
+the header and compared with the limit before a pixel is decoded.
+
+What is not done: EXIF orientation is not applied, colour profiles are ignored, transparency is cut off and
+not blended, and of several frames the first is taken. Sixteen bits per channel become eight by dropping the
+low byte.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
+from PIL import (
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    ImageFile,
+    JpegImagePlugin,
+    PngImagePlugin,
+    PpmImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
+
+from streaming.errors import ConfigError
+from streaming.types import ReadBuffer
+
+MAX_PIXELS = 2**27
+"""Default limit on width x height: 402 MB as RGB; the largest aerial and medical pictures need more, and say
+so."""
+
+_MODES = {  # name: (Pillow's mode, simplejpeg's, channels, what comes out)
+    "rgb8": ("RGB", "RGB", 3, "uint8"),
+    "gray8": ("L", "GRAY", 1, "uint8"),
+    "rgba8": ("RGBA", "RGBA", 4, "uint8"),
+    "rgb": ("RGB", "RGB", 3, "float32"),
+    "gray": ("L", "GRAY", 1, "float32"),
+    "rgba": ("RGBA", "RGBA", 4, "float32"),
+    "pil": ("RGB", "RGB", 3, "pil"),
+}
+MODES = tuple(_MODES)
+
+_SPEC = re.compile(r"([a-z0-9]+)(?::([0-9]+)x([0-9]+))?")
+
+# Pillow's own Image.open would warn or refuse by a limit that is global to the process, and would try formats
+# that start other programs (EPS); these are the readers we accept, by the bytes a file starts with.
+_READERS: tuple[tuple[re.Pattern[bytes], Callable[[io.BytesIO], ImageFile.ImageFile]], ...] = (
+    (re.compile(rb"\xff\xd8\xff"), JpegImagePlugin.JpegImageFile),
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), PngImagePlugin.PngImageFile),
+    (re.compile(rb"RIFF....WEBP", re.DOTALL), WebPImagePlugin.WebPImageFile),
+    (re.compile(rb"GIF8[79]a"), GifImagePlugin.GifImageFile),
+    (re.compile(rb"BM"), BmpImagePlugin.BmpImageFile),
+    (re.compile(rb"II\*\0|MM\0\*|II\+\0|MM\0\+"), TiffImagePlugin.TiffImageFile),
+    (re.compile(rb"P[1-6f]\s"), PpmImagePlugin.PpmImageFile),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageDecoder:
+    """Images of one mode and, if ``size`` is given, of one size.
+
+    Attributes:
+        mode: ``rgb8``, ``gray8``, ``rgba8``: uint8 ``[H, W, 3]``, ``[H, W]``, ``[H, W, 4]``. ``rgb``,
+            ``gray``, ``rgba``: the same as float32 in 0..1. ``pil``: a loaded ``PIL.Image.Image`` in mode
+            RGB.
+        size: (height, width) to resize to, without keeping the aspect; None keeps the size. A JPEG is first
+            decoded at the smallest of libjpeg's scales that is not below it.
+        max_pixels: Largest height x width that is decoded.
+    """
+
+    mode: str = "rgb8"
+    size: tuple[int, int] | None = None
+    max_pixels: int = MAX_PIXELS
+
+    accepts_buffer = True
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot work.
+
+        Raises:
+            ConfigError: If the mode is unknown, or a number is not positive.
+        """
+        if self.mode not in _MODES:
+            raise ConfigError(f"image mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}")
+        if self.max_pixels < 1 or (self.size is not None and (len(self.size) != 2 or min(self.size) < 1)):
+            raise ConfigError(
+                f"image: size must be (height, width) and max_pixels positive, got {self.size} and "
+                f"{self.max_pixels}"
+            )
+
+    @property
+    def dtype(self) -> np.dtype[Any] | None:
+        """Type of the arrays that come out; None for ``pil``."""
+        kind = _MODES[self.mode][3]
+        return None if kind == "pil" else np.dtype(kind)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the arrays that come out, if it is known beforehand."""
+        if self.size is None or self.dtype is None:
+            return None
+        channels = _MODES[self.mode][2]
+        return self.size if channels == 1 else (*self.size, channels)
+
+    def __call__(self, data: ReadBuffer) -> npt.NDArray[Any] | Image.Image:
+        """The image, in memory of its own.
+
+        Raises:
+            ValueError: If it is no image of a known kind, is damaged, or is larger than ``max_pixels``.
+            Exception: What simplejpeg or Pillow raises else.
+        """
+        pixels = self._decode(data)
+        kind = _MODES[self.mode][3]
+        if kind == "pil":
+            return Image.fromarray(pixels)
+        return pixels if kind == "uint8" else np.multiply(pixels, np.float32(1 / 255), dtype=np.float32)
+
+    def _decode(self, data: ReadBuffer) -> npt.NDArray[np.uint8]:
+        """The image as uint8 ``[H, W(, C)]``."""
+        pixels = self._decode_jpeg(data) if bytes(data[:3]) == b"\xff\xd8\xff" else None
+        if pixels is None:
+            pixels = self._decode_pillow(data)
+        if self.size is not None and pixels.shape[:2] != self.size:
+            pixels = resize(pixels, self.size)
+        return pixels
+
+    def _decode_jpeg(self, data: ReadBuffer) -> npt.NDArray[np.uint8] | None:
+        """The JPEG, scaled as far down as ``size`` allows; None if this is a case for Pillow."""
+        try:
+            height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+        except ValueError:
+            return None
+        self._check(height, width)
+        if colorspace in {"CMYK", "YCCK"}:  # Pillow knows that Adobe stores them inverted
+            return None
+        min_height, min_width = self.size or (0, 0)
+        try:
+            pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
+                data,
+                colorspace=_MODES[self.mode][1],
+                min_height=min(min_height, height),
+                min_width=min(min_width, width),
+            )
+        except ValueError:  # also what libjpeg only warns of, such as stray bytes before a marker
+            return None
+        return pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
+
+    def _decode_pillow(self, data: ReadBuffer) -> npt.NDArray[np.uint8]:
+        _check_webp(data, self._check)
+        with open_image(data) as image:
+            self._check(image.height, image.width)
+            return to_uint8(image, _MODES[self.mode][0])
+
+    def _check(self, height: int, width: int) -> None:
+        if height * width > self.max_pixels:
+            raise ValueError(
+                f"image of {height} x {width} pixels, more than the {self.max_pixels} allowed; "
+                f"raise the limit with decode={{field: decode.image({self.mode!r}, max_pixels=...)}}"
+            )
+
+
+def image(
+    mode: str = "rgb8", size: tuple[int, int] | None = None, *, max_pixels: int = MAX_PIXELS
+) -> ImageDecoder:
+    """Decoder of images into ``mode``, resized to ``size`` (height, width): an :class:`ImageDecoder`.
+
+    Raises:
+        ConfigError: If the mode is unknown, or a number is not positive.
+    """
+    return ImageDecoder(mode=mode, size=size, max_pixels=max_pixels)
+
+
+def parse_image_spec(spec: str) -> ImageDecoder | None:
+    """The decoder of ``"rgb8"`` or ``"rgb8:224x224"`` (height x width); None if ``spec`` names no image mode.
+
+    Raises:
+        ConfigError: If the size is zero.
+    """
+    match = _SPEC.fullmatch(spec)
+    if match is None or match[1] not in _MODES:
+        return None
+    return image(match[1], size=(int(match[2]), int(match[3])) if match[2] else None)
+
+
+def open_image(data: ReadBuffer) -> ImageFile.ImageFile:
+    """``data`` opened by the Pillow reader of its kind, not decoded yet, over a copy of the bytes.
+
+    Raises:
+        ValueError: If the first bytes are those of no image that we read.
+    """
+    prefix = bytes(data[:16])
+    for magic, reader in _READERS:
+        if magic.match(prefix):
+            return reader(io.BytesIO(data))
+    raise ValueError(f"not a JPEG, PNG, WebP, GIF, BMP, TIFF or PNM image: it starts with {prefix[:8]!r}")
+
+
+def to_uint8(image: Image.Image, mode: str) -> npt.NDArray[np.uint8]:
+    """The pixels of ``image`` in Pillow's ``mode`` (L, RGB, RGBA): a new array ``[H, W(, C)]``.
+
+    Raises:
+        ValueError: If its pixels are 32 bits wide, which has no agreed form in eight.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    if image.mode in {"I", "F"}:
+        raise ValueError(f"{image.format} image with 32-bit pixels; take it as bytes and decode it yourself")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return np.array(image if image.mode == mode else image.convert(mode))
+
+
+def resize(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    """``pixels`` ``[H, W(, C)]`` at ``size`` (height, width): area averages on the way down, else bilinear.
+
+    By OpenCV (extra ``images``) where installed, else by Pillow; the two differ by rounding.
+    """
+    height, width = size
+    shrink = height <= pixels.shape[0] and width <= pixels.shape[1]
+    cv2 = opencv()
+    if cv2 is not None:
+        resized: npt.NDArray[np.uint8] = cv2.resize(
+            pixels, (width, height), interpolation=cv2.INTER_AREA if shrink else cv2.INTER_LINEAR
+        )
+        return resized
+    method = Image.Resampling.BOX if shrink else Image.Resampling.BILINEAR
+    return np.array(Image.fromarray(pixels).resize((width, height), method))
+
+
+@functools.cache
+def opencv() -> Any | None:
+    """The module ``cv2``, or None without the extra ``images``."""
+    try:
+        return importlib.import_module("cv2")
+    except ImportError:
+        return None
+
+
+def use_one_thread() -> None:
+    """Keeps OpenCV from starting threads of its own: for processes of which many run side by side."""
+    cv2 = opencv()
+    if cv2 is not None:
+        cv2.setNumThreads(1)
+
+
+def _check_webp(data: ReadBuffer, check: Callable[[int, int], None]) -> None:
+    """Calls ``check(height, width)`` for an extended WebP, whose canvas Pillow would allocate on opening."""
+    head = bytes(data[:30])
+    if len(head) == 30 and head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X":
+        width = int.from_bytes(head[24:27], "little") + 1
+        check(int.from_bytes(head[27:30], "little") + 1, width)

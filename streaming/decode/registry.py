@@ -1,0 +1,250 @@
+"""Which decoder a field gets: by its extension, by a name such as "rgb8:224x224", by a type, or as told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, cast, runtime_checkable
+
+import numpy as np
+
+from streaming.decode import arrays, images, values
+from streaming.errors import ConfigError, DecodeError
+from streaming.types import Decoder, ReadBuffer
+from streaming.units import format_bytes
+
+FieldSpec: TypeAlias = "str | type | np.dtype[np.generic] | Callable[..., object] | FieldDecoder | None"
+DecodeSpec: TypeAlias = "str | Mapping[str, FieldSpec] | FieldDecoder | None"
+
+
+@runtime_checkable
+class FieldDecoder(Protocol):
+    """Knows the decoder of every field. Thread-safe; picklable if the decoders in it are."""
+
+    def decoder_for(self, field: str, /) -> Decoder:
+        """The decoder of ``field`` (an extension without the leading dot), the same object on every call.
+
+        ``streaming.decode.raw`` itself stands for "bytes as they are", so that an engine may hand out views.
+
+        Raises:
+            ConfigError: If the field must not or cannot be decoded; the message holds the cure.
+        """
+
+
+_IMAGES = frozenset(
+    ("jpg", "jpeg", "jpe", "jfif", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm")
+)
+_NPZ = arrays.npz()
+_RGB8 = images.image("rgb8")
+_AUTO: dict[str, Decoder] = {
+    **dict.fromkeys(("txt", "text", "transcript"), values.text),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id", "int"), values.integer),
+    "float": values.number,
+    **dict.fromkeys(("json", "jsn"), values.json),
+    "npy": arrays.npy,
+    "npz": _NPZ,
+    **dict.fromkeys(("msgpack", "mp", "msg"), values.msgpack),
+    **dict.fromkeys(("safetensors", "sft"), arrays.safetensors),
+}
+_REFUSED = {
+    **dict.fromkeys(("pyd", "pickle", "pkl"), "a pickle runs code on loading"),
+    **dict.fromkeys(("pth", "pt"), "a torch file is a pickle, which may run code on loading"),
+    **dict.fromkeys(("ten", "tb"), "tenbin is webdataset's own format"),
+}
+_NAMES: dict[str, Decoder] = {
+    **dict.fromkeys(("raw", "bytes"), values.raw),
+    "text": values.text,
+    "int": values.integer,
+    "float": values.number,
+    "json": values.json,
+    "npy": arrays.npy,
+    "npz": _NPZ,
+    "msgpack": values.msgpack,
+    "safetensors": arrays.safetensors,
+}
+_TYPES: dict[type, Decoder] = {int: values.integer, float: values.number, str: values.text, bytes: values.raw}
+_NEEDS: dict[Decoder, tuple[str, str]] = {  # decoder: (module, extra)
+    values.msgpack: ("msgpack", "msgpack"),
+    arrays.safetensors: ("safetensors.numpy", "safetensors"),
+}
+_ARRAY = re.compile(r"array:([a-z0-9]+)(?:->([a-z0-9]+))?(?::(\d+(?:x\d+)*))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOnBytes:
+    """A user's own function as decoder: it gets ``bytes`` that it may keep."""
+
+    function: Callable[[bytes], object]
+
+    accepts_buffer = True
+
+    def __call__(self, data: ReadBuffer) -> object:
+        """What the function returns."""
+        return self.function(bytes(data))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawFields:
+    """Every field as ``bytes``."""
+
+    def decoder_for(self, field: str, /) -> Decoder:  # noqa: ARG002 - the protocol's argument
+        """``raw``, always."""
+        return values.raw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoFields:
+    """Fields decoded by the last component of their extension; ``given`` ones as told.
+
+    A field is looked up in ``given`` as it stands, then in lower case, then as ``*.png`` (its last
+    component), then as ``*`` (anything else).
+
+    Attributes:
+        given: Decoders by field or pattern; a ``FieldDecoder`` is asked for the field.
+        image: Decoder of all images that are not ``given``.
+    """
+
+    given: Mapping[str, Decoder | FieldDecoder] = field(default_factory=dict)
+    image: Decoder = _RGB8
+    _known: dict[str, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def decoder_for(self, field: str, /) -> Decoder:
+        """The decoder of ``field``.
+
+        Raises:
+            ConfigError: If its kind is refused (pickles), or needs a package that is missing.
+        """
+        decoder = self._known.get(field)
+        if decoder is None:
+            decoder = self._known.setdefault(field, self._find(field))
+        return decoder
+
+    def _find(self, field: str) -> Decoder:
+        lowered = field.lower()
+        last = lowered.rpartition(".")[2]
+        for name in (field, lowered, f"*.{last}", "*"):
+            given = self.given.get(name)
+            if given is not None:
+                return given.decoder_for(field) if isinstance(given, FieldDecoder) else given
+        if last in _REFUSED:
+            raise ConfigError(
+                f"field {field!r} is not decoded: {_REFUSED[last]}. Take it as bytes with "
+                f"decode={{{field!r}: None}}, leave it out with fields=, or name your own function: "
+                f"decode={{{field!r}: function}}"
+            )
+        return self.image if last in _IMAGES else _checked(_AUTO.get(last, values.raw))
+
+
+def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
+    """The decoders that a user's ``decode=`` asks for.
+
+    Args:
+        spec: ``"auto"``: by extension. None, ``"raw"`` or ``"bytes"``: every field as bytes. An image mode
+            such as ``"rgb8:224x224"`` or ``"pil"``: by extension, images in that mode. A mapping of field to
+            name, type, NumPy type, function or None (bytes): those as given, the rest by extension; the field
+            may be ``*.png`` (every field that ends so) or ``*`` (all the rest). A ``FieldDecoder``: itself.
+
+    Raises:
+        ConfigError: If the spec is none of these, or needs a package that is missing.
+    """
+    if spec is None or spec in ("raw", "bytes"):
+        return RawFields()
+    if isinstance(spec, str):
+        if spec == "auto":
+            return AutoFields()
+        mode = images.parse_image_spec(spec)
+        if mode is None:
+            raise ConfigError(
+                f'decode={spec!r}: expected "auto", "raw", an image mode ({", ".join(images.MODES)}), '
+                f"a mapping of field to decoder, or None"
+            )
+        return AutoFields(image=mode)
+    if isinstance(spec, Mapping):
+        return AutoFields(given={name: decoder_of(given, field=name) for name, given in spec.items()})
+    if isinstance(spec, FieldDecoder):
+        return spec
+    raise ConfigError(f"decode={spec!r}: expected a string, a mapping of field to decoder, or None")
+
+
+def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noqa: PLR0911 - one per kind
+    """The decoder that ``spec`` means for ``field``.
+
+    Args:
+        spec: A name (``"int"``, ``"rgb8:224x224"``, ``"array:uint16->int64"``, ``"auto"``, …), ``int``,
+            ``float``, ``str``, ``bytes``, a NumPy type (raw little-endian array), None (bytes), a
+            ``FieldDecoder``, or a function. A function gets ``bytes`` of its own, unless its attribute
+            ``accepts_buffer`` is true: then it keeps the contract of :class:`streaming.types.Decoder` and
+            gets the buffer.
+        field: For messages.
+
+    Raises:
+        ConfigError: If it means nothing, or needs a package that is missing.
+    """
+    if spec is None:
+        return values.raw
+    if isinstance(spec, str):
+        return _decoder_of_name(spec, field)
+    if isinstance(spec, type) and spec in _TYPES:
+        return _TYPES[spec]
+    if isinstance(spec, np.dtype) or (isinstance(spec, type) and issubclass(spec, np.generic)):
+        return arrays.array(spec)
+    if isinstance(spec, FieldDecoder):
+        return spec
+    if not callable(spec):
+        raise ConfigError(f"decode={{{field!r}: {spec!r}}}: expected a name, a type, a function or None")
+    if getattr(spec, "accepts_buffer", False) is True or spec in _NAMES.values():
+        return cast("Decoder", spec)
+    return CallOnBytes(function=spec)
+
+
+def _decoder_of_name(name: str, field: str) -> Decoder | FieldDecoder:
+    if name == "auto":
+        return AutoFields()
+    found = _NAMES.get(name) or images.parse_image_spec(name)
+    if found is not None:
+        return _checked(found)
+    match = _ARRAY.fullmatch(name)
+    if match is not None:
+        shape = tuple(int(size) for size in match[3].split("x")) if match[3] else None
+        return arrays.array(match[1], match[2], shape)
+    raise ConfigError(
+        f"decode={{{field!r}: {name!r}}}: no such decoder; known are auto, {', '.join(_NAMES)}, "
+        f'{", ".join(images.MODES)}, sized "rgb8:224x224", and "array:uint16->int64"'
+    )
+
+
+def _checked(decoder: Decoder) -> Decoder:
+    """``decoder``, after a look whether the package it needs is there."""
+    needs = _NEEDS.get(decoder)
+    if needs is not None:
+        values.require(needs[0], extra=needs[1])
+    return decoder
+
+
+def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, field: str) -> object:
+    """``decoder(data)``, its errors named.
+
+    Args:
+        decoder: The decoder of ``field``.
+        data: The field's bytes.
+        url: Shard, for the message.
+        key: Sample, for the message.
+        field: Field, for the message.
+
+    Raises:
+        DecodeError: Whatever the decoder raised, as cause; the message names shard, key, field and size. Not
+            wrapped: ``ConfigError``, which concerns every sample, and ``MemoryError``, which is not the
+            sample's fault.
+    """
+    try:
+        return decoder(data)
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:  # the border to foreign decoders
+        size = format_bytes(len(data))
+        raise DecodeError(
+            f"{url}: sample {key!r}: field {field!r} ({size}) does not decode: "
+            f"{type(error).__name__}: {error}. Look at the bytes with `shard_tools cat`, take the "
+            f'field as bytes with decode={{{field!r}: None}}, or pass over it with on_error="substitute" or "skip"'
+        ) from error

@@ -1,0 +1,77 @@
+"""Decoders for text, numbers and structured text or binary: str, int, float, JSON, MessagePack."""
+
+from __future__ import annotations
+
+import importlib
+import json as _json
+from types import ModuleType
+
+from streaming.errors import ConfigError
+from streaming.types import ReadBuffer
+
+
+def raw(data: ReadBuffer) -> bytes:
+    """The bytes themselves, as a copy of their own."""
+    return bytes(data)
+
+
+def text(data: ReadBuffer) -> str:
+    """UTF-8 text, exactly as stored: nothing is stripped.
+
+    Raises:
+        UnicodeDecodeError: If it is not UTF-8.
+    """
+    return str(data, "utf-8")
+
+
+def integer(data: ReadBuffer) -> int:
+    """A decimal integer in ASCII; white space around it is allowed.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    return int(bytes(data))
+
+
+def number(data: ReadBuffer) -> float:
+    """A float as text, ``inf`` and ``nan`` included; white space around it is allowed.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    return float(bytes(data))
+
+
+def json(data: ReadBuffer) -> object:
+    """A JSON document (UTF-8, 16 or 32); ``NaN`` and ``Infinity`` are accepted, as Python writes them.
+
+    Raises:
+        ValueError: If it is not JSON.
+        RecursionError: If it is nested deeper than the interpreter's stack.
+    """
+    return _json.loads(bytes(data))
+
+
+def msgpack(data: ReadBuffer) -> object:
+    """A MessagePack document; lengths in it are bounded by the length of ``data``.
+
+    Raises:
+        ConfigError: If the package ``msgpack`` is not installed.
+        ValueError: If it is not MessagePack.
+    """
+    return require("msgpack", extra="msgpack").unpackb(data, raw=False, strict_map_key=False)
+
+
+def require(module: str, *, extra: str) -> ModuleType:
+    """The optional dependency ``module``.
+
+    Raises:
+        ConfigError: If it is not installed; names the extra that brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"decoding needs the package {module.partition('.')[0]!r}, which is not installed; "
+            f"pip install 'shardstream[{extra}]', or take the field as bytes with decode={{field: None}}"
+        ) from error

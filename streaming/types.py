@@ -1,0 +1,46 @@
+"""Words that several layers share: a sample, the bytes of a field, and the callables that work on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+Sample: TypeAlias = dict[str, object]
+"""One sample: ``__key__``, ``__url__`` and one entry per field, named by its extension without the leading
+dot."""
+
+Batch: TypeAlias = dict[str, object]
+"""Collated samples: the same names, each with a tensor ``[B, ...]`` or a list of ``B`` values."""
+
+ReadBuffer: TypeAlias = bytes | bytearray | memoryview
+"""Contiguous bytes that may be read, and may be overwritten as soon as the callee has returned."""
+
+Transform: TypeAlias = Callable[[Sample], Sample | None]
+"""A user's function over one decoded sample; ``None`` drops it. Runs in workers: pure, and picklable with
+processes."""
+
+Predicate: TypeAlias = Callable[[Mapping[str, object]], bool]
+"""A user's yes or no about one sample."""
+
+
+class Decoder(Protocol):
+    """Turns the bytes of one field into an object.
+
+    The contract, which every decoder of this package keeps:
+
+    - It MUST NOT keep a reference to ``data``, nor return an object that does (a view, a lazily loaded
+      image): the memory is reused as soon as the call has returned.
+    - The same bytes give the same object; it looks at nothing else.
+    - It may be called from several threads at once, and can be pickled.
+    - It may raise anything for bytes it does not like: the caller wraps that (``decode_field``).
+    """
+
+    def __call__(self, data: ReadBuffer, /) -> object:
+        """The decoded object."""
+
+
+class CollateFn(Protocol):
+    """Makes one batch of a list of samples; runs in workers: pure, and picklable with processes."""
+
+    def __call__(self, samples: Sequence[Sample], /) -> object:
+        """The batch: a dict for the default, whatever the user likes for their own."""
