@@ -1,0 +1,242 @@
+"""Which launcher started this process, and as which of how many: a pure function of an environment mapping.
+
+Launchers are asked in this order. The first that knows a rank wins: inner launchers come before outer ones.
+
+====  =========  ========================================================  =================================
+ #    launcher   recognised by                                             before the next because it
+====  =========  ========================================================  =================================
+ 1    torchrun   ``RANK`` and ``WORLD_SIZE`` (deepspeed, PyTorchJob too)   often runs in srun or mpirun tasks
+ 2    openmpi    ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``     starts its daemons by srun
+ 3    mpich      ``PMI_RANK`` and ``PMI_SIZE`` (Intel MPI too)             starts its proxies by srun
+ 4    slurm      ``SLURM_PROCID`` inside a step that srun started
+ 5    single     nothing of the above
+====  =========  ========================================================  =================================
+
+A batch script or an interactive shell also has ``SLURM_NTASKS``, but is none of those tasks: it is single.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from infra.errors import MeshError
+
+Environ = Mapping[str, str]
+
+# SLURM numbers its own steps (batch script, extern, interactive) from the top of uint32 downwards: slurm.h,
+# SLURM_BATCH_SCRIPT 0xfffffffb, SLURM_EXTERN_CONT 0xfffffffc, SLURM_INTERACTIVE_STEP 0xfffffffa.
+_FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the launcher says about this process. ``None`` where it does not say.
+
+    Attributes:
+        launcher: ``"torchrun"``, ``"openmpi"``, ``"mpich"``, ``"slurm"`` or ``"single"``.
+        rank: This process among all, in [0, world_size).
+        world_size: Number of processes.
+        local_rank: This process among those of its node.
+        local_world_size: Number of processes on its node.
+        node_rank: This node among all.
+        num_nodes: Number of nodes.
+        master_addr: Host of the rendezvous (``MASTER_ADDR``).
+        master_port: Its port (``MASTER_PORT``).
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    def __post_init__(self) -> None:
+        name = self.launcher
+        _check_share(name, "rank", self.rank, "world size", self.world_size)
+        _check_share(name, "local rank", self.local_rank, "local world size", self.local_world_size)
+        _check_share(name, "node rank", self.node_rank, "number of nodes", self.num_nodes)
+
+
+def discover(environ: Environ | None = None) -> Launch:
+    """Where this process runs, by the table above.
+
+    Args:
+        environ: Environment variables; the process's own when None.
+
+    Raises:
+        MeshError: If variables are no integers, contradict each other, or name only half of what is needed.
+    """
+    env: Environ = os.environ if environ is None else environ
+    found = [launch for reader in _READERS if (launch := reader(env)) is not None]
+    if not found:
+        return _single(env)
+    if found[0].launcher != "torchrun":
+        _check_half_set(env, found[0])
+    elif len(found) > 1:
+        _check_exported_rank(env, found[0], found[1])
+    return found[0]
+
+
+def _torchrun(env: Environ) -> Launch | None:
+    if not _has(env, "RANK", "WORLD_SIZE"):
+        return None
+    return _launch(
+        env,
+        "torchrun",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+        node_rank="GROUP_RANK",
+        num_nodes="GROUP_WORLD_SIZE",
+    )
+
+
+def _openmpi(env: Environ) -> Launch | None:
+    if not _has(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        return None
+    # OMPI_COMM_WORLD_NODE_RANK is the process's rank on its node, not the node's rank: of no use here.
+    return _launch(
+        env,
+        "openmpi",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+
+
+def _mpich(env: Environ) -> Launch | None:
+    if not _has(env, "PMI_RANK", "PMI_SIZE"):
+        return None
+    return _launch(
+        env,
+        "mpich",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+    )
+
+
+def _slurm(env: Environ) -> Launch | None:
+    if not _has(env, "SLURM_PROCID"):
+        return None
+    step = next((env[name] for name in ("SLURM_STEP_ID", "SLURM_STEPID") if name in env), None)
+    if step is None or not step.isdecimal() or int(step) >= _FIRST_RESERVED_SLURM_STEP:
+        return None
+    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    size = next((name for name in sizes if name in env), None)
+    if size is None:
+        raise MeshError(
+            f"SLURM_PROCID={env['SLURM_PROCID']} in step {step}, but none of {', '.join(sizes)} is set: "
+            "start the tasks with srun, or set RANK and WORLD_SIZE"
+        )
+    return _launch(
+        env,
+        "slurm",
+        rank="SLURM_PROCID",
+        world_size=size,
+        local_rank="SLURM_LOCALID",
+        local_world_size=_slurm_tasks_on_node(env),
+        node_rank="SLURM_NODEID",
+        num_nodes="SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES",
+    )
+
+
+def _slurm_tasks_on_node(env: Environ) -> int | None:
+    """Tasks of this step on this node, from a list such as ``"4(x2),3"``."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
+    node = _integer(env, "SLURM_NODEID")
+    for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        if node is None:
+            return None
+        node -= int(repeats or 1)
+        if node < 0:
+            return int(tasks)
+    return None
+
+
+_READERS: tuple[Callable[[Environ], Launch | None], ...] = (_torchrun, _openmpi, _mpich, _slurm)
+
+
+def _single(env: Environ) -> Launch:
+    """One process; refuses the half of a torchrun environment."""
+    rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+    if rank not in {None, 0} or world_size not in {None, 1}:
+        have, lack = ("RANK", "WORLD_SIZE") if rank is not None else ("WORLD_SIZE", "RANK")
+        raise MeshError(
+            f"{have}={env[have]} is set but {lack} is not: set both, or unset {have} for a single process"
+        )
+    return Launch(
+        launcher="single", rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1
+    )
+
+
+def _check_exported_rank(env: Environ, inner: Launch, outer: Launch) -> None:
+    """RANK exported once, before srun or mpirun made many processes, gives each of them the same rank."""
+    same_world = outer.world_size == inner.world_size and "TORCHELASTIC_RUN_ID" not in env
+    if same_world and outer.rank != inner.rank:
+        raise MeshError(
+            f"RANK={inner.rank}, but {outer.launcher} started this process as rank {outer.rank} of the "
+            f"same {inner.world_size}: was RANK exported before the processes started? unset it"
+        )
+
+
+def _check_half_set(env: Environ, launch: Launch) -> None:
+    """Scripts export WORLD_SIZE (or RANK) and leave the rest to SLURM or MPI: fine, if it agrees."""
+    for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.world_size)):
+        if name in env and _integer(env, name) != value:
+            raise MeshError(
+                f"{name}={env[name]}, but {launch.launcher} says {value}: correct or unset {name}"
+            )
+
+
+def _launch(env: Environ, launcher: str, **sources: str | int | None) -> Launch:
+    """A Launch whose fields come from the named variables (or are given as they are)."""
+    values = {field: _integer(env, src) if isinstance(src, str) else src for field, src in sources.items()}
+    try:
+        return Launch(
+            launcher=launcher,
+            rank=values["rank"] or 0,
+            world_size=values["world_size"] or 0,
+            local_rank=values.get("local_rank"),
+            local_world_size=values.get("local_world_size"),
+            node_rank=values.get("node_rank"),
+            num_nodes=values.get("num_nodes"),
+            master_addr=env.get("MASTER_ADDR"),
+            master_port=_integer(env, "MASTER_PORT"),
+        )
+    except MeshError as error:
+        shown = ", ".join(
+            f"{src}={env[src]}" for src in sources.values() if isinstance(src, str) and src in env
+        )
+        raise MeshError(f"{error} (from {shown}): correct these variables or unset them") from None
+
+
+def _has(env: Environ, *names: str) -> bool:
+    return all(name in env for name in names)
+
+
+def _integer(env: Environ, name: str) -> int | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise MeshError(f"environment variable {name}: expected an integer, got {text!r}") from None
+
+
+def _check_share(launcher: str, what: str, index: int | None, of: str, count: int | None) -> None:
+    if count is not None and count < 1:
+        raise MeshError(f"{launcher}: {of} must be at least 1, got {count}")
+    if index is not None and (index < 0 or (count is not None and index >= count)):
+        raise MeshError(f"{launcher}: {what} {index} does not fit the {of}, {count}")

@@ -1,0 +1,310 @@
+"""Which share of the data a process needs, for any order of parallel axes.
+
+A mesh is a grid of ranks with named axes. Ranks that differ along a *data axis* read different samples; ranks
+that differ only along other axes are *replicas* and get identical batches. With dp=2 and tp=2 in that order:
+
+====  ==========  =========  ============
+rank  (dp, tp)    data_rank  replica_rank
+====  ==========  =========  ============
+0     (0, 0)      0          0
+1     (0, 1)      0          1
+2     (1, 0)      1          0
+3     (1, 1)      1          1
+====  ==========  =========  ============
+
+Expert parallel: an ``ep`` axis of its own means replicas, like tp. Megatron, DeepSpeed and torchtitan have no
+such axis: they use data ranks as expert ranks too, and those read data of their own. For them leave
+``ep_size`` out; or, where a mesh names the part carved out of the data ranks, declare it:
+``data_axes=("dp", "ep")``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+from infra import axes
+from infra.errors import MeshError
+from infra.launch import discover
+
+#: Axes of `DeviceMesh.from_sizes`, outermost (slowest) first, as Megatron-LM and torchtitan lay out ranks.
+DEFAULT_AXIS_ORDER = ("pp", "dp", "fsdp", "ep", "cp", "ulysses", "tp")
+_DATA_AXES = ("dp", "fsdp")
+
+
+class TorchDeviceMesh(Protocol):
+    """The part of ``torch.distributed.device_mesh.DeviceMesh`` that is used."""
+
+    @property
+    def mesh(self) -> object:
+        """A tensor of ranks, or anything with ``tolist()``."""
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """One name per axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMesh:
+    """A grid of ranks as seen by one of them. Immutable; cheap to pickle, hash and share between threads.
+
+    Made by `from_sizes`, `from_torch` or `from_ranks`.
+
+    Attributes:
+        axis_names: One name per axis, outermost first.
+        shape: One size per axis.
+        ranks: The ranks in row-major order of the axes; each appears once.
+        rank: The process that this mesh speaks for.
+        data_axes: The axes along which ranks read different data; the first varies slowest in `data_rank`.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    data_axes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        axes.check_axes(self.axis_names, self.shape, self.data_axes)
+        shown, num_ranks = axes.show(self.axis_sizes), len(self.ranks)
+        if num_ranks != self.world_size:
+            raise MeshError(f"a mesh {shown} needs {self.world_size} ranks, got {num_ranks}")
+        if len(set(self.ranks)) != num_ranks:
+            raise MeshError(f"a rank appears twice in the mesh {shown}: {self.ranks[:32]}")
+        if self.rank not in self.ranks:
+            raise MeshError(
+                f"rank {self.rank} is not in the mesh {shown} of {num_ranks} ranks, {min(self.ranks)} to "
+                f"{max(self.ranks)}: correct rank= or the sizes"
+            )
+
+    @classmethod
+    def from_sizes(
+        cls,
+        *,
+        dp_size: int | None = None,
+        fsdp_size: int | None = None,
+        tp_size: int | None = None,
+        pp_size: int | None = None,
+        cp_size: int | None = None,
+        ulysses_size: int | None = None,
+        ep_size: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        order: Sequence[str] = DEFAULT_AXIS_ORDER,
+        data_axes: Sequence[str] = _DATA_AXES,
+        environ: Mapping[str, str] | None = None,
+    ) -> Self:
+        """The mesh of these sizes, ranks numbered row-major over ``order``.
+
+        A size of None is 1, but ``dp_size=None`` takes what the other axes leave of the world. Without any
+        size the mesh is plain data parallel over all processes.
+
+        Args:
+            dp_size: Data parallel (replicated weights).
+            fsdp_size: Data parallel with sharded weights; a data axis like dp.
+            tp_size: Tensor parallel.
+            pp_size: Pipeline stages.
+            cp_size: Context parallel.
+            ulysses_size: Sequence parallel (Ulysses).
+            ep_size: Expert parallel as an axis of its own (replicas); see the module's text.
+            rank: Stands in for this process's rank, so that one process can play all; None: the
+                launcher's.
+            world_size: Stands in for the launcher's. None with ``rank`` given: what the sizes multiply
+                to, where no launcher says otherwise.
+            order: Axis names, outermost first; axes left out must have size 1.
+            data_axes: Axes whose ranks read different data.
+            environ: Environment to ask for the launcher; the process's own when None.
+
+        Raises:
+            MeshError: If the sizes do not multiply to the world size, or the rank is not in it.
+        """
+        given: dict[str, int | None] = {"dp": dp_size, "fsdp": fsdp_size, "tp": tp_size, "pp": pp_size}
+        given |= {"cp": cp_size, "ulysses": ulysses_size, "ep": ep_size}
+        axes.check_sizes(given)
+        axes.check_order(order, given)
+        if world_size is None and (rank is None or dp_size is None):
+            launch = discover(environ)
+            played = rank is not None and launch.launcher == "single"
+            world_size = None if played else launch.world_size
+        if rank is None:
+            rank = discover(environ).rank
+        sizes = {name: 1 if size is None else size for name, size in given.items()}
+        if dp_size is None and world_size is not None and "dp" in order:
+            sizes["dp"] = axes.rest_of_world(world_size, given)
+        if world_size is not None:
+            axes.check_product(sizes, world_size)
+        shape = tuple(sizes[name] for name in order)
+        used = tuple(name for name in data_axes if name in order or name not in given)
+        ranks = tuple(range(math.prod(shape)))
+        return cls(axis_names=tuple(order), shape=shape, ranks=ranks, rank=rank, data_axes=used)
+
+    @classmethod
+    def from_torch(
+        cls,
+        torch_device_mesh: TorchDeviceMesh,
+        data_axes: Sequence[str] | None = None,
+        *,
+        rank: int | None = None,
+        allow_subset: bool = False,
+        environ: Mapping[str, str] | None = None,
+    ) -> Self:
+        """The same grid as a ``torch.distributed.device_mesh.DeviceMesh``, for any names and order of axes.
+
+        Args:
+            torch_device_mesh: The mesh; not kept.
+            data_axes: Axes whose ranks read different data; the first varies slowest. None: by their names
+                (dp, fsdp, dp_replicate, dp_shard, data, batch, …), in the mesh's order.
+            rank: Stands in for this process's rank; the mesh's ``get_rank()`` when None.
+            allow_subset: Accept a mesh of fewer ranks than the launcher started. Refused otherwise: a
+                sub-mesh such as ``mesh["tp"]`` has lost its data axes, and all groups would read the
+                same samples.
+            environ: Environment to ask for the launcher; the process's own when None.
+
+        Raises:
+            MeshError: If a data axis is unknown, names do not tell, or ranks are missing.
+        """
+        names = torch_device_mesh.mesh_dim_names
+        if names is None:
+            raise MeshError(
+                "the torch mesh has no axis names: make it with init_device_mesh(…, mesh_dim_names=(…)), "
+                "or use DeviceMesh.from_ranks with names"
+            )
+        if rank is None:
+            rank = _torch_rank(torch_device_mesh)
+        mesh = cls.from_ranks(torch_device_mesh.mesh, names, rank=rank, data_axes=data_axes)
+        launch = discover(environ)
+        if not allow_subset and mesh.world_size < launch.world_size:
+            raise MeshError(
+                f"the mesh {axes.show(mesh.axis_sizes)} has {mesh.world_size} ranks, but {launch.launcher} "
+                f"started {launch.world_size}: pass the whole mesh, not a sub-mesh, or allow_subset=True "
+                "if the other ranks take no part"
+            )
+        return mesh
+
+    @classmethod
+    def from_ranks(
+        cls, ranks: object, axis_names: Sequence[str], *, rank: int, data_axes: Sequence[str] | None = None
+    ) -> Self:
+        """The mesh of a nested list (or array) of ranks, one level per axis name.
+
+        Args:
+            ranks: Nested sequences of ints, or anything with ``tolist()``; rectangular.
+            axis_names: One name per level, outermost first.
+            rank: The process that the mesh speaks for.
+            data_axes: As in `from_torch`.
+
+        Raises:
+            MeshError: If it is not rectangular, names do not fit or do not tell, or ``rank`` is not in it.
+        """
+        names = tuple(axis_names)
+        flat, shape = axes.flatten(axes.nested_list(ranks), len(names))
+        used = axes.guess_data_axes(names, shape) if data_axes is None else tuple(data_axes)
+        return cls(axis_names=names, shape=shape, ranks=flat, rank=rank, data_axes=used)
+
+    def with_rank(self, rank: int) -> Self:
+        """The same mesh as another of its ranks sees it."""
+        return replace(self, rank=rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the mesh."""
+        return math.prod(self.shape)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Size by axis name, outermost first."""
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Where `rank` stands, by axis name."""
+        return self._place(self.ranks.index(self.rank))
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data `rank` reads, in [0, data_world_size). Replicas have the same."""
+        return axes.row_major(self.coordinates, self.axis_sizes, self.data_axes)
+
+    @property
+    def data_world_size(self) -> int:
+        """In how many shares the data is divided."""
+        return math.prod(self.axis_sizes[name] for name in self.data_axes)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks get identical batches, outermost first."""
+        return tuple(name for name in self.axis_names if name not in self.data_axes)
+
+    @property
+    def replica_rank(self) -> int:
+        """Which of the replicas of its share `rank` is, in [0, replica_world_size)."""
+        return axes.row_major(self.coordinates, self.axis_sizes, self.replica_axes)
+
+    @property
+    def replica_world_size(self) -> int:
+        """How many ranks get the same batches."""
+        return self.world_size // self.data_world_size
+
+    @property
+    def is_first_pipeline_stage(self) -> bool:
+        """Whether `rank` stands at the start of the pipeline axis, or there is none."""
+        return all(self.coordinates[name] == 0 for name in self._pipeline_axes)
+
+    @property
+    def is_last_pipeline_stage(self) -> bool:
+        """Whether `rank` stands at the end of the pipeline axis, or there is none."""
+        return all(self.coordinates[name] == self.axis_sizes[name] - 1 for name in self._pipeline_axes)
+
+    def replicas_of(self, data_rank: int) -> tuple[int, ...]:
+        """The ranks that read share ``data_rank``, by replica rank.
+
+        Raises:
+            MeshError: If there is no such share.
+        """
+        sizes = self.axis_sizes
+        if not 0 <= data_rank < self.data_world_size:
+            raise MeshError(
+                f"data rank {data_rank} is outside [0, {self.data_world_size}) of {axes.show(sizes)}"
+            )
+        # Positions ascend row-major, and replica_axes keep the mesh's order: sorted by replica rank.
+        return tuple(
+            rank
+            for position, rank in enumerate(self.ranks)
+            if axes.row_major(self._place(position), sizes, self.data_axes) == data_rank
+        )
+
+    @property
+    def _pipeline_axes(self) -> tuple[str, ...]:
+        return tuple(name for name in self.axis_names if name.lower() in axes.PIPELINE_NAMES)
+
+    def _place(self, position: int) -> dict[str, int]:
+        """Coordinates of the ``position``-th rank in row-major order."""
+        place: dict[str, int] = {}
+        for name, size in zip(reversed(self.axis_names), reversed(self.shape), strict=True):
+            position, place[name] = divmod(position, size)
+        return {name: place[name] for name in self.axis_names}
+
+
+def as_device_mesh(mesh: DeviceMesh | TorchDeviceMesh | None) -> DeviceMesh:
+    """``mesh`` itself, the same grid as a torch mesh, or, for None, data parallel over all processes.
+
+    Raises:
+        MeshError: If it is none of these.
+    """
+    if mesh is None:
+        return DeviceMesh.from_sizes()
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "mesh"):
+        return DeviceMesh.from_torch(mesh)
+    kind = type(mesh).__name__
+    raise MeshError(f"device_mesh: expected infra.DeviceMesh, torch's DeviceMesh or None, got {kind}")
+
+
+def _torch_rank(mesh: object) -> int:
+    get_rank = getattr(mesh, "get_rank", None)
+    if not callable(get_rank):
+        raise MeshError("the mesh cannot tell this process's rank: pass rank=")
+    return int(get_rank())
