@@ -1,0 +1,176 @@
+"""Which keys and fields every reader of WebDataset shards understands alike, and which keys are used already.
+
+A reader splits a member's name at the first dot of its last path component: ``a/b.seg.png`` is field
+``seg.png`` of sample ``a/b``. Names that some reader splits otherwise, skips or lower-cases are refused here,
+so that they never get into a shard.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Final
+
+from streaming.errors import ConfigError, DuplicateKeyError
+
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_META: Final = re.compile(r"__.*__")
+_BLANK: Final = re.compile(r"\s")
+_LOG_CHUNK: Final = 1024
+
+
+def is_meta(name: str) -> bool:
+    """Whether a sample's entry is a reader's note (``__url__``, ``__local_path__``, …) and not a field."""
+    return len(name) > 4 and _META.fullmatch(name) is not None
+
+
+def check_key(key: object) -> str:
+    """``key``, if every reader finds the sample under exactly this key.
+
+    Raises:
+        ConfigError: Otherwise; it says what is wrong and which reader would do what.
+    """
+    if not isinstance(key, str):
+        raise ConfigError(
+            f"__key__ must be a str, got {type(key).__name__} {key!r}; write f'{{i:08d}}' for a number"
+        )
+    why = _key_problem(key)
+    if why is not None:
+        raise ConfigError(f"sample key {key!r}: {why}")
+    return key
+
+
+def check_field(field: object, key: str) -> str:
+    """``field``, if every reader finds the value under exactly this name.
+
+    Raises:
+        ConfigError: Otherwise; it says what is wrong and which reader would do what.
+    """
+    if not isinstance(field, str):
+        raise ConfigError(
+            f"sample {key!r}: a field's name must be a str, got {type(field).__name__} {field!r}"
+        )
+    why = _field_problem(field)
+    if why is not None:
+        raise ConfigError(f"sample {key!r}, field {field!r}: {why}")
+    return field
+
+
+def _key_problem(key: str) -> str | None:  # noqa: PLR0911  # a list of rules
+    *directories, last = key.split("/")
+    problem = _text_problem(key)
+    if problem is not None:
+        return problem
+    if not last:
+        return "it ends with '/', so that the member would be a dot-file, which readers skip; append a name"
+    if not all(directories):
+        return "it starts with '/' or contains '//', which tar readers strip or merge; write a relative path"
+    if "." in directories or ".." in directories:
+        return "it has a component '.' or '..', which readers resolve or refuse; write the path without it"
+    if "." in last:
+        return (
+            "its last component contains '.', where readers split key and field; replace the dots, "
+            f"for example {key.replace('.', '_')!r}"
+        )
+    if any(component.startswith("__") for component in (*directories, last)):
+        return "a component starts with '__', which webdataset and Hugging Face skip as metadata; rename it"
+    return None
+
+
+def _field_problem(field: str) -> str | None:  # noqa: PLR0911  # a list of rules
+    problem = _text_problem(field)
+    if problem is not None:
+        return problem
+    if "/" in field:
+        return "it contains '/', which makes the key a directory; put directories into __key__"
+    if field.startswith("."):
+        return f"it starts with '.'; write it without: {field.lstrip('.')!r}"
+    if field.endswith(".") or ".." in field:
+        return "it has an empty part between or after dots; remove the extra dot"
+    if field != field.lower():
+        return f"it has upper-case letters, which only webdataset lower-cases; write {field.lower()!r}"
+    if field.startswith("__"):
+        return "it starts with '__', which is for readers' notes such as __key__; rename it"
+    if _BLANK.search(field):
+        return "it contains white space, which DALI's index files cannot hold; replace it"
+    return None
+
+
+def _text_problem(text: str) -> str | None:
+    if not text:
+        return "it is empty; give it a name"
+    if _CONTROL.search(text):
+        return (
+            "it contains a control character (NUL, newline, …), where readers cut or quote names; remove it"
+        )
+    if "\\" in text:
+        return "it contains a backslash, a path separator on Windows; write '/' or remove it"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"it is not valid Unicode ({error.reason} at character {error.start}); repair the text"
+    return None
+
+
+class SeenKeys:
+    """All keys written so far, to refuse the second of a kind. Not thread-safe.
+
+    Keys that arrive in strictly rising order, the usual case, cannot repeat: then only a compressed log is
+    kept (2 to 5 bytes a key) and nothing is looked up. The first key out of order turns the log into a set,
+    which takes about 100 bytes a key from then on. Within a shard, keys must differ by more than case.
+    """
+
+    def __init__(self) -> None:
+        self._last = ""
+        self._pending: list[str] = []
+        self._packer = zlib.compressobj(level=1)
+        self._packed: list[bytes] = []
+        self._all: set[str] | None = None
+        self._folded: dict[str, str] = {}
+
+    def start_shard(self) -> None:
+        """From here on, case is compared with the new shard's keys only."""
+        self._folded.clear()
+
+    def check(self, key: str) -> None:
+        """Nothing, if ``key`` may be used; call :meth:`add` once it is.
+
+        Raises:
+            DuplicateKeyError: If the key was used before, or differs from one of this shard by case alone.
+        """
+        if key <= self._last and key in self._as_set():
+            raise DuplicateKeyError(
+                f"sample key {key!r} was written before; keys must be unique in a data set"
+            )
+        other = self._folded.get(key.casefold(), key)
+        if other != key:
+            raise DuplicateKeyError(
+                f"sample key {key!r} differs from {other!r} of the same shard by upper and lower case alone, "
+                "which file systems and readers that fold case mix up; rename one"
+            )
+
+    def add(self, key: str) -> None:
+        """Remembers ``key``, which :meth:`check` has passed."""
+        self._folded[key.casefold()] = key
+        if self._all is not None:
+            self._all.add(key)
+            self._last = max(self._last, key)
+            return
+        self._last = key
+        self._pending.append(key)
+        if len(self._pending) >= _LOG_CHUNK:
+            self._pack()
+
+    def _pack(self) -> None:
+        # Keys hold no control characters, so a newline ends each.
+        text = "".join(f"{key}\n" for key in self._pending)
+        self._packed.append(self._packer.compress(text.encode("utf-8")))
+        self._pending.clear()
+
+    def _as_set(self) -> set[str]:
+        if self._all is None:
+            self._pack()
+            raw = zlib.decompress(b"".join((*self._packed, self._packer.flush())))
+            self._packed.clear()
+            self._all = set(raw.decode("utf-8").split("\n")[:-1])
+        return self._all
