@@ -1,16 +1,18 @@
 """The order of one pass over a data set: a pure function of (chunk sizes, settings, pass number).
 
-Three maps, each with a closed form, lead from a *global position* (when a sample is due) to a sample of the data set::
+Three maps, each with a closed form, lead from a *global position* (when a sample is due) to a sample of the
+data set::
 
-    global position p  ->  lane p % L, lane position p // L        (deal: every lane advances at the same pace)
-    lane position      ->  linear position                         (window: sort i + W * u(i) inside the lane)
-    linear position    ->  chunk, offset inside it                 (chunks laid end to end in shuffled order)
+    global position p  ->  lane p % L, lane position p // L    (deal: every lane advances at the same pace)
+    lane position      ->  linear position                     (window: sort i + W * u(i) inside the lane)
+    linear position    ->  chunk, offset inside it             (chunks laid end to end in shuffled order)
 
-Nothing is stored per sample, so an order takes memory in proportion to the chunks, and any position can be evaluated
-without its predecessors.
+Nothing is stored per sample, so an order takes memory in proportion to the chunks, and any position can be
+evaluated without its predecessors.
 
-The random numbers come from a counter-based hash written out below and not from :mod:`numpy.random`, whose streams may
-change between releases: the order is a contract with every checkpoint (``tests/golden/order.json`` pins it).
+The random numbers come from a counter-based hash written out below and not from :mod:`numpy.random`, whose
+streams may change between releases: the order is a contract with every checkpoint, and
+``tests/golden/order.json`` pins it.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def _stream_key(*words: int) -> int:
 
 
 def _hash_range(key: int, start: int, stop: int) -> _UInt64Array:
-    """Random numbers ``start`` to ``stop`` of the stream ``key``: splitmix64 seeded with it, at these counters."""
+    """Random numbers ``start`` to ``stop`` of splitmix64 seeded with ``key``."""
     value = np.arange(start, stop, dtype=np.uint64)
     value *= np.uint64(_GOLDEN)
     value += np.uint64(key)
@@ -67,10 +69,10 @@ def _hash_range(key: int, start: int, stop: int) -> _UInt64Array:
 
 
 def _argsort_stable(keys: _UInt64Array, key_limit: int) -> Int64Array:
-    """``keys.argsort(kind="stable")`` for keys below ``key_limit``, by the fast sorts of NumPy where that is possible.
+    """``keys.argsort(kind="stable")`` for keys below ``key_limit``, by NumPy's faster sorts where possible.
 
-    Short ranges carry their index in the low bits, so that sorting values (vectorised in NumPy) sorts the indices too.
-    Others use the unstable argsort, which is the stable one whenever no two keys are equal.
+    Short ranges carry their index in the low bits, so that sorting values (vectorised in NumPy) sorts the
+    indices too. Others use the unstable argsort, which is the stable one whenever no two keys are equal.
     """
     index_bits = np.uint64(max(len(keys) - 1, 1).bit_length())
     if key_limit << int(index_bits) <= 2**64:
@@ -107,7 +109,8 @@ class OrderSettings:
         seed: Any number in ``[0, 2**64)``.
         lanes: Equal parts of the shuffled data set that are read side by side.
         window: How far a sample may move inside its lane, in samples; 0 keeps the order inside lanes.
-        shuffle: False is the data set's own order; ``lanes`` must then be 1 and ``window`` 0 (see :meth:`unshuffled`).
+        shuffle: False is the data set's own order; ``lanes`` must then be 1 and ``window`` 0 (see
+            :meth:`unshuffled`).
     """
 
     seed: int
@@ -124,8 +127,8 @@ class OrderSettings:
             raise ConfigError(f"shuffle: expected True or False, got {self.shuffle!r}")
         if not self.shuffle and (self.lanes, self.window) != (1, 0):
             raise ConfigError(
-                f"shuffle=False reads in data-set order and needs lanes=1 and window=0, got lanes={self.lanes} and "
-                f"window={self.window}; leave them out or shuffle"
+                f"shuffle=False reads in data-set order and needs lanes=1 and window=0, "
+                f"got lanes={self.lanes} and window={self.window}; use OrderSettings.unshuffled()"
             )
 
     @classmethod
@@ -157,8 +160,9 @@ class OrderSettings:
 def default_lanes(global_batch_size: int) -> int:
     """The largest divisor of the global batch size that is at most ``max(64, global_batch_size // 8)``.
 
-    It must not look at the world size, or the order would change with it. Dividing the global batch makes every lane
-    give equally many samples to every batch, so each world size that divides the lanes owns whole lanes.
+    It must not look at the world size, or the order would change with it. Dividing the global batch makes
+    every lane give equally many samples to every batch, so each world size that divides the lanes owns whole
+    lanes.
     """
     size = checked_int("global_batch_size", global_batch_size, 1, _MAX_INT32)
     lanes = min(size, max(64, size // 8), MAX_LANES)
@@ -168,7 +172,7 @@ def default_lanes(global_batch_size: int) -> int:
 
 
 def default_window(num_samples: int, num_chunks: int) -> int:
-    """The mean number of samples per chunk, rounded up: a lane then draws from about three chunks at any time."""
+    """The mean number of samples per chunk, rounded up: about three chunks per lane are then live."""
     checked_int("num_samples", num_samples, 0, 2**62)
     checked_int("num_chunks", num_chunks, 1, _MAX_INT32)
     return min(max(-(-num_samples // num_chunks), 1), MAX_WINDOW)
@@ -178,7 +182,8 @@ def checked_chunk_samples(chunk_samples: npt.ArrayLike) -> Int64Array:
     """The numbers of samples per chunk as a read-only int64[C].
 
     Raises:
-        ConfigError: If they are not one row of non-negative integers below 2**31, or if there is no sample at all.
+        ConfigError: If they are not one row of non-negative integers below 2**31, or if there is no sample at
+            all.
     """
     given = np.asarray(chunk_samples)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -238,7 +243,7 @@ class EpochOrder:
         return ranks
 
     def lane_bounds(self, lane: int) -> tuple[int, int]:
-        """Linear positions ``[start, stop)`` of a lane; the first D % L lanes hold one sample more than the others."""
+        """Linear positions ``[start, stop)`` of a lane; the first D % L lanes are one sample longer."""
         checked_int("lane", lane, 0, self.settings.lanes - 1)
         start = lane * self._lane_size + min(lane, self._long_lanes)
         return start, start + self._lane_size + (lane < self._long_lanes)
@@ -256,8 +261,9 @@ class EpochOrder:
     def lane_slice(self, lane: int, start: int, stop: int) -> Int64Array:
         """Linear positions of the samples at lane positions ``[start, stop)`` of a lane, in that order.
 
-        The lane's samples are sorted by ``i + W * u(i)``, u in [0, 1). The r-th smallest of these keys lies in
-        ``[r, r + W)``: so the slice needs the keys of ``[start - W, stop + W)`` only, and no sample moves by W or more.
+        The lane's samples are sorted by ``i + W * u(i)``, u in [0, 1). The r-th smallest of these keys lies
+        in ``[r, r + W)``: so the slice needs the keys of ``[start - W, stop + W)`` only, and no sample moves
+        by W or more.
 
         Raises:
             ConfigError: If the range does not lie in the lane, or holds more than 2**30 positions.
@@ -293,7 +299,7 @@ class EpochOrder:
         span = np.array([linear.min(), linear.max()])
         if span[0] < 0 or span[1] >= self.num_samples:
             raise ConfigError(f"linear positions: expected [0, {self.num_samples}), got {span.tolist()}")
-        # Empty chunks share their start with the next one; side="right" picks the last, which holds the sample.
+        # Empty chunks share their start with the next one; side="right" finds the one that holds the sample.
         first, last = np.searchsorted(self.chunk_starts, span, side="right") - 1
         starts = self.chunk_starts[first : last + 1]
         within = np.searchsorted(starts, linear, side="right") - 1
@@ -302,8 +308,8 @@ class EpochOrder:
     def samples(self, positions: npt.ArrayLike) -> Int64Array:
         """Data-set sample ids at global positions.
 
-        A data-set sample id counts the samples in data-set chunk order. Contiguous positions cost least: each lane's
-        covering range is evaluated once; far-apart positions are evaluated one by one.
+        A data-set sample id counts the samples in data-set chunk order. Contiguous positions cost least: each
+        lane's covering range is evaluated once; far-apart positions are evaluated one by one.
 
         Args:
             positions: int64[n] in ``[0, D)``, any order, repeats allowed.
@@ -331,6 +337,43 @@ class EpochOrder:
             chunk_ids, offsets = self.locate(linear)
             result[by_lane[group]] = self.sample_starts[chunk_ids] + offsets
         return result
+
+
+def deal_by_lane(
+    begins: Int64Array, ends: Int64Array, batch: Int64Array, slots: Int64Array, num_lanes: int
+) -> tuple[Int64Array, Int64Array]:
+    """Lane and lane position at ``slots`` of positions ``[begin, end)`` ordered by lane, from a closed form.
+
+    From a row ``a`` of lanes, entered at lane ``x``, to a row ``b``, left before lane ``y``, lanes below
+    min(x, y) and from max(x, y) on hold ``b - a`` positions, and those between one more (x < y) or one less.
+
+    Args:
+        begins: int64[B], first global position of each batch.
+        ends: int64[B], past the last one.
+        batch: int64[n], batch of each row.
+        slots: int64[n], place among the batch's positions by lane.
+        num_lanes: L.
+
+    Returns:
+        ``(lanes, places)``, int64[n] each.
+    """
+    row, enter = np.divmod(begins, num_lanes)
+    last_row, leave = np.divmod(ends, num_lanes)
+    outer = last_row - row
+    lower, upper = np.minimum(enter, leave), np.maximum(enter, leave)
+    middle = outer + np.sign(leave - enter)
+    first_slot = outer * lower  # of lane `lower`
+    second_slot = first_slot + middle * (upper - lower)  # of lane `upper`
+    if len(outer) and not np.any(enter != leave) and not np.any(outer != outer[0]):
+        lanes, within = np.divmod(slots, outer[0])  # the usual case: the lanes divide the batches
+    else:
+        in_lower, in_middle = slots < first_slot[batch], slots < second_slot[batch]
+        base_slot = np.where(in_lower, 0, np.where(in_middle, first_slot[batch], second_slot[batch]))
+        base_lane = np.where(in_lower, 0, np.where(in_middle, lower[batch], upper[batch]))
+        count = np.where(in_middle & ~in_lower, middle[batch], outer[batch])
+        lanes, within = np.divmod(slots - base_slot, np.maximum(count, 1))
+        lanes += base_lane
+    return lanes, row[batch] + (lanes < enter[batch]) + within
 
 
 def _starts(sizes: Int64Array) -> Int64Array:

@@ -1,12 +1,12 @@
 """Which rank gets which sample in which batch, and how long each chunk is needed for it.
 
-A *stream* repeats the data set without end: stream position ``s`` is global position ``s % D`` of pass ``s // D``, and
-every pass has an order of its own. Epoch ``e`` covers stream positions ``[e * E, (e + 1) * E)``; without an
-``epoch_size``, E is D and one epoch is one pass. Global batch ``k`` of an epoch from which ``start`` samples are consumed
-is the G stream positions from ``e * E + start + k * G``: the world size appears nowhere in this.
+A *stream* repeats the data set without end: stream position ``s`` is global position ``s % D`` of pass
+``s // D``, and every pass has an order of its own. Epoch ``e`` covers ``[e * E, (e + 1) * E)`` of the stream;
+without an ``epoch_size``, E is D and one epoch is one pass. Global batch ``k`` of an epoch of which ``start``
+samples are consumed is the G stream positions from ``e * E + start + k * G``: the world size appears nowhere.
 
 Within a global batch the positions are ordered by lane, and rank ``r`` of R takes the slice
-``[n * r // R, n * (r + 1) // R)`` of the n positions. 8 positions of 4 lanes (a, b, c, d) for three world sizes::
+``[n * r // R, n * (r + 1) // R)`` of the n positions. Here 8 positions of 4 lanes for three world sizes::
 
     lanes    a a b b c c d d
     R = 2    0 0 0 0 1 1 1 1        whole lanes: no chunk is read by two ranks
@@ -23,7 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import ConfigError
-from streaming.order import EpochOrder, Int64Array, OrderSettings, checked_chunk_samples, checked_int
+from streaming.order import (
+    EpochOrder,
+    Int64Array,
+    OrderSettings,
+    checked_chunk_samples,
+    checked_int,
+    deal_by_lane,
+)
 
 LastBatch = Literal["drop", "pad", "partial"]
 
@@ -62,8 +69,9 @@ class RankBatches:
 class ChunkIntervals:
     """Times, counted in batches of one rank, between which chunks are needed; sorted by ``first_batches``.
 
-    A chunk that reaches over a lane border is needed late in one lane and early in the next: it then has two rows, and
-    is fetched twice rather than held for most of the epoch. Rows of one chunk in one pass neither overlap nor touch.
+    A chunk that reaches over a lane border is needed late in one lane and early in the next: it then has two
+    rows, and is fetched twice rather than held for most of the epoch. Rows of one chunk in one pass neither
+    overlap nor touch.
 
     Attributes:
         chunk_ids: int64[n], data-set chunk id.
@@ -107,9 +115,9 @@ class Plan:
             settings: The order settings.
             global_batch_size: G, samples of one batch over all ranks. Need not be a multiple of anything.
             dp_world_size: R, the number of data-parallel ranks.
-            last_batch: What becomes of the last ``num_samples % G`` samples: "drop" leaves them out, "partial" deals
-                them out like any batch (a rank may get 0 rows), "pad" does so and fills up with invalid rows, so that
-                every rank has ``ceil(G / R)`` rows in every batch.
+            last_batch: What becomes of the last ``num_samples % G`` samples: "drop" leaves them out,
+                "partial" deals them out like any batch (a rank may get 0 rows), "pad" does so and fills up
+                with invalid rows, so that every rank has ``ceil(G / R)`` rows in every batch.
             epoch: Number of the epoch.
             epoch_size: E, samples of a virtual epoch over endless repetition; default: one pass.
             start: Samples of this epoch that are already consumed.
@@ -164,7 +172,7 @@ class Plan:
         return int(self._slices(np.array([batch]), dp_rank).rows[0])
 
     def rank_batches(self, first: int, last: int, dp_rank: int) -> RankBatches:
-        """The rows of rank ``dp_rank`` in batches ``[first, last)``; cheapest in blocks of some ten thousand rows.
+        """The rows of one rank in batches ``[first, last)``; cheapest in blocks of some ten thousand rows.
 
         Raises:
             ConfigError: If the range or the rank does not exist.
@@ -173,7 +181,7 @@ class Plan:
         cut = self._slices(np.arange(first, last, dtype=np.int64), dp_rank)
         row_splits = np.zeros(last - first + 1, dtype=np.int64)
         np.cumsum(cut.rows, out=row_splits[1:])
-        # Row by row: its batch, its number in the batch, and the slot it takes in the batch's positions by lane.
+        # Of each row: its batch, its number in the batch, its slot among the batch's positions by lane.
         batch = np.repeat(np.arange(last - first), cut.rows)
         number = np.arange(row_splits[-1]) - row_splits[batch]
         valid = number < cut.counts[batch]
@@ -193,8 +201,8 @@ class Plan:
     def chunk_intervals(self, dp_rank: int) -> ChunkIntervals:
         """When this rank needs which chunk, over all remaining batches, from a closed form.
 
-        A chunk on lane positions [a, b) is used only while its lane stands in [a - W, b + W]. The bounds hold for
-        every use, padding included; they are loose by at most 2 W lane positions.
+        A chunk on lane positions [a, b) is used only while its lane stands in [a - W, b + W]. The bounds hold
+        for every use, padding included; they are loose by at most 2 W lane positions.
         """
         self._check_range(0, 0, dp_rank)
         every = np.arange(len(self.chunk_samples), dtype=np.int64)
@@ -213,7 +221,7 @@ class Plan:
         )
 
     def first_use_batches(self, chunk_ids: npt.ArrayLike, pass_number: int, dp_rank: int) -> Int64Array:
-        """Lower bound of the first batch in which this rank uses each chunk; ``num_batches`` if it never does.
+        """Lower bound of the first batch that uses each chunk on this rank; ``num_batches`` if none does.
 
         Args:
             chunk_ids: int64[n], data-set chunk ids, repeats allowed.
@@ -229,14 +237,14 @@ class Plan:
     def release_batches(
         self, chunk_ids: npt.ArrayLike, pass_number: int, dp_rank: int, *, after: int | None = None
     ) -> Int64Array:
-        """Upper bound of the last batch in which this rank uses each chunk; -1 if it never does.
+        """Upper bound of the last batch that uses each chunk on this rank; -1 if none does.
 
         Args:
             chunk_ids: int64[n], data-set chunk ids, repeats allowed.
             pass_number: Pass of the stream.
             dp_rank: The data-parallel rank.
-            after: Given the number of a batch, only the live interval that has begun by then counts: what ends it is
-                where a chunk in use at that batch may be let go, to be fetched again for a later interval.
+            after: A batch number: count only live intervals that have begun by then, so that a chunk in use
+                at that batch may be let go between its intervals and be fetched again.
         """
         wanted, inverse = self._wanted(chunk_ids)
         ids, first, last = self._pass_intervals(wanted, pass_number, dp_rank)
@@ -252,9 +260,8 @@ class Plan:
             chunk_bytes: int64[C], bytes of each chunk in data-set order.
             dp_rank: The data-parallel rank.
         """
-        sizes = self._chunk_bytes(chunk_bytes)
         live = self.chunk_intervals(dp_rank)
-        changes = sizes[live.chunk_ids]
+        changes = self._chunk_bytes(chunk_bytes)[live.chunk_ids]
         # Releases come before the acquisitions of the same batch.
         times = np.concatenate([live.last_batches + 1, live.first_batches])
         changes = np.concatenate([-changes, changes])[np.argsort(times, kind="stable")]
@@ -293,11 +300,11 @@ class Plan:
         ends = np.minimum(cut.stops - first_pass * self.samples_per_pass, self.samples_per_pass)
         passes = first_pass[batch]
         if not len(crossing):
-            lanes, places = _by_lane(begins, ends, batch, slots, self.settings.lanes)
+            lanes, places = deal_by_lane(begins, ends, batch, slots, self.settings.lanes)
             return passes, lanes, places
         inside = ~np.isin(batch, crossing)
         lanes, places = np.empty_like(batch), np.empty_like(batch)
-        lanes[inside], places[inside] = _by_lane(
+        lanes[inside], places[inside] = deal_by_lane(
             begins, ends, batch[inside], slots[inside], self.settings.lanes
         )
         for index in crossing.tolist():
@@ -327,7 +334,7 @@ class Plan:
     def _locate_in_pass(
         self, pass_number: int, lanes: Int64Array, places: Int64Array
     ) -> tuple[Int64Array, Int64Array]:
-        """Evaluate the range that the rows cover in each lane once, end to end, then pick the rows from it."""
+        """Evaluate the range that the rows cover in each lane once, then pick the rows."""
         order = self.order(pass_number)
         low_lane, num_lanes = int(lanes.min()), int(lanes.max() - lanes.min()) + 1
         row_lanes = lanes - low_lane
@@ -349,7 +356,7 @@ class Plan:
         )
 
     def _segment(self, order: EpochOrder, pass_number: int, lane: int, low: int, high: int) -> _Segment:
-        """Chunk ids and offsets of a lane range that covers ``[low, high)``, remembered for the batches after it."""
+        """Chunk ids and offsets of a lane range that covers ``[low, high)``; kept for later batches."""
         segment = self._segments.get((pass_number, lane))
         if segment is None or not segment[0] <= low <= high <= segment[1]:
             lane_start, lane_stop = order.lane_bounds(lane)
@@ -382,7 +389,7 @@ class Plan:
     def _pass_intervals(
         self, chunk_ids: Int64Array, pass_number: int, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Live intervals of ``chunk_ids`` (sorted, unique) in one pass: ids, first and last batches, int64[n] each."""
+        """Live intervals of ``chunk_ids`` (sorted, unique) in one pass: ids, first, last; int64[n] each."""
         self._check_range(0, 0, dp_rank)
         if pass_number not in self.passes:
             empty = np.empty(0, np.int64)
@@ -399,8 +406,7 @@ class Plan:
         parts = [self._odd_uses(chunk_ids, pass_number, batch, dp_rank) for batch in sorted(odd)]
         if regular:
             parts.append(self._regular_intervals(chunk_ids, pass_number, regular, dp_rank))
-        ids, first, last = (np.concatenate([part[i] for part in parts]) for i in range(3))
-        return _merge_intervals(ids, first, last)
+        return _merge_intervals(*(np.concatenate([part[i] for part in parts]) for i in range(3)))
 
     def _is_regular(self, batch: int) -> bool:
         start = self._origin + batch * self.global_batch_size
@@ -455,7 +461,9 @@ class Plan:
         # Where the lanes do not divide the batch, the lane at which it starts matters.
         begins = np.arange(num_lanes if size % num_lanes else 1, dtype=np.int64)
         batch = np.repeat(np.arange(len(begins)), 2)
-        lanes, _ = _by_lane(begins, begins + size, batch, np.tile([low, high - 1], len(begins)), num_lanes)
+        lanes, _ = deal_by_lane(
+            begins, begins + size, batch, np.tile([low, high - 1], len(begins)), num_lanes
+        )
         return int(lanes.min()), int(lanes.max()) + 1
 
 
@@ -463,8 +471,8 @@ class Plan:
 class _Slices:
     """What one rank takes of some batches, int64[B] each.
 
-    ``starts`` and ``stops`` are stream positions; the rank holds ``counts`` of the positions by lane, from ``lows`` on,
-    and has ``rows`` rows of them with the padding.
+    ``starts`` and ``stops`` are stream positions; the rank holds ``counts`` of the positions by lane, from
+    ``lows`` on, and has ``rows`` rows of them with the padding.
     """
 
     starts: Int64Array
@@ -474,55 +482,20 @@ class _Slices:
     rows: Int64Array
 
 
-def _by_lane(
-    begins: Int64Array, ends: Int64Array, batch: Int64Array, slots: Int64Array, num_lanes: int
-) -> tuple[Int64Array, Int64Array]:
-    """Lane and lane position at ``slots`` of positions ``[begin, end)`` ordered by lane, from a closed form.
-
-    From a row ``a`` of lanes, entered at lane ``x``, to a row ``b``, left before lane ``y``, lanes below min(x, y) and
-    from max(x, y) on hold ``b - a`` positions, and those between one more (x < y) or one less.
-
-    Args:
-        begins: int64[B], first global position of each batch.
-        ends: int64[B], past the last one.
-        batch: int64[n], batch of each row.
-        slots: int64[n], place among the batch's positions by lane.
-        num_lanes: L.
-
-    Returns:
-        ``(lanes, places)``, int64[n] each.
-    """
-    row, enter = np.divmod(begins, num_lanes)
-    last_row, leave = np.divmod(ends, num_lanes)
-    outer = last_row - row
-    lower, upper = np.minimum(enter, leave), np.maximum(enter, leave)
-    middle = outer + np.sign(leave - enter)
-    first_slot = outer * lower  # of lane `lower`
-    second_slot = first_slot + middle * (upper - lower)  # of lane `upper`
-    if len(outer) and not np.any(enter != leave) and not np.any(outer != outer[0]):
-        lanes, within = np.divmod(slots, outer[0])  # the usual case: the lanes divide the batches
-    else:
-        in_lower, in_middle = slots < first_slot[batch], slots < second_slot[batch]
-        base_slot = np.where(in_lower, 0, np.where(in_middle, first_slot[batch], second_slot[batch]))
-        base_lane = np.where(in_lower, 0, np.where(in_middle, lower[batch], upper[batch]))
-        count = np.where(in_middle & ~in_lower, middle[batch], outer[batch])
-        lanes, within = np.divmod(slots - base_slot, np.maximum(count, 1))
-        lanes += base_lane
-    return lanes, row[batch] + (lanes < enter[batch]) + within
-
-
 def _merge_intervals(
     ids: Int64Array, first: Int64Array, last: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Join intervals of one chunk that overlap or touch. Any order in; sorted by chunk, then time, out."""
-    counts_order = np.lexsort((first, ids))
-    ids, first, last = ids[counts_order], first[counts_order], last[counts_order]
-    if not len(ids):
+    """Join intervals of one chunk that overlap or touch. Any order in and out."""
+    shared = np.bincount(ids, minlength=1)[ids] > 1
+    if not shared.any():  # else only the few chunks with several intervals need sorting
         return ids, first, last
-    # Shift every chunk beyond the one before it: then one running maximum serves them all.
-    stride = int(last.max()) + 2
-    shift = np.concatenate([[0], np.cumsum(np.diff(ids) != 0)]) * (stride + 1)
+    rest = ids[~shared], first[~shared], last[~shared]
+    by_chunk = np.lexsort((first[shared], ids[shared]))
+    ids, first, last = ids[shared][by_chunk], first[shared][by_chunk], last[shared][by_chunk]
+    # Shift every chunk's times beyond those of the chunk before it: one running maximum then serves them all.
+    shift = np.concatenate([[0], np.cumsum(np.diff(ids) != 0)]) * (int(last.max()) + 3)
     reached = np.maximum.accumulate(last + shift)
-    opens = np.concatenate([[True], first[1:] + shift[1:] > reached[:-1] + 1])
-    edges = np.flatnonzero(opens)
-    return ids[edges], first[edges], np.maximum.reduceat(last, edges)
+    edges = np.flatnonzero(np.concatenate([[True], first[1:] + shift[1:] > reached[:-1] + 1]))
+    joined = ids[edges], first[edges], np.maximum.reduceat(last, edges)
+    ids, first, last = (np.concatenate(both) for both in zip(rest, joined, strict=True))
+    return ids, first, last

@@ -1,0 +1,95 @@
+"""Cost of planning at size: a billion samples in a million chunks.
+
+Prints the time to plan, the time to seek, the time per row in blocks of batches, and the memory of it all. Pure NumPy
+on one core, no data::
+
+    python benchmarks/bench_plan.py [--chunks 1000000] [--chunk-samples 1000] [--batch 256] [--ranks 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+import numpy as np
+
+from streaming.order import OrderSettings, default_lanes, default_window
+from streaming.plan import Plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--chunks", type=int, default=1_000_000)
+    parser.add_argument("--chunk-samples", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=256, help="samples per rank")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=40, help="blocks of 64 batches to time")
+    args = parser.parse_args()
+
+    global_batch_size = args.batch * args.ranks
+    # Sizes vary by a quarter around the mean, as chunks cut at a number of bytes do.
+    spread = np.arange(args.chunks, dtype=np.int64) * 7919 % (args.chunk_samples // 2 + 1)
+    chunk_samples = args.chunk_samples - args.chunk_samples // 4 + spread
+    num_samples = int(chunk_samples.sum())
+    settings = OrderSettings(
+        seed=1,
+        lanes=default_lanes(global_batch_size),
+        window=default_window(num_samples, args.chunks),
+    )
+    chunk_bytes = np.full(args.chunks, 8 << 20)
+    before_bytes = _peak_bytes()
+
+    def plan(start: int = 0) -> Plan:
+        return Plan(
+            chunk_samples,
+            settings,
+            global_batch_size=global_batch_size,
+            dp_world_size=args.ranks,
+            start=start,
+        )
+
+    began = time.perf_counter()
+    whole = plan()
+    whole.order(0)
+    planned_s = time.perf_counter() - began
+
+    began = time.perf_counter()
+    live = whole.live_bytes(chunk_bytes, 0)
+    live_s = time.perf_counter() - began
+
+    seeks = []
+    for batch in np.linspace(0, whole.num_batches - 1, 11, dtype=np.int64).tolist():
+        began = time.perf_counter()
+        whole.rank_batches(batch, batch + 1, args.ranks // 2)
+        seeks.append(time.perf_counter() - began)
+
+    num_rows, began = 0, time.perf_counter()
+    for first in range(1000, 1000 + 64 * args.blocks, 64):
+        num_rows += len(whole.rank_batches(first, first + 64, 0).offsets)
+    rows_s = time.perf_counter() - began
+
+    print(f"samples               {num_samples:,} in {args.chunks:,} chunks")
+    print(
+        f"lanes, window         {settings.lanes}, {settings.window} samples; {args.ranks} ranks of {args.batch}"
+    )
+    print(f"plan one epoch        {planned_s:.3f} s")
+    print(f"live_bytes            {live_s:.3f} s  (rank 0: {live / 2**20:,.0f} MiB live of 8 MiB chunks)")
+    print(
+        f"seek, one batch       {np.median(seeks) * 1e3:.1f} ms median, {max(seeks) * 1e3:.1f} ms worst of {len(seeks)}"
+    )
+    print(f"rank_batches          {rows_s / num_rows * 1e9:.0f} ns per row in blocks of 64 batches")
+    grown = _peak_bytes() - before_bytes
+    print(
+        f"peak memory           {grown / 2**20:.0f} MiB more than the chunk table: {grown / args.chunks:.0f} B per chunk"
+    )
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()
