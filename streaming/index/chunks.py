@@ -1,0 +1,239 @@
+"""The chunk table: every chunk of every shard, and all that streaming needs to know about a data set."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from streaming.errors import IndexFormatError, IndexMismatchError
+from streaming.index.files import read_table, write_table
+
+KIND = "chunks"
+_COLUMNS = {
+    "shard": np.int32,
+    "first_sample": np.int64,
+    "num_samples": np.int64,
+    "byte_start": np.int64,
+    "byte_end": np.int64,
+    "crc32c": np.uint32,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """Content facts of one shard: its name relative to the index, its size as a file, its number of samples."""
+
+    name: str
+    size_bytes: int
+    num_samples: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChunkTable:
+    """The ``C`` chunks of some shards, shard by shard, each shard's chunks in order of their bytes.
+
+    The arrays are read-only. Chunk ranges of a shard tile its bytes from 0 to the end of its last record; the
+    end-of-archive mark is in none.
+
+    Attributes:
+        shards: The shards, in the order of the data set.
+        shard: int32 ``[C]``, index into ``shards``, non-decreasing.
+        first_sample: int64 ``[C]``, number of the chunk's first sample within its shard.
+        num_samples: int64 ``[C]``, positive.
+        byte_start: int64 ``[C]``, offset in the shard.
+        byte_end: int64 ``[C]``, exclusive.
+        crc32c: uint32 ``[C]``, CRC32C (Castagnoli) of the chunk's bytes.
+    """
+
+    shards: tuple[ShardInfo, ...]
+    shard: NDArray[np.int32] = field(repr=False)
+    first_sample: NDArray[np.int64] = field(repr=False)
+    num_samples: NDArray[np.int64] = field(repr=False)
+    byte_start: NDArray[np.int64] = field(repr=False)
+    byte_end: NDArray[np.int64] = field(repr=False)
+    crc32c: NDArray[np.uint32] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for name, dtype in _COLUMNS.items():
+            column = np.ascontiguousarray(getattr(self, name), dtype).view()
+            column.flags.writeable = False
+            object.__setattr__(self, name, column)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ChunkTable):
+            return NotImplemented
+        return self.shards == other.shards and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in _COLUMNS
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return int(self.shard.size)
+
+    @cached_property
+    def total_samples(self) -> int:
+        """Samples of all shards."""
+        return int(self.num_samples.sum())
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return int((self.byte_end - self.byte_start).sum())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 hex digits over the shards' names and content facts in their order; not over where they lie."""
+        digest = hashlib.sha256(b"shardstream chunks 1\n")
+        for shard in self.shards:
+            name = shard.name.encode("utf-8", "surrogateescape")
+            digest.update(b"%d %d %d " % (len(name), shard.size_bytes, shard.num_samples) + name)
+        for name, dtype in _COLUMNS.items():
+            digest.update(getattr(self, name).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+        return digest.hexdigest()
+
+    def select(self, names: Sequence[str]) -> ChunkTable:
+        """The chunks of the named shards, in the order of ``names``.
+
+        Raises:
+            IndexMismatchError: If a name is not in the table, or stands for two shards of it.
+        """
+        position: dict[str, int] = {}
+        for index, shard in enumerate(self.shards):
+            if position.setdefault(shard.name, index) != index and shard.name in names:
+                raise IndexMismatchError(f"the index holds two shards named {shard.name!r}: select before joining tables")
+        missing = [name for name in names if name not in position]
+        if missing:
+            raise IndexMismatchError(
+                f"{len(missing)} of {len(names)} shards are not in the index, first {missing[0]!r}; "
+                "index them with `shard_tools index URL`"
+            )
+        wanted = np.array([position[name] for name in names], np.int64)
+        bounds = np.searchsorted(self.shard, np.arange(len(self.shards) + 1))
+        counts = (bounds[1:] - bounds[:-1])[wanted]
+        # Row r of the result is row (its rank within its shard) after the shard's first row here.
+        first = np.repeat(bounds[:-1][wanted] - np.concatenate(([0], np.cumsum(counts)[:-1])), counts)
+        rows = first + np.arange(int(counts.sum()))
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        columns["shard"] = np.repeat(np.arange(wanted.size), counts)
+        return ChunkTable(shards=tuple(self.shards[index] for index in wanted.tolist()), **columns)
+
+    @classmethod
+    def concat(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
+        """The shards of all tables, one table after the other."""
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(table, name) for table in tables] or [np.empty(0, dtype)])
+            for name, dtype in _COLUMNS.items()
+        }
+        offsets = np.cumsum([0] + [len(table.shards) for table in tables])
+        columns["shard"] = columns["shard"] + np.repeat(offsets[:-1], [table.num_chunks for table in tables])
+        return cls(shards=tuple(shard for table in tables for shard in table.shards), **columns)
+
+    def validate(self, source: str = "chunk table") -> None:
+        """Check every promise that the table makes by itself.
+
+        Raises:
+            IndexFormatError: Naming the first shard that breaks one.
+        """
+        if len({getattr(self, name).shape for name in _COLUMNS}) != 1 or self.shard.ndim != 1:
+            raise IndexFormatError(f"{source}: columns of different lengths")
+        bad = (self.shard < 0) | (self.shard >= len(self.shards))
+        if bad.any() or (np.diff(self.shard) < 0).any():
+            raise IndexFormatError(f"{source}: chunks are not grouped by shard in the order of the shards")
+        starts = np.concatenate(([True], self.shard[1:] != self.shard[:-1])) if self.num_chunks else np.empty(0, bool)
+        previous_end = np.where(starts, 0, np.roll(self.byte_end, 1))
+        previous_sample = np.where(starts, 0, np.roll(self.first_sample + self.num_samples, 1))
+        size = np.array([shard.size_bytes for shard in self.shards], np.int64)
+        self._refuse(self.num_samples < 1, "a chunk without samples", source)
+        self._refuse(self.byte_end <= self.byte_start, "an empty byte range", source)
+        self._refuse(self.byte_start != previous_end, "chunks that do not tile the shard's bytes", source)
+        self._refuse(self.first_sample != previous_sample, "chunks that do not tile the shard's samples", source)
+        if self.num_chunks:
+            self._refuse(self.byte_end > size[self.shard], "a chunk beyond the end of the shard", source)
+        counted = np.zeros(len(self.shards), np.int64)
+        np.add.at(counted, self.shard, self.num_samples)
+        for shard, num_samples in zip(self.shards, counted.tolist(), strict=True):
+            if shard.num_samples != num_samples or shard.size_bytes < 0:
+                raise IndexFormatError(
+                    f"{source}: shard {shard.name!r} has {shard.num_samples} samples, its chunks {num_samples}"
+                )
+
+    def _refuse(self, bad: NDArray[np.bool_], what: str, source: str) -> None:
+        if bad.any():
+            row = int(np.argmax(bad))
+            raise IndexFormatError(f"{source}: {what}: chunk {row}, shard {self.shards[self.shard[row]].name!r}")
+
+    def to_parquet(self) -> bytes:
+        """The table as the bytes of ``chunks.parquet``: the same table gives the same bytes.
+
+        Raises:
+            IndexFormatError: If the table is not valid, or two shards have one name.
+        """
+        self.validate()
+        names = [shard.name for shard in self.shards]
+        if len(set(names)) != len(names):
+            raise IndexFormatError("chunk table: two shards of one name cannot be in one index file")
+        shard_column = pa.DictionaryArray.from_arrays(pa.array(self.shard), pa.array(names, pa.string()))
+        arrays = [shard_column.cast(pa.string()), *(pa.array(getattr(self, name)) for name in list(_COLUMNS)[1:])]
+        facts = {"kind": KIND, "shards": shard_rows(self.shards)}
+        return write_table(pa.table(arrays, names=list(_COLUMNS)), facts, plain=list(_COLUMNS)[1:])
+
+    @classmethod
+    def from_parquet(cls, buffer: Any, source: str) -> ChunkTable:
+        """The table in the bytes of a ``chunks.parquet``; ``source`` is its URL, for messages.
+
+        Raises:
+            IndexFormatError: If the bytes are damaged, no chunk table, or of a newer major version.
+        """
+        table, facts = read_table(buffer, KIND, source)
+        try:
+            shards = shards_of_rows(facts["shards"])
+            columns = {name: _numbers(table.column(name), dtype) for name, dtype in list(_COLUMNS.items())[1:]}
+            names = pa.array([shard.name for shard in shards], pa.string())
+            index = pa.compute.index_in(table.column("shard"), value_set=names)
+            columns["shard"] = _numbers(index, np.int32)
+        except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+            raise IndexFormatError(f"{source}: not a chunk table ({error}); rebuild it with `shard_tools index`") from error
+        chunks = cls(shards=shards, **columns)
+        chunks.validate(source)
+        return chunks
+
+
+def _numbers(column: Any, dtype: Any) -> NDArray[Any]:
+    """A column without nulls as an array of ``dtype``."""
+    if column.null_count:
+        raise ValueError(f"{column.null_count} missing values")
+    return column.to_numpy(zero_copy_only=False).astype(dtype, casting="same_kind") if len(column) else np.empty(0, dtype)
+
+
+def shard_rows(shards: Sequence[ShardInfo]) -> list[list[Any]]:
+    """Shards as JSON-able rows."""
+    return [[shard.name, shard.size_bytes, shard.num_samples] for shard in shards]
+
+
+def shards_of_rows(rows: Any) -> tuple[ShardInfo, ...]:
+    """The inverse of :func:`shard_rows`; ValueError, TypeError if ``rows`` are something else."""
+    return tuple(
+        ShardInfo(name=str(name), size_bytes=int(size_bytes), num_samples=int(num_samples))
+        for name, size_bytes, num_samples in rows
+    )
+
+
+def one_shard_table(shard: ShardInfo, rows: Mapping[str, Any]) -> ChunkTable:
+    """The chunk table of one shard from its columns, without ``shard``."""
+    columns = {name: np.array(rows[name], dtype) for name, dtype in list(_COLUMNS.items())[1:]}
+    return ChunkTable(shards=(shard,), shard=np.zeros(columns["crc32c"].size, np.int32), **columns)
+
+
+def chunk_columns(table: ChunkTable) -> dict[str, list[int]]:
+    """The columns of a one-shard table as JSON-able lists, without ``shard``."""
+    return {name: getattr(table, name).tolist() for name in list(_COLUMNS)[1:]}

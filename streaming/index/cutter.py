@@ -1,0 +1,101 @@
+"""THE rule that cuts the records of a shard into chunks, shared by the writer and the indexer.
+
+A chunk closes after the record with which it holds 8 MiB, or 1 MiB and 256 samples. So chunks of large records are
+about 8 MiB, one fast ranged GET; chunks of small records are about 1 MiB, because a shuffle over many small chunks
+mixes better for the same memory (design, section 4); and a chunk never has so few samples that its request costs more than its
+bytes. The rule looks at nothing but the records before the cut: the same records give the same chunks, whoever cuts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streaming.errors import ConfigError
+
+Int64s = NDArray[np.int64]
+
+TARGET_BYTES = 8 << 20
+MIN_BYTES = 1 << 20
+MIN_SAMPLES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRule:
+    """When a chunk closes: at ``target_bytes``, or at ``min_bytes`` once it has ``min_samples``.
+
+    Raises:
+        ConfigError: If a number is not positive, or ``min_bytes`` exceeds ``target_bytes``.
+    """
+
+    target_bytes: int = TARGET_BYTES
+    min_bytes: int = MIN_BYTES
+    min_samples: int = MIN_SAMPLES
+
+    def __post_init__(self) -> None:
+        if min(self.target_bytes, self.min_bytes, self.min_samples) < 1 or self.min_bytes > self.target_bytes:
+            raise ConfigError(f"chunk rule: expected 1 <= min_bytes <= target_bytes and min_samples >= 1, got {self}")
+
+    def closes(self, num_bytes: int, num_samples: int) -> bool:
+        """Whether a chunk with so many bytes and samples is full."""
+        return num_bytes >= self.target_bytes or (num_bytes >= self.min_bytes and num_samples >= self.min_samples)
+
+
+DEFAULT_RULE = ChunkRule()
+
+
+class ChunkCutter:
+    """Cuts a shard's records into chunks as they come. One cutter per shard; not thread-safe."""
+
+    def __init__(self, rule: ChunkRule = DEFAULT_RULE) -> None:
+        self.rule = rule
+        self.num_bytes = 0
+        """Bytes in the open chunk."""
+        self.num_samples = 0
+        """Samples in the open chunk."""
+
+    def add(self, record_bytes: int) -> bool:
+        """Add one record of so many bytes (headers and padding included); True if the chunk closes after it."""
+        self.num_bytes += record_bytes
+        self.num_samples += 1
+        if not self.rule.closes(self.num_bytes, self.num_samples):
+            return False
+        self.num_bytes = self.num_samples = 0
+        return True
+
+    def extend(self, record_starts: Int64s) -> Int64s:
+        """Add the records ``[record_starts[i], record_starts[i + 1])``: ``add`` for many.
+
+        Args:
+            record_starts: int64 ``[n + 1]``, increasing.
+
+        Returns:
+            int64, increasing: ``i`` is in it if a chunk closes before record ``i`` (after record ``i - 1``), 1 <= i <= n.
+        """
+        num_records = record_starts.size - 1
+        cuts: list[int] = []
+        at = 0
+        while at < num_records:
+            start = int(record_starts[at]) - self.num_bytes
+            full = int(np.searchsorted(record_starts, start + self.rule.target_bytes))
+            enough = int(np.searchsorted(record_starts, start + self.rule.min_bytes))
+            cut = max(at + 1, min(full, max(enough, at + self.rule.min_samples - self.num_samples)))
+            if cut > num_records:
+                self.num_bytes = int(record_starts[-1]) - start
+                self.num_samples += num_records - at
+                break
+            cuts.append(cut)
+            self.num_bytes = self.num_samples = 0
+            at = cut
+        return np.array(cuts, np.int64)
+
+
+def cut_records(record_starts: Int64s, rule: ChunkRule = DEFAULT_RULE) -> Int64s:
+    """The first record of each chunk, and the number of records: int64 ``[C + 1]``, for a whole shard's records."""
+    num_records = record_starts.size - 1
+    cuts = ChunkCutter(rule).extend(record_starts)
+    if num_records and (cuts.size == 0 or cuts[-1] != num_records):
+        cuts = np.append(cuts, num_records)
+    return np.concatenate((np.zeros(1, np.int64), cuts))

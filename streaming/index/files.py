@@ -1,0 +1,99 @@
+"""What both kinds of index files share: Parquet in memory, with a JSON document about the whole file in its footer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from streaming.errors import IndexFormatError
+
+FORMAT_VERSION = (1, 0)
+"""Major and minor. Readers take any minor of their major: what they do not know, they ignore."""
+METADATA_KEY = b"shardstream"
+FOOTER_TAIL_BYTES = 8
+_MAGIC = b"PAR1"
+
+
+def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) -> bytes:
+    """``table`` as Parquet bytes with ``facts`` in the footer; the same input gives the same bytes.
+
+    Args:
+        table: The rows.
+        facts: JSON-able; ``version`` is added.
+        plain: Columns without a dictionary: offsets and keys, which hardly repeat.
+    """
+    document = {"version": f"{FORMAT_VERSION[0]}.{FORMAT_VERSION[1]}", **facts}
+    metadata = {METADATA_KEY: json.dumps(document, sort_keys=True, separators=(",", ":")).encode()}
+    sink = pa.BufferOutputStream()
+    repeating = [name for name in table.column_names if name not in plain]
+    encodings = {name: "DELTA_BINARY_PACKED" for name in plain if pa.types.is_integer(table.schema.field(name).type)}
+    pq.write_table(
+        table.replace_schema_metadata(metadata),
+        sink,
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=repeating or False,
+        column_encoding=encodings or None,
+        write_statistics=repeating or False,
+        row_group_size=1 << 20,
+        version="2.6",
+    )
+    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+
+def read_table(buffer: Any, kind: str, source: str) -> tuple[pa.Table, dict[str, Any]]:
+    """The rows and the facts of an index file of this ``kind``.
+
+    Raises:
+        IndexFormatError: If the bytes are no such file, damaged, or of a newer major version.
+    """
+    facts = read_facts(buffer, kind, source)
+    try:
+        return pq.read_table(pa.BufferReader(buffer)), facts
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(source, str(error)) from error
+
+
+def read_facts(buffer: Any, kind: str, source: str) -> dict[str, Any]:
+    """The facts alone; ``buffer`` may be any tail of the file that holds the footer (see :func:`footer_bytes`)."""
+    try:
+        metadata = pq.read_metadata(pa.BufferReader(buffer)).metadata or {}
+        facts = json.loads(metadata[METADATA_KEY])
+    except KeyError:
+        raise IndexFormatError(f"{source}: a Parquet file, but no shardstream index; {_cure()}") from None
+    except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
+        raise _damaged(source, str(error)) from error
+    if not isinstance(facts, dict) or facts.get("kind") != kind:
+        got = facts.get("kind") if isinstance(facts, dict) else facts
+        raise IndexFormatError(f"{source}: expected an index file of kind {kind!r}, got {got!r}")
+    _check_version(str(facts.get("version")), source)
+    return facts
+
+
+def footer_bytes(tail: bytes, source: str) -> int:
+    """How many bytes at the end of an index file make its footer, from the file's last 8 bytes."""
+    if len(tail) < FOOTER_TAIL_BYTES or tail[-4:] != _MAGIC:
+        raise _damaged(source, "it does not end as a Parquet file does")
+    return int.from_bytes(tail[-8:-4], "little") + FOOTER_TAIL_BYTES
+
+
+def _check_version(version: str, source: str) -> None:
+    major, dot, _ = version.partition(".")
+    if not dot or not major.isdigit():
+        raise _damaged(source, f"version {version!r}")
+    if int(major) > FORMAT_VERSION[0]:
+        raise IndexFormatError(
+            f"{source}: index format {version}, this release reads {FORMAT_VERSION[0]}.x; upgrade shardstream"
+        )
+
+
+def _damaged(source: str, why: str) -> IndexFormatError:
+    return IndexFormatError(f"{source}: damaged index file ({why}); {_cure()}")
+
+
+def _cure() -> str:
+    return "rebuild it with `shard_tools index --force URL`"

@@ -1,0 +1,10 @@
+"""Tar archives as bytes in memory: parsing chunks, scanning streams, and writing headers. Pure: no I/O.
+
+Import from the modules: ``parse`` (a chunk's bytes to its layout), ``scanner`` (a stream of pieces), ``samples``
+(a stream to samples), ``headers`` (the bytes that our writer emits).
+"""
+
+from streaming.tar.group import ChunkLayout
+from streaming.tar.parse import parse_chunk
+
+__all__ = ["ChunkLayout", "parse_chunk"]

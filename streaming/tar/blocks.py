@@ -1,0 +1,136 @@
+"""What the fast and the exact reader of tar headers share: values, limits, octal fields and PAX records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streaming.errors import TarError
+from streaming.tar.names import decode_name
+
+BLOCK_BYTES = 512
+MAX_EXTENSION_BYTES = 1 << 20
+"""Longest PAX record or GNU long name that is read; anything longer is damage or an attack."""
+MAX_MEMBER_BYTES = 1 << 56
+"""Largest size a header may state, so that offsets stay within int64."""
+
+BytesLike = bytes | bytearray | memoryview | NDArray[np.uint8]
+Int64s = NDArray[np.int64]
+
+REGULAR_TYPES = frozenset(b"0\x007")
+DATALESS_TYPES = frozenset(b"123456")
+"""Links, devices, directories and FIFOs: no payload follows, whatever the size field says (as in ``tarfile``)."""
+PAX_TYPES = frozenset(b"xX")
+EXTENSION_TYPES = frozenset(b"xXLK")
+"""Headers that describe the member after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a buffer comes from: the shard, and the buffer's offset in it. Errors are raised through it."""
+
+    url: str = ""
+    base: int = 0
+
+    def fail(self, offset: int, what: str, *, member: bytes | str = b"", cure: str = "") -> NoReturn:
+        """Raise the TarError that says ``what`` is wrong at ``offset`` of the buffer."""
+        name = decode_name(member) if isinstance(member, bytes) else member
+        at = f"{self.url or 'tar'}, byte {self.base + offset}" + (f", member {name!r}" if name else "")
+        raise TarError(f"{at}: {what}" + (f"; {cure}" if cure else ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """The regular files among the members of a buffer, in order; offsets count from the start of the buffer.
+
+    ``headers[i]`` is where member ``i`` begins (its PAX or long-name header where it has one), ``data[i]`` where its
+    bytes begin, ``sizes[i]`` their number. ``end`` is where the next header is expected, possibly beyond the buffer.
+    ``ended`` says that the end-of-archive mark stands there.
+    """
+
+    names: list[bytes]
+    headers: Int64s
+    data: Int64s
+    sizes: Int64s
+    end: int
+    ended: bool
+
+
+def padded(size: int) -> int:
+    """``size`` rounded up to whole blocks."""
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def parse_number(field: bytes) -> int | None:
+    """The value of a numeric header field: octal text, or base 256 with the high bit set; None if it is neither."""
+    if field[:1] and field[0] & 0x80:  # -1 for a negative number and for one beyond all sizes: both are no size
+        return int.from_bytes(field[1:], "big") if field[0] == 0x80 else -1
+    text = field.split(b"\0", 1)[0].strip(b" ")
+    if not text:
+        return 0
+    return int(text, 8) if text.isdigit() and not text.strip(b"01234567") else None
+
+
+def checksum_matches(header: bytes) -> bool:
+    """Whether a 512-byte header holds the sum of its own bytes, unsigned or (old tars) signed."""
+    stored = parse_number(header[148:156])
+    unsigned = sum(header) - sum(header[148:156]) + 8 * 0x20
+    if stored == unsigned:
+        return True
+    num_high = sum(byte >> 7 for byte in header) - sum(byte >> 7 for byte in header[148:156])
+    return stored == unsigned - 256 * num_high
+
+
+def concerns_us(pax_payload: bytes) -> bool:
+    """Whether PAX records may set anything that is read here: the path, the size, or a sparse layout."""
+    return b" path=" in pax_payload or b" size=" in pax_payload or b"GNU.sparse" in pax_payload
+
+
+def parse_pax(payload: bytes, where: Where, offset: int) -> dict[bytes, bytes]:
+    """The records ``length key=value`` of a PAX header's payload that begins at ``offset`` of the buffer.
+
+    Raises:
+        TarError: If a record's length does not hold.
+    """
+    records: dict[bytes, bytes] = {}
+    at, payload_end = 0, len(payload.rstrip(b"\0"))
+    while at < payload_end:
+        space = payload.find(b" ", at, at + 20)
+        digits = payload[at:space] if space > 0 else b""
+        stop = at + int(digits) if digits.isdigit() else -1
+        record = payload[space + 1 : stop]
+        if stop <= space or stop > len(payload) or not record.endswith(b"\n") or b"=" not in record:
+            where.fail(offset + at, f"damaged PAX record {payload[at : at + 40]!r}")
+        key, _, value = record[:-1].partition(b"=")
+        records[key] = value
+        at = stop
+    return records
+
+
+def member_of_pax(records: dict[bytes, bytes], where: Where, offset: int) -> tuple[bytes | None, int | None]:
+    """Name and size that PAX ``records`` give to the next member, None where they say nothing.
+
+    Raises:
+        TarError: For a sparse file, whose bytes are not stored in one run, and for a size that is no number.
+    """
+    if any(key.startswith(b"GNU.sparse") for key in records):
+        where.fail(offset, "sparse file", cure="pack it without --sparse")
+    size_text = records.get(b"size")
+    if size_text is not None and (not size_text.isdigit() or len(size_text) > 18):
+        where.fail(offset, f"PAX size {size_text[:40]!r} is not a size")
+    path = records.get(b"path")
+    return (None if path is None else path.rstrip(b"/")), (None if size_text is None else int(size_text))
+
+
+def as_array(buffer: Any) -> NDArray[np.uint8]:
+    """``buffer`` (bytes, memoryview, array, …; contiguous) as a uint8 array over the same memory."""
+    view = memoryview(buffer)
+    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+def is_zero(buffer: Any) -> bool:
+    """Whether all bytes of ``buffer`` are zero."""
+    return not as_array(buffer).any()

@@ -1,0 +1,256 @@
+"""The fast reader of tar headers: all headers of a buffer in one NumPy pass.
+
+Blocks that carry the ustar magic are candidates; the size of each says where the next header must be. If that chain
+runs through all candidates, they are the headers. If it does not (a payload that holds a tar), it is followed link by
+link. What does not fit the pattern (no magic, base-256 sizes, sparse files, damage) gives None, and the exact reader
+:mod:`streaming.tar.walk` decides. Both give the same result wherever this one gives any.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streaming.tar.blocks import (
+    BLOCK_BYTES,
+    MAX_EXTENSION_BYTES,
+    BytesLike,
+    Int64s,
+    Members,
+    Where,
+    as_array,
+    concerns_us,
+    member_of_pax,
+    parse_pax,
+)
+from streaming.tar.walk import walk_members
+
+_LITTLE = sys.byteorder == "little"
+_MAGIC_MASK = 0x0000_FFFF_FFFF_FF00  # bytes 257 to 261 of the eight at 256
+_MAGIC = int.from_bytes(b"\0ustar\0\0", "little")
+
+# What a header of each type is to us.
+_ODD, _REGULAR, _DATALESS, _PAX, _LONG_NAME, _LONG_LINK, _GLOBAL = range(7)
+_ROLES = np.zeros(256, np.uint8)
+_ROLES[list(b"0\x007")] = _REGULAR
+_ROLES[list(b"123456")] = _DATALESS
+_ROLES[list(b"xX")] = _PAX
+_ROLES[ord("L")] = _LONG_NAME
+_ROLES[ord("K")] = _LONG_LINK
+_ROLES[ord("g")] = _GLOBAL
+
+
+def read_members(buffer: BytesLike, where: Where, *, partial: bool = False, verify_headers: bool = False) -> Members:
+    """The regular members of the tar bytes in ``buffer``, which begins at a header; contract as ``walk_members``.
+
+    ``verify_headers`` checks the checksum of every header; otherwise only odd archives are checked so.
+    """
+    raw = as_array(buffer)
+    members = _read_regular(raw, where, partial=partial, verify_headers=verify_headers) if _LITTLE else None
+    if members is None:
+        members = walk_members(memoryview(raw), where, partial=partial)
+    return members
+
+
+def _read_regular(raw: NDArray[np.uint8], where: Where, *, partial: bool, verify_headers: bool) -> Members | None:
+    num_blocks = raw.size // BLOCK_BYTES
+    if num_blocks == 0:
+        return None
+    at = np.flatnonzero((_column(raw, "<u8", 256) & np.uint64(_MAGIC_MASK)) == _MAGIC)
+    if at.size == 0 or at[0] != 0:
+        return None
+    chain = _chain(raw, at)
+    if chain is None:
+        return None
+    at, sizes, roles = chain
+    end = int(at[-1] + 1 + ((sizes[-1] + 511) >> 9)) * BLOCK_BYTES
+    ended = end < raw.size - raw.size % BLOCK_BYTES
+    if ended:
+        if raw[end:].any():  # no zero block, or data after it
+            return None
+    elif end != raw.size and not partial:
+        return None
+    if verify_headers and not _checksums_match(raw, at):
+        return None
+    return _members(raw, at, sizes, roles, where, end=end, ended=ended, partial=partial)
+
+
+def _column(raw: NDArray[np.uint8], dtype: str, offset: int) -> NDArray[np.generic]:
+    """The value of type ``dtype`` at ``offset`` of every block, as a strided view."""
+    return np.ndarray((raw.size // BLOCK_BYTES,), dtype, raw, offset, (BLOCK_BYTES,))
+
+
+def _sizes(raw: NDArray[np.uint8], at: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+    """Sizes of the headers at blocks ``at``, and which of them are 11 octal digits closed by NUL or space.
+
+    Eight digits are read as one little-endian word and folded in pairs, then fours, then eights.
+    """
+    high = _column(raw, "<u8", 124)[at]
+    low = _column(raw, "<u4", 132)[at]
+    good = (high & np.uint64(0xF8F8F8F8F8F8F8F8)) == np.uint64(0x3030303030303030)
+    good &= (low & np.uint32(0xDFF8F8F8)) == np.uint32(0x00303030)
+    high &= np.uint64(0x0707070707070707)
+    high = ((high * np.uint64(0x0801)) >> np.uint64(8)) & np.uint64(0x003F003F003F003F)
+    high = ((high * np.uint64(0x400001)) >> np.uint64(16)) & np.uint64(0x00000FFF00000FFF)
+    high = (high * np.uint64(0x100000000001)) >> np.uint64(32)
+    high &= np.uint64(0xFFFFFF)
+    low3 = ((low & np.uint32(7)) << np.uint32(6)) | ((low >> np.uint32(5)) & np.uint32(0x38))
+    low3 |= (low >> np.uint32(16)) & np.uint32(7)
+    return ((high << np.uint64(9)) | low3).astype(np.int64), good
+
+
+def _chain(raw: NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s, NDArray[np.uint8]] | None:
+    """The candidates that are headers, with their payload sizes and roles; None where the pattern breaks."""
+    sizes, good = _sizes(raw, at)
+    roles = _ROLES[_column(raw, "u1", 156)[at]]
+    sizes[roles == _DATALESS] = 0
+    following = at + 1 + ((sizes + 511) >> 9)
+    if not np.array_equal(following[:-1], at[1:]):
+        chosen = _follow(at, following)
+        at, sizes, good, roles = at[chosen], sizes[chosen], good[chosen], roles[chosen]
+    if not (good | (roles == _DATALESS)).all() or (roles == _ODD).any():
+        return None
+    return at, sizes, roles
+
+
+def _follow(at: Int64s, following: Int64s) -> Int64s:
+    """Indices of the candidates that are reached from the first one."""
+    target = np.searchsorted(at, following)
+    target[target == at.size] = -1
+    target[at[target] != following] = -1
+    links, index, chosen = target.tolist(), 0, []
+    while index >= 0:
+        chosen.append(index)
+        index = links[index]
+    return np.array(chosen, np.int64)
+
+
+def _checksums_match(raw: NDArray[np.uint8], at: Int64s) -> bool:
+    """Whether all headers hold six octal digits that are the sum of their bytes (the usual form)."""
+    blocks = raw[: raw.size - raw.size % BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
+    for first in range(0, at.size, 4096):
+        headers = blocks[at[first : first + 4096]]
+        digits = headers[:, 148:154].astype(np.int64) - ord("0")
+        if (digits & ~7).any():
+            return False
+        sums = headers.sum(axis=1, dtype=np.int64) - headers[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 0x20
+        if not np.array_equal(digits @ (8 ** np.arange(5, -1, -1)), sums):
+            return False
+    return True
+
+
+def _members(
+    raw: NDArray[np.uint8],
+    at: Int64s,
+    sizes: Int64s,
+    roles: NDArray[np.uint8],
+    where: Where,
+    *,
+    end: int,
+    ended: bool,
+    partial: bool,
+) -> Members | None:
+    """Keep the regular ones of the chained headers, with their extension headers applied."""
+    begins = at
+    names_at: dict[int, bytes] = {}
+    if ((roles >= _PAX) & (sizes > MAX_EXTENSION_BYTES)).any() or (roles[-1] == _GLOBAL and end > raw.size):
+        return None
+    extends = (roles >= _PAX) & (roles <= _LONG_LINK)
+    if extends.any():
+        if extends[-1]:  # its member is not in this buffer
+            if not partial or ended:
+                return None
+            last = at.size - int(np.argmin(extends[::-1])) if not extends.all() else 0
+            end = int(at[last]) * BLOCK_BYTES
+            at, sizes, roles, extends = at[:last], sizes[:last], roles[:last], extends[:last]
+        if (extends[:-1] & (roles[1:] == _GLOBAL)).any():
+            return None
+        applied = _apply_extensions(raw, at, sizes, roles, where)
+        if applied is None:
+            return None
+        names_at = applied
+        # A member begins after the last header before it that does not extend it.
+        own = np.flatnonzero(~extends)
+        begins = at.copy()
+        begins[own] = at[np.concatenate(([0], own[:-1] + 1))] if own.size else at[own]
+    if (roles == _GLOBAL).any() and _globals_matter(raw, at, sizes, roles):
+        return None
+    kept = np.flatnonzero(roles == _REGULAR)
+    return Members(
+        names=_names(raw, at[kept], kept, names_at),
+        headers=begins[kept] * BLOCK_BYTES,
+        data=(at[kept] + 1) * BLOCK_BYTES,
+        sizes=sizes[kept],
+        end=end,
+        ended=ended,
+    )
+
+
+def _payload(raw: NDArray[np.uint8], at: int, size: int) -> bytes:
+    start = (at + 1) * BLOCK_BYTES
+    return raw[start : start + size].tobytes()
+
+
+def _apply_extensions(
+    raw: NDArray[np.uint8], at: Int64s, sizes: Int64s, roles: NDArray[np.uint8], where: Where
+) -> dict[int, bytes] | None:
+    """Names given by PAX and GNU headers, by the index of the header they are for; None if the exact reader must look."""
+    names: dict[int, bytes] = {}
+    pax = np.flatnonzero(roles == _PAX)
+    if pax.size and _any_concerns_us(raw, at[pax], sizes[pax]):
+        for index in pax.tolist():
+            payload = _payload(raw, int(at[index]), int(sizes[index]))
+            if not concerns_us(payload):
+                continue
+            records = parse_pax(payload, where, (int(at[index]) + 1) * BLOCK_BYTES)
+            if b"size" in records:
+                return None
+            path, _ = member_of_pax(records, where, int(at[index]) * BLOCK_BYTES)
+            if path is not None:
+                names[index] = path
+    for index in np.flatnonzero(roles == _LONG_NAME).tolist():
+        names[index] = _payload(raw, int(at[index]), int(sizes[index])).split(b"\0", 1)[0]
+    return _carry(names, roles)
+
+
+def _any_concerns_us(raw: NDArray[np.uint8], at: Int64s, sizes: Int64s) -> bool:
+    """Whether any of many PAX payloads may matter; most hold a time stamp and nothing else."""
+    if int(sizes.max()) > BLOCK_BYTES:
+        return True
+    blocks = raw[: raw.size - raw.size % BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
+    return concerns_us(blocks[at + 1].tobytes())
+
+
+def _carry(names: dict[int, bytes], roles: NDArray[np.uint8]) -> dict[int, bytes]:
+    """Move each name from its extension header to the member that it is for; the last of several wins."""
+    carried: dict[int, bytes] = {}
+    for index in sorted(names):
+        member = index + 1
+        while _PAX <= roles[member] <= _LONG_LINK:
+            member += 1
+        carried[member] = names[index]
+    return carried
+
+
+def _globals_matter(raw: NDArray[np.uint8], at: Int64s, sizes: Int64s, roles: NDArray[np.uint8]) -> bool:
+    return any(
+        concerns_us(_payload(raw, int(at[index]), int(sizes[index])))
+        for index in np.flatnonzero(roles == _GLOBAL).tolist()
+    )
+
+
+def _names(raw: NDArray[np.uint8], at: Int64s, kept: Int64s, names_at: dict[int, bytes]) -> list[bytes]:
+    """Names of the members at blocks ``at``, whose indices in the chain are ``kept``."""
+    names: list[bytes] = _column(raw, "S100", 0)[at].tolist()
+    prefixed = (_column(raw, "u1", 345)[at] != 0) & (_column(raw, "u1", 262)[at] == 0)
+    for index in np.flatnonzero(prefixed).tolist():
+        start = int(at[index]) * BLOCK_BYTES + 345
+        prefix = raw[start : start + 155].tobytes().split(b"\0", 1)[0]
+        names[index] = prefix + b"/" + names[index].split(b"\0", 1)[0]
+    if names_at:
+        for index, member in enumerate(kept.tolist()):
+            if member in names_at:
+                names[index] = names_at[member]
+    return names

@@ -1,0 +1,176 @@
+"""Members of a tar, in order, to samples: neighbours with one key are one sample, each extension is a field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import eq
+
+import numpy as np
+
+from streaming.errors import DuplicateKeyError
+from streaming.tar.blocks import Int64s, Members, Where
+from streaming.tar.names import decode_name, split_name
+
+_MAX_UNIFORM_FIELDS = 64
+_FREE_FIELDS = 256
+_MAX_CELLS_PER_MEMBER = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkLayout:
+    """Where the samples of a run of tar bytes lie.
+
+    Offsets count from the start of the buffer (of the shard, where a scanner made it).
+
+    Attributes:
+        keys: The key of each of the ``n`` samples.
+        fields: The ``F`` extensions, lower-cased, in order of first appearance.
+        starts: int64 ``[n, F]``, where each field's bytes begin; -1 where the sample lacks the field.
+        sizes: int64 ``[n, F]``, their number; 0 where the sample lacks the field.
+        record_starts: int64 ``[n + 1]``: sample ``i`` with all its headers and padding is
+            ``[record_starts[i], record_starts[i + 1])``. Members that belong to no sample (directories, links) are in
+            the record before them, or in the first.
+    """
+
+    keys: list[str]
+    fields: tuple[str, ...]
+    starts: Int64s
+    sizes: Int64s
+    record_starts: Int64s
+
+
+def group_members(members: Members, where: Where, *, first: int, stop: int) -> ChunkLayout:
+    """The samples that ``members`` make up; the records span ``[first, stop)``.
+
+    Raises:
+        DuplicateKeyError: If one sample holds one field twice.
+        TarError: If there are so many distinct extensions that the names cannot be ``key.extension``.
+    """
+    uniform = _uniform(members.names) if members.names else None
+    if uniform is None:
+        return _group_one_by_one(members, where, first=first, stop=stop)
+    keys, fields = uniform
+    record_starts = np.empty(len(keys) + 1, np.int64)
+    record_starts[:-1] = members.headers[:: len(fields)]
+    record_starts[0], record_starts[-1] = first, stop
+    shape = (len(keys), len(fields))
+    starts, sizes = members.data.reshape(shape), members.sizes.reshape(shape)
+    return ChunkLayout(keys=keys, fields=fields, starts=starts, sizes=sizes, record_starts=record_starts)
+
+
+def _first_sample(names: Sequence[bytes]) -> tuple[str, list[str]] | None:
+    """Key and extensions, as written, of the leading members with one key; None if they are not plain."""
+    key, extensions = None, []
+    for raw in names[: _MAX_UNIFORM_FIELDS + 1]:
+        name = decode_name(raw)
+        split = split_name(name)
+        if split is None or (key is not None and split[0] != key):
+            break
+        key = split[0]
+        extensions.append(name[len(key) :])
+    lowered = {extension.lower() for extension in extensions}
+    if key is None or len(lowered) != len(extensions) or len(extensions) > _MAX_UNIFORM_FIELDS:
+        return None
+    return key, extensions
+
+
+def _uniform(names: list[bytes]) -> tuple[list[str], tuple[str, ...]] | None:
+    """Keys and fields if all samples have the fields of the first, in its order, and plain names; else None.
+
+    Works on the joined names of one field at a time: if every line ends with the extension and holds no dot but the
+    extension's (and those of a directory that all lines begin with), the text between two extensions is a key.
+    """
+    sample = _first_sample(names)
+    if sample is None or len(names) % len(sample[1]):
+        return None
+    key, extensions = sample
+    num_fields, num_samples = len(extensions), len(names) // len(extensions)
+    ends = [extension.encode("utf-8", "surrogateescape") + b"\n" for extension in extensions]
+    lines = b"\n".join(names[::num_fields]) + b"\n"
+    folder = key[: key.rfind("/") + 1].encode("utf-8", "surrogateescape")
+    if not _plain(lines, ends[0], folder, num_samples):
+        return None
+    for field in range(1, num_fields):
+        other = b"\n".join(names[field::num_fields]) + b"\n"
+        if other.count(ends[field]) != num_samples or other.count(b"\n") != num_samples:
+            return None
+        if other.replace(ends[field], ends[0]) != lines:
+            return None
+    keys = decode_name(lines[: -len(ends[0])]).split(extensions[0] + "\n")
+    if any(map(eq, keys, keys[1:])):
+        return None
+    return keys, tuple(extension[1:].lower() for extension in extensions)
+
+
+def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
+    """Whether each of ``lines`` is a key and ``end``, with no special name among them."""
+    if lines.count(b"\n") != num_samples or lines.count(end) != num_samples or b"\0" in lines:
+        return False
+    num_dots = folder.count(b".")
+    if num_dots and not (
+        lines.startswith(folder)
+        and lines.count(b"\n" + folder) == num_samples - 1
+        and not lines.startswith(folder + b".")
+        and b"\n" + folder + b"." not in lines
+    ):
+        return False
+    if lines.count(b".") != num_samples * (end.count(b".") + num_dots):
+        return False
+    if lines.startswith(b"__") or b"\n__" in lines:
+        return False
+    return num_dots > 0 or not (lines.startswith(b".") or b"\n." in lines)
+
+
+def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int) -> ChunkLayout:
+    keys: list[str] = []
+    kept: list[int] = []  # the members that belong to samples, and for each its row and column
+    rows: list[int] = []
+    columns: list[int] = []
+    heads: list[int] = []  # the first member of each sample
+    fields: dict[str, int] = {}
+    seen: dict[int, int] = {}  # fields of the current sample
+    key = None
+    for index, raw in enumerate(members.names):
+        split = split_name(decode_name(raw.split(b"\0", 1)[0] if b"\0" in raw else raw))
+        if split is None:
+            continue
+        if split[0] != key:
+            key = split[0]
+            keys.append(key)
+            heads.append(index)
+            seen = {}
+        column = fields.setdefault(split[1], len(fields))
+        if column in seen:
+            _raise_duplicate(members, where, seen[column], index, split)
+        seen[column] = index
+        kept.append(index)
+        rows.append(len(keys) - 1)
+        columns.append(column)
+    _check_density(len(keys), fields, len(kept), where)
+    starts = np.full((len(keys), len(fields)), -1, np.int64)
+    sizes = np.zeros((len(keys), len(fields)), np.int64)
+    starts[rows, columns] = members.data[kept]
+    sizes[rows, columns] = members.sizes[kept]
+    record_starts = np.append(members.headers[heads], stop)
+    if keys:
+        record_starts[0] = first
+    return ChunkLayout(keys=keys, fields=tuple(fields), starts=starts, sizes=sizes, record_starts=record_starts)
+
+
+def _raise_duplicate(members: Members, where: Where, before: int, index: int, split: tuple[str, str]) -> None:
+    first, second = (where.base + int(members.headers[member]) for member in (before, index))
+    raise DuplicateKeyError(
+        f"{where.url or 'tar'}: sample {split[0]!r} holds field {split[1]!r} twice, at bytes {first} and {second}; "
+        "keys end at the first dot of the file name: rename the files, or remove one"
+    )
+
+
+def _check_density(num_samples: int, fields: dict[str, int], num_members: int, where: Where) -> None:
+    if len(fields) > _FREE_FIELDS and num_samples * len(fields) > _MAX_CELLS_PER_MEMBER * num_members:
+        some = ", ".join(repr(field) for field in list(fields)[:3])
+        where.fail(
+            0,
+            f"{num_samples} samples with {len(fields)} different extensions ({some}, …)",
+            cure="the key ends at the first dot of the file name: rename files that have more dots",
+        )
