@@ -246,5 +246,6 @@ def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, fiel
         raise DecodeError(
             f"{url}: sample {key!r}: field {field!r} ({size}) does not decode: "
             f"{type(error).__name__}: {error}. Look at the bytes with `shard_tools cat`, take the "
-            f'field as bytes with decode={{{field!r}: None}}, or pass over it with on_error="substitute" or "skip"'
+            f"field as bytes with decode={{{field!r}: None}}, or pass over the sample with "
+            f'on_error="substitute" or "skip"'
         ) from error
