@@ -1,7 +1,7 @@
 """Cost of planning at size: a billion samples in a million chunks.
 
-Prints the time to plan, the time to seek, the time per row in blocks of batches, and the memory of it all. Pure NumPy
-on one core, no data::
+Prints the time to plan, the time to seek, the time per row in blocks of batches, and the memory of it all.
+Pure NumPy on one core, no data::
 
     python benchmarks/bench_plan.py [--chunks 1000000] [--chunk-samples 1000] [--batch 256] [--ranks 8]
 """
@@ -71,20 +71,14 @@ def main() -> None:
         num_rows += len(whole.rank_batches(first, first + 64, 0).offsets)
     rows_s = time.perf_counter() - began
 
-    print(f"samples               {num_samples:,} in {args.chunks:,} chunks")
-    print(
-        f"lanes, window         {settings.lanes}, {settings.window} samples; {args.ranks} ranks of {args.batch}"
-    )
-    print(f"plan one epoch        {planned_s:.3f} s")
-    print(f"live_bytes            {live_s:.3f} s  (rank 0: {live / 2**20:,.0f} MiB live of 8 MiB chunks)")
-    print(
-        f"seek, one batch       {np.median(seeks) * 1e3:.1f} ms median, {max(seeks) * 1e3:.1f} ms worst of {len(seeks)}"
-    )
-    print(f"rank_batches          {rows_s / num_rows * 1e9:.0f} ns per row in blocks of 64 batches")
     grown = _peak_bytes() - before_bytes
-    print(
-        f"peak memory           {grown / 2**20:.0f} MiB more than the chunk table: {grown / args.chunks:.0f} B per chunk"
-    )
+    print(f"samples          {num_samples:,} in {args.chunks:,} chunks")
+    print(f"lanes, window    {settings.lanes}, {settings.window}; {args.ranks} ranks of {args.batch}")
+    print(f"plan one epoch   {planned_s:.3f} s")
+    print(f"live_bytes       {live_s:.3f} s  (rank 0: {live / 2**20:,.0f} MiB live of 8 MiB chunks)")
+    print(f"seek, one batch  {np.median(seeks) * 1e3:.1f} ms median, {max(seeks) * 1e3:.1f} ms worst")
+    print(f"rank_batches     {rows_s / num_rows * 1e9:.0f} ns per row in blocks of 64 batches")
+    print(f"peak memory      {grown / 2**20:.0f} MiB beyond the input: {grown / args.chunks:.0f} B per chunk")
 
 
 def _peak_bytes() -> int:

@@ -69,9 +69,8 @@ class RankBatches:
 class ChunkIntervals:
     """Times, counted in batches of one rank, between which chunks are needed; sorted by ``first_batches``.
 
-    A chunk that reaches over a lane border is needed late in one lane and early in the next: it then has two
-    rows, and is fetched twice rather than held for most of the epoch. Rows of one chunk in one pass neither
-    overlap nor touch.
+    A chunk across a lane border is needed late in one lane and early in the next: it has two rows, and is
+    fetched twice rather than held for long. Rows of one chunk in one pass neither overlap nor touch.
 
     Attributes:
         chunk_ids: int64[n], data-set chunk id.
