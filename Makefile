@@ -1,0 +1,52 @@
+# make demo   from raw data to training from a bucket, with a crash in the middle (DEMO_URL=s3://… for a real one)
+# make test   everything that must hold: ruff, mypy, all tests
+# make venv | lint | types | pytest | bench    the parts
+#
+# PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
+# torch), PYTEST_ARGS=… to pytest. Several processes test at once: JOBS=0 for one.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= auto
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help venv demo test lint types pytest format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+
+venv: $(VENV)/.installed
+
+# One pip call resolves everything together, torch included, so that nothing is downloaded twice.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: venv
+	$(BIN)/python examples/demo.py
+
+test: lint types pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/mypy
+
+pytest: venv
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: venv
+	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
