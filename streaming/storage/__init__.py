@@ -1,1 +1,24 @@
+"""Objects and files by URL: ranged reads, listings and atomic writes over local disks, s3, gs, az, http and fsspec."""
 
+from streaming.storage.base import DEFAULT_PART_BYTES, ObjectInfo, Observer, ReadBuffer, StoreWriter
+from streaming.storage.expand import expand_urls
+from streaming.storage.facade import Storage
+from streaming.storage.options import StorageOptions
+from streaming.storage.retry import RetryPolicy
+from streaming.storage.urls import join_url, redact, scheme_of, split_url
+
+__all__ = [
+    "DEFAULT_PART_BYTES",
+    "ObjectInfo",
+    "Observer",
+    "ReadBuffer",
+    "RetryPolicy",
+    "Storage",
+    "StorageOptions",
+    "StoreWriter",
+    "expand_urls",
+    "join_url",
+    "redact",
+    "scheme_of",
+    "split_url",
+]

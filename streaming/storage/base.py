@@ -1,0 +1,105 @@
+"""What an adapter for one kind of store must do; the facade adds retries, exact lengths and counters.
+
+An adapter makes ONE attempt per call and turns every foreign error into a type of ``streaming.errors``. The two private
+types here tell the retry loop what another attempt may cure; anything else is final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from streaming.errors import TransferError
+
+ReadBuffer = memoryview
+"""What a read returns: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""
+
+Observer = Callable[[str, int], None]
+"""Called as ``observer(name, amount)`` with "requests", "bytes" or "retries"; from any thread, so it must be quick."""
+
+DEFAULT_PART_BYTES = 16 << 20
+"""Part size of multipart uploads: 10,000 parts (the S3 limit) make 160 GB, and four in flight stay at 64 MiB."""
+
+
+class PassingError(TransferError):
+    """A fault that tends to pass: throttling, 5xx, a reset, short or stalled transfer. The retry loop tries again."""
+
+
+class UnreachableError(PassingError):
+    """No connection at all (name not known, connection refused). Tried again for a few seconds only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One object or file.
+
+    ``version`` changes whenever the content may have changed (ETag, generation; ``mtime_ns-inode-size`` for files); None
+    where the store has nothing of the kind.
+    """
+
+    url: str
+    size_bytes: int
+    version: str | None
+
+
+class RangeBody(Protocol):
+    """An answer whose bytes are still on their way. Used by one thread; ``fill`` is called at most once."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes that this answer will hold, by the store's word."""
+
+    @property
+    def version(self) -> str | None:
+        """What to pass as ``version`` to go on with the same object; None if the store cannot promise that."""
+
+    def fill(self, out: memoryview) -> Iterator[int]:
+        """Write the bytes to ``out`` in order; yield each number of bytes as soon as they are there.
+
+        ``out`` holds ``num_bytes``. Yields less in total when the answer ends early; raises when it breaks, and what
+        was yielded before stays valid.
+        """
+
+    def close(self) -> None:
+        """Release the connection or descriptor; always called, once."""
+
+
+class StoreWriter(AbstractContextManager["StoreWriter"], Protocol):
+    """Writes one object. Nothing is visible before ``close``; leaving the context by an exception aborts."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written so far."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append ``data`` (copied before this returns); its number of bytes."""
+
+    def close(self) -> None:
+        """Publish all that was written, atomically. Calling it again does nothing."""
+
+    def abort(self) -> None:
+        """Drop all that was written; the store is as before. Calling it again, or after ``close``, does nothing."""
+
+
+class Adapter(Protocol):
+    """One kind of store. Thread-safe. Raises types of ``streaming.errors`` only."""
+
+    def info(self, url: str) -> ObjectInfo:
+        """Size and version of one object."""
+
+    def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:
+        """Ask for bytes [start, stop), or from ``start`` to the end; of this ``version`` only, if one is given."""
+
+    def list(self, url: str) -> list[ObjectInfo]:
+        """All objects below ``url`` taken as a directory, in any order; empty when there are none."""
+
+    def put(self, url: str, data: memoryview) -> None:
+        """Create or replace one object, atomically."""
+
+    def open_write(self, url: str, part_bytes: int) -> StoreWriter:
+        """A writer that creates or replaces one object."""
+
+    def delete(self, url: str) -> None:
+        """Remove one object; nothing happens when there is none."""

@@ -1,0 +1,187 @@
+"""Whose name requests are sent in: the one module that reads the environment, and only when a store is first used.
+
+For s3 the order is: ``anon``; ``key`` and ``secret``; ``profile``; the environment's key; the environment's or default
+profile (if boto3 is installed); web identity and container roles; the instance's role. The source that was used is kept
+as words for error messages, the credentials themselves never.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from streaming.errors import AccessDeniedError, ConfigError
+from streaming.storage.options import StorageOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Access:
+    """How to reach an s3 bucket.
+
+    ``provider`` returns credentials in obstore's form; None lets obstore ask the role that ``source`` names, or send
+    nothing when ``anonymous``.
+    """
+
+    source: str
+    region: str
+    region_source: str
+    endpoint_url: str | None
+    anonymous: bool = False
+    provider: Callable[[], Any] | None = field(default=None, repr=False)
+
+
+def s3_endpoint(options: StorageOptions, environ: Mapping[str, str]) -> str | None:
+    """The endpoint to use in place of AWS's own, if any."""
+    found = options.endpoint_url or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
+    if found and not found.startswith(("http://", "https://")):
+        raise ConfigError(f"endpoint_url {found!r}: expected http://host:port or https://host")
+    return found.rstrip("/") if found else None
+
+
+def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None) -> S3Access:
+    """Credentials, region and endpoint for s3, from ``options`` and ``environ`` (default: this process's).
+
+    Raises:
+        ConfigError: For a profile without boto3, or one that does not exist.
+        AccessDeniedError: For a profile without credentials.
+    """
+    environ = os.environ if environ is None else environ
+    source, provider, profile_region = _s3_source(options, environ)
+    endpoint_url = s3_endpoint(options, environ)
+    regions = (
+        (options.region, "the storage option region"),
+        (environ.get("AWS_REGION"), "AWS_REGION"),
+        (environ.get("AWS_DEFAULT_REGION"), "AWS_DEFAULT_REGION"),
+        (profile_region, "the profile"),
+        ("us-east-1", "the default"),
+    )
+    region, region_source = next((value, where) for value, where in regions if value)
+    return S3Access(
+        source=source,
+        region=region,
+        region_source=region_source,
+        endpoint_url=endpoint_url,
+        anonymous=options.anon,
+        provider=provider,
+    )
+
+
+def _s3_source(
+    options: StorageOptions, environ: Mapping[str, str]
+) -> tuple[str, Callable[[], Any] | None, str | None]:
+    """Words for the source, the provider if it is ours to make, and the region if the source knows one."""
+    if options.anon:
+        return "no credentials (anon=True)", None, None
+    if options.key is not None and options.secret is not None:
+        return "the storage options key and secret", _Fixed(options.key, options.secret, options.token), None
+    if options.profile is not None:
+        return _from_profile(options.profile, f"the AWS profile {options.profile!r}", needed=True)
+    key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    if key and secret:
+        fixed = _Fixed(key, secret, environ.get("AWS_SESSION_TOKEN"))
+        return "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", fixed, None
+    if name := environ.get("AWS_PROFILE"):
+        return _from_profile(name, f"AWS_PROFILE={name}", needed=True)
+    if _has_aws_files(environ):
+        found = _from_profile(None, "the default AWS profile", needed=False)
+        if found[1] is not None:
+            return found
+    for name, words in (
+        ("AWS_WEB_IDENTITY_TOKEN_FILE", "web identity (AWS_WEB_IDENTITY_TOKEN_FILE)"),
+        ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "the container's role"),
+        ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "the container's role"),
+    ):
+        if environ.get(name):
+            return words, None, None
+    return "the instance's role (no key in the storage options, the environment or ~/.aws)", None, None
+
+
+class _Fixed:
+    """Given credentials in obstore's form; hides them from ``repr``."""
+
+    def __init__(self, key: str, secret: str, token: str | None) -> None:
+        self._answer = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+
+    def __call__(self) -> Mapping[str, object]:
+        return self._answer
+
+
+def _has_aws_files(environ: Mapping[str, str]) -> bool:
+    names = (
+        environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+        environ.get("AWS_CONFIG_FILE", "~/.aws/config"),
+    )
+    return any(os.path.exists(os.path.expanduser(name)) for name in names)
+
+
+def _from_profile(
+    name: str | None, words: str, *, needed: bool
+) -> tuple[str, Callable[[], Any] | None, str | None]:
+    """Credentials of a named profile (static, SSO, assumed role, process), refreshed by boto3."""
+    try:
+        import boto3  # noqa: PLC0415 (optional)
+        import botocore.exceptions  # type: ignore[import-untyped] # noqa: PLC0415
+        from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415
+    except ImportError as error:
+        if not needed:
+            return words, None, None
+        raise ConfigError(f"{words}: AWS profiles need boto3; pip install 'shardstream[aws]'") from error
+    try:
+        session = boto3.Session(profile_name=name)
+        if session.get_credentials() is None:
+            if not needed:
+                return words, None, None
+            raise AccessDeniedError(f"{words}: it has no credentials; run `aws configure` or `aws sso login`")
+        return words, Boto3CredentialProvider(session), session.region_name
+    except botocore.exceptions.ProfileNotFound as error:
+        raise ConfigError(
+            f"{words}: no such profile in the AWS configuration; `aws configure list-profiles`"
+        ) from error
+
+
+def gcs_config(
+    options: StorageOptions, environ: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
+    """obstore's configuration for gs, and words for the source of its credentials."""
+    environ = os.environ if environ is None else environ
+    config: dict[str, Any] = {"base_url": options.endpoint_url} if options.endpoint_url else {}
+    if options.anon or options.token == "anon":  # noqa: S105 (gcsfs's word for none)
+        return {**config, "skip_signature": True}, "no credentials (anon=True)"
+    if options.token is not None:
+        path = os.path.expanduser(options.token)
+        if os.path.exists(path):
+            return {**config, "application_credentials": path}, "the key file of the storage option token"
+        return {**config, "bearer_token": options.token}, "the storage option token"
+    if environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
+        return config, "GOOGLE_APPLICATION_CREDENTIALS"
+    return (
+        config,
+        "application default credentials (gcloud auth application-default login) or the instance's account",
+    )
+
+
+def azure_config(
+    options: StorageOptions, environ: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
+    """obstore's configuration for az, and words for the source of its credentials."""
+    environ = os.environ if environ is None else environ
+    given = {"account_name": options.account_name, "endpoint": options.endpoint_url}
+    config: dict[str, Any] = {name: value for name, value in given.items() if value}
+    if options.anon:
+        return {**config, "skip_signature": True}, "no credentials (anon=True)"
+    if options.account_key:
+        return {**config, "account_key": options.account_key}, "the storage option account_key"
+    if options.sas_token:
+        return {**config, "sas_key": options.sas_token.lstrip("?")}, "the storage option sas_token"
+    if options.token:
+        return {**config, "token": options.token}, "the storage option token"
+    if environ.get("AZURE_STORAGE_ACCOUNT_KEY") or environ.get("AZURE_STORAGE_KEY"):
+        return config, "AZURE_STORAGE_ACCOUNT_KEY"
+    return config, "the environment's AZURE_* variables, or the managed identity"
+
+
+def s3_endpoint_of_process(options: StorageOptions) -> str | None:
+    """:func:`s3_endpoint` with this process's environment."""
+    return s3_endpoint(options, os.environ)

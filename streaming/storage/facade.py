@@ -1,0 +1,210 @@
+"""The ``Storage`` that everything else talks to: picks the adapter, retries, checks lengths, counts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from typing import TypeVar
+
+import numpy as np
+
+from streaming.errors import ConfigError, NotFoundError, TransferError
+from streaming.storage.base import (
+    DEFAULT_PART_BYTES,
+    Adapter,
+    ObjectInfo,
+    Observer,
+    PassingError,
+    ReadBuffer,
+    StoreWriter,
+)
+from streaming.storage.fs import FsspecAdapter
+from streaming.storage.local import LocalAdapter
+from streaming.storage.object import OBJECT_SCHEMES, ObjectAdapter
+from streaming.storage.options import parse_options
+from streaming.storage.retry import retrying
+from streaming.storage.urls import as_url, redact, scheme_of
+
+_T = TypeVar("_T")
+
+
+class Storage:
+    """Reads and writes objects and files by URL.
+
+    Plain paths and ``file:``; ``s3:``, ``gs:``, ``az:`` (``abfs:``) and ``http(s):`` through obstore; every other scheme,
+    and on request (``client="fsspec"``) these too, through fsspec. Thread-safe, picklable (without the observer) and
+    cheap to make: connections are made at first use, once per bucket, and credentials are looked up then.
+
+    Every call retries passing faults with growing, jittered delays; time-outs and limits are options (see
+    :class:`~streaming.storage.retry.RetryPolicy`). Every method raises types of ``streaming.errors`` only:
+    ``NotFoundError``, ``AccessDeniedError``, ``TransferError``, ``StorageError``, and ``ConfigError`` for what cannot work.
+
+    Args:
+        options: See :class:`~streaming.storage.options.StorageOptions`; unknown names are a ``ConfigError``.
+        observer: Called with ("requests" | "bytes" | "retries", amount) from the calling threads.
+    """
+
+    def __init__(
+        self, options: Mapping[str, object] | None = None, *, observer: Observer | None = None
+    ) -> None:
+        self._given = dict(options or {})
+        self._options = parse_options(self._given)
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._adapters: dict[type, Adapter] = {}
+
+    def __reduce__(self) -> tuple[type[Storage], tuple[dict[str, object]]]:
+        return Storage, (self._given,)
+
+    def __repr__(self) -> str:
+        return f"Storage(options=<{', '.join(sorted(self._given)) or 'none'}>)"  # names only: values may be secret
+
+    def info(self, url: str) -> ObjectInfo:
+        """Size and version of the object or file at ``url``."""
+        return self._retrying(lambda: self._adapter(url).info(url))
+
+    def exists(self, url: str) -> bool:
+        """Whether there is an object or file at ``url``; a missing bucket is False too."""
+        try:
+            self.info(url)
+        except NotFoundError:
+            return False
+        return True
+
+    def read(self, url: str, start: int = 0, stop: int | None = None) -> ReadBuffer:
+        """Bytes [start, stop) of ``url``; to its end without ``stop``. One request where nothing fails.
+
+        Returns:
+            Memory of exactly that many bytes, owned by the caller.
+
+        Raises:
+            TransferError: If the object is shorter, or its bytes did not come within the limits.
+        """
+        transfer = _Transfer(self._adapter(url), url, start, stop, self._count)
+        return transfer.run(self._retrying)
+
+    def read_into(self, url: str, start: int, out: memoryview) -> None:
+        """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
+
+        ``out`` is writable, contiguous, any item type. Files are read straight into it; object stores cost one copy. What
+        ``out`` holds after an error is undefined.
+
+        Raises:
+            TransferError: As :meth:`read`.
+        """
+        view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
+        if view.readonly:
+            raise ConfigError("read_into: out is read-only; give writable memory")
+        _Transfer(self._adapter(url), url, start, start + len(view), self._count, view).run(self._retrying)
+
+    def list(self, url: str) -> Iterator[ObjectInfo]:
+        """All objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.
+
+        Raises:
+            NotFoundError: If the bucket does not exist.
+        """
+        yield from sorted(self._retrying(lambda: self._adapter(url).list(url)), key=lambda info: info.url)
+
+    def put(self, url: str, data: bytes | bytearray | memoryview) -> None:
+        """Create or replace ``url`` with ``data``, atomically: readers see the old or the new, whole."""
+        view = memoryview(data).cast("B")
+        if scheme_of(url) in OBJECT_SCHEMES and len(view) > DEFAULT_PART_BYTES:
+            with self.open_write(url) as writer:
+                writer.write(view)
+            return
+        self._retrying(lambda: self._adapter(url).put(url, view))
+
+    def open_write(self, url: str, part_bytes: int = DEFAULT_PART_BYTES) -> StoreWriter:
+        """A writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
+
+        Object stores get one put up to ``part_bytes``, beyond it an upload in parts of that size while the caller writes.
+        """
+        return self._adapter(url).open_write(url, part_bytes)
+
+    def delete(self, url: str) -> None:
+        """Remove ``url``; nothing happens when there is no such object."""
+        self._retrying(lambda: self._adapter(url).delete(url))
+
+    def _adapter(self, url: str | os.PathLike[str]) -> Adapter:
+        scheme = scheme_of(as_url(url))
+        if scheme == "file":
+            kind: type = LocalAdapter
+        elif scheme in OBJECT_SCHEMES and self._options.client != "fsspec":
+            kind = ObjectAdapter
+        else:
+            kind = FsspecAdapter
+        with self._lock:
+            if kind not in self._adapters:
+                self._adapters[kind] = kind() if kind is LocalAdapter else kind(self._options)
+            return self._adapters[kind]
+
+    def _retrying(self, attempt: Callable[[], _T], progress: Callable[[], int] = lambda: 0) -> _T:
+        def counted() -> _T:
+            self._count("requests", 1)
+            return attempt()
+
+        return retrying(
+            self._options.retry, counted, progress=progress, on_retry=lambda: self._count("retries", 1)
+        )
+
+    def _count(self, name: str, amount: int) -> None:
+        if self._observer is not None:
+            self._observer(name, amount)
+
+
+class _Transfer:
+    """One range on its way into memory. What came stays; an attempt asks for the rest, of the same version."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        url: str,
+        start: int,
+        stop: int | None,
+        count: Callable[[str, int], None],
+        out: memoryview | None = None,
+    ) -> None:
+        if start < 0 or (stop is not None and stop < start):
+            raise ConfigError(
+                f"reading {redact(url)}: [{start}, {stop}) is not a range; 0 <= start <= stop is needed"
+            )
+        self._adapter = adapter
+        self._url = url
+        self._start = start
+        self._stop = stop
+        self._count = count
+        self._out = memoryview(np.empty(stop - start, np.uint8)) if out is None and stop is not None else out
+        self._filled = 0
+        self._version: str | None = None
+
+    def run(self, retry: Callable[[Callable[[], None], Callable[[], int]], None]) -> memoryview:
+        """The bytes, all of them."""
+        if self._out is None or len(self._out):
+            retry(self._attempt, lambda: self._filled)
+        return memoryview(b"") if self._out is None else self._out
+
+    def _attempt(self) -> None:
+        first = self._start + self._filled
+        with closing(self._adapter.open_range(self._url, first, self._stop, self._version)) as body:
+            self._version = self._version or body.version
+            if self._out is None:  # the end is known only now
+                self._stop = self._start + body.num_bytes
+                self._out = memoryview(np.empty(body.num_bytes, np.uint8))
+            rest = self._out[self._filled :]
+            if body.num_bytes < len(rest):  # the store's own word: asking again would not help
+                raise TransferError(
+                    self._short(first, body.num_bytes, "was the object truncated or replaced?")
+                )
+            for count in body.fill(rest):
+                self._filled += count
+                self._count("bytes", count)
+        if self._filled != len(self._out):
+            raise PassingError(
+                self._short(first, self._start + self._filled - first, "the answer ended early")
+            )
+
+    def _short(self, first: int, got: int, why: str) -> str:
+        where = f"reading {redact(self._url)} bytes [{first}, {self._stop})"
+        return f"{where}: got {got} bytes, expected {(self._stop or first) - first}; {why}"

@@ -1,0 +1,293 @@
+"""Every other store through fsspec: memory://, hf://, sftp://, s3fs and gcsfs by request, and what else it knows."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import fsspec
+
+from streaming.errors import (
+    AccessDeniedError,
+    ConfigError,
+    NotFoundError,
+    ShardstreamError,
+    StorageError,
+    TransferError,
+)
+from streaming.storage.base import ObjectInfo, PassingError, RangeBody, StoreWriter, UnreachableError
+from streaming.storage.credentials import s3_endpoint_of_process
+from streaming.storage.options import StorageOptions
+from streaming.storage.urls import redact, scheme_of, split_query
+
+_DENIED_WORDS = ("403", "401", "forbidden", "access denied", "nocredentials", "unable to locate credentials",
+                 "signaturedoesnotmatch", "invalidaccesskeyid", "the access key")  # fmt: skip
+_MISSING_WORDS = ("nosuchbucket", "nosuchkey", "404", "does not exist", "not found")
+_REGION_WORDS = ("authorizationheadermalformed", "permanentredirect", "is wrong; expecting")
+_UNREACHABLE_WORDS = ("cannot connect", "could not connect", "connection refused", "name or service not known",
+                      "getaddrinfo failed", "nameresolutionerror")  # fmt: skip
+_VERSION_NAMES = (
+    "ETag",
+    "etag",
+    "generation",
+    "LastModified",
+    "last_modified",
+    "mtime",
+    "created",
+    "blob_id",
+)
+
+
+class FsspecAdapter:
+    """Any scheme that fsspec knows. Makes one file system per scheme, at first use."""
+
+    def __init__(self, options: StorageOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._systems: dict[str, Any] = {}
+
+    def info(self, url: str) -> ObjectInfo:
+        """See :class:`Adapter`."""
+        system, path = self._at(url)
+        with self._errors(url, "looking at"):
+            found = system.info(path)
+        if found.get("type") == "directory":
+            raise NotFoundError(
+                f"looking at {redact(url)}: it is a directory, not an object; list it instead"
+            )
+        return _info(url, found)
+
+    def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:
+        """See :class:`Adapter`. fsspec has no conditional reads: ``version`` is compared by asking again."""
+        system, path = self._at(url)
+        if version is not None and self.info(url).version != version:
+            raise TransferError(f"reading {redact(url)}: the object changed while it was read; use new names")
+        with self._errors(url, f"reading bytes [{start}, {'end' if stop is None else stop}) of"):
+            data = system.cat_file(path, start=start or None, end=stop)
+        if stop is not None and len(data) > stop - start:
+            raise TransferError(
+                f"reading {redact(url)} bytes [{start}, {stop}): got {len(data)} bytes, expected {stop - start}: the "
+                "server ignores Range requests; use one that supports them"
+            )
+        return _Bytes(data)
+
+    def list(self, url: str) -> list[ObjectInfo]:
+        """See :class:`Adapter`."""
+        system, path = self._at(url)
+        base = url.rstrip("/")
+        root = path.rstrip("/")
+        found: list[ObjectInfo] = []
+        with self._errors(url, "listing"):
+            try:
+                entries = system.find(root, detail=True)
+            except FileNotFoundError:
+                if "/" not in root.strip("/") and scheme_of(url) != "memory":
+                    raise
+                entries = {}
+        for name, entry in entries.items():
+            full = system._strip_protocol(name)  # noqa: SLF001 (fsspec's documented way to the bare path)
+            if full.startswith(root + "/"):
+                found.append(_info(f"{base}/{full[len(root) + 1 :]}", entry))
+        return found
+
+    def put(self, url: str, data: memoryview) -> None:
+        """See :class:`Adapter`."""
+        system, path = self._at(url)
+        with self._errors(url, "writing"):
+            _make_parents(system, path)
+            system.pipe_file(path, bytes(data))
+
+    def open_write(self, url: str, part_bytes: int) -> StoreWriter:
+        """See :class:`Adapter`."""
+        return _SpoolWriter(self, url, part_bytes)
+
+    def upload(self, url: str, file: Any) -> None:
+        """Write all of the open ``file`` to ``url``."""
+        system, path = self._at(url)
+        with self._errors(url, "writing"):
+            _make_parents(system, path)
+            target = system.open(path, "wb")
+            try:
+                shutil.copyfileobj(file, target, 8 << 20)
+            except BaseException:
+                getattr(target, "discard", target.close)()
+                raise
+            target.close()
+
+    def delete(self, url: str) -> None:
+        """See :class:`Adapter`."""
+        system, path = self._at(url)
+        with self._errors(url, "deleting"):
+            if system.exists(path):
+                system.rm_file(path)
+
+    def _at(self, url: str) -> tuple[Any, str]:
+        scheme = scheme_of(url)
+        with self._lock:
+            system = self._systems.get(scheme)
+            if system is None:
+                with self._errors(url, "connecting to"):
+                    system = self._connect(scheme)
+                self._systems[scheme] = system
+        return system, str(system._strip_protocol(url))  # noqa: SLF001 (as above)
+
+    def _connect(self, scheme: str) -> Any:
+        given = filesystem_arguments(scheme, self._options)
+        try:
+            return fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **given)
+        except ImportError as error:
+            raise ConfigError(f"{scheme}:// needs another package: {error}") from error
+        except ValueError as error:
+            raise ConfigError(
+                f"{scheme}:// is not a scheme that fsspec knows; check the URL ({error})"
+            ) from error
+
+    @contextmanager
+    def _errors(self, url: str, doing: str) -> Iterator[None]:
+        """The one place where errors of fsspec and its file systems, which may be of any type, become ours."""
+        try:
+            yield
+        except ShardstreamError:
+            raise
+        except Exception as error:
+            ours = _translate(f"{doing} {redact(url)}", self._options, error)
+            secret = isinstance(ours, AccessDeniedError) or split_query(url)[1]
+            raise ours from (None if secret else error)
+
+
+def filesystem_arguments(scheme: str, options: StorageOptions) -> dict[str, Any]:
+    """Keyword arguments of the fsspec file system for ``scheme``, in its own names."""
+    found: dict[str, Any] = {}
+    names = ("endpoint_url", "key", "secret", "token", "profile", "account_name", "account_key", "sas_token",
+             "connection_string")  # fmt: skip
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            found[name] = value
+    if options.anon:
+        found["anon"] = True
+    retry = options.retry
+    if scheme in {"s3", "s3a"}:
+        if endpoint := s3_endpoint_of_process(options):
+            found["endpoint_url"] = endpoint
+        found["requester_pays"] = options.requester_pays
+        found["client_kwargs"] = {"region_name": options.region} if options.region else {}
+        found["config_kwargs"] = {
+            "connect_timeout": retry.connect_timeout_s,
+            "read_timeout": retry.read_timeout_s,
+            "retries": {"total_max_attempts": 1},
+        }
+    if scheme in {"gs", "gcs"} and found.pop("anon", False):
+        found["token"] = "anon"  # noqa: S105 (gcsfs's word for none)
+    return {**found, **options.fsspec}
+
+
+def _info(url: str, entry: dict[str, Any]) -> ObjectInfo:
+    version = next((str(entry[name]) for name in _VERSION_NAMES if entry.get(name) is not None), None)
+    size = entry.get("size")
+    if size is None:
+        raise StorageError(f"looking at {redact(url)}: the server does not tell its size; use one that does")
+    return ObjectInfo(url=url, size_bytes=int(size), version=version)
+
+
+def _make_parents(system: Any, path: str) -> None:
+    """For file systems with real directories."""
+    if not getattr(system, "async_impl", False) and "/" in path:
+        system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+
+
+def _translate(where: str, options: StorageOptions, error: Exception) -> StorageError:
+    chain: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(chain) < 6:
+        chain.append(f"{type(cause).__name__}: {cause}")
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(chain).lower()
+    endpoint = options.endpoint_url or "the store's own endpoint"
+    if any(word in text for word in _REGION_WORDS):
+        return AccessDeniedError(
+            f"{where}: the bucket is not in region {options.region}; give region= in storage_options"
+        )
+    if isinstance(error, PermissionError) or any(word in text for word in _DENIED_WORDS):
+        source = (
+            "storage_options"
+            if options.key or options.token
+            else "the file system's own chain (environment, files)"
+        )
+        return AccessDeniedError(
+            f"{where}: access denied; the credentials came from {source}; endpoint {endpoint}"
+        )
+    if isinstance(error, FileNotFoundError) or any(word in text for word in _MISSING_WORDS):
+        return NotFoundError(f"{where}: no such bucket or object at {endpoint}; check the URL")
+    if any(word in text for word in _UNREACHABLE_WORDS):
+        return UnreachableError(
+            f"{where}: cannot reach {endpoint}; check endpoint_url, the network, and that it is running"
+        )
+    if any(word in text for word in ("416", "invalidrange", "not satisfiable")):
+        return TransferError(
+            f"{where}: the range begins past the object's end; was the object replaced or truncated?"
+        )
+    if isinstance(error, (NotImplementedError, TypeError, AttributeError)):
+        return StorageError(f"{where}: this file system cannot do that ({type(error).__name__})")
+    return PassingError(f"{where}: {type(error).__name__} from fsspec; endpoint {endpoint}")
+
+
+class _Bytes:
+    """An answer that came as one piece."""
+
+    version: str | None = None
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.num_bytes = len(data)
+
+    def fill(self, out: memoryview) -> Iterator[int]:
+        """See :meth:`RangeBody.fill`."""
+        out[: len(self._data)] = self._data
+        yield len(self._data)
+
+    def close(self) -> None:
+        """See :meth:`RangeBody.close`."""
+
+
+class _SpoolWriter:
+    """Collects in memory, beyond ``part_bytes`` in an unnamed temporary file, and uploads on close."""
+
+    def __init__(self, adapter: FsspecAdapter, url: str, part_bytes: int) -> None:
+        self._adapter = adapter
+        self._url = url
+        self._spool: Any = tempfile.SpooledTemporaryFile(max_size=max(part_bytes, 1))  # noqa: SIM115
+        self.num_bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """See :class:`StoreWriter`."""
+        if self._spool.closed:
+            raise StorageError(f"writing {redact(self._url)}: this writer is closed")
+        view = memoryview(data).cast("B")
+        self._spool.write(view)
+        self.num_bytes += len(view)
+        return len(view)
+
+    def close(self) -> None:
+        """See :class:`StoreWriter`."""
+        if not self._spool.closed:
+            with self._spool:
+                self._spool.seek(0, io.SEEK_SET)
+                self._adapter.upload(self._url, self._spool)
+
+    def abort(self) -> None:
+        """See :class:`StoreWriter`."""
+        self._spool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()

@@ -1,0 +1,224 @@
+"""Files: positioned reads straight into the caller's memory, writes by temporary file and rename."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Self
+from urllib.parse import quote
+
+from streaming.errors import AccessDeniedError, NotFoundError, StorageError, TransferError
+from streaming.storage.base import ObjectInfo, StoreWriter
+from streaming.storage.urls import join_url, local_path, scheme_of
+
+_TEMPORARY = ".~shardstream-"  # listings leave such names out: they are writers at work, or killed ones
+_READ_BYTES = 1 << 30  # Linux moves at most 0x7ffff000 bytes per call
+
+
+@contextmanager
+def _os_errors(url: str, doing: str) -> Iterator[None]:
+    """The one place where the operating system's errors become ours."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"{doing} {url}: no such file; check the path, and that the file system is mounted"
+        ) from error
+    except PermissionError as error:
+        message = f"{doing} {url}: permission denied for this user; change the file's mode or owner"
+        raise AccessDeniedError(message) from error
+    except (IsADirectoryError, NotADirectoryError) as error:
+        message = f"{doing} {url}: {error.strerror}; give a file, or the directory alone to list it"
+        raise NotFoundError(message) from error
+    except OSError as error:
+        raise StorageError(f"{doing} {url}: {error.strerror or error}") from error
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}"
+
+
+class _FileRange:
+    """An open file and the range to read; owns the descriptor."""
+
+    def __init__(self, url: str, descriptor: int, start: int, num_bytes: int, version: str) -> None:
+        self._url = url
+        self._descriptor = descriptor
+        self._start = start
+        self.num_bytes = num_bytes
+        self.version = version
+
+    def fill(self, out: memoryview) -> Iterator[int]:
+        """See :meth:`RangeBody.fill`."""
+        filled = 0
+        while filled < len(out):
+            with _os_errors(self._url, "reading"):
+                count = os.preadv(
+                    self._descriptor, [out[filled : filled + _READ_BYTES]], self._start + filled
+                )
+            if count == 0:
+                return
+            filled += count
+            yield count
+
+    def close(self) -> None:
+        """See :meth:`RangeBody.close`."""
+        os.close(self._descriptor)
+
+
+class LocalAdapter:
+    """Plain paths and ``file:`` URLs."""
+
+    def info(self, url: str) -> ObjectInfo:
+        """See :class:`Adapter`."""
+        with _os_errors(url, "looking at"):
+            status = os.stat(local_path(url))
+            if os.path.isdir(local_path(url)):
+                raise NotFoundError(f"looking at {url}: it is a directory, not a file; list it instead")
+        return ObjectInfo(url=url, size_bytes=status.st_size, version=_version(status))
+
+    def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> _FileRange:
+        """See :class:`Adapter`."""
+        with _os_errors(url, "opening"):
+            descriptor = os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                status = os.fstat(descriptor)
+                if os.path.isdir(descriptor):
+                    raise NotFoundError(f"opening {url}: it is a directory, not a file; list it instead")
+                found = _version(status)
+                if version is not None and version != found:
+                    message = (
+                        f"reading {url}: the file changed while it was read; write shards under new names"
+                    )
+                    raise TransferError(message)
+                num_bytes = max(0, (status.st_size if stop is None else min(stop, status.st_size)) - start)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return _FileRange(url, descriptor, start, num_bytes, found)
+
+    def list(self, url: str) -> list[ObjectInfo]:
+        """See :class:`Adapter`."""
+        root = local_path(url)
+        base = url.rstrip("/") or "/"
+        shown = quote if _is_url(url) else str
+        found: list[ObjectInfo] = []
+        with _os_errors(url, "listing"):
+            for directory, _, names in os.walk(root, onerror=_unless_missing, followlinks=True):
+                below = os.path.relpath(directory, root)
+                for name in names:
+                    if name.startswith(_TEMPORARY):
+                        continue
+                    status = os.stat(os.path.join(directory, name))
+                    path = name if below == "." else f"{below}/{name}"
+                    info = ObjectInfo(
+                        url=join_url(base, shown(path)), size_bytes=status.st_size, version=_version(status)
+                    )
+                    found.append(info)
+        return found
+
+    def put(self, url: str, data: memoryview) -> None:
+        """See :class:`Adapter`."""
+        with self.open_write(url, 0) as writer:
+            writer.write(data)
+
+    def open_write(self, url: str, part_bytes: int) -> StoreWriter:  # noqa: ARG002 (parts are for object stores)
+        """See :class:`Adapter`."""
+        return _FileWriter(url)
+
+    def delete(self, url: str) -> None:
+        """See :class:`Adapter`."""
+        with suppress(FileNotFoundError), _os_errors(url, "deleting"):
+            os.unlink(local_path(url))
+
+
+def _is_url(url: str) -> bool:
+    return local_path(url) != url
+
+
+def _unless_missing(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
+
+
+class _FileWriter:
+    """Writes beside the target, then renames over it; a killed process leaves a hidden temporary file at most."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._path = local_path(url)
+        self.num_bytes = 0
+        directory, name = os.path.split(self._path)
+        self._directory = directory or "."
+        self._temporary = os.path.join(self._directory, f"{_TEMPORARY}{name[:80]}.{secrets.token_hex(6)}.tmp")
+        with _os_errors(url, "creating"):
+            os.makedirs(self._directory, exist_ok=True)
+            if os.path.isdir(self._path):
+                raise StorageError(f"creating {url}: a directory has this name; choose another name")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._descriptor: int | None = os.open(self._temporary, flags, 0o666)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """See :class:`StoreWriter`."""
+        if self._descriptor is None:
+            raise StorageError(f"writing {self._url}: this writer is closed")
+        view = memoryview(data).cast("B")
+        done = 0
+        with _os_errors(self._url, "writing"):
+            while done < len(view):
+                done += os.write(self._descriptor, view[done : done + _READ_BYTES])
+        self.num_bytes += done
+        return done
+
+    def close(self) -> None:
+        """See :class:`StoreWriter`."""
+        if self._descriptor is None:
+            return
+        try:
+            with _os_errors(self._url, "publishing"):
+                os.fsync(self._descriptor)
+                os.replace(self._temporary, self._path)
+                _sync_directory(self._directory)
+        except BaseException:
+            self.abort()
+            raise
+        self._release()
+
+    def abort(self) -> None:
+        """See :class:`StoreWriter`."""
+        if self._descriptor is not None:
+            self._release()
+            with suppress(FileNotFoundError), _os_errors(self._url, "aborting"):
+                os.unlink(self._temporary)
+
+    def _release(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def _sync_directory(path: str) -> None:
+    """Make the rename itself survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_directory(url: str) -> bool:
+    """Whether ``url`` is a local directory."""
+    return scheme_of(url) == "file" and os.path.isdir(local_path(url))

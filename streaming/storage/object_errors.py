@@ -1,0 +1,180 @@
+"""obstore's errors in our words: the one place that reads them.
+
+obstore has few types and puts the rest into text, so the text is matched here (0.8 to 0.12). What the server said in
+its XML is repeated as code and message only: a full answer may hold a session token or a signed query.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from obstore.exceptions import (
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+
+from streaming.errors import (
+    AccessDeniedError,
+    ConfigError,
+    NotFoundError,
+    ShardstreamError,
+    StorageError,
+    TransferError,
+)
+from streaming.storage.base import PassingError, UnreachableError
+from streaming.storage.urls import redact
+
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
+_EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]{1,40})'|<Region>([a-z0-9-]{1,40})</Region>")
+_REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
+_DENIED_CODES = {
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidToken",
+}
+_PASSING_STATUS = {408, 409, 425, 429}
+_ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a request went, in words for messages; holds no secret."""
+
+    url: str
+    endpoint: str
+    source: str
+    region: str | None = None
+    span: str = ""
+
+    def at(self, url: str) -> Place:
+        """The same for ``url``."""
+        return replace(self, url=url)
+
+    def with_range(self, start: int, stop: int | None) -> Place:
+        """The same for a byte range."""
+        return replace(self, span=f" bytes [{start}, {'end' if stop is None else stop})")
+
+    def __str__(self) -> str:
+        return f"{redact(self.url)}{self.span}"
+
+
+@contextmanager
+def object_errors(place: Place, doing: str) -> Iterator[None]:
+    """Raises our errors for obstore's. The foreign one stays as ``__cause__`` unless it may hold a secret."""
+    try:
+        yield
+    except ShardstreamError:
+        raise
+    except (BaseError, FileNotFoundError, ValueError, PermissionError) as error:
+        ours = _translate(place, doing, error)
+        secret = isinstance(ours, AccessDeniedError) or "?" in place.url
+        raise ours from (None if secret else error)
+    except OSError as error:
+        raise PassingError(f"{doing} {place}: {error}; endpoint {place.endpoint}") from error
+
+
+def _translate(place: Place, doing: str, error: Exception) -> ShardstreamError:
+    """The error to raise for ``error``."""
+    text = str(error)
+    head, _, debug = text.partition("Debug source:")
+    status = int(found[1]) if (found := _STATUS.search(head)) else 0
+    code = found[1] if (found := _CODE.search(text)) else ""
+    said = _said(status, code, text)
+    where = f"{doing} {place}"
+    if any(host in head for host in _ROLE_HOSTS) and not any(host in place.endpoint for host in _ROLE_HOSTS):
+        return AccessDeniedError(_no_credentials(where, place))
+    if code in _REGION_CODES or "incorrectly configured region" in head:
+        return AccessDeniedError(_wrong_region(where, place, text, said))
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return NotFoundError(_not_found(where, place, code))
+    denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError))
+    if denied or code in _DENIED_CODES or status in {401, 403}:
+        return AccessDeniedError(
+            f"{where}: access denied{said}; the credentials came from {place.source}; endpoint {place.endpoint}. "
+            "Check that they are right and may do this, or give key and secret, profile, or anon=True in storage_options"
+        )
+    if isinstance(error, PreconditionError) or status == 412:
+        return TransferError(f"{where}: the object changed while it was read; write shards under new names")
+    if isinstance(error, NotSupportedError) or "NotPartial" in debug or "UnexpectedRange" in debug:
+        return TransferError(
+            f"{where}: the server does not answer byte ranges as asked ({head.strip()[:200]}); use a server or proxy that "
+            "supports Range requests, or copy the data to one"
+            if "?" not in place.url
+            else f"{where}: the server does not answer byte ranges as asked; use one that supports Range requests"
+        )
+    if status == 416:
+        return TransferError(
+            f"{where}: the range begins past the object's end; was the object replaced or truncated?"
+        )
+    if isinstance(error, ValueError):
+        return ConfigError(f"{where}: {head.strip()[:300]}")
+    return _transfer_error(where, place, status, said, debug)
+
+
+def _transfer_error(where: str, place: Place, status: int, said: str, debug: str) -> StorageError:
+    """For what is left: faults of the way, and answers that nobody foresaw."""
+    if status in _PASSING_STATUS or status >= 500:
+        return PassingError(
+            f"{where}: the store is busy or failing{said}; endpoint {place.endpoint}; lower the concurrency"
+        )
+    if status:
+        return StorageError(f"{where}: the store refused{said}; endpoint {place.endpoint}")
+    if "kind: Connect" in debug:
+        reason = next((words for token, words in _REASONS if token in debug), "no connection")
+        return UnreachableError(
+            f"{where}: cannot reach {place.endpoint} ({reason}); check endpoint_url, the network, and that it is running"
+        )
+    reason = next((words for token, words in _REASONS if token in debug), "the transfer broke off")
+    return PassingError(f"{where}: {reason}; endpoint {place.endpoint}")
+
+
+_REASONS = (
+    ("dns error", "the name does not resolve"),
+    ("Name or service not known", "the name does not resolve"),
+    ("ConnectionRefused", "connection refused"),
+    ("certificate", "its certificate is not trusted; see the option ca_file"),
+    ("IncompleteBody", "the answer ended early"),
+    ("UnexpectedEof", "the answer ended early"),
+    ("ConnectionReset", "the connection was reset"),
+    ("IncompleteMessage", "the connection was closed before an answer"),
+    ("TimedOut", "no byte came for read_timeout_s"),
+    ("MissingContentLength", "the answer does not say its length"),
+)
+
+
+def _said(status: int, code: str, text: str) -> str:
+    """What the server said, short: status, code and message."""
+    message = found[1].strip() if (found := _MESSAGE.search(text)) else ""
+    words = " ".join(word for word in (str(status) if status else "", code) if word)
+    return f" ({words}{': ' if words and message else ''}{message})" if words or message else ""
+
+
+def _not_found(where: str, place: Place, code: str) -> str:
+    if code == "NoSuchBucket" or code == "ContainerNotFound":
+        bucket = place.url.partition("://")[2].partition("/")[0]
+        return f"{where}: no bucket {bucket!r} at {place.endpoint}; check its name, and endpoint_url in storage_options"
+    return f"{where}: no such object at {place.endpoint}; check the URL, and list what lies beside it"
+
+
+def _wrong_region(where: str, place: Place, text: str, said: str) -> str:
+    found = _EXPECTED_REGION.search(text)
+    right = (found[1] or found[2]) if found else None
+    cure = f"region={right!r}" if right else "the bucket's region as region="
+    return f"{where}: the bucket is not in region {place.region}{said}; give {cure} in storage_options, or set AWS_REGION"
+
+
+def _no_credentials(where: str, place: Place) -> str:
+    return (
+        f"{where}: no credentials found; tried {place.source}. Give key and secret or profile in storage_options, set "
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs: GOOGLE_APPLICATION_CREDENTIALS), or anon=True for public data"
+    )

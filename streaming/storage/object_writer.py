@@ -1,0 +1,130 @@
+"""Writing one object to an object store: one put while it is small, an upload in parts once it grows."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any, Self
+
+import obstore
+
+from streaming.errors import StorageError
+from streaming.storage.object_errors import Place, object_errors
+
+_PARTS_IN_FLIGHT = 4
+
+
+class _AbortedError(Exception):
+    """Tells obstore to give the upload up; it then removes the parts."""
+
+
+class ObjectWriter:
+    """A :class:`StoreWriter`. Used by one thread; a second, its own, sends parts from the first full part on."""
+
+    def __init__(self, store: Any, key: str, place: Place, part_bytes: int) -> None:
+        self._store = store
+        self._key = key
+        self._place = place
+        self._part_bytes = max(part_bytes, 5 << 20)  # the smallest part that S3 takes
+        self._part = bytearray()
+        self._parts: queue.Queue[bytes | None | _AbortedError] = queue.Queue(maxsize=1)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._ended = False  # the uploading thread has seen the last item; only it writes this
+        self._closed = False
+        self.num_bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """See :class:`StoreWriter`."""
+        if self._closed:
+            raise StorageError(f"writing {self._place}: this writer is closed")
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            piece = view[done : done + self._part_bytes - len(self._part)]
+            self._part += piece
+            done += len(piece)
+            if len(self._part) == self._part_bytes:
+                self._send()
+        self.num_bytes += done
+        return done
+
+    def close(self) -> None:
+        """See :class:`StoreWriter`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is None:
+            with object_errors(self._place, "writing"):
+                obstore.put(self._store, self._key, bytes(self._part), use_multipart=False)
+            self._part = bytearray()
+            return
+        if self._part:
+            self._parts.put(bytes(self._part))
+            self._part = bytearray()
+        self._finish(None)
+
+    def abort(self) -> None:
+        """See :class:`StoreWriter`."""
+        if not self._closed:
+            self._closed = True
+            self._part = bytearray()
+            if self._thread is not None:
+                self._finish(_AbortedError())
+
+    def _send(self) -> None:
+        """Hand the full part to the uploading thread; waits while it holds enough of them."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._upload, name="shardstream-upload", daemon=True)
+            self._thread.start()
+        part, self._part = bytes(self._part), bytearray()
+        self._parts.put(part)
+        if self._error is not None:
+            self._closed = True
+            self._finish(None)
+
+    def _finish(self, last: _AbortedError | None) -> None:
+        """End the uploading thread, and raise what it met."""
+        self._parts.put(last)
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None and last is None:
+            error, self._error = self._error, None
+            with object_errors(self._place, "writing"):
+                raise error
+
+    def _pieces(self) -> Iterator[bytes]:
+        while (item := self._parts.get()) is not None:
+            if isinstance(item, _AbortedError):
+                self._ended = True
+                raise item
+            yield item
+        self._ended = True
+
+    def _upload(self) -> None:
+        """The uploading thread: obstore pulls the parts and sends several at once."""
+        try:
+            obstore.put(
+                self._store,
+                self._key,
+                self._pieces(),
+                use_multipart=True,
+                chunk_size=self._part_bytes,
+                max_concurrency=_PARTS_IN_FLIGHT,
+            )
+        except _AbortedError:
+            return
+        except Exception as error:  # noqa: BLE001 (a thread's border: _finish raises it in the caller's)
+            self._error = error
+            while not self._ended:  # never leave the caller waiting for room in the queue
+                self._ended = not isinstance(self._parts.get(), bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()

@@ -1,0 +1,124 @@
+"""The ``storage_options`` that users give: names, aliases, checks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from streaming.errors import ConfigError
+from streaming.storage.retry import RetryPolicy
+
+_ALIASES = {
+    "region_name": "region",
+    "endpoint": "endpoint_url",
+    "aws_access_key_id": "key",
+    "aws_secret_access_key": "secret",
+    "aws_session_token": "token",
+    "sas": "sas_token",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageOptions:
+    """How to reach the stores; the names are fsspec's where fsspec has one.
+
+    Attributes:
+        endpoint_url: Server to use in place of the cloud's own.
+        region: Region of the bucket (s3).
+        key: Access key id (s3).
+        secret: Secret access key (s3).
+        token: Session token (s3); access token or path of a key file (gs); access token (hf and the like).
+        anon: Send no credentials at all.
+        profile: Name of a profile in the AWS configuration (needs boto3).
+        requester_pays: Whether the requester pays for the traffic (s3).
+        path_style: Whether the bucket is part of the path; default: with an endpoint_url only.
+        account_name: Storage account (az).
+        account_key: Key of the account (az).
+        sas_token: Shared access signature (az).
+        connection_string: Azure's connection string (az, fsspec client only).
+        ca_file: PEM file of certificate authorities to trust beside the system's.
+        client: "fsspec" to use fsspec where obstore is the default.
+        fsspec: More keyword arguments for the fsspec file system.
+        retry: Time-outs and retries; their names are options of their own, see :class:`RetryPolicy`.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    key: str | None = field(default=None, repr=False)
+    secret: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    anon: bool = False
+    profile: str | None = None
+    requester_pays: bool = False
+    path_style: bool | None = None
+    account_name: str | None = None
+    account_key: str | None = field(default=None, repr=False)
+    sas_token: str | None = field(default=None, repr=False)
+    connection_string: str | None = field(default=None, repr=False)
+    ca_file: str | None = None
+    client: str | None = None
+    fsspec: Mapping[str, object] = field(default_factory=dict, repr=False)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+
+    def __post_init__(self) -> None:
+        if self.client not in {None, "fsspec", "obstore"}:
+            raise ConfigError(f'storage option client: "fsspec", "obstore" or None, got {self.client!r}')
+        if (self.key is None) != (self.secret is None):
+            given, missing = ("key", "secret") if self.secret is None else ("secret", "key")
+            raise ConfigError(f"storage option {given} is given without {missing}; give both or neither")
+        if self.anon and self.key is not None:
+            raise ConfigError("storage options anon=True and key exclude each other; give one of them")
+
+
+_BOOLEANS = {"anon", "requester_pays", "path_style"}
+_TIMES = tuple(item.name for item in fields(RetryPolicy))
+_NAMES = tuple(item.name for item in fields(StorageOptions) if item.name != "retry")
+
+
+def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
+    """``options`` checked and typed.
+
+    Raises:
+        ConfigError: For an unknown name (the message lists the known ones) or a value of the wrong type. Never
+            repeats a value that may be secret.
+    """
+    values: dict[str, object] = {}
+    times: dict[str, object] = {}
+    for given, value in (options or {}).items():
+        name = _ALIASES.get(given, given)
+        if name in values or name in times:
+            raise ConfigError(f"storage option {name} is given twice, as {given} too; give it once")
+        if name in _TIMES:
+            times[name] = value
+        elif name in _NAMES:
+            values[name] = _checked(name, value)
+        else:
+            raise ConfigError(_unknown(given))
+    return StorageOptions(**values, retry=RetryPolicy(**times))  # type: ignore[arg-type] # checked above
+
+
+def _checked(name: str, value: object) -> object:
+    """``value`` if its type fits; never shown, for it may be secret."""
+    expected: type = bool if name in _BOOLEANS else Mapping if name == "fsspec" else str
+    if value is None:
+        return (
+            None
+            if name not in {"anon", "requester_pays", "fsspec"}
+            else expected()
+            if expected is bool
+            else {}
+        )
+    if not isinstance(value, expected):
+        raise ConfigError(f"storage option {name}: expected {expected.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _unknown(name: str) -> str:
+    known = sorted((*_NAMES, *_TIMES))
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return (
+        f"unknown storage option {name!r}{hint}; known: {', '.join(known)}. "
+        'Options of an fsspec file system go into the option "fsspec", a dict'
+    )

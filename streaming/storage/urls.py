@@ -1,0 +1,105 @@
+"""URLs and paths as people write them: taking them apart, joining them, and showing them without secrets.
+
+A "directory" here has no slash at its end (but the root ``/``), so that ``join_url(*split_url(url)) == url``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote
+
+from streaming.errors import ConfigError
+
+_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
+HTTP_SCHEMES = frozenset({"http", "https"})
+
+
+def scheme_of(url: str) -> str:
+    """The scheme in lower case; ``"file"`` for plain paths."""
+    match = _SCHEME.match(url)
+    return match[1].lower() if match else "file"
+
+
+def local_path(url: str) -> str:
+    """The path of a ``file:`` URL (percent-decoded), or the path itself."""
+    if not _SCHEME.match(url):
+        return url
+    rest = url.split(":", 1)[1]
+    if rest.startswith("//"):
+        host, slash, path = rest[2:].partition("/")
+        if host not in {"", "localhost"}:
+            raise ConfigError(
+                f"{url}: a file URL names no host; write file:///{host}{slash}{path} or a plain path"
+            )
+        rest = "/" + path
+    return unquote(rest)
+
+
+def split_query(url: str) -> tuple[str, str]:
+    """``url`` without its query string, and the query with its question mark; only http(s) URLs have one."""
+    if scheme_of(url) not in HTTP_SCHEMES:
+        return url, ""
+    path, mark, query = url.partition("?")
+    return path, mark + query
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Directory and name of ``url``; a query string stays with the directory, so that joining brings it back.
+
+    ``"s3://b/dir/x.tar"`` → ``("s3://b/dir", "x.tar")``; ``"x.tar"`` → ``("", "x.tar")``.
+    """
+    path, query = split_query(url)
+    match = _SCHEME.match(path)
+    root = len(match[0]) if match else 0
+    while match and path[root : root + 1] == "/":
+        root += 1
+    cut = path.rfind("/")
+    if match and scheme_of(path) != "file" and cut < root:
+        return path + query, ""
+    if cut < root and match:
+        return path[:root] + query, path[root:]
+    if cut < 0:
+        return query, path
+    return (path[:cut] or "/") + query, path[cut + 1 :]
+
+
+def join_url(base: str, *names: str) -> str:
+    """``base`` with ``names`` below it, exactly one slash between them; a query string stays at the end."""
+    path, query = split_query(base)
+    for name in names:
+        path = name if not path else path + name if path.endswith("/") else f"{path}/{name}"
+    return path + query
+
+
+def redact(url: str) -> str:
+    """``url`` for messages: without user, password and the values of its query string."""
+    path, query = split_query(url)
+    path = re.sub(r"(://)[^/@]*:[^/@]*@", r"\1…@", path)
+    return f"{path}?…" if query else path
+
+
+def bucket_and_key(url: str) -> tuple[str, str]:
+    """Bucket (or container, or host) and key of an object URL.
+
+    Raises:
+        ConfigError: If there is no bucket, or the key has empty, ``.`` or ``..`` parts.
+    """
+    _, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    key = key.removesuffix("/")
+    if not bucket:
+        raise ConfigError(f"{redact(url)}: no bucket in this URL; write {scheme_of(url)}://bucket/key")
+    if key and any(part in {"", ".", ".."} for part in key.split("/")):
+        raise ConfigError(
+            f"{redact(url)}: empty, '.' or '..' parts in a key are not supported; rename the object"
+        )
+    return bucket, key
+
+
+def as_url(url: str | os.PathLike[str]) -> str:
+    """``url`` as a string; paths as they are."""
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"expected a URL or path, got {url!r}")
+    return text
