@@ -70,9 +70,10 @@ def empty_like(batch: Mapping[str, object]) -> Batch:
 
 def _collate_field(values: list[object], make: Allocate) -> object:
     """The values of one field as a tensor where all agree, else as a list."""
-    kind = type(values[0])
-    if any(type(value) is not kind for value in values):
+    kinds = set(map(type, values))
+    if len(kinds) > 1:
         return _collate_mixed(values, make)
+    kind = kinds.pop()
     if kind is np.ndarray or issubclass(kind, np.generic):
         return _stack_arrays(cast("list[npt.NDArray[Any]]", values), make)
     if kind is int:
