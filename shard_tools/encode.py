@@ -189,9 +189,7 @@ def _json(value: object) -> bytes:
     except UnicodeEncodeError as error:
         _refuse(f"a text inside it is not valid Unicode ({error.reason})", error)
     except (TypeError, ValueError, RecursionError) as error:
-        _refuse(
-            f"it is not JSON ({error}); pass numbers that are finite, str, bool, None, lists and dicts", error
-        )
+        _refuse(f"it is not JSON ({error}); pass numbers that are finite, str, bool, None, lists and dicts", error)
 
 
 def _json_text(value: str) -> bytes:
@@ -220,9 +218,7 @@ def _msgpack(value: object) -> bytes:
     try:
         import msgpack  # noqa: PLC0415  # an optional extra
     except ImportError as error:
-        _refuse(
-            "needs the package msgpack: pip install 'shardstream[msgpack]', or pass the encoded bytes", error
-        )
+        _refuse("needs the package msgpack: pip install 'shardstream[msgpack]', or pass the encoded bytes", error)
     try:
         packed: bytes = msgpack.packb(_sorted(value), use_bin_type=True)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -252,9 +248,7 @@ def _array_or_image(value: object, extension: str) -> Buffers:
         _refuse("leave the field out of the sample instead")
     if isinstance(value, (dict, list, tuple)):
         _refuse("containers belong into a .json or .msgpack field; rename the field or pass encoded bytes")
-    _refuse(
-        "pass bytes, str, int, or what the module documentation of shard_tools.encode lists for its extension"
-    )
+    _refuse("pass bytes, str, int, or what the module documentation of shard_tools.encode lists for its extension")
 
 
 def _as_array(value: object) -> np.ndarray[Any, Any] | None:

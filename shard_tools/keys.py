@@ -31,9 +31,7 @@ def check_key(key: object) -> str:
         ConfigError: Otherwise; it says what is wrong and which reader would do what.
     """
     if not isinstance(key, str):
-        raise ConfigError(
-            f"__key__ must be a str, got {type(key).__name__} {key!r}; write f'{{i:08d}}' for a number"
-        )
+        raise ConfigError(f"__key__ must be a str, got {type(key).__name__} {key!r}; write f'{{i:08d}}' for a number")
     why = _key_problem(key)
     if why is not None:
         raise ConfigError(f"sample key {key!r}: {why}")
@@ -47,9 +45,7 @@ def check_field(field: object, key: str) -> str:
         ConfigError: Otherwise; it says what is wrong and which reader would do what.
     """
     if not isinstance(field, str):
-        raise ConfigError(
-            f"sample {key!r}: a field's name must be a str, got {type(field).__name__} {field!r}"
-        )
+        raise ConfigError(f"sample {key!r}: a field's name must be a str, got {type(field).__name__} {field!r}")
     why = _field_problem(field)
     if why is not None:
         raise ConfigError(f"sample {key!r}, field {field!r}: {why}")
@@ -100,9 +96,7 @@ def _text_problem(text: str) -> str | None:
     if not text:
         return "it is empty; give it a name"
     if _CONTROL.search(text):
-        return (
-            "it contains a control character (NUL, newline, …), where readers cut or quote names; remove it"
-        )
+        return "it contains a control character (NUL, newline, …), where readers cut or quote names; remove it"
     if "\\" in text:
         return "it contains a backslash, a path separator on Windows; write '/' or remove it"
     try:
@@ -128,29 +122,29 @@ class SeenKeys:
         self._all: set[str] | None = None
         self._folded: dict[str, str] = {}
 
-    def start_shard(self) -> None:
-        """From here on, case is compared with the new shard's keys only."""
-        self._folded.clear()
-
-    def check(self, key: str) -> None:
+    def check(self, key: str, *, new_shard: bool) -> None:
         """Nothing, if ``key`` may be used; call :meth:`add` once it is.
+
+        Args:
+            key: The key.
+            new_shard: Whether a new shard starts with it: case is compared within a shard only.
 
         Raises:
             DuplicateKeyError: If the key was used before, or differs from one of this shard by case alone.
         """
         if key <= self._last and key in self._as_set():
-            raise DuplicateKeyError(
-                f"sample key {key!r} was written before; keys must be unique in a data set"
-            )
-        other = self._folded.get(key.casefold(), key)
+            raise DuplicateKeyError(f"sample key {key!r} was written before; keys must be unique in a data set")
+        other = key if new_shard else self._folded.get(key.casefold(), key)
         if other != key:
             raise DuplicateKeyError(
                 f"sample key {key!r} differs from {other!r} of the same shard by upper and lower case alone, "
                 "which file systems and readers that fold case mix up; rename one"
             )
 
-    def add(self, key: str) -> None:
+    def add(self, key: str, *, new_shard: bool) -> None:
         """Remembers ``key``, which :meth:`check` has passed."""
+        if new_shard:
+            self._folded.clear()
         self._folded[key.casefold()] = key
         if self._all is not None:
             self._all.add(key)

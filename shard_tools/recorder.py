@@ -1,0 +1,237 @@
+"""The index of the shards that a ``ShardWriter`` writes, recorded while their bytes go by."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+import crc32c
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from shard_tools.columns import ColumnSpec, ColumnValue, column_value, parse_columns
+from shard_tools.encode import Buffers
+from streaming.errors import ConfigError, IndexFormatError, NotFoundError
+from streaming.index.chunks import ChunkTable
+from streaming.index.cutter import ChunkCutter
+from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
+from streaming.index.layout import chunks_path, samples_path
+from streaming.index.samples import SampleTable, chunk_rows_from_footer
+from streaming.storage import Storage, join_url
+
+# Most footers fit into this much of a sample file's end; a longer one costs a second request.
+_TAIL_BYTES = 64 << 10
+_NUM_THREADS = 16
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One sample as it goes into a tar: a whole number of 512-byte blocks.
+
+    ``starts`` are offsets of the fields' contents from the record's first byte; ``pieces`` are valid only as
+    long as the caller's values are.
+    """
+
+    key: str
+    fields: tuple[str, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    num_bytes: int
+    pieces: Buffers
+
+
+class ShardRecorder:
+    """What the sample table of one shard will hold. Not thread-safe."""
+
+    def __init__(self, name: str, columns: Iterable[str]) -> None:
+        self.name = name
+        self._keys: list[str] = []
+        self._record_starts = array("q", [0])
+        self._fields: dict[str, tuple[array[int], array[int], array[int]]] = {}
+        self._columns: dict[str, list[ColumnValue]] = {column: [] for column in columns}
+        self._cutter = ChunkCutter()
+        self._chunk_bounds = array("q", [0])
+        self._crcs: list[int] = []
+        self._crc = 0
+
+    def add(self, record: Record, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
+        """Add the next sample; ``pieces`` are the record's bytes."""
+        start = self._record_starts[-1]
+        for field, field_start, size in zip(record.fields, record.starts, record.sizes, strict=True):
+            ranges = self._fields.get(field)
+            if ranges is None:
+                ranges = self._fields[field] = (array("q"), array("q"), array("q"))
+            ranges[0].append(len(self._keys))
+            ranges[1].append(start + field_start)
+            ranges[2].append(size)
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.append(value)
+        self._keys.append(record.key)
+        self._record_starts.append(start + record.num_bytes)
+        for piece in pieces:
+            self._crc = crc32c.crc32c(piece, self._crc)
+        if self._cutter.add(record.num_bytes):
+            self._close_chunk()
+
+    def table(self, size_bytes: int) -> SampleTable:
+        """The sample table of the finished shard of ``size_bytes``.
+
+        Raises:
+            ConfigError: If a column's values have no common type, or its name is one that the format uses.
+        """
+        if self._chunk_bounds[-1] != len(self._keys):
+            self._close_chunk()
+        return SampleTable.build(
+            name=self.name,
+            size_bytes=size_bytes,
+            keys=self._keys,
+            record_starts=np.array(self._record_starts, np.int64),
+            fields={field: self._ranges(field) for field in sorted(self._fields)},
+            chunk_bounds=np.array(self._chunk_bounds, np.int64),
+            crc32c=self._crcs,
+            columns={column: self._arrow(column) for column in self._columns},
+        )
+
+    def _close_chunk(self) -> None:
+        self._chunk_bounds.append(len(self._keys))
+        self._crcs.append(self._crc)
+        self._crc = 0
+
+    def _ranges(self, field: str) -> tuple[Int64s, Int64s]:
+        starts = np.full(len(self._keys), -1, np.int64)
+        sizes = np.zeros(len(self._keys), np.int64)
+        rows, starts_of_rows, sizes_of_rows = (np.array(part, np.int64) for part in self._fields[field])
+        starts[rows] = starts_of_rows
+        sizes[rows] = sizes_of_rows
+        return starts, sizes
+
+    def _arrow(self, column: str) -> pa.Array:
+        try:
+            return pa.array(self._columns[column])
+        except (pa.ArrowException, OverflowError) as error:
+            raise ConfigError(
+                f"column {column!r} of shard {self.name!r}: its values have no common type ({error}); "
+                "return one type, or None"
+            ) from error
+
+
+class IndexRecorder:
+    """Writes each shard's sample table when the shard is out, the chunk table at the end. Not thread-safe.
+
+    Args:
+        storage: Where shards and index lie.
+        directory: The shards' directory; empty for the working directory.
+        index: The directory that holds the index; see ``streaming.index.layout``.
+        columns: See ``ShardWriter``.
+    """
+
+    def __init__(self, storage: Storage, directory: str, *, index: str, columns: ColumnSpec) -> None:
+        self._storage = storage
+        self._directory = directory or "."
+        self._index = index or "."
+        self._columns = parse_columns(columns)
+        self._shard: ShardRecorder | None = None
+        self._tables: dict[str, ChunkTable] = {}
+
+    @classmethod
+    def create(cls, storage: Storage, directory: str, *, index: bool | str, columns: ColumnSpec) -> Self | None:
+        """A recorder, or None where there shall be no index."""
+        if index is False:
+            if parse_columns(columns):
+                raise ConfigError("columns: they live in the sample table, which index=False leaves out")
+            return None
+        if index is not True and (not isinstance(index, str) or not index):
+            raise ConfigError(f"index: expected True, False or a URL, got {index!r}")
+        return cls(storage, directory, index=directory if index is True else index, columns=columns)
+
+    def column_values(self, sample: Mapping[str, object], key: str) -> tuple[ColumnValue, ...]:
+        """The values of all columns for one sample."""
+        return tuple(column_value(sample, name, source, key) for name, source in self._columns.items())
+
+    def forget(self, shard_name: str) -> None:
+        """Remove the sample table of a shard about to be replaced, so that none describes other bytes."""
+        self._storage.delete(self._samples_url(shard_name))
+
+    def start_shard(self, shard_name: str) -> None:
+        """From here on, samples belong to this shard."""
+        self._shard = ShardRecorder(shard_name, self._columns)
+
+    def add(self, record: Record, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
+        """Add the next sample of the shard."""
+        if self._shard is not None:
+            self._shard.add(record, pieces, values)
+
+    def finish_shard(self, size_bytes: int) -> None:
+        """Publish the sample table of the shard, which is out under its name and has this size."""
+        if self._shard is None:
+            return
+        table = self._shard.table(size_bytes)
+        self._storage.put(self._samples_url(self._shard.name), table.to_parquet())
+        self._tables[self._shard.name] = table.chunks
+        self._shard = None
+
+    def publish_chunk_table(self) -> None:
+        """Write the chunk table of all indexed shards of the directory, other writers' too."""
+        if not self._tables:
+            return
+        sizes = self._sizes_below(self._directory, ".tar")
+        tables = dict(self._tables)
+        tables |= self._from_chunk_table(sizes, known=tables.keys())
+        tables |= self._from_sample_tables(sizes, known=tables.keys())
+        merged = ChunkTable.concat([tables[name] for name in sorted(tables)])
+        self._storage.put(join_url(self._index, chunks_path()), merged.to_parquet())
+
+    def _from_chunk_table(self, sizes: Mapping[str, int], known: Iterable[str]) -> dict[str, ChunkTable]:
+        url = join_url(self._index, chunks_path())
+        try:
+            table = ChunkTable.from_parquet(self._storage.read(url), url)
+        except (NotFoundError, IndexFormatError):  # a damaged one is replaced by what the sample tables say
+            return {}
+        wanted = {shard.name for shard in table.shards if sizes.get(shard.name) == shard.size_bytes}
+        return {name: table.select([name]) for name in wanted.difference(known)}
+
+    def _from_sample_tables(self, sizes: Mapping[str, int], known: Iterable[str]) -> dict[str, ChunkTable]:
+        there = self._sizes_below(join_url(self._index, samples_path("x").rpartition("/")[0]), ".parquet")
+        wanted = {name.removesuffix(".parquet"): size for name, size in there.items()}
+        names = sorted(sizes.keys() & wanted.keys() - set(known))
+        if not names:
+            return {}
+        with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
+            tables = dict(zip(names, pool.map(lambda name: self._footer(name, wanted[name]), names), strict=True))
+        return {
+            name: table
+            for name, table in tables.items()
+            if table is not None and table.shards[0].size_bytes == sizes[name]
+        }
+
+    def _footer(self, shard_name: str, num_bytes: int) -> ChunkTable | None:
+        url = self._samples_url(shard_name)
+        try:
+            tail = self._storage.read(url, max(0, num_bytes - _TAIL_BYTES), num_bytes)
+            needed = footer_bytes(bytes(tail[-FOOTER_TAIL_BYTES:]), url)
+            if needed > len(tail):
+                tail = self._storage.read(url, max(0, num_bytes - needed), num_bytes)
+            return chunk_rows_from_footer(tail, url)
+        except (
+            IndexFormatError,
+            NotFoundError,
+        ):  # damaged, or replaced just now: `shard_tools index` sees to it
+            return None
+
+    def _sizes_below(self, url: str, suffix: str) -> dict[str, int]:
+        """Name relative to ``url`` to size of all files with this suffix below it."""
+        prefix = url.rstrip("/") + "/"
+        return {
+            info.url.removeprefix(prefix): info.size_bytes
+            for info in self._storage.list(url)
+            if info.url.endswith(suffix)
+        }
+
+    def _samples_url(self, shard_name: str) -> str:
+        return join_url(self._index, samples_path(shard_name))

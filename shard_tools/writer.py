@@ -1,0 +1,291 @@
+"""``ShardWriter``: samples in, deterministic tar shards with their index out, on any store."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+from shard_tools.columns import ColumnSpec, ColumnValue
+from shard_tools.encode import Buffers, encode_field
+from shard_tools.keys import SeenKeys, check_field, check_key, is_meta
+from shard_tools.recorder import IndexRecorder, Record
+from streaming.errors import ConfigError, StorageError
+from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
+from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
+from streaming.units import parse_bytes
+
+_BRACES: Final = re.compile(r"\{(?::(?:0([0-9]{1,2}))?d?)?\}")
+_PERCENT: Final = re.compile(r"%(?:0([0-9]{1,2}))?d")
+# Up to here a sample's pieces are joined into one buffer: fewer calls for small samples, no copies of large.
+_JOIN_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pattern:
+    """A URL with a place for the shard's number in its last component."""
+
+    directory: str
+    stem: str
+    suffix: str
+    num_digits: int
+
+    def url(self, shard: int) -> str:
+        return join_url(self.directory, f"{self.stem}{shard:0{self.num_digits}d}{self.suffix}")
+
+
+class ShardWriter:
+    """Writes samples into WebDataset shards of bounded size, and the index beside them.
+
+    The same samples give the same shards and the same index, byte for byte: fields are sorted by name, and
+    headers hold no times, no owners, no order of insertion. A shard appears under its name only when it is
+    complete; its sample table follows at once, and :meth:`close` adds all shards to the directory's chunk
+    table. A killed writer leaves whole shards and no others; ``shard_tools index`` then completes the index.
+
+    Memory: the parts that the store's writer has in flight, the sample at hand, its shard's sample table, and
+    a few bytes per key (:class:`~shard_tools.keys.SeenKeys`). Large values are written without a copy.
+
+    Not thread-safe: use one writer from one thread at a time. Several writers, in several processes too, may
+    fill one directory with shards of different numbers (``start_shard``); each sees its own keys only.
+
+    Args:
+        pattern: The shards' URL or path with one place for the number: ``"s3://bucket/train/{:06d}.tar"``, or
+            printf's ``%06d``.
+        max_bytes: No shard grows beyond this size, unless one sample alone does. 256 MB: large enough for
+            sequential reads, small enough to be rewritten or uploaded again.
+        max_samples: No shard holds more samples than this; None: no limit.
+        storage_options: For the store, as in ``StreamingDataset``.
+        index: True: the index goes to ``_shardstream/`` beside the shards; a URL: it goes there; False: none.
+        columns: What to lift from the samples into the sample table, by column name: a callable that takes
+            the sample as passed to :meth:`write`, or a path such as ``"json.w"``; a list of paths names the
+            columns like the paths.
+        overwrite: Replace shards that exist already. Without it they are refused.
+        start_shard: Number of the first shard.
+
+    Raises:
+        ConfigError: For arguments that cannot work.
+    """
+
+    def __init__(
+        self,
+        pattern: str | os.PathLike[str],
+        *,
+        max_bytes: int | str = "256MB",
+        max_samples: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        index: bool | str = True,
+        columns: ColumnSpec = None,
+        overwrite: bool = False,
+        start_shard: int = 0,
+    ) -> None:
+        self._pattern = _parse_pattern(pattern)
+        self._max_bytes = parse_bytes(max_bytes, name="max_bytes")
+        self._max_samples = _positive(max_samples, "max_samples")
+        if isinstance(start_shard, bool) or not isinstance(start_shard, int) or start_shard < 0:
+            raise ConfigError(f"start_shard: expected an int of at least 0, got {start_shard!r}")
+        self._next_shard = start_shard
+        self._overwrite = overwrite
+        self._storage = Storage(storage_options)
+        self._seen = SeenKeys()
+        self._shards: list[str] = []
+        self._num_samples = 0
+        self._out: StoreWriter | None = None
+        self._url = ""
+        self._shard_bytes = 0
+        self._shard_samples = 0
+        self._state = "open"
+        self._recorder = IndexRecorder.create(self._storage, self._pattern.directory, index=index, columns=columns)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """URLs of the shards published so far, in order."""
+        return tuple(self._shards)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples accepted by :meth:`write`."""
+        return self._num_samples
+
+    def write(self, sample: Mapping[str, object]) -> None:
+        """Append one sample: ``__key__`` and one entry per field.
+
+        Values are encoded by the field's extension (``shard_tools.encode``). Other ``__…__`` entries, such as
+        the ``__url__`` of a sample that was read, are left out. The values may be changed once this returned.
+
+        Raises:
+            ConfigError: For a key, field or value that cannot be stored so that every reader gets it back.
+                Nothing of the sample has been written, and the next sample may be.
+            DuplicateKeyError: For a key that was used before.
+            StorageError: If the store fails; the open shard is dropped and the writer is closed.
+        """
+        if self._state != "open":
+            raise ConfigError(f"this ShardWriter is {self._state}; make a new one to write more")
+        key = _key_of(sample)
+        record = make_record(sample, key)
+        rolls = self._out is None or self._is_full(record.num_bytes)
+        self._seen.check(key, new_shard=rolls)
+        values = self._recorder.column_values(sample, key) if self._recorder else ()
+        try:
+            if rolls:
+                self._finish_shard()
+                self._start_shard()
+            self._append(record, values)
+        except BaseException:
+            self.abort()
+            raise
+        self._seen.add(key, new_shard=rolls)
+
+    def close(self) -> None:
+        """Publish the last shard and the chunk table. Calling it again does nothing.
+
+        Raises:
+            StorageError: If the store fails. Shards published before stay; the open one is dropped.
+        """
+        if self._state != "open":
+            return
+        try:
+            self._finish_shard()
+            if self._recorder is not None:
+                self._recorder.publish_chunk_table()
+        except BaseException:
+            self.abort()
+            raise
+        self._state = "closed"
+
+    def abort(self) -> None:
+        """Drop the open shard and stop. Shards published before stay, without an entry in the chunk table."""
+        if self._state != "open":
+            return
+        self._state = "aborted"
+        out, self._out = self._out, None
+        if out is not None:
+            out.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _is_full(self, num_bytes: int) -> bool:
+        if self._max_samples is not None and self._shard_samples >= self._max_samples:
+            return True
+        return self._shard_bytes + num_bytes + len(END_OF_ARCHIVE) > self._max_bytes
+
+    def _start_shard(self) -> None:
+        url = self._pattern.url(self._next_shard)
+        if not self._overwrite and self._storage.exists(url):
+            raise StorageError(
+                f"{redact(url)} exists already; pass overwrite=True to replace it, or keep it and pass "
+                f"another pattern or a start_shard beyond {self._next_shard}"
+            )
+        self._next_shard += 1
+        self._url = url
+        self._shard_bytes = 0
+        self._shard_samples = 0
+        self._out = self._storage.open_write(url)
+        if self._recorder is not None:
+            self._recorder.start_shard(split_url(url)[1])
+
+    def _append(self, record: Record, values: tuple[ColumnValue, ...]) -> None:
+        out = self._out
+        if out is None:  # pragma: no cover  # our own invariant
+            raise ConfigError("no shard is open")
+        pieces: Buffers = record.pieces
+        if record.num_bytes <= _JOIN_BYTES:
+            pieces = [b"".join(pieces)]
+        if self._recorder is not None:
+            self._recorder.add(record, pieces, values)
+        for piece in pieces:
+            out.write(piece)
+        self._shard_bytes += record.num_bytes
+        self._shard_samples += 1
+        self._num_samples += 1
+
+    def _finish_shard(self) -> None:
+        out = self._out
+        if out is None:
+            return
+        out.write(END_OF_ARCHIVE)
+        if self._overwrite and self._recorder is not None:
+            self._recorder.forget(split_url(self._url)[1])
+        out.close()
+        self._out = None
+        self._shards.append(self._url)
+        if self._recorder is not None:
+            self._recorder.finish_shard(self._shard_bytes + len(END_OF_ARCHIVE))
+
+
+def make_record(sample: Mapping[str, object], key: str) -> Record:
+    """The tar blocks of one sample, its fields sorted by name.
+
+    Raises:
+        ConfigError: For a field or value that cannot be stored, or a sample without any field.
+    """
+    fields = tuple(sorted(check_field(name, key) for name in sample if not _is_note(name)))
+    if not fields:
+        raise ConfigError(f"sample {key!r} has no field but __key__; readers would never see it; add one or skip it")
+    pieces: Buffers = []
+    starts, sizes = [], []
+    offset = 0
+    for field in fields:
+        content = encode_field(sample[field], field=field, key=key)
+        size = sum(map(len, content))
+        header = member_header(f"{key}.{field}", size)
+        pad = padding(size)
+        starts.append(offset + len(header))
+        sizes.append(size)
+        pieces += (header, *content, pad)
+        offset += len(header) + size + len(pad)
+    return Record(key=key, fields=fields, starts=tuple(starts), sizes=tuple(sizes), num_bytes=offset, pieces=pieces)
+
+
+def _is_note(name: object) -> bool:
+    return isinstance(name, str) and is_meta(name)
+
+
+def _key_of(sample: Mapping[str, object]) -> str:
+    try:
+        key = sample["__key__"]
+    except KeyError:
+        raise ConfigError(
+            f"the sample has no '__key__', only {sorted(map(str, sample))}; add a unique str such as '000001'"
+        ) from None
+    return check_key(key)
+
+
+def _positive(value: int | None, name: str) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name}: expected an int of at least 1, or None, got {value!r}")
+    return value
+
+
+def _parse_pattern(pattern: str | os.PathLike[str]) -> _Pattern:
+    pattern = os.fspath(pattern)
+    directory, name = split_url(pattern)
+    matches = list(_BRACES.finditer(name)) or list(_PERCENT.finditer(name))
+    if len(matches) != 1:
+        raise ConfigError(
+            f"{redact(pattern)}: the file name needs exactly one place for the shard's number, such as "
+            f"'{{:06d}}.tar' or '%06d.tar'; got {len(matches)} in {name!r}"
+        )
+    if not name.endswith(".tar"):
+        raise ConfigError(
+            f"{redact(pattern)}: shards are plain tar files; end the name with '.tar' "
+            "(compressed ones have no random access)"
+        )
+    (match,) = matches
+    return _Pattern(
+        directory=directory,
+        stem=name[: match.start()],
+        suffix=name[match.end() :],
+        num_digits=int(match[1] or 0),
+    )
