@@ -68,6 +68,11 @@ def empty_like(batch: Mapping[str, object]) -> Batch:
     }
 
 
+def collate_field(values: list[object], *, allocate: Allocate | None = None) -> object:
+    """The values of one field, one per sample, as :func:`default_collate` does it."""
+    return _collate_field(values, _allocate if allocate is None else _checking(allocate))
+
+
 def _collate_field(values: list[object], make: Allocate) -> object:
     """The values of one field as a tensor where all agree, else as a list."""
     kinds = set(map(type, values))
