@@ -197,10 +197,10 @@ class ChunkTable:
         table, facts = read_table(buffer, KIND, source)
         try:
             shards = shards_of_rows(facts["shards"])
-            columns = {name: _numbers(table.column(name), dtype) for name, dtype in list(_COLUMNS.items())[1:]}
+            columns = {name: numbers(table.column(name), dtype) for name, dtype in list(_COLUMNS.items())[1:]}
             names = pa.array([shard.name for shard in shards], pa.string())
             index = pa.compute.index_in(table.column("shard"), value_set=names)
-            columns["shard"] = _numbers(index, np.int32)
+            columns["shard"] = numbers(index, np.int32)
         except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
             raise IndexFormatError(f"{source}: not a chunk table ({error}); rebuild it with `shard_tools index`") from error
         chunks = cls(shards=shards, **columns)
@@ -208,7 +208,7 @@ class ChunkTable:
         return chunks
 
 
-def _numbers(column: Any, dtype: Any) -> NDArray[Any]:
+def numbers(column: Any, dtype: Any) -> NDArray[Any]:
     """A column without nulls as an array of ``dtype``."""
     if column.null_count:
         raise ValueError(f"{column.null_count} missing values")

@@ -6,5 +6,7 @@ Import from the modules: ``parse`` (a chunk's bytes to its layout), ``scanner`` 
 
 from streaming.tar.group import ChunkLayout
 from streaming.tar.parse import parse_chunk
+from streaming.tar.samples import iter_samples
+from streaming.tar.scanner import TarScanner
 
-__all__ = ["ChunkLayout", "parse_chunk"]
+__all__ = ["ChunkLayout", "TarScanner", "iter_samples", "parse_chunk"]

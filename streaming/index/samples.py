@@ -1,0 +1,277 @@
+"""The sample table of one shard: keys, byte ranges of every field, and columns lifted from the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from streaming.errors import ConfigError, IndexFormatError
+from streaming.index.chunks import (
+    ChunkTable,
+    ShardInfo,
+    chunk_columns,
+    numbers,
+    one_shard_table,
+    shard_rows,
+    shards_of_rows,
+)
+from streaming.index.files import read_facts, read_table, write_table
+
+KIND = "samples"
+_FIXED_COLUMNS = ("key", "chunk", "record_start", "record_size")
+_START, _SIZE = "start.", "size."
+
+Int64s = NDArray[np.int64]
+FieldRanges = Mapping[str, tuple[Int64s, Int64s]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLocation:
+    """Where one sample lies in its shard: its record (with headers and padding) and the bytes of its fields."""
+
+    key: str
+    chunk: int
+    record_start: int
+    record_end: int
+    fields: Mapping[str, tuple[int, int]]
+    """Start and end of the bytes of each field that the sample has."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleTable:
+    """The ``n`` samples of one shard, in the shard's order. The arrays must not be changed.
+
+    Attributes:
+        chunks: The shard and its chunk rows: a chunk table of this one shard.
+        keys: The key of each sample.
+        chunk: int32 ``[n]``, the chunk (of this shard) that holds the sample, non-decreasing.
+        record_starts: int64 ``[n + 1]``, offsets of the records in the shard; record ``i`` is
+            ``[record_starts[i], record_starts[i + 1])``. An empty shard has ``[0]``.
+        fields: Per extension the offsets (-1: the sample lacks the field) and sizes of its bytes, each int64 ``[n]``.
+        columns: What was lifted from the samples: numbers or strings, Arrow arrays of ``n``, nulls allowed.
+    """
+
+    chunks: ChunkTable
+    keys: Sequence[str] = field(repr=False)
+    chunk: NDArray[np.int32] = field(repr=False)
+    record_starts: Int64s = field(repr=False)
+    fields: FieldRanges = field(repr=False)
+    columns: Mapping[str, pa.Array] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        name: str,
+        size_bytes: int,
+        keys: Sequence[str],
+        record_starts: Int64s,
+        fields: FieldRanges,
+        chunk_bounds: Int64s,
+        crc32c: Sequence[int] | NDArray[np.uint32],
+        columns: Mapping[str, pa.Array] | None = None,
+    ) -> SampleTable:
+        """The table of the shard ``name`` of ``size_bytes``, from what a writer or a scanner knows.
+
+        Args:
+            name: The shard's name relative to the index.
+            size_bytes: The size of the tar as a file.
+            keys: ``n`` keys.
+            record_starts: int64 ``[n + 1]``.
+            fields: As the attribute.
+            chunk_bounds: int64 ``[C + 1]``: chunk ``c`` holds samples ``[chunk_bounds[c], chunk_bounds[c + 1])``.
+            crc32c: CRC32C of the bytes of each of the ``C`` chunks.
+            columns: As the attribute.
+
+        Raises:
+            ConfigError: If a lifted column's name is one that the format uses.
+            IndexFormatError: If lengths or ranges do not fit together.
+        """
+        counts = np.diff(chunk_bounds)
+        rows = {
+            "first_sample": chunk_bounds[:-1],
+            "num_samples": counts,
+            "byte_start": record_starts[chunk_bounds[:-1]],
+            "byte_end": record_starts[chunk_bounds[1:]],
+            "crc32c": crc32c,
+        }
+        shard = ShardInfo(name=name, size_bytes=size_bytes, num_samples=len(keys))
+        table = cls(
+            chunks=one_shard_table(shard, rows),
+            keys=keys,
+            chunk=np.repeat(np.arange(counts.size, dtype=np.int32), counts),
+            record_starts=record_starts,
+            fields=MappingProxyType(dict(fields)),
+            columns=MappingProxyType(dict(columns or {})),
+        )
+        for column in table.columns:
+            if column in _FIXED_COLUMNS or column.startswith((_START, _SIZE)):
+                raise ConfigError(f"column {column!r}: the sample table uses this name itself; choose another")
+        table.validate(name)
+        return table
+
+    @property
+    def shard(self) -> ShardInfo:
+        """The shard's content facts."""
+        return self.chunks.shards[0]
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return len(self.keys)
+
+    def lookup(self, index: int) -> SampleLocation:
+        """Where sample ``index`` of the shard lies.
+
+        Raises:
+            IndexError: If there is no such sample.
+        """
+        if not 0 <= index < len(self.keys):
+            raise IndexError(f"sample {index} of shard {self.shard.name!r}, which has {len(self.keys)}")
+        ranges = {
+            name: (int(starts[index]), int(starts[index] + sizes[index]))
+            for name, (starts, sizes) in self.fields.items()
+            if starts[index] >= 0
+        }
+        return SampleLocation(
+            key=self.keys[index],
+            chunk=int(self.chunk[index]),
+            record_start=int(self.record_starts[index]),
+            record_end=int(self.record_starts[index + 1]),
+            fields=ranges,
+        )
+
+    def validate(self, source: str = "sample table") -> None:
+        """Check that lengths and ranges fit together.
+
+        Raises:
+            IndexFormatError: Naming the first column that does not.
+        """
+        self.chunks.validate(source)
+        num_samples = len(self.keys)
+        if self.shard.num_samples != num_samples or self.record_starts.shape != (num_samples + 1,):
+            raise IndexFormatError(f"{source}: {self.shard.num_samples} samples, but {num_samples} keys")
+        if (np.diff(self.record_starts) <= 0).any() or self.record_starts[0] != 0:
+            raise IndexFormatError(f"{source}: records do not follow each other from byte 0 on")
+        if not np.array_equal(self.chunk, np.repeat(np.arange(self.chunks.num_chunks), self.chunks.num_samples)):
+            raise IndexFormatError(f"{source}: column 'chunk' disagrees with the chunk rows")
+        firsts = self.chunks.first_sample
+        if not np.array_equal(self.record_starts[firsts], self.chunks.byte_start) or (
+            firsts.size and self.record_starts[-1] != self.chunks.byte_end[-1]
+        ):
+            raise IndexFormatError(f"{source}: the records do not fill the chunks")
+        begins, ends = self.record_starts[:-1], self.record_starts[1:]
+        for name, (starts, sizes) in self.fields.items():
+            if starts.shape != (num_samples,) or sizes.shape != (num_samples,):
+                raise IndexFormatError(f"{source}: field {name!r} has {starts.size} rows of {num_samples}")
+            bad = (starts < begins) | (sizes < 0) | (sizes > ends - starts)
+            if (bad & (starts != -1)).any():
+                raise IndexFormatError(f"{source}: field {name!r} of sample {int(np.argmax(bad))} leaves its record")
+        for name, column in self.columns.items():
+            if len(column) != num_samples:
+                raise IndexFormatError(f"{source}: column {name!r} has {len(column)} rows of {num_samples}")
+
+    def to_parquet(self) -> bytes:
+        """The table as the bytes of ``samples/<shard>.parquet``: the same table gives the same bytes.
+
+        Raises:
+            IndexFormatError: If a field's name is not UTF-8.
+        """
+        arrays: dict[str, Any] = {
+            "key": _key_column(self.keys),
+            "chunk": pa.array(self.chunk, pa.int32()),
+            "record_start": pa.array(self.record_starts[:-1]),
+            "record_size": pa.array(np.diff(self.record_starts)),
+        }
+        for name, (starts, sizes) in self.fields.items():
+            if not _is_utf8(name):
+                raise IndexFormatError(f"shard {self.shard.name!r}: extension {name!r} is not UTF-8; rename the files")
+            arrays[_START + name] = pa.array(np.ascontiguousarray(starts))
+            arrays[_SIZE + name] = pa.array(np.ascontiguousarray(sizes))
+        plain = list(arrays)
+        arrays.update(self.columns)
+        facts = {
+            "kind": KIND,
+            "shard": shard_rows([self.shard])[0],
+            "fields": list(self.fields),
+            "columns": list(self.columns),
+            "chunks": chunk_columns(self.chunks),
+        }
+        return write_table(pa.table(arrays), facts, plain=plain)
+
+    @classmethod
+    def from_parquet(cls, buffer: Any, source: str) -> SampleTable:
+        """The table in the bytes of a sample file; ``source`` is its URL, for messages.
+
+        Raises:
+            IndexFormatError: If the bytes are damaged, no sample table, or of a newer major version.
+        """
+        rows, facts = read_table(buffer, KIND, source)
+        chunks = _chunks_of_facts(facts, source)
+        try:
+            starts = numbers(rows.column("record_start"), np.int64)
+            sizes = numbers(rows.column("record_size"), np.int64)
+            table = cls(
+                chunks=chunks,
+                keys=_keys(rows.column("key")),
+                chunk=numbers(rows.column("chunk"), np.int32),
+                record_starts=np.concatenate((starts, starts[-1:] + sizes[-1:])) if starts.size else np.zeros(1, np.int64),
+                fields=MappingProxyType(
+                    {
+                        name: (numbers(rows.column(_START + name), np.int64), numbers(rows.column(_SIZE + name), np.int64))
+                        for name in facts["fields"]
+                    }
+                ),
+                columns=MappingProxyType({name: rows.column(name).combine_chunks() for name in facts["columns"]}),
+            )
+        except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+            raise IndexFormatError(f"{source}: not a sample table ({error}); rebuild it with `shard_tools index`") from error
+        table.validate(source)
+        return table
+
+
+def chunk_rows_from_footer(buffer: Any, source: str = "sample file") -> ChunkTable:
+    """The chunk rows of one shard from its sample file, or from any tail of it that holds the footer.
+
+    Use :func:`streaming.index.files.footer_bytes` on the last 8 bytes to learn how long a tail that is.
+
+    Raises:
+        IndexFormatError: If the footer is damaged, of another kind of file, or of a newer major version.
+    """
+    chunks = _chunks_of_facts(read_facts(buffer, KIND, source), source)
+    chunks.validate(source)
+    return chunks
+
+
+def _chunks_of_facts(facts: Mapping[str, Any], source: str) -> ChunkTable:
+    try:
+        return one_shard_table(shards_of_rows([facts["shard"]])[0], facts["chunks"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise IndexFormatError(f"{source}: damaged footer ({error}); rebuild it with `shard_tools index`") from error
+
+
+def _is_utf8(text: str) -> bool:
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") == text
+
+
+def _key_column(keys: Sequence[str]) -> pa.Array:
+    """Keys as strings, or all of them as bytes if one is not UTF-8 (its odd bytes are surrogates in Python)."""
+    try:
+        return pa.array(keys, pa.string())
+    except (UnicodeEncodeError, pa.ArrowException):
+        return pa.array([key.encode("utf-8", "surrogateescape") for key in keys], pa.binary())
+
+
+def _keys(column: Any) -> list[str]:
+    if column.null_count:
+        raise ValueError(f"{column.null_count} samples without a key")
+    values = column.to_pylist()
+    if pa.types.is_binary(column.type):
+        return [value.decode("utf-8", "surrogateescape") for value in values]
+    return values  # type: ignore[no-any-return]

@@ -1,0 +1,185 @@
+"""A tar that comes in pieces: records and fields as soon as they are whole, in bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streaming.tar.blocks import BytesLike, Members, Where, as_array, is_zero
+from streaming.tar.fast import read_members
+from streaming.tar.group import ChunkLayout, group_members
+from streaming.tar.names import decode_name, split_name
+
+_BRIDGE_BYTES = 4096
+_CUT_OFF = "truncated? fetch or write the shard again"
+
+
+class TarScanner:
+    """Finds the samples of one tar archive that is fed to it piece by piece; not thread-safe.
+
+    ::
+
+        scanner = TarScanner(url)
+        for piece in pieces:
+            layout = scanner.feed(piece)     # the records that this piece completed
+        layout = scanner.finish()            # the last one; says so if the archive is not whole
+
+    The pieces may be cut anywhere; the result does not depend on it. Only unfinished headers (below about 1 MiB) and
+    the names of the unfinished sample are kept, never payload. Offsets count from the start of the archive. A record
+    is complete when the next sample begins, so its last field may lie in earlier pieces. A damaged archive raises on
+    the feed or finish that shows it; the scanner is of no use afterwards.
+
+    Args:
+        url: The shard, for messages.
+        verify_headers: Check the checksum of every header.
+    """
+
+    def __init__(self, url: str = "", *, verify_headers: bool = False) -> None:
+        self.url = url
+        self.verify_headers = verify_headers
+        self.num_bytes = 0
+        """Bytes fed so far."""
+        self.record_start = 0
+        """Where the first record begins that is not complete: no later layout begins before it."""
+        self._settled = 0
+        self._tail = b""  # the bytes from _settled to num_bytes, if payload does not cover them
+        self._open: Members | None = None  # the members of the unfinished sample; offsets from the archive's start
+        self._ended = False
+
+    @property
+    def settled(self) -> int:
+        """Offset before which the scanner has seen all it needs: any record border yet to come is at or after it.
+
+        May lie beyond the bytes fed, inside a large payload.
+        """
+        return self._settled
+
+    def feed(self, piece: BytesLike) -> ChunkLayout:
+        """Take the next bytes; the records that are complete by them (often none).
+
+        ``piece`` is not kept.
+
+        Raises:
+            TarError: For a damaged archive.
+            DuplicateKeyError: If a sample holds one field twice.
+        """
+        raw = as_array(piece)
+        skip = max(0, self._settled - self.num_bytes)
+        self.num_bytes += raw.size
+        if self._ended:
+            if not is_zero(raw):
+                self._where().fail(0, "data after the end-of-archive mark", cure="join archives with `tar -A`, not cat")
+            return self._close(None)
+        if skip >= raw.size:
+            return self._close(None)
+        base = self._settled
+        members = self._read(raw[skip:])
+        return self._close(_moved(members, base))
+
+    def _read(self, raw: NDArray[np.uint8]) -> Members:
+        """Members in the kept tail and ``raw``, which follows it; offsets count from the tail."""
+        bridge = None
+        tail_bytes = len(self._tail)
+        if tail_bytes and raw.size > 2 * _BRIDGE_BYTES:  # a tail is short: do not copy all of raw to join them
+            joint = self._tail + raw[:_BRIDGE_BYTES].tobytes()
+            bridge = read_members(joint, self._where(), partial=True, verify_headers=self.verify_headers)
+        if bridge is not None and not bridge.ended and bridge.end >= tail_bytes:
+            buffer, offset = raw[bridge.end - tail_bytes :], bridge.end
+        else:
+            bridge, offset = None, 0
+            buffer = as_array(self._tail + raw.tobytes()) if tail_bytes else raw
+        where = Where(self.url, self._settled + offset)
+        members = read_members(buffer, where, partial=True, verify_headers=self.verify_headers)
+        self._ended = members.ended
+        self._settled += members.end + offset
+        self._tail = b"" if members.ended else buffer[members.end :].tobytes()
+        return _joined(bridge, _moved(members, offset))
+
+    def finish(self) -> ChunkLayout:
+        """The last record, after the last piece.
+
+        Raises:
+            TarError: If the archive ends inside a member, or without the end-of-archive mark.
+        """
+        if not self._ended:
+            self._fail_truncated()
+        members, self._open = self._open, None
+        return self._group(members, self._settled)
+
+    def _fail_truncated(self) -> None:
+        last = "" if self._open is None or not self._open.names else decode_name(self._open.names[-1])
+        if self._settled > self.num_bytes:
+            what = f"the archive ends here, but the member before goes on to byte {self._settled}"
+        elif self._tail:
+            what = f"the archive ends {len(self._tail)} bytes after this, inside a header"
+        else:
+            what = "the archive ends here without the end-of-archive mark (a block of zeros)"
+        Where(self.url, min(self._settled, self.num_bytes)).fail(0, what, member=last, cure=_CUT_OFF)
+
+    def _where(self) -> Where:
+        return Where(self.url, self._settled)
+
+    def _close(self, members: Members | None) -> ChunkLayout:
+        """Join ``members`` to the unfinished sample; group all but the sample that is unfinished now."""
+        if members is None or not members.names:
+            return self._group(None, self.record_start)
+        joined = _joined(self._open, members)
+        last = _last_sample(joined.names)
+        if not last:
+            return self._group(None, self.record_start)
+        self._open = _taken(joined, last)
+        return self._group(_taken(joined, slice(0, last[0])), int(self._open.headers[0]))
+
+    def _group(self, members: Members | None, stop: int) -> ChunkLayout:
+        if members is None or not members.names:
+            members, stop = _NONE, self.record_start
+        layout = group_members(members, Where(self.url), first=self.record_start, stop=stop)
+        if layout.keys:
+            self.record_start = stop
+        return layout
+
+
+_NONE = read_members(bytes(512), Where())
+
+
+def _moved(members: Members, offset: int) -> Members:
+    """``members`` with offsets that count from ``offset`` bytes earlier."""
+    return replace(
+        members, headers=members.headers + offset, data=members.data + offset, end=members.end + offset
+    )
+
+
+def _taken(members: Members, which: slice | list[int]) -> Members:
+    names = members.names[which] if isinstance(which, slice) else [members.names[index] for index in which]
+    return replace(
+        members, names=names, headers=members.headers[which], data=members.data[which], sizes=members.sizes[which]
+    )
+
+
+def _joined(first: Members | None, second: Members) -> Members:
+    if first is None or not first.names:
+        return second
+    return replace(
+        second,
+        names=first.names + second.names,
+        headers=np.concatenate((first.headers, second.headers)),
+        data=np.concatenate((first.data, second.data)),
+        sizes=np.concatenate((first.sizes, second.sizes)),
+    )
+
+
+def _last_sample(names: list[bytes]) -> list[int]:
+    """Indices of the members of the last sample."""
+    key: str | None = None
+    indices: list[int] = []
+    for index in range(len(names) - 1, -1, -1):
+        split = split_name(decode_name(names[index].split(b"\0", 1)[0]))
+        if split is None:
+            continue
+        if key is not None and split[0] != key:
+            break
+        key = split[0]
+        indices.append(index)
+    return indices[::-1]
