@@ -24,9 +24,7 @@ from streaming.order import (
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden", "order.json")
 
 chunk_sizes = st.lists(st.integers(0, 12), min_size=1, max_size=16).filter(sum)
-shuffled = st.builds(
-    OrderSettings, seed=st.integers(0, 2**64 - 1), lanes=st.integers(1, 9), window=st.integers(0, 30)
-)
+shuffled = st.builds(OrderSettings, seed=st.integers(0, 2**64 - 1), lanes=st.integers(1, 9), window=st.integers(0, 30))
 settings_ = shuffled | st.just(OrderSettings.unshuffled())
 
 
@@ -48,9 +46,7 @@ def test_any_positions_are_those_of_the_whole_order(
 
 
 @given(chunk_sizes, shuffled, st.data())
-def test_a_lane_slice_is_a_slice_of_the_lane(
-    sizes: list[int], settings: OrderSettings, data: st.DataObject
-) -> None:
+def test_a_lane_slice_is_a_slice_of_the_lane(sizes: list[int], settings: OrderSettings, data: st.DataObject) -> None:
     order = EpochOrder(sizes, settings, 0)
     lane = data.draw(st.integers(0, settings.lanes - 1))
     lane_start, lane_stop = order.lane_bounds(lane)
@@ -63,11 +59,19 @@ def test_a_lane_slice_is_a_slice_of_the_lane(
     assert moved.max(initial=0) <= max(settings.window - 1, 0)
 
 
+@pytest.mark.parametrize("window", [1, 2, 6, 17, 40])
+def test_each_single_position_is_found_without_its_neighbours(window: int) -> None:
+    # Every place of a long lane: a slice that looked at fewer keys than it needs would err somewhere.
+    order = EpochOrder([700], OrderSettings(seed=8, lanes=1, window=window), 0)
+    whole = order.lane_slice(0, 0, 700)
+    singles = [int(order.lane_slice(0, at, at + 1)[0]) for at in range(700)]
+    assert singles == whole.tolist()
+
+
 @pytest.mark.parametrize("window", [3, 500, 9_000, 70_000])
 def test_slices_agree_at_sizes_that_take_different_sorts(window: int) -> None:
     order = EpochOrder([1000] * 200, OrderSettings(seed=5, lanes=1, window=window), 0)
     whole = order.lane_slice(0, 0, 200_000)
-    # Straight from the definition, in one go.
     for start, stop in [(0, 10), (99_990, 100_010), (100_000, 150_000), (199_999, 200_000)]:
         assert np.array_equal(order.lane_slice(0, start, stop), whole[start:stop])
     assert np.abs(whole - np.arange(200_000)).max() < window
@@ -122,9 +126,7 @@ def test_dealing_by_lane_is_a_stable_sort_by_lane(begin: int, sizes: list[int], 
     batch = np.repeat(np.arange(len(sizes)), sizes)
     slots = np.concatenate([np.arange(size) for size in sizes])
     got_lanes, places = deal_by_lane(begins, ends, batch, slots, lanes)
-    expected = [
-        p for i in range(len(sizes)) for p in sorted(range(begins[i], ends[i]), key=lambda p: p % lanes)
-    ]
+    expected = [p for i in range(len(sizes)) for p in sorted(range(begins[i], ends[i]), key=lambda p: p % lanes)]
     assert (places * lanes + got_lanes).tolist() == expected
 
 

@@ -85,10 +85,7 @@ def rows_by_batch(rows: RankBatches) -> list[list[tuple[int, int, int, int]]]:
 
 def global_batches(plan: Plan) -> list[list[tuple[int, int, int, int]]]:
     """Valid rows of all ranks per global batch, as sorted lists: duplicates would show."""
-    per_rank = [
-        rows_by_batch(plan.rank_batches(0, plan.num_batches, dp_rank))
-        for dp_rank in range(plan.dp_world_size)
-    ]
+    per_rank = [rows_by_batch(plan.rank_batches(0, plan.num_batches, dp_rank)) for dp_rank in range(plan.dp_world_size)]
     return [sorted(row for rank in per_rank for row in rank[k]) for k in range(plan.num_batches)]
 
 
@@ -122,6 +119,17 @@ def test_p1_p3_global_batches_follow_the_definition(case: Case) -> None:
     assert plan.num_batches == len(expected_batches(case))
 
 
+@given(cases())
+def test_ranks_take_slices_of_the_positions_by_lane(case: Case) -> None:
+    plan, per_pass, world = case.plan(), sum(case.sizes), case.dp_world_size
+    for k, batch in enumerate(expected_batches(case)):
+        by_lane = sorted((row[0] for row in batch), key=lambda p: (p % per_pass % case.settings.lanes, p))
+        for dp_rank in range(world):
+            rows = plan.rank_batches(k, k + 1, dp_rank)
+            low, high = len(batch) * dp_rank // world, len(batch) * (dp_rank + 1) // world
+            assert rows.positions[rows.valid].tolist() == by_lane[low:high]
+
+
 @given(cases(epoch_size=st.none(), start=0, last_batch="partial"))
 def test_p1_an_epoch_is_an_exact_partition(case: Case) -> None:
     seen = [(chunk, offset) for batch in global_batches(case.plan()) for _, _, chunk, offset in batch]
@@ -136,9 +144,7 @@ def test_p3_world_size_does_not_change_a_global_batch(case: Case, other: int) ->
 @given(cases())
 def test_p2_counts_are_equal_and_sizes_are_fair(case: Case) -> None:
     plan = case.plan()
-    sizes = np.array(
-        [np.diff(plan.rank_batches(0, plan.num_batches, r).row_splits) for r in range(case.dp_world_size)]
-    )
+    sizes = np.array([np.diff(plan.rank_batches(0, plan.num_batches, r).row_splits) for r in range(case.dp_world_size)])
     assert sizes.shape == (case.dp_world_size, plan.num_batches)
     assert np.ptp(sizes, axis=0).max(initial=0) <= 1
     if case.last_batch == "pad":
@@ -274,9 +280,7 @@ def test_only_chunks_at_lane_borders_are_read_twice() -> None:
 
 
 def test_worlds_that_do_not_divide_read_little_more() -> None:
-    plan = Plan(
-        [50] * 2000, OrderSettings(seed=0, lanes=64, window=50), global_batch_size=768, dp_world_size=12
-    )
+    plan = Plan([50] * 2000, OrderSettings(seed=0, lanes=64, window=50), global_batch_size=768, dp_world_size=12)
     ones = np.ones(2000, dtype=np.int64)
     assert sum(plan.read_bytes(ones, r) for r in range(12)) <= 1.45 * 2000
 
