@@ -168,7 +168,7 @@ class ObjectAdapter:
         place = Place(url=root, endpoint=root, source="none")
         with object_errors(place, "connecting to"):
             if scheme in HTTP_SCHEMES:
-                host = redact(root)
+                host = split_query(root)[0].rstrip("/")
                 return HTTPStore(root, **common), Place(url=root, endpoint=host, source="the URL alone")
             if scheme in {"s3", "s3a"}:
                 return self._s3(bucket, common)

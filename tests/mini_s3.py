@@ -1,0 +1,442 @@
+"""A small S3 server that really checks signatures: for tests, the demo and benchmarks; on loopback only.
+
+It speaks what loaders and writers use: signature version 4 in the header and in the query, ranged and conditional GET,
+HEAD, conditional PUT, uploads in parts, ListObjectsV2 with paging and delimiter, DELETE, buckets. Anonymous requests may
+read buckets whose names begin with ``public-``. Objects are files (sent by ``sendfile``), their table is in memory, so a
+server starts empty. ``GET /_log`` returns every request since the last ``DELETE /_log`` as JSON.
+
+Run ``python mini_s3.py --root DIR``; it prints its port when it listens, and ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl, quote, unquote
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+KEY, SECRET, REGION = "mini-key", "mini-secret", "us-east-1"
+_UNSAFE_BODY = ("UNSIGNED-PAYLOAD", "STREAMING-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    path: str
+    size: int
+    etag: str
+    modified: float
+
+
+@dataclass(slots=True)
+class State:
+    root: str
+    key: str = KEY
+    secret: str = SECRET
+    region: str = REGION
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    buckets: dict[str, dict[str, StoredObject]] = field(default_factory=dict)
+    uploads: dict[str, tuple[str, str, dict[int, StoredObject]]] = field(default_factory=dict)
+    log: list[dict[str, object]] = field(default_factory=list)
+
+
+class Refused(Exception):
+    def __init__(self, status: int, code: str, message: str, extra: str = "") -> None:
+        super().__init__(code)
+        self.status, self.code, self.message, self.extra = status, code, message, extra
+
+
+def _hmac(key: bytes, text: str) -> bytes:
+    return hmac.new(key, text.encode(), hashlib.sha256).digest()
+
+
+def signature(secret: str, scope: str, when: str, canonical: str) -> str:
+    """The signature of a canonical request; AWS General Reference, "Create a signed AWS API request"."""
+    date, region, service, _ = scope.split("/")
+    key = _hmac(_hmac(_hmac(_hmac(b"AWS4" + secret.encode(), date), region), service), "aws4_request")
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    return hmac.new(key, f"AWS4-HMAC-SHA256\n{when}\n{scope}\n{digest}".encode(), hashlib.sha256).hexdigest()
+
+
+def canonical_query(pairs: list[tuple[str, str]]) -> str:
+    return "&".join(f"{a}={b}" for a, b in sorted((quote(a, safe="-_.~"), quote(b, safe="-_.~")) for a, b in pairs))
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    rbufsize = 1 << 16
+    server: Server
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    # -- one request ---------------------------------------------------------------------------------------------
+
+    def _handle(self) -> None:
+        state = self.server.state
+        path, _, query = self.path.partition("?")
+        if path == "/_log":
+            self._admin()
+            return
+        self.pairs = parse_qsl(query, keep_blank_values=True)
+        self.query = dict(self.pairs)
+        bucket, _, key = unquote(path).lstrip("/").partition("/")
+        self.entry = {"method": self.command, "path": unquote(path), "query": sorted(self.query),
+                      "range": self.headers.get("Range"), "status": 0, "bytes": 0}  # fmt: skip
+        with state.lock:
+            state.log.append(self.entry)
+        self.body_read = False
+        try:
+            self._authorize(path, bucket)
+            self._dispatch(bucket, key)
+        except Refused as refused:
+            self._drain()
+            xml = (f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{refused.code}</Code>'
+                   f"<Message>{escape(refused.message)}</Message>{refused.extra}</Error>")  # fmt: skip
+            self._answer(refused.status, xml.encode(), {"Content-Type": "application/xml"})
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _handle
+
+    def _admin(self) -> None:
+        state = self.server.state
+        with state.lock:
+            body = json.dumps(state.log).encode()
+            if self.command == "DELETE":
+                state.log.clear()
+        self.entry = {}
+        self._answer(200, body, {})
+
+    def _dispatch(self, bucket: str, key: str) -> None:
+        state, query = self.server.state, self.query
+        if not bucket:
+            names = "".join(f"<Bucket><Name>{escape(n)}</Name></Bucket>" for n in sorted(state.buckets))
+            return self._xml("ListAllMyBucketsResult", f"<Buckets>{names}</Buckets>")
+        if not key and self.command == "PUT":
+            self._drain()
+            with state.lock:
+                state.buckets.setdefault(bucket, {})
+            return self._answer(200, b"", {})
+        objects = state.buckets.get(bucket)
+        if objects is None:
+            raise Refused(404, "NoSuchBucket", "The specified bucket does not exist")
+        if not key:
+            return self._bucket(bucket, objects)
+        if self.command in {"GET", "HEAD"}:
+            return self._get(objects, key)
+        if self.command == "PUT" and "uploadId" in query:
+            return self._put_part(query["uploadId"], int(query["partNumber"]))
+        if self.command == "PUT":
+            return self._put(objects, key)
+        if self.command == "POST" and "uploads" in query:
+            self._drain()
+            upload = uuid.uuid4().hex
+            with state.lock:
+                state.uploads[upload] = (bucket, key, {})
+            return self._xml("InitiateMultipartUploadResult", f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key>"
+                             f"<UploadId>{upload}</UploadId>")  # fmt: skip
+        if self.command == "POST" and "uploadId" in query:
+            return self._complete(bucket, objects, key, query["uploadId"])
+        if self.command == "DELETE" and "uploadId" in query:
+            with state.lock:
+                _, _, parts = state.uploads.pop(query["uploadId"], ("", "", {}))
+            for part in parts.values():
+                os.unlink(part.path)
+            return self._answer(204, b"", {})
+        if self.command == "DELETE":
+            self._remove(objects, key)
+            return self._answer(204, b"", {})
+        raise Refused(501, "NotImplemented", "not part of this small server")
+
+    # -- signatures ----------------------------------------------------------------------------------------------
+
+    def _authorize(self, raw_path: str, bucket: str) -> None:
+        state, headers = self.server.state, self.headers
+        given = headers.get("Authorization", "")
+        if given.startswith("AWS4-HMAC-SHA256 "):
+            fields = dict(part.strip().split("=", 1) for part in given[17:].split(","))
+            credential, signed, sign = fields["Credential"], fields["SignedHeaders"], fields["Signature"]
+            when, payload, pairs = headers["x-amz-date"], headers["x-amz-content-sha256"], self.pairs
+        elif "X-Amz-Signature" in self.query:
+            query = self.query
+            credential, signed, sign = query["X-Amz-Credential"], query["X-Amz-SignedHeaders"], query["X-Amz-Signature"]
+            when, payload = query["X-Amz-Date"], "UNSIGNED-PAYLOAD"
+            pairs = [pair for pair in self.pairs if pair[0] != "X-Amz-Signature"]
+        elif bucket.startswith("public-") and self.command in {"GET", "HEAD"}:
+            return
+        else:
+            raise Refused(403, "AccessDenied", "Access Denied")
+        key, scope = credential.split("/", 1)
+        region = scope.split("/")[1]
+        if key != state.key:
+            raise Refused(403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records.")
+        if region != state.region:
+            message = f"The authorization header is malformed; the region '{region}' is wrong; expecting '{state.region}'"
+            raise Refused(400, "AuthorizationHeaderMalformed", message, f"<Region>{state.region}</Region>")
+        lines = "".join(f"{name}:{' '.join(headers.get(name, '').split())}\n" for name in signed.split(";"))
+        uri = quote(unquote(raw_path), safe="/-_.~")
+        canonical = f"{self.command}\n{uri}\n{canonical_query(pairs)}\n{lines}\n{signed}\n{payload}"
+        if not hmac.compare_digest(signature(state.secret, scope, when, canonical), sign):
+            raise Refused(403, "SignatureDoesNotMatch", "The request signature we calculated does not match.",
+                          f"<CanonicalRequest>{escape(canonical)}</CanonicalRequest>")  # fmt: skip
+
+    # -- objects -------------------------------------------------------------------------------------------------
+
+    def _get(self, objects: dict[str, StoredObject], key: str) -> None:
+        found = objects.get(key)
+        if found is None:
+            raise Refused(404, "NoSuchKey", "The specified key does not exist.")
+        wanted = self.headers.get("If-Match")
+        if wanted and wanted not in {"*", found.etag}:
+            raise Refused(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
+        headers = {"ETag": found.etag, "Last-Modified": formatdate(found.modified, usegmt=True), "Accept-Ranges": "bytes"}
+        if self.headers.get("If-None-Match") == found.etag:
+            return self._answer(304, b"", headers)
+        start, stop, status = 0, found.size, 200
+        spec = self.headers.get("Range")
+        if spec and spec.startswith("bytes="):
+            first, _, last = spec[6:].partition("-")
+            start = int(first) if first else max(0, found.size - int(last))
+            stop = min(found.size, int(last) + 1) if first and last else found.size
+            if start >= found.size:
+                raise Refused(416, "InvalidRange", "The requested range is not satisfiable")
+            status, headers["Content-Range"] = 206, f"bytes {start}-{stop - 1}/{found.size}"
+        self._send_file(status, found.path, start, stop, headers)
+        return None
+
+    def _send_file(self, status: int, path: str, start: int, stop: int, headers: dict[str, str]) -> None:
+        self.entry.update(status=status, bytes=stop - start if self.command == "GET" else 0)
+        head = self._head(status, {**headers, "Content-Length": str(stop - start)})
+        if self.command == "HEAD":
+            self.connection.sendall(head)
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            if stop - start <= 1 << 17:
+                self.connection.sendall(head + os.pread(descriptor, stop - start, start))
+                return
+            self.connection.sendall(head, socket.MSG_MORE)
+            while start < stop:
+                start += os.sendfile(self.connection.fileno(), descriptor, start, stop - start)
+        finally:
+            os.close(descriptor)
+
+    def _store_body(self) -> StoredObject:
+        """The request's body as a file of its own."""
+        self.body_read = True
+        path = os.path.join(self.server.state.root, uuid.uuid4().hex)
+        digest, checked, size = hashlib.md5(), hashlib.sha256(), 0
+        declared = self.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD")
+        with open(path, "wb") as file:
+            for piece in self._body():
+                digest.update(piece)
+                if not declared.startswith(_UNSAFE_BODY):
+                    checked.update(piece)
+                file.write(piece)
+                size += len(piece)
+        if not declared.startswith(_UNSAFE_BODY) and checked.hexdigest() != declared:
+            os.unlink(path)
+            raise Refused(400, "XAmzContentSHA256Mismatch", "The provided hash does not match what was computed.")
+        return StoredObject(path=path, size=size, etag=f'"{digest.hexdigest()}"', modified=time.time())
+
+    def _body(self):
+        if "aws-chunked" in self.headers.get("Content-Encoding", ""):
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                yield self.rfile.read(size)
+                self.rfile.readline()
+            while self.rfile.readline().strip():
+                pass
+            return
+        left = int(self.headers.get("Content-Length") or 0)
+        while left:
+            piece = self.rfile.read(min(left, 1 << 20))
+            if not piece:
+                self.close_connection = True
+                raise ConnectionError("the client left")
+            left -= len(piece)
+            yield piece
+
+    def _drain(self) -> None:
+        if not self.body_read:
+            self.body_read = True
+            for _ in self._body():
+                pass
+
+    def _put(self, objects: dict[str, StoredObject], key: str) -> None:
+        stored = self._store_body()
+        with self.server.state.lock:
+            before = objects.get(key)
+            exists = self.headers.get("If-None-Match") == "*" and before is not None
+            wanted = self.headers.get("If-Match")
+            if exists or (wanted and (before is None or before.etag != wanted)):
+                os.unlink(stored.path)
+                raise Refused(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
+            objects[key] = stored
+        if before is not None:
+            os.unlink(before.path)
+        self._answer(200, b"", {"ETag": stored.etag})
+
+    def _remove(self, objects: dict[str, StoredObject], key: str) -> None:
+        with self.server.state.lock:
+            before = objects.pop(key, None)
+        if before is not None:
+            os.unlink(before.path)
+
+    def _put_part(self, upload: str, number: int) -> None:
+        stored = self._store_body()
+        with self.server.state.lock:
+            found = self.server.state.uploads.get(upload)
+            if found is not None:
+                found[2][number] = stored
+        if found is None:
+            os.unlink(stored.path)
+            raise Refused(404, "NoSuchUpload", "The specified multipart upload does not exist.")
+        self._answer(200, b"", {"ETag": stored.etag})
+
+    def _complete(self, bucket: str, objects: dict[str, StoredObject], key: str, upload: str) -> None:
+        self.body_read = True
+        listed = ElementTree.fromstring(b"".join(self._body()))
+        numbers = [int(node.text or 0) for node in listed.iter() if node.tag.endswith("PartNumber")]
+        with self.server.state.lock:
+            found = self.server.state.uploads.pop(upload, None)
+        if found is None or any(number not in found[2] for number in numbers):
+            raise Refused(400, "InvalidPart", "One or more of the specified parts could not be found.")
+        parts = [found[2][number] for number in numbers]
+        if any(part.size < 5 << 20 for part in parts[:-1]):
+            raise Refused(400, "EntityTooSmall", "Your proposed upload is smaller than the minimum allowed size")
+        path, digest = os.path.join(self.server.state.root, uuid.uuid4().hex), hashlib.md5()
+        with open(path, "wb") as file:
+            for part in parts:
+                digest.update(bytes.fromhex(part.etag.strip('"')))
+                with open(part.path, "rb") as source:
+                    while piece := source.read(1 << 22):
+                        file.write(piece)
+        for part in found[2].values():
+            os.unlink(part.path)
+        etag = f'"{digest.hexdigest()}-{len(parts)}"'
+        size = sum(part.size for part in parts)
+        with self.server.state.lock:
+            objects[key] = StoredObject(path=path, size=size, etag=etag, modified=time.time())
+        self._xml("CompleteMultipartUploadResult", f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key><ETag>{etag}</ETag>")
+
+    # -- buckets -------------------------------------------------------------------------------------------------
+
+    def _bucket(self, bucket: str, objects: dict[str, StoredObject]) -> None:
+        if self.command == "POST" and "delete" in self.query:
+            self.body_read = True
+            tree = ElementTree.fromstring(b"".join(self._body()))
+            keys = [node.text or "" for node in tree.iter() if node.tag.endswith("Key")]
+            for key in keys:
+                self._remove(objects, key)
+            return self._xml("DeleteResult", "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys))
+        if self.command == "HEAD":
+            return self._answer(200, b"", {"x-amz-bucket-region": self.server.state.region})
+        if self.command == "GET" and "location" in self.query:
+            return self._xml("LocationConstraint", "")
+        if self.command == "GET" and "uploads" in self.query:
+            with self.server.state.lock:
+                found = [(key, upload) for upload, (name, key, _) in self.server.state.uploads.items() if name == bucket]
+            return self._xml("ListMultipartUploadsResult", "".join(
+                f"<Upload><Key>{escape(key)}</Key><UploadId>{upload}</UploadId></Upload>" for key, upload in found
+            ))  # fmt: skip
+        if self.command == "GET":
+            return self._list(bucket, objects)
+        raise Refused(501, "NotImplemented", "not part of this small server")
+
+    def _list(self, bucket: str, objects: dict[str, StoredObject]) -> None:
+        query = self.query
+        prefix, delimiter, limit = query.get("prefix", ""), query.get("delimiter", ""), int(query.get("max-keys", 1000))
+        after = query.get("continuation-token") or query.get("start-after", "")
+        shown = (lambda key: quote(key, safe="/-_.~")) if query.get("encoding-type") == "url" else escape
+        with self.server.state.lock:
+            items = sorted(objects.items())
+        rows, last, more, common = [], "", False, set()
+        for key, stored in items:
+            if not key.startswith(prefix):
+                continue
+            cut = key.find(delimiter, len(prefix)) if delimiter else -1
+            mark = key[: cut + len(delimiter)] if cut >= 0 else key
+            if mark <= after or mark in common:
+                continue
+            if len(rows) == limit:
+                more = True
+                break
+            last = mark
+            if cut >= 0:
+                common.add(mark)
+                rows.append(f"<CommonPrefixes><Prefix>{shown(mark)}</Prefix></CommonPrefixes>")
+            else:
+                when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(stored.modified))
+                rows.append(f"<Contents><Key>{shown(key)}</Key><LastModified>{when}</LastModified><ETag>"
+                            f"{escape(stored.etag)}</ETag><Size>{stored.size}</Size></Contents>")  # fmt: skip
+        coding = "<EncodingType>url</EncodingType>" if query.get("encoding-type") == "url" else ""
+        token = f"<NextContinuationToken>{escape(last)}</NextContinuationToken>" if more else ""
+        self._xml("ListBucketResult", f"<Name>{bucket}</Name><Prefix>{shown(prefix)}</Prefix><KeyCount>{len(rows)}</KeyCount>"
+                  f"<MaxKeys>{limit}</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>{coding}{token}{''.join(rows)}")  # fmt: skip
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def _xml(self, name: str, inner: str) -> None:
+        self._drain()
+        space = "http://s3.amazonaws.com/doc/2006-03-01/"
+        body = f'<?xml version="1.0" encoding="UTF-8"?><{name} xmlns="{space}">{inner}</{name}>'
+        self._answer(200, body.encode(), {"Content-Type": "application/xml"})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.entry.update(status=status)
+        if status not in {204, 304}:
+            headers = {**headers, "Content-Length": str(len(body))}
+        self.connection.sendall(self._head(status, headers) + (b"" if self.command == "HEAD" else body))
+
+    def _head(self, status: int, headers: dict[str, str]) -> bytes:
+        reason = self.responses.get(status, ("",))[0] if status in self.responses else ""
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"HTTP/1.1 {status} {reason}\r\nServer: mini-s3\r\n{lines}\r\n".encode()
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, port: int, state: State) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.state = state
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--key", default=KEY)
+    parser.add_argument("--secret", default=SECRET)
+    parser.add_argument("--region", default=REGION)
+    parser.add_argument("--bucket", action="append", default=[])
+    args = parser.parse_args()
+    os.makedirs(args.root, exist_ok=True)
+    state = State(root=args.root, key=args.key, secret=args.secret, region=args.region)
+    state.buckets.update({name: {} for name in args.bucket})
+    server = Server(args.port, state)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(server.server_address[1], flush=True)
+    sys.stdin.buffer.read()  # ends with the parent, however that ends
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Servers on loopback for tests, the demo and benchmarks: processes of their own on free ports, stopped with the context.
+
+Each is a context manager with ``url`` and, where it is a store, ``storage_options`` and ``create_bucket``. None outlives
+the process that started it for long: they are terminated on exit, and the small ones end when their standard input does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import uuid
+from typing import Any, Self
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_READY_S = 60.0
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class LoopbackServer:
+    """A server process with its own scratch folder."""
+
+    port: int
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._folder = ""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _spawn(self, *command: str, announces: bool = False) -> None:
+        """Start ``command`` and wait until it listens: it prints its port, or the port answers."""
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if announces else subprocess.DEVNULL,
+            stderr=open(os.path.join(self._folder, "stderr"), "w") if not announces else None,  # noqa: SIM115
+            text=True,
+            cwd=self._folder,
+        )
+        if announces:
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"{command[0]} ended with {self._process.wait()}")
+            self.port = int(line)
+            return
+        deadline_s = time.monotonic() + _READY_S
+        while True:
+            if self._process.poll() is not None:
+                with open(os.path.join(self._folder, "stderr")) as file:
+                    raise RuntimeError(f"{command[0]} ended with {self._process.returncode}: {file.read()[-2000:]}")
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+            except OSError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.05)  # another process's start has no event to wait for
+            else:
+                return
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.mkdtemp(prefix="shardstream-server-")
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End the process and remove its folder; again does nothing."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+        """One plain HTTP request to this server."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+
+class MotoServer(LoopbackServer):
+    """moto's S3: wide API, but no signature checks, slow, one request per connection."""
+
+    key, secret, region = "moto-key", "moto-secret", "us-east-1"
+
+    def __init__(self, buckets: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self._buckets = buckets
+
+    @property
+    def storage_options(self) -> dict[str, str]:
+        return {"endpoint_url": self.url, "key": self.key, "secret": self.secret, "region": self.region}
+
+    def _start(self) -> None:
+        self.port = free_port()
+        program = "import sys; from moto.server import main; main(sys.argv[1:])"
+        self._spawn(sys.executable, "-c", program, "-H", "127.0.0.1", "-p", str(self.port))
+        for name in self._buckets:
+            self.create_bucket(name)
+
+    def create_bucket(self, name: str) -> str:
+        """Create the bucket; its URL."""
+        scope = f"{self.key}/20260101/{self.region}/s3/aws4_request"
+        status, body = self.request("PUT", f"/{name}", Authorization=f"AWS4-HMAC-SHA256 Credential={scope}, "
+                                    "SignedHeaders=host, Signature=0")  # fmt: skip
+        if status != 200:
+            raise RuntimeError(f"moto answered {status} to create {name}: {body[:500]!r}")
+        return f"s3://{name}"
+
+
+class MiniS3Server(LoopbackServer):
+    """Our own small S3: checks signatures and regions, keeps connections, logs requests; see mini_s3.py."""
+
+    key, secret = "mini-key", "mini-secret"
+
+    def __init__(self, buckets: tuple[str, ...] = (), region: str = "us-east-1", port: int = 0) -> None:
+        super().__init__()
+        self._buckets = buckets
+        self._port = port
+        self.region = region
+
+    @property
+    def storage_options(self) -> dict[str, str]:
+        return {"endpoint_url": self.url, "key": self.key, "secret": self.secret, "region": self.region}
+
+    def _start(self) -> None:
+        program, objects = os.path.join(_HERE, "mini_s3.py"), os.path.join(self._folder, "objects")
+        buckets = [item for name in self._buckets for item in ("--bucket", name)]
+        self._spawn(sys.executable, program, "--root", objects, "--port", str(self._port), "--region", self.region,
+                    *buckets, announces=True)  # fmt: skip
+
+    def _client(self) -> Any:
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client("s3", endpoint_url=self.url, aws_access_key_id=self.key, aws_secret_access_key=self.secret,
+                            region_name=self.region, config=Config(signature_version="s3v4"))  # fmt: skip
+
+    def create_bucket(self, name: str) -> str:
+        """Create the bucket; its URL. (The request is signed like any other.)"""
+        with contextlib.closing(self._client()) as client:
+            client.create_bucket(Bucket=name)
+        return f"s3://{name}"
+
+    def presign(self, bucket: str, key: str, expires_s: int = 3600) -> str:
+        """A presigned GET URL."""
+        with contextlib.closing(self._client()) as client:
+            params = {"Bucket": bucket, "Key": key}
+            return str(client.generate_presigned_url("get_object", Params=params, ExpiresIn=expires_s))
+
+    def log(self) -> list[dict[str, object]]:
+        """Every request since the last :meth:`clear_log`: method, path, query names, range, status, bytes."""
+        found: list[dict[str, object]] = json.loads(self.request("GET", "/_log")[1])
+        return found
+
+    def clear_log(self) -> None:
+        self.request("DELETE", "/_log")
+
+
+class HttpServer(LoopbackServer):
+    """A plain web server over ``root`` that answers ranges: nginx where installed, else our own small one."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._root = os.path.abspath(os.fspath(root))
+
+    def _start(self) -> None:
+        nginx = shutil.which("nginx")
+        if nginx is None:
+            program = os.path.join(_HERE, "mini_http.py")
+            self._spawn(sys.executable, program, "--root", self._root, announces=True)
+            return
+        self.port = free_port()
+        config = os.path.join(self._folder, "nginx.conf")
+        with open(config, "w") as file:
+            file.write(
+                "daemon off; worker_processes 2; pid nginx.pid; error_log stderr;\n"
+                "events { worker_connections 1024; }\n"
+                "http { access_log off; sendfile on; tcp_nopush off; keepalive_requests 1000000;\n"
+                " client_body_temp_path t; proxy_temp_path t; fastcgi_temp_path t; uwsgi_temp_path t; scgi_temp_path t;\n"
+                f" server {{ listen 127.0.0.1:{self.port}; root {json.dumps(self._root)}; }} }}\n"
+            )
+        self._spawn(nginx, "-p", self._folder, "-c", config)
+
+
+class AzuriteServer(LoopbackServer):
+    """Microsoft's emulator of blob storage; only where ``azurite-blob`` is installed."""
+
+    account = "devstoreaccount1"
+    account_key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # public
+
+    @staticmethod
+    def installed() -> bool:
+        return shutil.which("azurite-blob") is not None
+
+    @property
+    def storage_options(self) -> dict[str, str]:
+        endpoint = f"{self.url}/{self.account}"
+        return {"account_name": self.account, "account_key": self.account_key, "endpoint_url": endpoint}
+
+    def _start(self) -> None:
+        self.port = free_port()
+        program = shutil.which("azurite-blob")
+        if program is None:
+            raise RuntimeError("azurite-blob is not installed; npm install -g azurite")
+        self._spawn(program, "--disableTelemetry", "--inMemoryPersistence", "--skipApiVersionCheck", "--blobHost",
+                    "127.0.0.1", "--blobPort", str(self.port))  # fmt: skip
+
+
+def fresh_name(prefix: str = "bucket") -> str:
+    """A bucket name that nobody used before."""
+    return f"{prefix}-{uuid.uuid4().hex[:12]}"
+
+
+def with_port(url: str, port: int) -> str:
+    """``url`` at another port, as for a proxy in front of it."""
+    parts = urllib.parse.urlsplit(url)
+    return urllib.parse.urlunsplit(parts._replace(netloc=f"{parts.hostname}:{port}"))
