@@ -1,1 +1,34 @@
+"""shardstream: WebDataset tar shards, streamed from cloud storage into PyTorch training.
 
+Three concepts: a ``StreamingDataset`` (what to read), an ``infra.DeviceMesh`` (where this process is, found by itself)
+and a ``DataLoader`` (the loop). Names are loaded when they are first used, so that ``import streaming.errors`` or a tool
+does not pay for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from streaming.dataset import ShuffleConfig, StreamingDataset
+    from streaming.fetcher import DeviceMeshFetcher
+    from streaming.loader import DataLoader
+
+_HOMES = {
+    "DataLoader": "streaming.loader",
+    "DeviceMeshFetcher": "streaming.fetcher",
+    "ShuffleConfig": "streaming.dataset",
+    "StreamingDataset": "streaming.dataset",
+}
+
+__all__ = ["DataLoader", "DeviceMeshFetcher", "ShuffleConfig", "StreamingDataset"]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'streaming' has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value

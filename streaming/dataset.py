@@ -1,0 +1,287 @@
+"""``StreamingDataset``: which samples there are, and how their bytes become Python objects."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
+from streaming.engine.build import OnError
+from streaming.errors import ConfigError, DecodeError, IndexMissingError
+from streaming.fetch import FetchRange, fetch_range
+from streaming.index import ChunkTable, SampleTable
+from streaming.shards import OpenShards, open_shards, sample_table
+from streaming.storage import Storage
+from streaming.tar import ChunkLayout
+from streaming.types import Sample, Transform
+
+Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
+
+_RECENT_CHUNKS = 4
+"""Chunks kept for random access: neighbours are usually asked for together."""
+_RECENT_TABLES = 8
+"""Sample tables kept for random access: some ten MB each for shards of a million samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShuffleConfig:
+    """How an epoch is shuffled; all of it belongs to the order's identity and is saved with a checkpoint.
+
+    Attributes:
+        seed: Seed of the order; overrides the data set's ``seed`` if given.
+        window: W, in samples: how far a sample may move within its lane. None: the mean number of samples per chunk,
+            with which a lane draws from about three chunks at a time.
+        lanes: L: into how many equal parts an epoch is cut, each going through its chunks on its own. None: the largest
+            divisor of the global batch size up to max(64, an eighth of it).
+    """
+
+    seed: int | None = None
+    window: int | None = None
+    lanes: int | None = None
+
+
+class StreamingDataset:
+    """WebDataset shards in a bucket or on disk, as a set of samples.
+
+    Opening reads the index (one file per directory of shards). Small sets without an index are indexed in memory; large
+    ones can only be streamed, see the README. Thread-safe and picklable: a copy opens nothing again but connections.
+
+    Args:
+        urls: Shards: a URL or path with braces (``"s3://bucket/train/{000000..000099}.tar"``), a prefix or directory, a
+            list, or several joined by ``::``.
+        index: Directory in which the index lies; default: beside the shards.
+        fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all.
+        decode: ``"auto"``: by extension. None: raw bytes. A mapping such as ``{"jpg": "rgb8", "cls": int}``: those as
+            told, the others by extension.
+        transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; a dropped sample
+            follows ``on_error``. Runs on several threads.
+        shuffle: Whether epochs are shuffled, or a ``ShuffleConfig``.
+        seed: Seed of the order.
+        storage_options: ``endpoint_url``, ``region``, ``key``, ``secret``, ``token``, ``anon``, ``profile``, …
+        on_error: What becomes of a sample that cannot be read or decoded. ``"substitute"``: a readable neighbour takes
+            its place; ``"skip"``: so it does, but marked in ``batch["__valid__"]``; ``"raise"``: the error is raised.
+        max_bad_samples: Number (int) or share of the epoch (float) of such samples beyond which a run stops.
+
+    Raises:
+        NotFoundError, AccessDeniedError, TransferError: The shards cannot be listed or read.
+        IndexMismatchError, IndexFormatError: The index does not belong to the shards, or is damaged.
+        ConfigError: An argument cannot work.
+    """
+
+    def __init__(
+        self,
+        urls: Urls,
+        *,
+        index: str | PathLike[str] | None = None,
+        fields: Sequence[str] | None = None,
+        decode: DecodeSpec = "auto",
+        transform: Transform | None = None,
+        shuffle: bool | ShuffleConfig = True,
+        seed: int = 0,
+        storage_options: Mapping[str, object] | None = None,
+        on_error: OnError = "substitute",
+        max_bad_samples: float = 0.001,
+    ) -> None:
+        if on_error not in get_args(OnError):
+            raise ConfigError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
+        if isinstance(max_bad_samples, bool) or not isinstance(max_bad_samples, (int, float)) or max_bad_samples < 0:
+            raise ConfigError(f"max_bad_samples: expected a count or a share of the epoch, got {max_bad_samples!r}")
+        if transform is not None and not callable(transform):
+            raise ConfigError(f"transform: expected a function of one sample, got {transform!r}")
+        if isinstance(shuffle, ShuffleConfig):
+            seed = seed if shuffle.seed is None else shuffle.seed
+        elif not isinstance(shuffle, bool):
+            raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
+        self.fields = _checked_fields(fields)
+        self.decoders = resolve_decoders(decode)
+        self.transform = transform
+        self.shuffle = bool(shuffle)
+        self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
+        self.seed = seed
+        self.on_error: OnError = on_error
+        self.max_bad_samples = max_bad_samples
+        self.storage = Storage(storage_options)
+        self.shards: OpenShards = open_shards(self.storage, urls, None if index is None else str(index))
+        self._recent = _Recent(self)
+
+    @property
+    def table(self) -> ChunkTable:
+        """The chunk table.
+
+        Raises:
+            IndexMissingError: If the set has no index and is too large to index on the fly.
+        """
+        if self.shards.table is None:
+            raise IndexMissingError(self.shards.missing_index)
+        return self.shards.table
+
+    @property
+    def indexed(self) -> bool:
+        """Whether there is a chunk table; without one the set can only be streamed."""
+        return self.shards.table is not None
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self.table.total_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample number ``index`` in storage order, decoded and transformed; negative numbers count from the end.
+
+        Costs one ranged GET of the sample's own bytes where there is a sample table, else one of its chunk.
+
+        Raises:
+            IndexError: There is no such sample.
+            DecodeError: It does not decode, or ``transform`` dropped it.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index}: the data set has {len(self)} samples")
+        return self._recent.sample(index % len(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_recent": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._recent = _Recent(self)
+
+    def __repr__(self) -> str:
+        shards = f"{len(self.shards.urls)} shards"
+        return f"StreamingDataset({shards}, {len(self)} samples)" if self.indexed else f"StreamingDataset({shards})"
+
+    # --- what the engine needs (streaming.engine.pipeline.Source) ---
+
+    def urls_of(self, chunk_ids: npt.NDArray[np.int64]) -> list[str]:
+        """URL of the shard of each chunk."""
+        urls = self.shards.urls
+        return [urls[shard] for shard in self.table.shard[chunk_ids].tolist()]
+
+    def chunk(self, chunk_id: int) -> FetchRange:
+        """The bytes of a whole chunk."""
+        table = self.table
+        shard = int(table.shard[chunk_id])
+        return FetchRange(
+            url=self.shards.urls[shard],
+            byte_start=int(table.byte_start[chunk_id]),
+            byte_end=int(table.byte_end[chunk_id]),
+            num_samples=int(table.num_samples[chunk_id]),
+            crc32c=int(table.crc32c[chunk_id]),
+            shard_bytes=table.shards[shard].size_bytes,
+        )
+
+    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
+        """The bytes of samples ``[first, stop)`` of a chunk; less than the whole chunk needs a sample table."""
+        whole = self.chunk(chunk_id)
+        if first == 0 and stop == whole.num_samples:
+            return whole
+        samples = self._recent.table(int(self.table.shard[chunk_id]))
+        if samples is None:
+            raise IndexMissingError(f"{whole.url}: no sample table; build it with shard_tools index {whole.url}")
+        begin = int(self.table.first_sample[chunk_id])
+        return FetchRange(
+            url=whole.url,
+            byte_start=int(samples.record_starts[begin + first]),
+            byte_end=int(samples.record_starts[begin + stop]),
+            num_samples=stop - first,
+            crc32c=None,
+            shard_bytes=whole.shard_bytes,
+        )
+
+    def fetch(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
+        """Fill ``out`` and take it apart."""
+        return fetch_range(self.storage, wanted, out)
+
+    def has_sample_tables(self) -> bool:
+        """Whether the first shard has a sample table (a data set is indexed as a whole)."""
+        return self._recent.table(0) is not None
+
+
+class _Recent:
+    """Random access, with what was read last kept at hand. Thread-safe."""
+
+    def __init__(self, dataset: StreamingDataset) -> None:
+        self._dataset = dataset
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[int, tuple[bytes, ChunkLayout]] = OrderedDict()
+        self._tables: OrderedDict[int, SampleTable | None] = OrderedDict()
+
+    def sample(self, index: int) -> Sample:
+        table = self._dataset.table
+        starts = self._starts()
+        chunk = int(np.searchsorted(starts, index, side="right")) - 1
+        offset = index - int(starts[chunk])
+        url = self._dataset.shards.urls[int(table.shard[chunk])]
+        key, fields = self._fields(chunk, offset)
+        return self._decode(url, key, fields)
+
+    def table(self, shard: int) -> SampleTable | None:
+        """The sample table of a shard, or None if it has none."""
+        with self._lock:
+            if shard in self._tables:
+                self._tables.move_to_end(shard)
+                return self._tables[shard]
+        found = sample_table(self._dataset.storage, self._dataset.shards, shard)
+        with self._lock:
+            self._tables[shard] = found
+            while len(self._tables) > _RECENT_TABLES:
+                self._tables.popitem(last=False)
+        return found
+
+    def _starts(self) -> npt.NDArray[np.int64]:
+        counts = self._dataset.table.num_samples
+        return np.concatenate([[0], np.cumsum(counts)])
+
+    def _fields(self, chunk: int, offset: int) -> tuple[str, dict[str, bytes]]:
+        """Key and raw fields of one sample."""
+        with self._lock:
+            known = self._chunks.get(chunk)
+        if known is None and self.table(int(self._dataset.table.shard[chunk])) is not None:
+            wanted = self._dataset.slice(chunk, offset, offset + 1)
+            offset = 0
+            known = self._read(wanted)
+        elif known is None:
+            known = self._read(self._dataset.chunk(chunk))
+            with self._lock:
+                self._chunks[chunk] = known
+                while len(self._chunks) > _RECENT_CHUNKS:
+                    self._chunks.popitem(last=False)
+        data, layout = known
+        fields = {}
+        for column, name in enumerate(layout.fields):
+            start = int(layout.starts[offset, column])
+            if start >= 0 and (self._dataset.fields is None or name in self._dataset.fields):
+                fields[name] = data[start : start + int(layout.sizes[offset, column])]
+        return layout.keys[offset], fields
+
+    def _read(self, wanted: FetchRange) -> tuple[bytes, ChunkLayout]:
+        buffer = bytearray(wanted.num_bytes)
+        with memoryview(buffer) as out:
+            layout = self._dataset.fetch(wanted, out)
+        return bytes(buffer), layout
+
+    def _decode(self, url: str, key: str, fields: Mapping[str, bytes]) -> Sample:
+        sample: Sample = {"__key__": key, "__url__": url}
+        for name in sorted(fields):
+            decoder = self._dataset.decoders.decoder_for(name)
+            data = fields[name]
+            sample[name] = data if decoder is raw else decode_field(decoder, data, url=url, key=key, field=name)
+        if self._dataset.transform is None:
+            return sample
+        changed = self._dataset.transform(sample)
+        if changed is None:
+            raise DecodeError(f"{url}: sample {key!r}: transform returned None, which drops the sample")
+        return changed
+
+
+def _checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
+    if fields is None:
+        return None
+    if isinstance(fields, str) or not fields or not all(isinstance(name, str) and name for name in fields):
+        raise ConfigError(f'fields: expected names such as ("jpg", "cls"), got {fields!r}')
+    return tuple(name.removeprefix(".").lower() for name in fields)

@@ -1,0 +1,81 @@
+"""The chunk arena: one fixed byte budget of anonymous shared memory in which all fetched chunks of a rank lie."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from streaming.engine.extents import Extents
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class Arena:
+    """Room for at most ``budget_bytes`` of chunks, in memory that no file system names and that dies with its users.
+
+    The address range is twice the budget, so that fragments do not stop an allocation that the budget allows; pages
+    beyond the budget are handed back to the system as soon as they are free. Pages are committed on first touch: a
+    large budget costs nothing until it is used.
+
+    Not thread-safe: callers allocate and free under a lock of their own. Reading and writing allocated ranges from
+    any thread is fine.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = _pages(budget_bytes)
+        self._extents = Extents(2 * self.budget_bytes)
+        self.peak_bytes = 0
+        self.fd = os.memfd_create("shardstream-arena", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, self._extents.capacity)
+            self.memory = mmap.mmap(self.fd, self._extents.capacity)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.view = memoryview(self.memory)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes allocated now, in whole pages."""
+        return self._extents.used
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """Start of ``num_bytes`` of room, page-aligned, or None if the budget has no room for them now."""
+        size = _pages(num_bytes)
+        if self._extents.used + size > self.budget_bytes:
+            return None
+        start = self._extents.take(size)
+        if start is None:
+            return None
+        if start + size > self.budget_bytes:
+            self._drop_free_pages()
+        self.peak_bytes = max(self.peak_bytes, self._extents.used)
+        return start
+
+    def free(self, start: int, num_bytes: int) -> None:
+        """Give back what ``allocate(num_bytes)`` handed out."""
+        size = _pages(num_bytes)
+        self._extents.give(start, size)
+        if start + size > self.budget_bytes:
+            self.memory.madvise(mmap.MADV_REMOVE, start, size)
+
+    def close(self) -> None:
+        """Release the memory. Views that others still hold keep their pages until they are gone."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.view.release()
+        try:
+            self.memory.close()
+        except BufferError:  # somebody still reads from it: the mapping goes with its last user
+            return
+
+    def _drop_free_pages(self) -> None:
+        for start, stop in self._extents.free_ranges():
+            if start < self.budget_bytes:
+                self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+
+def _pages(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES

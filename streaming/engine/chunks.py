@@ -1,0 +1,157 @@
+"""Units in the arena: fetched in the background, shared by everybody who needs them, given back by count."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from streaming.engine.arena import Arena
+from streaming.engine.rows import RowTable
+from streaming.engine.threads import JobThreads
+from streaming.errors import DataError, IndexMismatchError
+from streaming.fetch import FetchRange
+from streaming.metrics import Metrics
+from streaming.tar import ChunkLayout
+
+Fetch = Callable[[FetchRange, memoryview], ChunkLayout]
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """One fetched piece of the arena. Changed only under the store's lock.
+
+    Attributes:
+        wanted: What to fetch.
+        start: Where its bytes lie in the arena.
+        users: Pieces of the plan that still need it; at 0 it may be dropped.
+        ready: The fetch has ended, well or badly.
+        first_row: Row of its first sample in the row table; -1 while not ready, or if its bytes are damaged.
+        damage: Why its samples cannot be read, if they cannot.
+        failure: Why the fetch failed altogether, if it did.
+    """
+
+    wanted: FetchRange
+    start: int
+    users: int = 0
+    ready: bool = False
+    first_row: int = -1
+    damage: DataError | None = None
+    failure: BaseException | None = None
+    asked_at_s: float = field(default_factory=time.monotonic)
+
+
+class ChunkStore:
+    """All units that are in the arena or on their way into it.
+
+    All methods are to be called with ``changed`` (a condition) held, except where noted; background threads take it
+    themselves and notify it when a unit becomes ready.
+
+    Attributes:
+        limit_bytes: How much of the arena to use.
+        retain: Keep units that nobody needs any more as long as there is room: the next epoch needs them again.
+    """
+
+    def __init__(
+        self, *, fetch: Fetch, arena: Arena, num_threads: int, metrics: Metrics, changed: threading.Condition,
+    ) -> None:  # fmt: skip
+        self.arena = arena
+        self.rows = RowTable()
+        self.changed = changed
+        self._fetch = fetch
+        self.limit_bytes = arena.budget_bytes
+        self.retain = False
+        self._metrics = metrics
+        self._threads = JobThreads(num_threads, "shardstream-fetch")
+        self._units: dict[int, Unit] = {}
+        self._cold: OrderedDict[int, Unit] = OrderedDict()
+        self._closed = False
+
+    def admit(self, number: int, wanted: FetchRange) -> Unit | None:
+        """The unit, with one more user; its fetch is started if need be. None if there is no room for it now."""
+        unit = self._units.get(number)
+        if unit is None:
+            start = self._allocate(wanted.num_bytes)
+            if start is None:
+                return None
+            unit = self._units[number] = Unit(wanted=wanted, start=start)
+            self._threads.submit(partial(self._run, number, unit))
+        self._cold.pop(number, None)
+        unit.users += 1
+        return unit
+
+    def release(self, number: int) -> None:
+        """One user less. Without users a unit is dropped, or kept as long as the room is not needed."""
+        unit = self._units[number]
+        unit.users -= 1
+        if unit.users == 0 and unit.ready:
+            self._retire(number, unit)
+
+    def pending(self) -> list[Unit]:
+        """Units whose fetch has not ended yet."""
+        return [unit for unit in self._units.values() if not unit.ready]
+
+    def close(self) -> None:
+        """Stop the threads and free the memory. To be called without the lock."""
+        with self.changed:
+            if self._closed:
+                return
+            self._closed = True
+        self._threads.stop()
+        self.arena.close()
+
+    def _allocate(self, num_bytes: int) -> int | None:
+        start = self._try_allocate(num_bytes)
+        while start is None and self._cold:
+            self._drop(*self._cold.popitem(last=False))
+            start = self._try_allocate(num_bytes)
+        self._metrics.peak("arena_peak_bytes", self.arena.used_bytes)
+        return start
+
+    def _try_allocate(self, num_bytes: int) -> int | None:
+        if self.arena.used_bytes + num_bytes > self.limit_bytes:
+            return None
+        return self.arena.allocate(num_bytes)
+
+    def _retire(self, number: int, unit: Unit) -> None:
+        if self.retain and unit.first_row >= 0:
+            self._cold[number] = unit
+        else:
+            self._drop(number, unit)
+
+    def _drop(self, number: int, unit: Unit) -> None:
+        del self._units[number]
+        self.arena.free(unit.start, unit.wanted.num_bytes)
+        if unit.first_row >= 0:
+            self.rows.remove(unit.first_row, unit.wanted.num_samples)
+
+    def _run(self, number: int, unit: Unit) -> None:
+        """Fetch one unit (on a background thread) and tell whoever waits."""
+        if self._closed:
+            return
+        started_s = time.monotonic()
+        layout: ChunkLayout | None = None
+        out = self.arena.view[unit.start : unit.start + unit.wanted.num_bytes]
+        try:
+            layout = self._fetch(unit.wanted, out)
+        except IndexMismatchError as error:
+            unit.failure = error
+        except DataError as error:
+            unit.damage = error
+        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+            unit.failure = error
+        finally:
+            out.release()
+        self._metrics.add("fetch_s", time.monotonic() - started_s)
+        self._metrics.add("fetched_chunks")
+        self._metrics.add("fetched_bytes", unit.wanted.num_bytes)
+        with self.changed:
+            if layout is not None and not self._closed:
+                unit.first_row = self.rows.add(layout, unit.start)
+            unit.ready = True
+            if unit.users == 0 and not self._closed:
+                self._retire(number, unit)
+            self.changed.notify_all()

@@ -1,0 +1,139 @@
+"""From the plan to work: which units the batches of one rank need, from which batch on, and until which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.fetch import FetchRange
+from streaming.plan import Plan, RankBatches
+
+Ints = npt.NDArray[np.int64]
+RangeOf = Callable[[int, int, int], FetchRange]
+"""Chunk, first sample in it, one past the last: the bytes of these samples."""
+
+BLOCK_SAMPLES = 16_384
+"""Rows planned at once: evaluating a block costs a few milliseconds, far less per row than a small one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """A unit that batches ``first_batch`` to ``last_batch`` (at the latest) of this rank use."""
+
+    unit: int
+    first_batch: int
+    last_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Planned batches ``[first, last)`` of one rank.
+
+    Attributes:
+        first: First batch.
+        last: One past the last batch.
+        rows: The n rows of these batches.
+        units: int64 [n], the unit that holds each row.
+        within: int64 [n], the row's sample within its unit.
+    """
+
+    first: int
+    last: int
+    rows: RankBatches
+    units: Ints
+    within: Ints
+
+
+class Units(Protocol):
+    """What is fetched in one piece for one rank's share of a plan. Not thread-safe.
+
+    A unit is a small number. ``needs`` lists them in the order of their first use; it may be ahead of ``block``.
+    """
+
+    def block(self, first: int, last: int) -> Block:
+        """The rows of batches ``[first, last)``."""
+
+    def needs(self) -> Iterator[Need]:
+        """Every need of the rank's remaining batches, sorted by ``first_batch``."""
+
+    def wanted(self, unit: int) -> FetchRange:
+        """The bytes of a unit."""
+
+
+class WholeChunks:
+    """Units are whole chunks, in the order in which the lanes come to them."""
+
+    def __init__(self, plan: Plan, dp_rank: int, range_of: RangeOf) -> None:
+        self._plan = plan
+        self._dp_rank = dp_rank
+        self._range_of = range_of
+
+    def block(self, first: int, last: int) -> Block:
+        """See ``Units``."""
+        rows = self._plan.rank_batches(first, last, self._dp_rank)
+        return Block(first=first, last=last, rows=rows, units=rows.chunk_ids, within=rows.offsets)
+
+    def needs(self) -> Iterator[Need]:
+        """See ``Units``."""
+        live = self._plan.chunk_intervals(self._dp_rank)
+        columns = zip(live.chunk_ids, live.first_batches, live.last_batches, strict=True)
+        for unit, first_batch, last_batch in columns:
+            yield Need(unit=int(unit), first_batch=int(first_batch), last_batch=int(last_batch))
+
+    def wanted(self, unit: int) -> FetchRange:
+        """See ``Units``."""
+        return self._range_of(unit, 0, int(self._plan.chunk_samples[unit]))
+
+
+class BatchSlices:
+    """Units are the runs of consecutive samples that one batch needs.
+
+    For plans in storage order over several ranks, where whole chunks would be read by every rank that needs a slice.
+    """
+
+    def __init__(self, plan: Plan, dp_rank: int, range_of: RangeOf) -> None:
+        self._plan = plan
+        self._dp_rank = dp_rank
+        self._range_of = range_of
+        self._first_unit: dict[int, int] = {}
+        self._runs: list[tuple[int, int, int]] = []
+        rows_per_batch = max(1, plan.global_batch_size // plan.dp_world_size)
+        self._step = max(1, BLOCK_SAMPLES // rows_per_batch)
+
+    def block(self, first: int, last: int) -> Block:
+        """See ``Units``."""
+        rows = self._plan.rank_batches(first, last, self._dp_rank)
+        units, within = np.empty_like(rows.chunk_ids), np.empty_like(rows.chunk_ids)
+        for batch in range(first, last):
+            span = slice(int(rows.row_splits[batch - first]), int(rows.row_splits[batch - first + 1]))
+            units[span], within[span] = self._slice(batch, rows.chunk_ids[span], rows.offsets[span])
+        return Block(first=first, last=last, rows=rows, units=units, within=within)
+
+    def needs(self) -> Iterator[Need]:
+        """See ``Units``."""
+        for first in range(0, self._plan.num_batches, self._step):
+            block = self.block(first, min(first + self._step, self._plan.num_batches))
+            for batch in range(block.first, block.last):
+                low, high = block.rows.row_splits[batch - first : batch - first + 2].tolist()
+                for unit in np.unique(block.units[low:high]).tolist():
+                    yield Need(unit=unit, first_batch=batch, last_batch=batch)
+
+    def wanted(self, unit: int) -> FetchRange:
+        """See ``Units``."""
+        return self._range_of(*self._runs[unit])
+
+    def _slice(self, batch: int, chunk_ids: Ints, offsets: Ints) -> tuple[Ints, Ints]:
+        """Units and places within them of one batch's rows; a batch asked for again gets the same units."""
+        known = self._first_unit.setdefault(batch, len(self._runs))
+        chunks, inverse = np.unique(chunk_ids, return_inverse=True)
+        lows = np.full(len(chunks), np.iinfo(np.int64).max)
+        highs = np.zeros(len(chunks), np.int64)
+        np.minimum.at(lows, inverse, offsets)
+        np.maximum.at(highs, inverse, offsets + 1)
+        if known == len(self._runs):
+            self._runs.extend(zip(chunks.tolist(), lows.tolist(), highs.tolist(), strict=True))
+        return known + inverse, offsets - lows[inverse]

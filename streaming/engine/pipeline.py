@@ -1,0 +1,392 @@
+"""One rank's batches of one epoch, in order: what is fetched when, what is built when, and who waits for what.
+
+Life cycle of a batch k::
+
+    planned -> its units asked for -> all of them in the arena -> being built -> built -> handed out
+
+Units are asked for strictly in the order of their first use. So batch k can be built as soon as every unit with a
+``first_batch`` of at most k is there: one number, the *frontier*, says how far that is. A unit is given back once all
+batches up to its ``last_batch`` are built.
+
+Nobody but the arena limits how far the reader runs ahead. Whoever changes a state under the lock (a fetch that ends, a
+batch that is built or handed out) also starts what has become possible; there is no thread that only coordinates.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe, Rows
+from streaming.engine.chunks import ChunkStore, Unit
+from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
+from streaming.engine.rows import RowTable
+from streaming.errors import DataError, MemoryLimitError
+from streaming.fetch import FetchRange
+from streaming.metrics import Metrics
+from streaming.plan import Plan
+from streaming.tar import ChunkLayout
+from streaming.units import format_bytes
+
+Ints = npt.NDArray[np.int64]
+
+_BLOCKS_AHEAD = 16
+"""Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
+
+
+class Source(Protocol):
+    """The data set, as the pipeline sees it. Thread-safe."""
+
+    def urls_of(self, chunk_ids: Ints) -> list[str]:
+        """URL of the shard of each chunk."""
+
+    def chunk(self, chunk_id: int) -> FetchRange:
+        """The bytes of a whole chunk."""
+
+    def fetch(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
+        """Fill ``out`` and take it apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a pipeline runs; none of it changes what is delivered.
+
+    Attributes:
+        recipe: Decode, transform, collate.
+        fields: Fields to read; None: all.
+        num_builders: Background threads that build batches; with 0 the consumer builds them itself.
+        depth: Batches that may be built but not handed out.
+    """
+
+    recipe: Recipe
+    fields: tuple[str, ...] | None
+    num_builders: int
+    depth: int
+
+
+class Pipeline:
+    """Iterator over ``(batch, global batch number)``; used once, then closed.
+
+    ``__next__`` is for one consumer thread. ``close`` may be called from any thread, at any time, more than once.
+
+    Args:
+        plan: The plan.
+        units: What is fetched in one piece.
+        source: The data set.
+        store: The arena's contents; may outlive the pipeline.
+        settings: How to run.
+        metrics: Where waits are counted.
+        report: Told of every bad sample; may raise to stop the run.
+    """
+
+    def __init__(
+        self, *, plan: Plan, units: Units, source: Source, store: ChunkStore, settings: Settings,
+        metrics: Metrics, report: BadSampleReport,
+    ) -> None:  # fmt: skip
+        self._plan = plan
+        self._units = units
+        self._source = source
+        self._store = store
+        self._settings = settings
+        self._metrics = metrics
+        self._report = report
+        self._changed = store.changed
+        self._blocks: deque[Block] = deque()
+        rows_per_batch = max(1, -(-plan.global_batch_size // plan.dp_world_size))
+        self._block_batches = max(1, BLOCK_SAMPLES // rows_per_batch)
+        self._planned = 0
+        self._needs = units.needs()
+        self._next_need: Need | None = next(self._needs, None)
+        self._coming: deque[tuple[Need, Unit]] = deque()
+        self._first_rows = np.full(len(plan.chunk_samples) + 1, -1, np.int64)
+        self._damage: dict[int, DataError] = {}
+        self._held: dict[int, int] = defaultdict(int)
+        self._releases: dict[int, list[int]] = defaultdict(list)
+        self._started = 0
+        self._handed_out = 0
+        self._built: set[int] = set()
+        self._num_built = 0
+        self._results: dict[int, tuple[Any, BaseException | None]] = {}
+        self._closed = False
+        self._builders = [
+            threading.Thread(target=self._build_loop, name=f"shardstream-build-{i}", daemon=True)
+            for i in range(settings.num_builders)
+        ]
+        for thread in self._builders:
+            thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: After the last one, and after ``close``.
+            BaseException: Whatever kept the batch from being built, once; the pipeline is closed then.
+        """
+        batch = self._handed_out
+        if batch >= self._plan.num_batches or self._closed:
+            raise StopIteration
+        try:
+            value = self._take(batch)
+        except BaseException:
+            self.close()
+            raise
+        with self._changed:
+            self._handed_out = batch + 1
+            self._advance()
+            if self._builders:
+                self._changed.notify_all()
+        return value
+
+    def close(self) -> None:
+        """Stop building, give back every unit. Waits for batches being built in the background."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._builders:
+            if thread is not threading.current_thread():
+                thread.join()
+        with self._changed:
+            for unit, count in self._held.items():
+                for _ in range(count):
+                    self._store.release(unit)
+            self._held.clear()
+            self._blocks.clear()
+            self._results.clear()
+
+    def describe(self) -> str:
+        """What the next batch waits for, for people."""
+        with self._changed:
+            pending = [unit for _, unit in self._coming if not unit.ready]
+            oldest = min(pending, key=lambda unit: unit.asked_at_s, default=None)
+            text = (
+                f"batch {self._handed_out} of {self._plan.num_batches}: units are here up to batch {self._frontier()}, "
+                f"{self._started} batches started, {self._num_built} built, {len(pending)} fetches under way, "
+                f"arena {format_bytes(self._store.arena.used_bytes)} of {format_bytes(self._store.arena.budget_bytes)}"
+            )
+        if oldest is not None:
+            wanted, age_s = oldest.wanted, time.monotonic() - oldest.asked_at_s
+            text += f"; oldest: {wanted.url} bytes {wanted.byte_start}-{wanted.byte_end}, asked {age_s:.1f} s ago"
+        return text
+
+    # --- under the lock ---
+
+    def _frontier(self) -> int:
+        """Batches below this number have all their units in the arena."""
+        if self._coming:
+            return self._coming[0][0].first_batch
+        return self._plan.num_batches if self._next_need is None else self._next_need.first_batch
+
+    def _advance(self) -> None:
+        """Start every fetch that has room, take note of every unit that has come."""
+        while self._next_need is not None:
+            need = self._next_need
+            unit = self._store.admit(need.unit, self._units.wanted(need.unit))
+            if unit is None:
+                self._check_progress(need)
+                break
+            self._held[need.unit] += 1
+            self._coming.append((need, unit))
+            self._next_need = next(self._needs, None)
+        while self._coming and self._coming[0][1].ready:
+            need, unit = self._coming.popleft()
+            self._arrived(need, unit)
+        limit = self._handed_out + _BLOCKS_AHEAD * self._block_batches
+        while self._planned < min(self._plan.num_batches, self._frontier(), limit):
+            self._plan_block()
+
+    def _arrived(self, need: Need, unit: Unit) -> None:
+        if unit.failure is not None:
+            raise unit.failure
+        if need.unit >= len(self._first_rows):
+            grown = np.full(2 * need.unit + 1, -1, np.int64)
+            grown[: len(self._first_rows)] = self._first_rows
+            self._first_rows = grown
+        self._first_rows[need.unit] = unit.first_row
+        if unit.damage is not None:
+            self._damage[need.unit] = unit.damage
+        if need.last_batch < self._num_built:
+            self._release(need.unit)
+        else:
+            self._releases[need.last_batch].append(need.unit)
+
+    def _plan_block(self) -> None:
+        first = self._planned
+        self._planned = min(first + self._block_batches, self._plan.num_batches)
+        self._blocks.append(self._units.block(first, self._planned))
+
+    def _release(self, unit: int) -> None:
+        self._held[unit] -= 1
+        if not self._held[unit]:
+            del self._held[unit]
+        self._store.release(unit)
+
+    def _finish(self, batch: int) -> None:
+        """Batch is built: give back the units of which it was the last to need."""
+        self._built.add(batch)
+        while self._num_built in self._built:
+            self._built.discard(self._num_built)
+            for unit in self._releases.pop(self._num_built, ()):
+                self._release(unit)
+            self._num_built += 1
+        while self._blocks and self._blocks[0].last <= self._num_built:
+            self._blocks.popleft()
+
+    def _check_progress(self, need: Need) -> None:
+        """A unit without room must be waiting for one that will be given back."""
+        if need.first_batch > self._num_built or self._coming or self._store.pending():
+            return
+        arena = self._store.arena
+        wanted = self._units.wanted(need.unit)
+        raise MemoryLimitError(
+            f"batch {need.first_batch} needs {wanted.url} bytes {wanted.byte_start}-{wanted.byte_end} "
+            f"({format_bytes(wanted.num_bytes)}) together with what it already holds "
+            f"({format_bytes(arena.used_bytes)}), which is more than the arena's {format_bytes(arena.budget_bytes)}. "
+            f"Raise memory_limit, or lower lanes or window in ShuffleConfig"
+        )
+
+    def _block_of(self, batch: int) -> Block:
+        for block in self._blocks:
+            if block.first <= batch < block.last:
+                return block
+        raise AssertionError(f"batch {batch} is not planned")
+
+    # --- taking and building ---
+
+    def _take(self, batch: int) -> Any:
+        """The batch, built by a builder or, if none has begun with it, right here."""
+        waited_from = time.perf_counter()
+        with self._changed:
+            while True:
+                self._advance()
+                if batch in self._results:
+                    value, error = self._results.pop(batch)
+                    self._count_wait(batch, waited_from)
+                    if error is not None:
+                        raise error
+                    return value
+                if batch == self._started and batch < self._frontier():
+                    self._started += 1
+                    break
+                self._changed.wait()
+        self._count_wait(batch, waited_from)
+        with self._metrics.timed("build_in_consumer_s"):
+            value = self._build(batch)
+        with self._changed:
+            self._finish(batch)
+        return value
+
+    def _count_wait(self, batch: int, waited_from: float) -> None:
+        waited_s = time.perf_counter() - waited_from
+        self._metrics.add("wait_s", waited_s)
+        if batch == 0:
+            self._metrics.peak("first_batch_wait_s", waited_s)
+
+    def _build_loop(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and not self._can_start():
+                    self._changed.wait()
+                if self._closed:
+                    return
+                batch = self._started
+                self._started += 1
+            error: BaseException | None = None
+            value: Any = None
+            try:
+                with self._metrics.timed("build_s"):
+                    value = self._build(batch)
+            except BaseException as caught:  # noqa: BLE001  a thread border: the consumer gets it
+                error = caught
+            with self._changed:
+                self._results[batch] = (value, error)
+                try:
+                    self._finish(batch)
+                    self._advance()
+                except BaseException as caught:  # noqa: BLE001  a thread border, too
+                    self._results[batch] = (None, error or caught)
+                self._changed.notify_all()
+
+    def _can_start(self) -> bool:
+        return self._started < min(self._frontier(), self._planned, self._handed_out + self._settings.depth)
+
+    def _build(self, batch: int) -> Any:
+        with self._changed:
+            block = self._block_of(batch)
+            low, high = block.rows.row_splits[batch - block.first : batch - block.first + 2].tolist()
+            span = slice(low, high)
+            first_rows = self._first_rows[block.units[span]]
+            damaged = np.flatnonzero(first_rows < 0).tolist()
+            damage = {row: self._damage[int(block.units[low + row])] for row in damaged}
+        builder = BatchBuilder(self._settings.recipe, lambda row: self._substitutes(block, low + row), self._report)
+        if low == high:
+            return builder.empty(next(self._any_rows()))
+        chunk_ids = block.rows.chunk_ids[span]
+        rows = self._rows(first_rows + block.within[span], chunk_ids, damage)
+        padded = self._plan.last_batch == "pad"
+        return builder.build(rows, block.rows.valid[span] if padded else None)
+
+    def _rows(self, row_numbers: Ints, chunk_ids: Ints, damage: dict[int, DataError]) -> Rows:
+        arena = self._store.arena
+        if damage:
+            row_numbers = row_numbers.copy()
+            good = [row for row in range(len(row_numbers)) if row not in damage]
+            row_numbers[list(damage)] = row_numbers[good[0]] if good else 0
+            if not good:
+                keys = [""] * len(row_numbers)
+                return Rows(memory=b"", view=memoryview(b""), keys=keys, urls=self._source.urls_of(chunk_ids),
+                            fields={}, damage=damage)  # fmt: skip
+        keys, fields = self._store.rows.select(row_numbers, self._settings.fields)
+        for row in damage:
+            keys[row] = ""
+        urls = self._source.urls_of(chunk_ids)
+        return Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage)
+
+    # --- stand-ins ---
+
+    def _substitutes(self, block: Block, row: int) -> Iterator[Rows]:
+        """Single rows to try in place of a row: its successors in its chunk, then the chunks before it in the order.
+
+        The choice depends on the plan's order alone, so it is the same on every world size.
+        """
+        chunk, offset = int(block.rows.chunk_ids[row]), int(block.rows.offsets[row])
+        order = self._plan.order(int(block.rows.passes[row]))
+        size = int(self._plan.chunk_samples[chunk])
+        yield from self._single_rows(chunk, [(offset + step) % size for step in range(1, size)])
+        place = int(order.chunk_ranks[chunk])
+        for back in range(1, len(order.chunk_order)):
+            other = int(order.chunk_order[place - back])
+            yield from self._single_rows(other, range(int(self._plan.chunk_samples[other])))
+
+    def _any_rows(self) -> Iterator[Rows]:
+        """One readable row of the epoch, for the shape of a batch without rows."""
+        for chunk in range(len(self._plan.chunk_samples)):
+            yield from self._single_rows(chunk, range(int(self._plan.chunk_samples[chunk])))
+
+    def _single_rows(self, chunk: int, offsets: Any) -> Iterator[Rows]:
+        """Samples of a chunk as single rows; fetched apart from the arena, since it may not be there any more."""
+        wanted = self._source.chunk(chunk)
+        memory = bytearray(wanted.num_bytes)
+        table = RowTable()
+        url = self._source.urls_of(np.array([chunk]))
+        try:
+            with memoryview(memory) as out:
+                first = table.add(self._source.fetch(wanted, out), 0)
+        except DataError:
+            return
+        data = bytes(memory)
+        for offset in offsets:
+            keys, fields = table.select(np.array([first + offset]), self._settings.fields)
+            yield Rows(memory=data, view=memoryview(data), keys=keys, urls=url, fields=fields, damage={})

@@ -1,0 +1,91 @@
+"""The row table: where every field of every resident sample lies in the arena, as columns."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.engine.extents import Extents
+from streaming.tar import ChunkLayout
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldRange:
+    """Where one field lies for each of n rows.
+
+    Attributes:
+        starts: int64 [n], first byte in the arena; meaningless where ``sizes`` is -1.
+        sizes: int64 [n], number of bytes; -1 where the sample lacks the field.
+    """
+
+    starts: Ints
+    sizes: Ints
+
+
+class RowTable:
+    """Columns over all resident samples; a row number is a sample's place in them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._extents = Extents(0)
+        self._keys: list[str] = []
+        self._fields: dict[str, tuple[Ints, Ints]] = {}
+
+    def add(self, layout: ChunkLayout, base: int) -> int:
+        """Enter a chunk whose bytes start at ``base`` in the arena; returns the row of its first sample."""
+        num_samples = len(layout.keys)
+        with self._lock:
+            while (first := self._extents.take(num_samples)) is None:
+                self._grow(num_samples)
+            rows = slice(first, first + num_samples)
+            self._keys[rows] = layout.keys
+            for name in layout.fields:
+                if name not in self._fields:
+                    self._fields[name] = self._column()
+            for name, (starts, sizes) in self._fields.items():
+                if name in layout.fields:
+                    column = layout.fields.index(name)
+                    starts[rows] = layout.starts[:, column] + base
+                    sizes[rows] = np.where(layout.starts[:, column] < 0, -1, layout.sizes[:, column])
+                else:
+                    sizes[rows] = -1
+        return first
+
+    def remove(self, first: int, num_samples: int) -> None:
+        """Give back the rows of a chunk."""
+        with self._lock:
+            self._extents.give(first, num_samples)
+
+    def select(self, rows: Ints, fields: tuple[str, ...] | None) -> tuple[list[str], dict[str, FieldRange]]:
+        """Keys, and the places of the fields (all that any of the rows has, or those asked for), of some rows."""
+        with self._lock:
+            keys = self._keys
+            found = [keys[row] for row in rows.tolist()]
+            ranges: dict[str, FieldRange] = {}
+            for name in sorted(self._fields) if fields is None else fields:
+                column = self._fields.get(name)
+                if column is None:
+                    continue
+                sizes = column[1][rows]
+                if fields is not None or sizes.max(initial=-1) >= 0:
+                    ranges[name] = FieldRange(starts=column[0][rows], sizes=sizes)
+        return found, ranges
+
+    def _column(self) -> tuple[Ints, Ints]:
+        capacity = self._extents.capacity
+        return np.zeros(capacity, np.int64), np.full(capacity, -1, np.int64)
+
+    def _grow(self, num_samples: int) -> None:
+        """Room for ``num_samples`` more rows in one piece, at least doubling."""
+        old = self._extents.capacity
+        self._extents.grow(max(4096, 2 * old, old + num_samples))
+        self._keys.extend([""] * (self._extents.capacity - old))
+        for name, (starts, sizes) in self._fields.items():
+            grown = self._column()
+            grown[0][:old], grown[1][:old] = starts, sizes
+            self._fields[name] = grown

@@ -1,0 +1,97 @@
+"""Fetching one unit: a run of consecutive samples of one shard, checked and taken apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import crc32c
+
+from streaming.errors import ChecksumError, IndexMismatchError, NotFoundError, StorageError
+from streaming.storage import Storage
+from streaming.tar import ChunkLayout, parse_chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchRange:
+    """What one ranged GET asks for: ``num_samples`` whole samples of one shard.
+
+    Attributes:
+        url: The shard.
+        byte_start: First byte in the shard.
+        byte_end: One past the last byte.
+        num_samples: Samples that the range holds, by the index.
+        crc32c: CRC32C of the bytes, or None where the index has none for this range; the tar header checksums are
+            verified instead.
+        shard_bytes: Size of the whole shard, by the index.
+    """
+
+    url: str
+    byte_start: int
+    byte_end: int
+    num_samples: int
+    crc32c: int | None
+    shard_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the range."""
+        return self.byte_end - self.byte_start
+
+
+def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview) -> ChunkLayout:
+    """Fill ``out`` (exactly ``wanted.num_bytes`` long) and return where each field lies, relative to ``out``.
+
+    Bytes that differ from the index's checksum are fetched once more before they count as damaged.
+
+    Raises:
+        IndexMismatchError: The shard is missing, or is another one than the index describes.
+        ChecksumError: The bytes are damaged, in a shard of the right size.
+        TarError: The bytes match no checksum (there is none) and are not whole samples.
+        StorageError: The store did not deliver.
+    """
+    try:
+        storage.read_into(wanted.url, wanted.byte_start, out)
+        if wanted.crc32c is not None and crc32c.crc32c(out) != wanted.crc32c:
+            storage.read_into(wanted.url, wanted.byte_start, out)
+            _check(storage, wanted, out)
+    except NotFoundError as error:
+        raise IndexMismatchError(
+            f"{wanted.url}: the index lists this shard, but the store does not have it. Bring the shard back, or "
+            f"rebuild the index: shard_tools index <urls of the shards that there are>"
+        ) from error
+    except StorageError as error:
+        _check_size(storage, wanted, error)
+        raise
+    layout = parse_chunk(out, url=wanted.url, base=wanted.byte_start, verify_headers=wanted.crc32c is None)
+    if len(layout.keys) != wanted.num_samples:
+        raise IndexMismatchError(
+            f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: {len(layout.keys)} samples where the index "
+            f"says {wanted.num_samples}. Rebuild the index: shard_tools index --force {wanted.url}"
+        )
+    return layout
+
+
+def _check(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
+    got = crc32c.crc32c(out)
+    if got == wanted.crc32c:
+        return
+    _check_size(storage, wanted, None)
+    raise ChecksumError(
+        f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: CRC32C {got:08x}, the index says "
+        f"{wanted.crc32c:08x}, twice in a row. The shard is damaged, or was replaced by one of the same size. "
+        f"shard_tools verify {wanted.url} lists what differs; shard_tools index --force accepts the shard as it is"
+    )
+
+
+def _check_size(storage: Storage, wanted: FetchRange, cause: Exception | None) -> None:
+    """Explain a failed read by the size of the shard, if that is what is wrong."""
+    try:
+        size_bytes = storage.info(wanted.url).size_bytes
+    except StorageError:
+        return
+    if size_bytes != wanted.shard_bytes:
+        raise IndexMismatchError(
+            f"{wanted.url}: {size_bytes} bytes, the index says {wanted.shard_bytes}: the shard was replaced or "
+            f"truncated after it was indexed. Restore it, or rebuild the index: "
+            f"shard_tools index --force {wanted.url}"
+        ) from cause

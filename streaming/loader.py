@@ -1,0 +1,174 @@
+"""``DataLoader``: the loop that training runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from streaming.dataset import StreamingDataset
+from streaming.engine.build import Recipe
+from streaming.errors import ConfigError
+from streaming.loop import (
+    EpochLoop,
+    LoopConfig,
+    checked_last_batch,
+    checked_memory_limit,
+    resolve_batch_size,
+    resolve_mesh,
+)  # fmt: skip
+from streaming.state import LoaderState
+from streaming.streamed import StreamedLoop
+
+
+class DataLoader:
+    """Batches of this process's share of a data set, epoch after epoch.
+
+    Every sample of an epoch reaches exactly one data-parallel rank, every rank gets the same number of batches, and the
+    content of global batch k depends only on the data set, its order settings, the epoch and the global batch size.
+
+    For one thread. A batch belongs to whoever got it. Leaving the loop early is fine; the next ``for`` starts the same
+    epoch anew.
+
+    Args:
+        dataset: A ``StreamingDataset``, or a callable that makes one.
+        batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
+        global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
+        num_workers: Threads that decode; 0: as many as there are cores, up to 4.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: found in the environment.
+        last_batch: ``"drop"`` leaves out samples that do not fill a global batch; ``"pad"`` repeats samples and marks
+            them False in ``batch["__valid__"]`` (bool [B], in every batch); ``"partial"`` gives smaller batches (of 0
+            rows, where there are fewer samples than ranks).
+        epoch_size: Samples in a virtual epoch over endless repetition; default: one pass over the data.
+        collate_fn: Function of the list of samples (dicts) of one batch; default: equal-shaped arrays and numbers
+            become tensors, everything else a list.
+        prefetch_factor: Batches built ahead, per worker.
+        pin_memory: Page-lock the batch's tensors (needs CUDA).
+        memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
+
+    Raises:
+        ConfigError: An argument, or a combination, cannot work.
+    """
+
+    _inline = False
+    """Batches are built by the thread that asks for them."""
+
+    def __init__(
+        self,
+        dataset: StreamingDataset | Callable[[], StreamingDataset],
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        num_workers: int = 0,
+        device_mesh: Any = None,
+        last_batch: str = "drop",
+        epoch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        memory_limit: int | str = "4GiB",
+    ) -> None:
+        if callable(dataset) and not isinstance(dataset, StreamingDataset):
+            dataset = dataset()
+        if not isinstance(dataset, StreamingDataset):
+            raise ConfigError(f"dataset: expected a StreamingDataset, or a function that makes one, got {dataset!r}")
+        _check_count("num_workers", num_workers, 0)
+        _check_count("prefetch_factor", prefetch_factor, 1)
+        if epoch_size is not None:
+            _check_count("epoch_size", epoch_size, 1)
+        mesh = resolve_mesh(device_mesh)
+        builders = 0 if self._inline else num_workers or min(4, os.cpu_count() or 1)
+        recipe = Recipe(
+            decoders=dataset.decoders, transform=dataset.transform, collate_fn=collate_fn, on_error=dataset.on_error,
+            finish=_pin if pin_memory and torch.cuda.is_available() else None,
+        )  # fmt: skip
+        self.dataset = dataset
+        self.device_mesh = mesh
+        config = LoopConfig(
+            global_batch_size=resolve_batch_size(batch_size, global_batch_size, mesh),
+            mesh=mesh,
+            last_batch=checked_last_batch(last_batch),
+            epoch_size=epoch_size,
+            memory_limit_bytes=checked_memory_limit(memory_limit),
+            num_builders=builders,
+            depth=prefetch_factor * max(1, builders),
+            recipe=recipe,
+        )
+        self._loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the next one to start."""
+        return self._loop.epoch
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one batch over all data-parallel ranks."""
+        return self._loop.config.global_batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch in progress; after its last batch, ``epoch`` is the next one."""
+        return self._loop.run()
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch, the same on every rank."""
+        return self._loop.num_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``; if it is the one in progress, a loaded position is kept."""
+        self._loop.set_epoch(epoch)
+
+    def seed(self, seed: int) -> None:
+        """A new order, from the next epoch that starts."""
+        self._loop.set_seed(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch handed out last: small, JSON-able, the same on every rank."""
+        return self._loop.state().to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``, of any world size and number of workers.
+
+        Raises:
+            StateError: It is malformed or belongs to another data set.
+        """
+        self._loop.load(LoaderState.from_dict(state))
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters and waits since the loader was made, by name and unit; ``bad`` lists this epoch's bad samples."""
+        return self._loop.report()
+
+    def describe(self) -> str:
+        """In words: what the next batch waits for at this moment."""
+        return self._loop.describe()
+
+    def close(self) -> None:
+        """Stop threads and free memory. The loader may be used again, from the start of the epoch in progress."""
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_count(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name}: expected an integer of at least {minimum}, got {value!r}")
+
+
+def _pin(batch: Any) -> Any:
+    """``batch`` with its tensors in page-locked memory."""
+    if isinstance(batch, torch.Tensor):
+        return batch.pin_memory()
+    if isinstance(batch, Mapping):
+        return {name: _pin(value) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor):
+        return type(batch)(_pin(value) for value in batch)
+    return batch

@@ -1,0 +1,332 @@
+"""What every loop over a data set has: epochs, a position that can be saved, one arena, an account of bad samples."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from infra import DeviceMesh, as_device_mesh
+from streaming.bad_samples import BadSamples
+from streaming.dataset import StreamingDataset
+from streaming.engine.arena import PAGE_BYTES, Arena
+from streaming.engine.build import Recipe
+from streaming.engine.chunks import ChunkStore
+from streaming.engine.needs import BatchSlices, Units, WholeChunks
+from streaming.engine.pipeline import Pipeline, Settings
+from streaming.errors import ConfigError, MemoryLimitError, StateError
+from streaming.metrics import Metrics
+from streaming.order import OrderSettings, checked_int, default_lanes, default_window
+from streaming.plan import LastBatch, Plan
+from streaming.state import LoaderState
+from streaming.units import format_bytes, parse_bytes
+
+READ_AHEAD_BYTES = 512 << 20
+"""How far the reader runs ahead of what is needed, memory allowing: half a second of 10 Gbit/s."""
+FETCH_THREADS = 16
+"""Ranged GETs under way at once; more gave no more bytes per second from any store measured (docs/design/0002)."""
+_ARENA_SHARE = 0.75
+"""Of memory_limit; the rest is for batches that are built but not handed out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """The choices behind a loop, checked.
+
+    Attributes:
+        global_batch_size: Samples of one batch over all data-parallel ranks.
+        mesh: Where this process is.
+        last_batch: What becomes of the epoch's tail.
+        epoch_size: Samples of a virtual epoch, or None.
+        memory_limit_bytes: For everything that is buffered on this rank.
+        num_builders: Background threads that build batches.
+        depth: Batches built ahead.
+        recipe: Decode, transform, collate.
+    """
+
+    global_batch_size: int
+    mesh: DeviceMesh
+    last_batch: LastBatch
+    epoch_size: int | None
+    memory_limit_bytes: int
+    num_builders: int
+    depth: int
+    recipe: Recipe
+
+
+def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, mesh: DeviceMesh) -> int:
+    """The global batch size; exactly one of the two is to be given.
+
+    Raises:
+        ConfigError: None or both are given, or the one given is no positive integer, or less than a sample per rank.
+    """
+    if (batch_size is None) == (global_batch_size is None):
+        raise ConfigError(
+            "give exactly one of batch_size (samples per data-parallel rank) and global_batch_size (over all ranks); "
+            f"got batch_size={batch_size!r}, global_batch_size={global_batch_size!r}"
+        )
+    name, value = ("batch_size", batch_size) if batch_size is not None else ("global_batch_size", global_batch_size)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: expected a positive integer, got {value!r}")
+    if batch_size is not None:
+        return batch_size * mesh.data_world_size
+    if value < mesh.data_world_size:
+        raise ConfigError(
+            f"global_batch_size: {value} samples cannot be dealt to {mesh.data_world_size} data-parallel ranks; "
+            f"use at least {mesh.data_world_size}, or fewer ranks"
+        )
+    return value
+
+
+class EpochLoop:
+    """Position, plan and engine of one rank. Used by one thread, but for ``metrics`` and ``close``."""
+
+    def __init__(self, dataset: StreamingDataset, config: LoopConfig) -> None:
+        self.dataset = dataset
+        self.config = config
+        self.metrics = Metrics()
+        table = dataset.table
+        shuffle = dataset.shuffle_config
+        lanes = shuffle.lanes or default_lanes(config.global_batch_size)
+        window = shuffle.window
+        if window is None:
+            window = default_window(table.total_samples, table.num_chunks)
+        shuffled = dataset.shuffle
+        self.order = OrderSettings(
+            seed=dataset.seed,
+            lanes=lanes if shuffled else 1,
+            window=window if shuffled else 0,
+            shuffle=shuffled,
+        )
+        self.epoch = 0
+        self.samples_seen = 0
+        self._resume_at = 0
+        self.next_seed: int | None = None
+        self._store: ChunkStore | None = None
+        self._running: Pipeline | None = None
+        self._bad = BadSamples(dataset.max_bad_samples, self.metrics)
+        self._chunk_bytes: npt.NDArray[np.int64] = _whole_pages(table.byte_end - table.byte_start)
+        self._check_enough_samples()
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of a whole epoch."""
+        total = self.config.epoch_size or self.dataset.table.total_samples
+        size = self.config.global_batch_size
+        return total // size if self.config.last_batch == "drop" else -(-total // size)
+
+    def run(self) -> Iterator[Any]:
+        """The rest of the epoch in progress, batch by batch; the position moves on before a batch is handed out.
+
+        A loop that is left early stands where it was left in ``state``, but a new one starts the epoch anew.
+        """
+        self._stop_running()
+        start, self._resume_at = self._resume_at, 0
+        self.samples_seen = start
+        if start == 0 and self.next_seed is not None:
+            self.order = OrderSettings(**{**self.order.to_dict(), "seed": self.next_seed})
+            self.next_seed = None
+        plan = self._plan(start)
+        if plan.num_batches:
+            pipeline = self._running = self._pipeline(plan)
+            try:
+                for batch in pipeline:
+                    self.samples_seen = min(self.samples_seen + plan.global_batch_size, plan.num_samples)
+                    self.metrics.add("batches")
+                    yield batch
+                if self._running is not pipeline:
+                    return
+            finally:
+                pipeline.close()
+                if self._running is pipeline:
+                    self._running = None
+        self.epoch += 1
+        self.samples_seen = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; where it is the one in progress, a loaded position is kept."""
+        if checked_int("epoch", epoch, 0, 2**62) != self.epoch:
+            self._stop_running()
+            self.epoch, self.samples_seen, self._resume_at = epoch, 0, 0
+
+    def set_seed(self, seed: int) -> None:
+        """A new order from the next epoch that starts."""
+        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+
+    def state(self) -> LoaderState:
+        """The position; the same on every rank."""
+        return LoaderState(
+            epoch=self.epoch,
+            samples_seen=self.samples_seen or self._resume_at,
+            order=self.order,
+            next_seed=self.next_seed,
+            fingerprint=self.dataset.table.fingerprint,
+            num_samples=self.dataset.table.total_samples,
+            epoch_size=self.config.epoch_size,
+        )
+
+    def load(self, state: LoaderState) -> None:
+        """Go on from ``state``: its order settings are taken over, its data set must be this one.
+
+        Raises:
+            StateError: It belongs to another data set, epoch size or kind of order.
+        """
+        table = self.dataset.table
+        if state.fingerprint != table.fingerprint:
+            raise StateError(
+                f"this state belongs to another data set: {state.num_samples} samples, fingerprint "
+                f"{state.fingerprint[:12]}; this one has {table.total_samples} samples, fingerprint "
+                f"{table.fingerprint[:12]}. Open the same shards in the same order, with the index they had"
+            )
+        if state.epoch_size != self.config.epoch_size:
+            raise StateError(
+                f"epoch_size: the state has {state.epoch_size}, this loader {self.config.epoch_size}; give the same"
+            )
+        if state.order.shuffle != self.order.shuffle:
+            raise StateError(
+                f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
+            )
+        self._stop_running()
+        self.epoch, self.samples_seen, self._resume_at = state.epoch, state.samples_seen, state.samples_seen
+        self.order, self.next_seed = state.order, state.next_seed
+
+    def report(self) -> dict[str, Any]:
+        """All metrics, and this epoch's bad samples by name."""
+        return {**self.metrics.snapshot(), "bad": self._bad.listing()}
+
+    def describe(self) -> str:
+        """What the loop waits for at this moment."""
+        running = self._running
+        return "not running" if running is None else running.describe()
+
+    def close(self) -> None:
+        """Stop threads, free memory. The loop may be used again; it starts them anew."""
+        self._stop_running()
+        store, self._store = self._store, None
+        if store is not None:
+            self._finalizer()
+
+    def _stop_running(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def _plan(self, start: int) -> Plan:
+        return Plan(
+            self.dataset.table.num_samples,
+            self.order,
+            global_batch_size=self.config.global_batch_size,
+            dp_world_size=self.config.mesh.data_world_size,
+            last_batch=self.config.last_batch,
+            epoch=self.epoch,
+            epoch_size=self.config.epoch_size,
+            start=start,
+        )
+
+    def _pipeline(self, plan: Plan) -> Pipeline:
+        dp_rank = self.config.mesh.data_rank
+        sliced = not self.order.shuffle and plan.dp_world_size > 1 and self.dataset.has_sample_tables()
+        units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset.slice)
+        store = self._open_store()
+        store.limit_bytes = store.arena.budget_bytes if sliced else self._arena_bytes(plan, dp_rank)
+        store.retain = not sliced and store.limit_bytes >= self._rank_bytes(plan, dp_rank)
+        self._bad.start_epoch(plan.num_samples)
+        return Pipeline(
+            plan=plan,
+            units=units,
+            source=self.dataset,
+            store=store,
+            settings=Settings(
+                recipe=self.config.recipe,
+                fields=self.dataset.fields,
+                num_builders=self.config.num_builders,
+                depth=self.config.depth,
+            ),
+            metrics=self.metrics,
+            report=self._bad.report,
+        )
+
+    def _open_store(self) -> ChunkStore:
+        if self._store is None:
+            self._store = ChunkStore(
+                fetch=self.dataset.fetch,
+                arena=Arena(self.config.memory_limit_bytes),
+                num_threads=FETCH_THREADS,
+                metrics=self.metrics,
+                changed=threading.Condition(),
+            )
+            self._finalizer = weakref.finalize(self, self._store.close)
+        return self._store
+
+    def _rank_bytes(self, plan: Plan, dp_rank: int) -> int:
+        """Bytes of all the chunks that this rank needs in the epoch."""
+        return int(self._chunk_bytes[np.unique(plan.chunk_intervals(dp_rank).chunk_ids)].sum())
+
+    def _arena_bytes(self, plan: Plan, dp_rank: int) -> int:
+        """What of memory_limit the arena uses: all that is needed at once, and some read-ahead.
+
+        Raises:
+            MemoryLimitError: The first does not fit.
+        """
+        limit = self.config.memory_limit_bytes
+        live = plan.live_bytes(self._chunk_bytes, dp_rank)
+        if live > int(limit * _ARENA_SHARE):
+            lanes = -(-plan.settings.lanes // plan.dp_world_size)
+            mean = int(self._chunk_bytes.mean())
+            per_chunk = plan.samples_per_pass / len(plan.chunk_samples)
+            need = math.ceil(live / _ARENA_SHARE / (64 << 20)) * 64
+            raise MemoryLimitError(
+                f"memory_limit: {format_bytes(limit)} are too little for this plan. Rank {dp_rank} of "
+                f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
+                f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
+                f"needs up to {format_bytes(live)} of chunks at the same time, and chunks get {_ARENA_SHARE:.0%} of "
+                f'the limit. Either memory_limit="{need}MiB", or fewer lanes (ShuffleConfig(lanes='
+                f"{max(1, int(plan.settings.lanes * limit * _ARENA_SHARE // live))})), or a smaller window"
+            )
+        return min(int(limit * _ARENA_SHARE), live + READ_AHEAD_BYTES)
+
+    def _check_enough_samples(self) -> None:
+        total = self.config.epoch_size or self.dataset.table.total_samples
+        ranks, size = self.config.mesh.data_world_size, self.config.global_batch_size
+        if total < ranks:
+            raise ConfigError(
+                f"{total} samples cannot be dealt to {ranks} data-parallel ranks: some would get none in the whole "
+                f"epoch. Use at most {total} ranks, or epoch_size to repeat the data"
+            )
+        if total < size and self.config.last_batch == "drop":
+            raise ConfigError(
+                f'{total} samples do not fill one global batch of {size} ({ranks} ranks), and last_batch="drop" leaves '
+                f'out what does not: the epoch would be empty. Use last_batch="pad" or "partial", a smaller batch, or '
+                f"epoch_size to repeat the data"
+            )
+
+
+def resolve_mesh(device_mesh: Any) -> DeviceMesh:
+    """The mesh given, or the one found in the environment."""
+    return as_device_mesh(device_mesh)
+
+
+def checked_last_batch(last_batch: str) -> LastBatch:
+    """``last_batch`` itself.
+
+    Raises:
+        ConfigError: It is none of the three.
+    """
+    if last_batch not in get_args(LastBatch):
+        raise ConfigError(f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {last_batch!r}")
+    return last_batch  # type: ignore[return-value]
+
+
+def checked_memory_limit(memory_limit: int | str) -> int:
+    """``memory_limit`` in bytes."""
+    return parse_bytes(memory_limit, name="memory_limit")
+
+
+def _whole_pages(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return -(-sizes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,82 @@
+"""Opening a data set: from the URLs that a user writes to shards with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from os import PathLike
+
+from streaming.errors import IndexMissingError, NotFoundError
+from streaming.index import ChunkTable, SampleTable
+from streaming.scan import load_index, load_sample_table, scan_shard
+from streaming.storage import Storage, expand_urls, split_url
+from streaming.units import format_bytes
+
+SCAN_LIMIT_BYTES = 1 << 30
+"""Sets up to this size are indexed at every start: a second of reading from disk, some from a bucket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenShards:
+    """Shards in the order of the data set.
+
+    Attributes:
+        urls: The shards.
+        table: The chunk table over them; None for a large set without an index.
+        missing_index: Why there is none, and the cure; "" if there is one.
+        index: Where the index lies, if not beside the shards.
+        scanned: Sample tables of a set that was indexed on the fly, one per shard; else None.
+    """
+
+    urls: tuple[str, ...]
+    table: ChunkTable | None
+    missing_index: str
+    index: str | None
+    scanned: tuple[SampleTable, ...] | None
+
+
+def open_shards(
+    storage: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None
+) -> OpenShards:
+    """The shards that ``urls`` stand for, with their index; small sets without one are indexed in memory.
+
+    Raises:
+        NotFoundError: Nothing matches, or a shard is missing.
+        IndexMismatchError: The index does not cover or describe these shards.
+    """
+    shards = tuple(expand_urls(urls, storage))
+    try:
+        table = load_index(storage, shards, index)
+    except IndexMissingError as missing:
+        return _without_index(storage, shards, index, missing)
+    return OpenShards(urls=shards, table=table, missing_index="", index=index, scanned=None)
+
+
+def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTable | None:
+    """The sample table of one shard, or None if there is none."""
+    if shards.scanned is not None:
+        return shards.scanned[shard]
+    try:
+        return load_sample_table(storage, shards.urls[shard], shards.index)
+    except (NotFoundError, IndexMissingError):
+        return None
+
+
+def _without_index(
+    storage: Storage, urls: tuple[str, ...], index: str | None, missing: IndexMissingError
+) -> OpenShards:
+    with ThreadPoolExecutor(min(16, len(urls)), "shardstream-open") as threads:
+        sizes = list(threads.map(lambda url: storage.info(url).size_bytes, urls))
+        compressed = [url for url in urls if url.partition("?")[0].endswith((".gz", ".tgz"))]
+        total_bytes = sum(sizes)
+        if total_bytes > SCAN_LIMIT_BYTES or compressed:
+            why = (
+                f"{compressed[0]} is compressed, and compressed shards have no index"
+                if compressed
+                else f"{missing}; its {format_bytes(total_bytes)} are too much to index at every start"
+            )
+            return OpenShards(urls=urls, table=None, missing_index=why, index=index, scanned=None)
+        scanned = tuple(threads.map(lambda url: scan_shard(storage, url, split_url(url)[1]), urls))
+    table = ChunkTable.concat([samples.chunks for samples in scanned])
+    return OpenShards(urls=urls, table=table, missing_index="", index=index, scanned=scanned)
