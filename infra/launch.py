@@ -172,12 +172,8 @@ def _single(env: Environ) -> Launch:
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if rank not in {None, 0} or world_size not in {None, 1}:
         have, lack = ("RANK", "WORLD_SIZE") if rank is not None else ("WORLD_SIZE", "RANK")
-        raise MeshError(
-            f"{have}={env[have]} is set but {lack} is not: set both, or unset {have} for a single process"
-        )
-    return Launch(
-        launcher="single", rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1
-    )
+        raise MeshError(f"{have}={env[have]} is set but {lack} is not: set both, or unset {have} for a single process")
+    return Launch(launcher="single", rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
 
 
 def _check_exported_rank(env: Environ, inner: Launch, outer: Launch) -> None:
@@ -194,9 +190,7 @@ def _check_half_set(env: Environ, launch: Launch) -> None:
     """Scripts export WORLD_SIZE (or RANK) and leave the rest to SLURM or MPI: fine, if it agrees."""
     for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.world_size)):
         if name in env and _integer(env, name) != value:
-            raise MeshError(
-                f"{name}={env[name]}, but {launch.launcher} says {value}: correct or unset {name}"
-            )
+            raise MeshError(f"{name}={env[name]}, but {launch.launcher} says {value}: correct or unset {name}")
 
 
 def _launch(env: Environ, launcher: str, **sources: str | int | None) -> Launch:
@@ -215,9 +209,7 @@ def _launch(env: Environ, launcher: str, **sources: str | int | None) -> Launch:
             master_port=_integer(env, "MASTER_PORT"),
         )
     except MeshError as error:
-        shown = ", ".join(
-            f"{src}={env[src]}" for src in sources.values() if isinstance(src, str) and src in env
-        )
+        shown = ", ".join(f"{src}={env[src]}" for src in sources.values() if isinstance(src, str) and src in env)
         raise MeshError(f"{error} (from {shown}): correct these variables or unset them") from None
 
 

@@ -265,9 +265,7 @@ class DeviceMesh:
         """
         sizes = self.axis_sizes
         if not 0 <= data_rank < self.data_world_size:
-            raise MeshError(
-                f"data rank {data_rank} is outside [0, {self.data_world_size}) of {axes.show(sizes)}"
-            )
+            raise MeshError(f"data rank {data_rank} is outside [0, {self.data_world_size}) of {axes.show(sizes)}")
         # Positions ascend row-major, and replica_axes keep the mesh's order: sorted by replica rank.
         return tuple(
             rank

@@ -125,9 +125,7 @@ def layer(module: str) -> int:
     if module in LAYER_OF:
         return LAYER_OF[module]
     parent = module.rpartition(".")[0]
-    assert parent not in {"", "streaming"}, (
-        f"{module} is in no layer: add it to the table of 0001 and to LAYERS"
-    )
+    assert parent not in {"", "streaming"}, f"{module} is in no layer: add it to the table of 0001 and to LAYERS"
     return layer(parent)
 
 
@@ -182,9 +180,7 @@ def test_each_optional_dependency_is_known_to_one_adapter_module() -> None:
         for user in users:
             top = {a.name for n in tree(user).body if isinstance(n, ast.Import) for a in n.names}
             top |= {n.module or "" for n in tree(user).body if isinstance(n, ast.ImportFrom)}
-            assert package not in {name.split(".")[0] for name in top}, (
-                f"{user} needs {package} just to be imported"
-            )
+            assert package not in {name.split(".")[0] for name in top}, f"{user} needs {package} just to be imported"
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
@@ -211,9 +207,7 @@ def test_the_pure_layer_does_no_io_and_reads_no_clock(module: str) -> None:
         if isinstance(node, ast.Call):
             assert getattr(node.func, "id", "") != "open", f"{module}:{node.lineno} opens a file"
         if isinstance(node, ast.Attribute) and node.attr == "random":
-            raise AssertionError(
-                f"{module}:{node.lineno}: numpy.random changes between releases, the order must not"
-            )
+            raise AssertionError(f"{module}:{node.lineno}: numpy.random changes between releases, the order must not")
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
@@ -227,15 +221,9 @@ def test_no_pickle_of_data_no_shell_no_eval(module: str) -> None:
         if isinstance(node, ast.Call):
             keywords = {k.arg: k.value for k in node.keywords}
             shell, allow = keywords.get("shell"), keywords.get("allow_pickle")
-            assert not (isinstance(shell, ast.Constant) and shell.value), (
-                f"{module}:{node.lineno} starts a shell"
-            )
-            assert not (isinstance(allow, ast.Constant) and allow.value), (
-                f"{module}:{node.lineno} allows pickle"
-            )
-            assert getattr(node.func, "id", "") not in {"eval", "exec"}, (
-                f"{module}:{node.lineno} evaluates text"
-            )
+            assert not (isinstance(shell, ast.Constant) and shell.value), f"{module}:{node.lineno} starts a shell"
+            assert not (isinstance(allow, ast.Constant) and allow.value), f"{module}:{node.lineno} allows pickle"
+            assert getattr(node.func, "id", "") not in {"eval", "exec"}, f"{module}:{node.lineno} evaluates text"
 
 
 PROBE = """
@@ -289,9 +277,7 @@ def third_party_of(package: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_have_no_side_effects(package: str) -> None:
-    names = ", ".join(
-        name for name in sorted(modules()) if is_under(name, (package,)) and "__main__" not in name
-    )
+    names = ", ".join(name for name in sorted(modules()) if is_under(name, (package,)) and "__main__" not in name)
     code = PROBE % {"before": third_party_of(package), "root": str(ROOT), "module": names}
     ran = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", code],

@@ -71,9 +71,7 @@ def sized_orders(draw: st.DrawFn) -> tuple[tuple[str, ...], dict[str, int]]:
 
 
 def played(order: tuple[str, ...], sizes: dict[str, int], rank: int = 0) -> DeviceMesh:
-    return DeviceMesh.from_sizes(
-        **{f"{name}_size": size for name, size in sizes.items()}, rank=rank, order=order
-    )
+    return DeviceMesh.from_sizes(**{f"{name}_size": size for name, size in sizes.items()}, rank=rank, order=order)
 
 
 # ---------------------------------------------------------------- the share of each rank
@@ -91,9 +89,7 @@ def test_replicas_share_and_data_ranks_partition_the_world(
         by_data_coordinates.setdefault((at["dp"], at["fsdp"]), set()).add(mesh.data_rank)
     # Same data coordinates, same share; other data coordinates, another share; every share is taken.
     assert all(len(shares) == 1 for shares in by_data_coordinates.values())
-    assert sorted(next(iter(s)) for s in by_data_coordinates.values()) == list(
-        range(sizes["dp"] * sizes["fsdp"])
-    )
+    assert sorted(next(iter(s)) for s in by_data_coordinates.values()) == list(range(sizes["dp"] * sizes["fsdp"]))
     assert {mesh.data_world_size for mesh in meshes} == {sizes["dp"] * sizes["fsdp"]}
     # replicas_of partitions the world and agrees with each rank's own view.
     members = [meshes[0].replicas_of(share) for share in range(meshes[0].data_world_size)]
