@@ -1,0 +1,14 @@
+"""``python -m shard_tools`` and the console script ``shard_tools``."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Runs the command line and exits with its code."""
+    from shard_tools.cli import cli  # noqa: PLC0415  (starts faster when only the entry point is imported)
+
+    cli(prog_name="shard_tools")
+
+
+if __name__ == "__main__":
+    main()

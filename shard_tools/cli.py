@@ -1,0 +1,232 @@
+"""The command line: every verb is a thin command over one library function.
+
+Exit codes: 0 done, 1 a finding or a failure, 2 wrong usage, 130 stopped by Ctrl-C. Results go to standard output,
+progress and errors to standard error; an error is one message without a traceback unless ``--debug`` is given.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from shard_tools import render
+from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
+from shard_tools.inspect import cat_field, describe_sample, info, list_samples
+from shard_tools.options import PAIR, SIZE, as_storage_options, index_option, json_option, with_storage_options
+from shard_tools.progress import progress_bar
+from shard_tools.reindex import index
+from shard_tools.verify import verify
+from streaming.errors import ConfigError, ShardstreamError
+from streaming.storage import Storage
+
+_DEFAULT_MAX_BYTES = "256MB"  # a few seconds of one connection; 100 TB are 400,000 objects
+
+
+class ToolGroup(click.Group):
+    """Turns the errors of the library into one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the verb."""
+        try:
+            return super().invoke(ctx)
+        except ShardstreamError as error:
+            if ctx.meta.get("shard_tools.debug"):
+                raise
+            click.echo(f"Error: {error}", err=True)
+            for note in getattr(error, "__notes__", ()):
+                click.echo(note, err=True)
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except KeyboardInterrupt:
+            click.echo("Stopped. Run the same command again to go on.", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=ToolGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="shardstream", prog_name="shard_tools")
+def cli() -> None:
+    r"""Packs, indexes, checks and shows WebDataset tar shards, in any store.
+
+    \b
+    Example:
+      shard_tools convert photos/ s3://bucket/train/
+      shard_tools verify s3://bucket/train/
+    """
+
+
+def _emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
+    """Prints a result value: as JSON, or with its renderer."""
+    if as_json:
+        click.echo(json.dumps(result.as_dict(), indent=2, ensure_ascii=False))
+    else:
+        for_people(result)
+
+
+def _finish(*, failed: bool) -> None:
+    """Exit code 1 for a finding."""
+    if failed:
+        click.get_current_context().exit(1)
+
+
+@cli.command("convert")
+@click.argument("source")
+@click.argument("target")
+@click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="What SOURCE is.")
+@click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Largest shard.")
+@click.option("--max-samples", type=click.IntRange(min=1), help="Most samples of a shard.")
+@click.option("--shuffle", "shuffle_seed", type=click.IntRange(min=0), metavar="SEED", help="Mix the records.")
+@click.option("--key", "key_field", metavar="FIELD", help="Take keys from this field; 'number' counts.")
+@click.option(
+    "--field",
+    "fields",
+    type=PAIR,
+    multiple=True,
+    metavar="COLUMN=EXT",
+    help="Store this column as a field of its own, say image=jpg or text=txt; COLUMN=- drops it.",
+)
+@click.option("--columns", help="Comma-separated scalar columns that the index shall hold too, for filters.")
+@click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Reading threads.")
+@click.option("--overwrite", is_flag=True, help="Delete what the target holds, and begin anew.")
+@json_option
+@with_storage_options
+def convert_command(source: str, target: str, *, as_json: bool, **arguments: Any) -> None:
+    r"""Packs SOURCE (a folder of images, JSONL, Parquet, CSV, text, tars) into indexed tar shards in TARGET.
+
+    The same source gives the same bytes. A conversion that was stopped goes on where it was when run again.
+
+    \b
+    Example:
+      shard_tools convert photos/ s3://bucket/train/ --max-bytes 256MB
+      shard_tools convert 'web-*.jsonl' shards/ --key id --columns tokens,lang
+      shard_tools convert table.parquet shards/ --field image=jpg --shuffle 7
+    """
+    storage_options = as_storage_options(arguments)
+    columns = tuple(name.strip() for name in (arguments.pop("columns") or "").split(",") if name.strip())
+    fields = tuple(arguments.pop("fields"))
+    options = ConvertOptions(columns=columns, fields=fields, **arguments)
+    with progress_bar("convert", "samples") as progress:
+        report = convert(source, target, options=options, storage_options=storage_options, progress=progress)
+    _emit(report, as_json=as_json, for_people=render.show_convert)
+
+
+@cli.command("index")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@index_option
+@click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Shards at a time.")
+@click.option("--force", is_flag=True, help="Index anew what has an index.")
+@json_option
+@with_storage_options
+def index_command(
+    urls: tuple[str, ...], *, index_url: str | None, workers: int, force: bool, as_json: bool, **arguments: Any
+) -> None:
+    r"""Builds the index of existing shards, beside them or at --index. Goes on where it was stopped.
+
+    \b
+    Example:
+      shard_tools index 's3://bucket/train/{000000..000099}.tar'
+      shard_tools index https://host/public/train/ --index ./train-index/
+    """
+    storage = Storage(as_storage_options(arguments))
+    with progress_bar("index", "shards") as progress:
+        report = index(urls, storage=storage, index_url=index_url, workers=workers, force=force, progress=progress)
+    _emit(report, as_json=as_json, for_people=render.show_index)
+
+
+@cli.command("verify")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@index_option
+@click.option("--decode", is_flag=True, help="Decode every field too.")
+@click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Shards at a time.")
+@json_option
+@with_storage_options
+def verify_command(
+    urls: tuple[str, ...], *, index_url: str | None, decode: bool, workers: int, as_json: bool, **arguments: Any
+) -> None:
+    r"""Checks every promise of the index against every byte of the shards; lists all that fails.
+
+    \b
+    Example:
+      shard_tools verify s3://bucket/train/ --json > findings.json
+    """
+    storage = Storage(as_storage_options(arguments))
+    with progress_bar("verify", "shards") as progress:
+        report = verify(urls, storage=storage, index_url=index_url, decode=decode, workers=workers, progress=progress)
+    _emit(report, as_json=as_json, for_people=render.show_verify)
+    _finish(failed=bool(report.findings))
+
+
+@cli.command("info")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@index_option
+@json_option
+@with_storage_options
+def info_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
+    r"""Shows what a data set holds: shards, samples, bytes, fields, index.
+
+    \b
+    Example:
+      shard_tools info s3://bucket/train/
+    """
+    storage = Storage(as_storage_options(arguments))
+    with progress_bar("read", "shards") as progress:
+        report = info(urls, storage=storage, index_url=index_url, progress=progress)
+    _emit(report, as_json=as_json, for_people=render.show_info)
+
+
+@cli.command("ls")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@index_option
+@click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after N samples.")
+@click.option("--long", is_flag=True, help="Also show number, shard and the size of every field.")
+@json_option
+@with_storage_options
+def ls_command(
+    urls: tuple[str, ...], *, index_url: str | None, limit: int | None, long: bool, as_json: bool, **arguments: Any
+) -> None:
+    r"""Lists samples: key and fields. --json prints one object a line.
+
+    \b
+    Example:
+      shard_tools ls s3://bucket/train/ --limit 20 --long
+    """
+    storage = Storage(as_storage_options(arguments))
+    for sample in list_samples(urls, storage=storage, index_url=index_url, limit=limit):
+        if as_json:
+            click.echo(json.dumps(sample.as_dict(), ensure_ascii=False))
+        else:
+            render.show_sample_line(sample, long=long)
+
+
+@cli.command("cat")
+@click.argument("url")
+@click.argument("sample")
+@index_option
+@click.option("--field", metavar="EXT", help="Write just the bytes of this field.")
+@json_option
+@with_storage_options
+def cat_command(
+    url: str, sample: str, *, index_url: str | None, field: str | None, as_json: bool, **arguments: Any
+) -> None:
+    r"""Shows one SAMPLE, given by its key or its number; --field writes that field's bytes as they are.
+
+    A key made of digits is taken as a key first, and as a number if there is no such key.
+
+    \b
+    Example:
+      shard_tools cat s3://bucket/train/ cats/0001
+      shard_tools cat s3://bucket/train/ 1234 --field jpg > picture.jpg
+    """
+    storage = Storage(as_storage_options(arguments))
+    if field is None:
+        shown = describe_sample(url, sample, storage=storage, index_url=index_url)
+        _emit(shown, as_json=as_json, for_people=render.show_sample)
+        return
+    if as_json:
+        raise click.UsageError("--json and --field exclude each other: --field writes raw bytes.")
+    payload = cat_field(url, sample, field, storage=storage, index_url=index_url)
+    if sys.stdout.isatty() and render.is_binary(payload):
+        raise click.UsageError(f"field {field!r} is binary; send it to a file: ... --field {field} > file.{field}")
+    click.get_binary_stream("stdout").write(payload)

@@ -1,0 +1,176 @@
+"""Finding and reading the files of a source, in any store."""
+
+from __future__ import annotations
+
+import fnmatch
+import gzip
+import io
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+from shard_tools.convert.records import Skipped
+from streaming.errors import NotFoundError
+from streaming.storage import Storage, expand_urls
+
+_BLOCK_BYTES = 4 << 20
+_WILDCARD = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFile:
+    """One file of a source: where it lies, its name within the source, and its size."""
+
+    url: str
+    name: str
+    size_bytes: int
+
+
+def is_local(url: str) -> bool:
+    """Whether ``url`` is a path of this machine's file system."""
+    return "://" not in url or url.startswith("file://")
+
+
+def local_path(url: str) -> str:
+    """The path that a local ``url`` means."""
+    return url.removeprefix("file://")
+
+
+def find_files(
+    spec: str, storage: Storage, suffixes: tuple[str, ...] | None = None, *, exclude: str | None = None
+) -> list[SourceFile]:
+    """The files that ``spec`` names, sorted by name within each of its parts.
+
+    Args:
+        spec: A file, a folder or prefix ending in ``/``, a pattern with ``*``, or a brace list of these.
+        storage: The store.
+        suffixes: In folders and prefixes, take only names that end so (lower case compared).
+        exclude: A folder or prefix whose content is not taken.
+
+    Raises:
+        NotFoundError: If there is nothing.
+    """
+    literal = is_local(spec) and os.path.exists(local_path(spec))
+    parts = expand_urls(spec, storage) if "{" in spec and not literal else [spec]
+    found = [file for part in parts for file in _find_part(part, storage, suffixes, exclude)]
+    if not found:
+        wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
+        raise NotFoundError(f"{spec}: nothing found{wanted}; check the path, or name the layout with --from")
+    return found
+
+
+def _find_part(
+    part: str, storage: Storage, suffixes: tuple[str, ...] | None, exclude: str | None
+) -> Iterator[SourceFile]:
+    wildcard = _WILDCARD.search(part)
+    if wildcard and not (is_local(part) and os.path.exists(local_path(part))):
+        base = part[: part.rfind("/", 0, wildcard.start()) + 1] or "./"
+        pattern = part.removeprefix(base)
+        for file in _list(base, storage, exclude):
+            if fnmatch.fnmatchcase(file.name, pattern):
+                yield file
+    elif part.endswith("/") or (is_local(part) and os.path.isdir(local_path(part))):
+        for file in _list(part.rstrip("/") + "/", storage, exclude):
+            if suffixes is None or file.name.lower().endswith(suffixes):
+                yield file
+    else:
+        info = storage.info(part)
+        yield SourceFile(url=info.url, name=part.rpartition("/")[2], size_bytes=info.size_bytes)
+
+
+def _list(base: str, storage: Storage, exclude: str | None) -> Iterator[SourceFile]:
+    if is_local(base):
+        files, _ = walk_folder(local_path(base), exclude)
+        yield from (file for file in sorted(files, key=lambda file: file.name) if "_shardstream/" not in file.name)
+        return
+    for info in storage.list(base):
+        name = info.url.removeprefix(base)
+        if "_shardstream/" not in name and not (exclude and info.url.startswith(exclude.rstrip("/") + "/")):
+            yield SourceFile(url=info.url, name=name, size_bytes=info.size_bytes)
+
+
+def walk_folder(root: str, exclude: str | None = None) -> tuple[list[SourceFile], list[Skipped]]:
+    """Files under ``root``, and what is no file to be read.
+
+    Links to folders are not entered, links to files out of ``root`` are not followed, and the folder ``exclude`` is
+    left out without a word.
+
+    Raises:
+        NotFoundError: If ``root`` is no folder.
+    """
+    if not os.path.isdir(root):
+        raise NotFoundError(f"{root}: no such folder")
+    files: list[SourceFile] = []
+    skipped: list[Skipped] = []
+    inside = os.path.join(os.path.realpath(root), "")
+    hidden = os.path.realpath(local_path(exclude)) if exclude and is_local(exclude) else None
+    for folder, folders, names in os.walk(root):
+        linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        folders[:] = sorted(
+            name for name in folders if name not in linked and os.path.realpath(os.path.join(folder, name)) != hidden
+        )
+        for name in sorted(linked + names):
+            path = os.path.join(folder, name)
+            relative = os.path.relpath(path, root).replace(os.sep, "/")
+            reason = _why_not_read(path, relative, inside, linked=name in linked)
+            if reason is None:
+                files.append(SourceFile(url=path, name=relative, size_bytes=os.stat(path).st_size))
+            else:
+                skipped.append(Skipped(path=relative.encode(errors="backslashreplace").decode(), reason=reason))
+    return files, skipped
+
+
+def _why_not_read(path: str, relative: str, inside: str, *, linked: bool) -> str | None:
+    if linked:
+        return "symbolic link to a folder"
+    if any("\ud800" <= letter <= "\udfff" for letter in relative):
+        return "the name is not UTF-8"
+    if os.path.islink(path) and not os.path.realpath(path).startswith(inside):
+        return "symbolic link out of the source folder"
+    return None if os.path.isfile(path) else "not a regular file"
+
+
+class StoredFile(io.RawIOBase):
+    """A stored object as a seekable binary file. Not thread-safe; holds no connection and no descriptor."""
+
+    def __init__(self, url: str, size_bytes: int, storage: Storage) -> None:
+        super().__init__()
+        self._url, self._size_bytes, self._storage, self._position = url, size_bytes, storage, 0
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """The position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves the position."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: object) -> int:
+        """Fills ``buffer`` as far as the object goes."""
+        out = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        stop = min(self._position + len(out), self._size_bytes)
+        count = max(0, stop - self._position)
+        if count:
+            out[:count] = memoryview(self._storage.read(self._url, self._position, stop)).cast("B")
+            self._position = stop
+        return count
+
+
+def open_stored(file: SourceFile, storage: Storage, *, unzip: bool = True) -> BinaryIO:
+    """A buffered reader of ``file``; ``.gz`` is unpacked on the way. The caller closes it."""
+    reader = io.BufferedReader(StoredFile(file.url, file.size_bytes, storage), _BLOCK_BYTES)
+    if unzip and file.name.lower().endswith(".gz"):
+        return cast("BinaryIO", gzip.GzipFile(fileobj=reader, mode="rb"))
+    return cast("BinaryIO", reader)

@@ -1,0 +1,88 @@
+"""The note that a conversion leaves in its target, so that it can be stopped and gone on with.
+
+``_shardstream/convert.json`` says which source and which options made the shards there. It holds no time and no
+machine: the same conversion writes the same note.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from streaming.errors import IndexFormatError, ShardstreamError
+from streaming.storage import Storage, join_url
+
+_FORMAT = "shardstream-convert"
+_VERSION = 1
+NAME = "_shardstream/convert.json"
+
+
+class TargetNotEmptyError(ShardstreamError, FileExistsError):
+    """The target holds shards that this conversion did not write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Journal:
+    """What is being converted, and whether it is done."""
+
+    source: dict[str, Any]
+    options: dict[str, Any]
+    complete: bool = False
+    num_samples: int | None = None
+
+    def same_work(self, other: Journal) -> bool:
+        """Whether both describe one conversion."""
+        return self.source == other.source and self.options == other.options
+
+    def differences(self, other: Journal) -> str:
+        """What differs, for people."""
+        pairs = (("source", self.source, other.source), ("options", self.options, other.options))
+        return "; ".join(
+            f"{what} {name}: there {theirs.get(name)!r}, here {ours.get(name)!r}"
+            for what, theirs, ours in pairs
+            for name in sorted({*theirs, *ours})
+            if theirs.get(name) != ours.get(name)
+        )
+
+
+def load_journal(target: str, storage: Storage) -> Journal | None:
+    """The journal in ``target``, or None.
+
+    Raises:
+        IndexFormatError: If it is damaged, or of another version.
+    """
+    url = join_url(target, NAME)
+    if not storage.exists(url):
+        return None
+    try:
+        content = json.loads(bytes(storage.read(url)))
+        _check_version(content["format"], content["version"])
+        return Journal(
+            source=dict(content["source"]),
+            options=dict(content["options"]),
+            complete=bool(content["complete"]),
+            num_samples=content["num_samples"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise IndexFormatError(
+            f"{url}: not a journal that this release reads ({error}); begin anew with --overwrite"
+        ) from error
+
+
+def _check_version(name: object, version: object) -> None:
+    if (name, version) != (_FORMAT, _VERSION):
+        raise ValueError(f"format {name!r}, version {version!r}")
+
+
+def save_journal(target: str, journal: Journal, storage: Storage) -> None:
+    """Writes the journal, whole or not at all."""
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "source": journal.source,
+        "options": journal.options,
+        "complete": journal.complete,
+        "num_samples": journal.num_samples,
+    }
+    storage.put(join_url(target, NAME), (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())

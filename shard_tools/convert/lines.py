@@ -1,0 +1,209 @@
+"""JSONL, text and CSV: one record a line (a CSV record may span lines)."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_tools.convert.files import SourceFile, find_files, open_stored
+from shard_tools.convert.records import Record, Skipped, map_ordered, permutation, refuse_shuffle
+from shard_tools.convert.rows import RowMapper
+from streaming.errors import ConfigError, DataError
+from streaming.storage import Storage
+
+_MAX_LINE_BYTES = 256 << 20  # a line beyond this is no record, and would not fit into memory often
+SUFFIXES = {
+    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
+    "text": (".txt", ".txt.gz"),
+    "csv": (".csv", ".tsv", ".csv.gz", ".tsv.gz"),
+}
+
+
+def files_identity(kind: str, files: Sequence[SourceFile]) -> dict[str, object]:
+    """Names and sizes of the files, as one digest."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.size_bytes}\n".encode())
+    return {"kind": kind, "num_files": len(files), "sha256_of_names": digest.hexdigest()}
+
+
+class LineFiles:
+    """JSONL or text files: every line that is not blank is a record.
+
+    Without ``shuffle_seed`` files are read front to back; with it, one pass notes where the lines begin (8 bytes a
+    line in memory), and lines are then read in permuted order.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        spec: str,
+        storage: Storage,
+        *,
+        mapper: RowMapper,
+        shuffle_seed: int | None = None,
+        exclude: str | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        self.kind, self._storage, self._mapper = kind, storage, mapper
+        self._seed, self._num_threads = shuffle_seed, num_threads
+        self._files = find_files(spec, storage, SUFFIXES[kind], exclude=exclude)
+        zipped = next((file for file in self._files if file.name.lower().endswith(".gz")), None)
+        if shuffle_seed is not None and zipped is not None:
+            raise ConfigError(f"--shuffle: {zipped.url} is compressed and cannot be read out of order; unpack it")
+        self.skipped: tuple[Skipped, ...] = ()
+
+    @property
+    def num_records(self) -> int | None:
+        """Unknown before reading."""
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files as they lie."""
+        return sum(file.size_bytes for file in self._files)
+
+    def identity(self) -> dict[str, object]:
+        """Names and sizes of the files."""
+        return files_identity(self.kind, self._files)
+
+    def records(self, start: int) -> Iterator[Record]:
+        """Records from number ``start`` on."""
+        return self._in_order(start) if self._seed is None else self._shuffled(start, self._seed)
+
+    def _in_order(self, start: int) -> Iterator[Record]:
+        number = 0
+        for file in self._files:
+            with open_stored(file, self._storage) as stream:
+                for line_number, line in enumerate(read_lines(stream, file.url), 1):
+                    if not line.strip():
+                        continue
+                    if number >= start:
+                        yield self._record(line, number, f"{file.url}:{line_number}")
+                    number += 1
+
+    def _shuffled(self, start: int, seed: int) -> Iterator[Record]:
+        tables = [_line_table(file, self._storage) for file in self._files]
+        first = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
+
+        def read(item: tuple[int, int]) -> Record:
+            number, source_number = item
+            which = int(np.searchsorted(first, source_number, side="right")) - 1
+            begin, end, line_number = (int(value) for value in tables[which][source_number - first[which]])
+            url = self._files[which].url
+            return self._record(bytes(self._storage.read(url, begin, end)), number, f"{url}:{line_number}")
+
+        order = permutation(int(first[-1]), seed)[start:]
+        return map_ordered(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
+
+    def _record(self, line: bytes, number: int, where: str) -> Record:
+        line = line.rstrip(b"\r\n")
+        if self.kind == "text":
+            try:
+                return self._mapper.record({"text": line.decode()}, number, where)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: byte {error.start} is not UTF-8; re-encode the file") from error
+        line = line.strip().removeprefix(b"\xef\xbb\xbf")
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON: {error}; got {line[:60]!r}; correct or remove this line") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected a JSON object a line, got {line[:60]!r}")
+        return self._mapper.record(row, number, where, raw=line)
+
+
+def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
+    """Lines of ``stream``, with their ends.
+
+    Raises:
+        DataError: If a line is longer than 256 MiB, or a ``.gz`` is damaged.
+    """
+    try:
+        while line := stream.readline(_MAX_LINE_BYTES):
+            if len(line) == _MAX_LINE_BYTES:
+                raise DataError(f"{url}: a line is longer than {_MAX_LINE_BYTES} bytes; is this a file of lines?")
+            yield line
+    except EOFError as error:
+        raise DataError(f"{url}: the compressed file ends early; get it anew") from error
+
+
+def _line_table(file: SourceFile, storage: Storage) -> npt.NDArray[np.int64]:
+    """int64[n, 3]: begin, end and line number of every line that is not blank."""
+    rows: list[tuple[int, int, int]] = []
+    position = 0
+    with open_stored(file, storage) as stream:
+        for line_number, line in enumerate(read_lines(stream, file.url), 1):
+            if line.strip():
+                rows.append((position, position + len(line), line_number))
+            position += len(line)
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+class CsvFiles:
+    """CSV or TSV files with a header line; every row becomes a ``json`` field of text values."""
+
+    kind = "csv"
+
+    def __init__(
+        self,
+        spec: str,
+        storage: Storage,
+        *,
+        mapper: RowMapper,
+        shuffle_seed: int | None = None,
+        exclude: str | None = None,
+    ) -> None:
+        refuse_shuffle(self.kind, shuffle_seed)
+        self._storage, self._mapper = storage, mapper
+        self._files = find_files(spec, storage, SUFFIXES["csv"], exclude=exclude)
+        self.skipped: tuple[Skipped, ...] = ()
+
+    @property
+    def num_records(self) -> int | None:
+        """Unknown before reading."""
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files as they lie."""
+        return sum(file.size_bytes for file in self._files)
+
+    def identity(self) -> dict[str, object]:
+        """Names and sizes of the files."""
+        return files_identity(self.kind, self._files)
+
+    def records(self, start: int) -> Iterator[Record]:
+        """Rows from number ``start`` on."""
+        number = 0
+        for file in self._files:
+            with open_stored(file, self._storage) as stream:
+                for row, where in self._rows(stream, file):
+                    if number >= start:
+                        yield self._mapper.record(row, number, where)
+                    number += 1
+
+    def _rows(self, stream: BinaryIO, file: SourceFile) -> Iterator[tuple[dict[str, object], str]]:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        delimiter = "\t" if ".tsv" in file.name.lower() else ","
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            header = next(reader, None)
+            if header is None or len({*header}) < len(header):
+                raise DataError(f"{file.url}:1: expected a header of distinct column names, got {header}")
+            for values in reader:
+                if not values:
+                    continue
+                where = f"{file.url}:{reader.line_num}"
+                if len(values) != len(header):
+                    raise DataError(f"{where}: expected {len(header)} values, got {len(values)}; correct this row")
+                yield dict(zip(header, values, strict=True)), where
+        except (csv.Error, UnicodeDecodeError, EOFError) as error:
+            raise DataError(f"{file.url}:{reader.line_num}: not readable as CSV in UTF-8: {error}") from error

@@ -1,0 +1,115 @@
+"""What every source gives: records, in one fixed order, from any position on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.errors import ConfigError
+
+NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
+_NUMBER_DIGITS = 9
+_MASK = 0xFFFFFFFFFFFFFFFF
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One sample to be written: its key, its fields by extension, and the metadata it was made from."""
+
+    key: str
+    fields: Mapping[str, bytes]
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Something in the source that is no sample, and why."""
+
+    path: str
+    reason: str
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        return {"path": self.path, "reason": self.reason}
+
+
+class Source(Protocol):
+    """A data set of another layout.
+
+    The order of records is a function of the source's content and the shuffle seed, never of timing.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The value of ``--from`` that names this layout."""
+
+    @property
+    def num_records(self) -> int | None:
+        """How many records there are, where that is known without reading them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the source, for progress."""
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """What was left out so far."""
+
+    def identity(self) -> dict[str, object]:
+        """JSON-able facts that tell this source from another one: a stopped conversion goes on only if they hold."""
+
+    def records(self, start: int) -> Iterator[Record]:
+        """Records from number ``start`` on."""
+
+
+def number_key(number: int) -> str:
+    """The key of record ``number`` where keys are counted."""
+    return f"{number:0{_NUMBER_DIGITS}d}"
+
+
+def permutation(num_items: int, seed: int) -> npt.NDArray[np.int64]:
+    """A permutation of ``range(num_items)``, the same in every release of NumPy.
+
+    Sorts by the splitmix64 finaliser of (seed, item): Steele, Lea, Flood, "Fast splittable pseudorandom number
+    generators", 2014.
+    """
+    state = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK
+    key = np.arange(1, num_items + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(state)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
+    return np.argsort(key ^ (key >> np.uint64(31)), kind="stable").astype(np.int64)
+
+
+def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: int) -> Iterator[_R]:
+    """``map`` on threads: results in the order of ``items``, at most ``2 * num_threads`` ahead of the consumer."""
+    if num_threads <= 1:
+        yield from map(function, items)
+        return
+    pending: deque[Future[_R]] = deque()
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shard_tools-read")
+    try:
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) >= 2 * num_threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def refuse_shuffle(kind: str, seed: int | None) -> None:
+    """Raises ConfigError where a layout cannot be read in another order."""
+    if seed is not None:
+        raise ConfigError(
+            f"--shuffle: a source of kind {kind!r} can only be read front to back; leave --shuffle out (the loader "
+            "shuffles while reading), or bring the source into JSONL or Parquet first"
+        )

@@ -1,0 +1,191 @@
+"""Rows of tables: which column becomes which field of a sample, and how its value is written."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import io
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shard_tools.convert.records import NUMBER_KEYS, Record, number_key
+from streaming.errors import ConfigError, DataError
+
+DROP = "-"  # as the extension of a column: leave it out
+_UNSAFE = re.compile(r"[^a-z0-9_-]+")
+_MAGIC = (
+    (b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"GIF8", "gif"), (b"BM", "bmp"),
+    (b"II*\0", "tif"), (b"MM\0*", "tif"), (b"fLaC", "flac"), (b"ID3", "mp3"), (b"\xff\xfb", "mp3"),
+    (b"OggS", "ogg"), (b"%PDF", "pdf"), (b"\x93NUMPY", "npy"), (b"\x1aE\xdf\xa3", "webm"),
+)  # fmt: skip
+_BOXED = {b"WEBP": "webp", b"WAVE": "wav", b"AVI ": "avi"}  # RIFF containers, by the word at byte 8
+_BRANDS = {b"avif": "avif", b"heic": "heic", b"M4A ": "m4a"}  # ISO media files, by the brand at byte 8
+
+
+def sniff_extension(payload: bytes) -> str:
+    """The extension of a file with these first bytes, or ``"bin"``."""
+    if payload[:4] == b"RIFF":
+        return _BOXED.get(bytes(payload[8:12]), "bin")
+    if payload[4:8] == b"ftyp":
+        return _BRANDS.get(bytes(payload[8:12]), "mp4")
+    return next((extension for magic, extension in _MAGIC if payload.startswith(magic)), "bin")
+
+
+def dump_json(value: object) -> bytes:
+    """Compact JSON. Dates become ISO text, decimals text, and numbers that JSON does not have (NaN) null."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
+    except ValueError:
+        text = json.dumps(_without_nan(value), ensure_ascii=False, separators=(",", ":"), default=_plain)
+    return text.encode()
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (dt.date, dt.time)):
+        return value.isoformat()
+    if isinstance(value, dt.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        raise DataError(f"a binary value of {len(value)} bytes inside a list or struct; store its column with --field")
+    raise DataError(f"a value of type {type(value).__name__} cannot be written as JSON")
+
+
+def _without_nan(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list) else value
+
+
+def dump_npy(value: Sequence[object]) -> bytes:
+    """A list of numbers as ``.npy``: int64, float64 or bool, as many dimensions as the nesting has."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"a ragged list of length {len(value)} has no .npy form; store it as json") from error
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"a list of {array.dtype} has no .npy form; numbers are needed, or store it as json")
+    out = io.BytesIO()
+    np.lib.format.write_array(out, array, allow_pickle=False)
+    return out.getvalue()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMapper:
+    """How a row of a table becomes a sample.
+
+    Columns named in ``fields`` become fields of their own under the extension given there (``"-"`` drops them), and
+    so do binary columns; all others together become the ``json`` field.
+
+    Args:
+        fields: (column, extension) pairs.
+        key_field: The column that holds the key; None or ``"number"``: the row's number.
+        num_binary: How many binary columns the table has: where there is more than one, their fields are called
+            ``column.ext``, else ``ext``.
+        arrays: Columns to be stored as ``column.npy``.
+    """
+
+    fields: tuple[tuple[str, str], ...] = ()
+    key_field: str | None = None
+    num_binary: int = 1
+    arrays: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        targets = [extension for _, extension in self.fields if extension != DROP]
+        columns = [column for column, _ in self.fields]
+        if len({*columns}) < len(columns) or len({*targets}) < len(targets):
+            raise ConfigError("--field: a column or an extension is named twice; each may appear once")
+
+    def record(self, row: Mapping[str, object], number: int, where: str, raw: bytes | None = None) -> Record:
+        """The sample of ``row``.
+
+        Args:
+            row: The values by column.
+            number: The row's number in the source.
+            where: File and line or row, for messages.
+            raw: The row as JSON, where the source holds it so: kept byte for byte unless a column is taken out.
+
+        Raises:
+            DataError: If a value cannot be stored as asked; the message begins with ``where``.
+        """
+        try:
+            return Record(key=self._key(row, number), fields=self._fields(row, raw), metadata=row)
+        except DataError as error:
+            raise type(error)(f"{where}: {error}") from error
+
+    def _key(self, row: Mapping[str, object], number: int) -> str:
+        if self.key_field is None or self.key_field == NUMBER_KEYS:
+            return number_key(number)
+        value = row.get(self.key_field)
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+            raise DataError(f"--key {self.key_field}: expected text or a whole number there, got {value!r}")
+        return str(value).replace(".", "_")
+
+    def _fields(self, row: Mapping[str, object], raw: bytes | None) -> dict[str, bytes]:
+        extensions = dict(self.fields)
+        fields: dict[str, bytes] = {}
+        rest: dict[str, object] = {}
+        for column, value in row.items():
+            if column in extensions:
+                if extensions[column] != DROP and value is not None:
+                    fields[extensions[column]] = encode_value(value, extensions[column], column)
+            elif (payload := as_payload(value)) is not None:
+                fields[self._binary_name(column, payload)] = payload
+            elif column in self.arrays and isinstance(value, list):
+                fields[f"{safe_extension(column)}.npy"] = dump_npy(value)
+            else:
+                rest[column] = value
+        if len(rest) == len(row) and raw is not None:
+            fields["json"] = raw
+        elif rest:
+            fields["json"] = dump_json(rest)
+        if not fields:
+            raise DataError("nothing is left of this row; name fewer columns with --field COLUMN=-")
+        return fields
+
+    def _binary_name(self, column: str, payload: bytes) -> str:
+        extension = sniff_extension(payload)
+        return extension if self.num_binary == 1 else f"{safe_extension(column)}.{extension}"
+
+
+def safe_extension(column: str) -> str:
+    """``column`` as a part of a field name."""
+    return _UNSAFE.sub("_", column.lower()).strip("_") or "column"
+
+
+def as_payload(value: object) -> bytes | None:
+    """The bytes of a binary value, or of Hugging Face's ``{"bytes", "path"}`` struct; None for anything else."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"} and isinstance(value["bytes"], bytes):
+        return value["bytes"]
+    return None
+
+
+def encode_value(value: object, extension: str, column: str) -> bytes:
+    """``value`` as the content of a field called ``extension``.
+
+    Raises:
+        DataError: If the value has no such form.
+    """
+    payload = as_payload(value)
+    last = extension.lower().rpartition(".")[2]
+    if payload is not None:
+        return payload
+    if last == "json":
+        return dump_json(value)
+    if last == "npy" and isinstance(value, list):
+        return dump_npy(value)
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (int, float, decimal.Decimal)):
+        return str(int(value) if isinstance(value, bool) else value).encode()
+    raise DataError(f"--field {column}={extension}: a {type(value).__name__} cannot be stored so; try {column}=json")

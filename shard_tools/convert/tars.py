@@ -1,0 +1,85 @@
+"""Tars that others made: read front to back, whatever wrote them, and packed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shard_tools.convert.files import SourceFile, find_files
+from shard_tools.convert.lines import files_identity
+from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, number_key, refuse_shuffle
+from streaming.errors import ConfigError
+from streaming.storage import Storage
+from streaming.tar.samples import iter_samples
+
+SUFFIXES = (".tar", ".tar.gz", ".tgz")
+_PIECE_BYTES = 8 << 20  # one request
+_MAX_SKIPPED = 10_000  # entries kept for the report
+
+
+class TarFiles:
+    """Samples of tars (``.gz`` too), in the order of their names and members.
+
+    Neighbours with one key are one sample; extensions are lower-cased; a leading ``./`` is taken off. Directories,
+    links and names without an extension belong to no sample and are left out; dot-files too, and these are reported.
+    A damaged or truncated tar is an error, never a shorter data set.
+    """
+
+    kind = "tars"
+
+    def __init__(
+        self,
+        spec: str,
+        storage: Storage,
+        *,
+        key_field: str | None = None,
+        shuffle_seed: int | None = None,
+        exclude: str | None = None,
+    ) -> None:
+        refuse_shuffle(self.kind, shuffle_seed)
+        if key_field not in {None, NUMBER_KEYS}:
+            raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {key_field!r}")
+        self._storage, self._numbered = storage, key_field == NUMBER_KEYS
+        self.files = find_files(spec, storage, SUFFIXES, exclude=exclude)
+        self._skipped: dict[str, Skipped] = {}
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """Members left out so far."""
+        return tuple(self._skipped.values())
+
+    @property
+    def num_records(self) -> int | None:
+        """Unknown before reading."""
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files as they lie."""
+        return sum(file.size_bytes for file in self.files)
+
+    def identity(self) -> dict[str, object]:
+        """Names and sizes of the files."""
+        return files_identity(self.kind, self.files)
+
+    def records(self, start: int) -> Iterator[Record]:
+        """Samples from number ``start`` on; those before it are read over."""
+        number = 0
+        for file in self.files:
+            for key, fields in self._samples(file):
+                if number >= start:
+                    yield Record(key=number_key(number) if self._numbered else key, fields=fields)
+                number += 1
+
+    def _samples(self, file: SourceFile) -> Iterator[tuple[str, dict[str, bytes]]]:
+        pieces = self._pieces(file)
+        for key, fields in iter_samples(pieces, file.url):
+            name = key.removeprefix("./").lstrip("/")
+            if name and not name.endswith("/"):
+                yield name, fields
+            elif len(self._skipped) < _MAX_SKIPPED:
+                path = f"{file.name}:{key}".encode(errors="backslashreplace").decode()
+                self._skipped[path] = Skipped(path=path, reason="a dot-file, which has no key")
+
+    def _pieces(self, file: SourceFile) -> Iterator[bytes | memoryview]:
+        for start in range(0, file.size_bytes, _PIECE_BYTES):
+            yield self._storage.read(file.url, start, min(file.size_bytes, start + _PIECE_BYTES))

@@ -1,0 +1,56 @@
+"""What a check found: one value per broken promise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One promise that does not hold.
+
+    Attributes:
+        kind: A short name of the kind of damage, stable for programs: ``missing``, ``size``, ``checksum``, ``tar``,
+            ``samples``, ``keys``, ``duplicate``, ``fields``, ``decode``, ``tail``, ``index``, ``unindexed``, ``read``.
+        shard: URL of the shard.
+        what: What is wrong.
+        cure: What to do about it.
+        byte_start: Where the damage begins in the shard, if it is somewhere.
+        byte_end: Where it ends, exclusive.
+        key: The sample, if it is about one.
+        expected: What the index promises.
+        got: What is there.
+    """
+
+    kind: str
+    shard: str
+    what: str
+    cure: str
+    byte_start: int | None = None
+    byte_end: int | None = None
+    key: str | None = None
+    expected: str | None = None
+    got: str | None = None
+
+    def __str__(self) -> str:
+        where = self.shard
+        if self.byte_start is not None:
+            where += f", bytes {self.byte_start}-{'' if self.byte_end is None else self.byte_end}"
+        if self.key is not None:
+            where += f", sample {self.key!r}"
+        compared = "" if self.expected is None else f" (expected {self.expected}, got {self.got})"
+        return f"{where}: {self.what}{compared}; {self.cure}"
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form; what does not apply is null."""
+        return {
+            "kind": self.kind,
+            "shard": self.shard,
+            "byte_start": self.byte_start,
+            "byte_end": self.byte_end,
+            "key": self.key,
+            "what": self.what,
+            "expected": self.expected,
+            "got": self.got,
+            "cure": self.cure,
+        }

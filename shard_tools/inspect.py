@@ -1,0 +1,259 @@
+"""Looking into a data set: totals, the list of samples, one sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shard_tools.progress import NoProgress, Progress
+from streaming.errors import ConfigError, IndexMissingError, NotFoundError
+from streaming.index.samples import SampleLocation, SampleTable
+from streaming.shards import OpenShards, open_shards, sample_table
+from streaming.storage import Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldInfo:
+    """One field over all samples that have it."""
+
+    name: str
+    num_samples: int
+    num_bytes: int
+    min_bytes: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSetInfo:
+    """Totals of a data set.
+
+    Attributes:
+        num_shards: Shards.
+        num_samples: Samples.
+        num_bytes: Bytes of the tar files.
+        num_chunks: Chunks.
+        fields: Every field, by name.
+        columns: Columns of the sample tables.
+        index: Where the index lies, or that there is none.
+        has_index: Whether there is a stored index.
+        fingerprint: The index's fingerprint.
+    """
+
+    num_shards: int
+    num_samples: int
+    num_bytes: int
+    num_chunks: int
+    fields: tuple[FieldInfo, ...]
+    columns: tuple[str, ...]
+    index: str
+    has_index: bool
+    fingerprint: str
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        return {
+            "num_shards": self.num_shards,
+            "num_samples": self.num_samples,
+            "num_bytes": self.num_bytes,
+            "num_chunks": self.num_chunks,
+            "mean_sample_bytes": self.num_bytes / self.num_samples if self.num_samples else None,
+            "fields": {
+                field.name: {
+                    "num_samples": field.num_samples,
+                    "num_bytes": field.num_bytes,
+                    "min_bytes": field.min_bytes,
+                    "max_bytes": field.max_bytes,
+                }
+                for field in self.fields
+            },
+            "columns": list(self.columns),
+            "has_index": self.has_index,
+            "index": self.index,
+            "fingerprint": self.fingerprint,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleEntry:
+    """One line of a listing: the sample's number in the data set, its shard, its key, the size of each field."""
+
+    number: int
+    shard: str
+    key: str
+    fields: Mapping[str, int]
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        return {"number": self.number, "shard": self.shard, "key": self.key, "fields": dict(self.fields)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleView:
+    """One sample with the bytes of its fields."""
+
+    entry: SampleEntry
+    payloads: Mapping[str, bytes]
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form: sizes, and the content of fields that are JSON or text (null for others)."""
+        return {**self.entry.as_dict(), "content": {name: _content(name, body) for name, body in self.payloads.items()}}
+
+
+def _content(field: str, payload: bytes) -> object:
+    try:
+        text = payload.decode()
+        return json.loads(text) if field.rpartition(".")[2] in {"json", "jsn"} else text
+    except ValueError:
+        return None
+
+
+def _open(urls: Sequence[str], storage: Storage, index_url: str | None) -> OpenShards:
+    shards = open_shards(storage, list(urls), index_url)
+    if shards.table is None:
+        raise IndexMissingError(f"{shards.missing_index}; make an index with `shard_tools index {' '.join(urls)}`")
+    return shards
+
+
+def _tables(shards: OpenShards, storage: Storage) -> Iterator[tuple[int, str, SampleTable]]:
+    """(number of the first sample, URL, sample table) of every shard."""
+    first = 0
+    for position, url in enumerate(shards.urls):
+        table = _table(shards, position, storage)
+        yield first, url, table
+        first += table.num_samples
+
+
+def _table(shards: OpenShards, position: int, storage: Storage) -> SampleTable:
+    table = sample_table(storage, shards, position)
+    if table is None:
+        url = shards.urls[position]
+        raise IndexMissingError(
+            f"{url}: the index has no sample table of this shard; run `shard_tools index --force {url}`"
+        )
+    return table
+
+
+def info(
+    urls: Sequence[str], *, storage: Storage, index_url: str | None = None, progress: Progress | None = None
+) -> DataSetInfo:
+    """Totals of a data set, from its index; a small set without one is read (and its index not stored).
+
+    Raises:
+        IndexMissingError: If there is no index and the set is too large to read for this.
+        NotFoundError: If nothing matches ``urls``.
+    """
+    progress = progress or NoProgress()
+    shards = _open(urls, storage, index_url)
+    chunks = shards.table
+    if chunks is None:  # pragma: no cover  # _open has seen to it
+        raise IndexMissingError(shards.missing_index)
+    progress.start(total_bytes=None, total=len(shards.urls))
+    fields: dict[str, FieldInfo] = {}
+    columns: dict[str, None] = {}
+    for _, _, table in _tables(shards, storage):
+        columns.update(dict.fromkeys(table.columns))
+        for name, (starts, sizes) in table.fields.items():
+            present = sizes[starts >= 0]
+            if present.size:
+                fields[name] = _add(fields.get(name), name, present)
+        progress.advance(num=1)
+    return DataSetInfo(
+        num_shards=len(shards.urls),
+        num_samples=chunks.total_samples,
+        num_bytes=sum(shard.size_bytes for shard in chunks.shards),
+        num_chunks=chunks.num_chunks,
+        fields=tuple(fields[name] for name in sorted(fields)),
+        columns=tuple(columns),
+        index=_where(shards, urls),
+        has_index=shards.scanned is None,
+        fingerprint=chunks.fingerprint,
+    )
+
+
+def _add(before: FieldInfo | None, name: str, sizes: np.ndarray) -> FieldInfo:  # type: ignore[type-arg]
+    least, most = int(sizes.min()), int(sizes.max())
+    return FieldInfo(
+        name=name,
+        num_samples=sizes.size + (before.num_samples if before else 0),
+        num_bytes=int(sizes.sum()) + (before.num_bytes if before else 0),
+        min_bytes=min(least, before.min_bytes) if before else least,
+        max_bytes=max(most, before.max_bytes) if before else most,
+    )
+
+
+def _where(shards: OpenShards, urls: Sequence[str]) -> str:
+    if shards.scanned is not None:
+        return f"none stored (the shards were read); make one with `shard_tools index {' '.join(urls)}`"
+    return shards.index or "beside the shards"
+
+
+def list_samples(
+    urls: Sequence[str], *, storage: Storage, index_url: str | None = None, limit: int | None = None
+) -> Iterator[SampleEntry]:
+    """Samples in the order of the data set, at most ``limit``; sample tables are loaded as they are needed.
+
+    Raises:
+        IndexMissingError: As :func:`info`.
+        NotFoundError: If nothing matches ``urls``.
+    """
+    if limit == 0:
+        return
+    for first, url, table in _tables(_open(urls, storage, index_url), storage):
+        for number in range(table.num_samples):
+            yield _entry(first + number, url, table.lookup(number))
+            if limit is not None and first + number + 1 >= limit:
+                return
+
+
+def _entry(number: int, url: str, place: SampleLocation) -> SampleEntry:
+    sizes = {name: end - start for name, (start, end) in place.fields.items()}
+    return SampleEntry(number=number, shard=url, key=place.key, fields=sizes)
+
+
+def describe_sample(url: str, sample: str, *, storage: Storage, index_url: str | None = None) -> SampleView:
+    """One sample, by its key or its number, with the bytes of all its fields.
+
+    Raises:
+        NotFoundError: If there is no such sample.
+    """
+    entry, place = _find(url, sample, storage, index_url)
+    payloads = {name: bytes(storage.read(entry.shard, *span)) for name, span in place.fields.items()}
+    return SampleView(entry=entry, payloads=payloads)
+
+
+def cat_field(url: str, sample: str, field: str, *, storage: Storage, index_url: str | None = None) -> bytes:
+    """The bytes of one field of one sample; only these are read.
+
+    Raises:
+        NotFoundError: If there is no such sample, or it has no such field.
+    """
+    entry, place = _find(url, sample, storage, index_url)
+    if field not in place.fields:
+        raise NotFoundError(
+            f"{entry.shard}: sample {entry.key!r} has no field {field!r}; it has {', '.join(place.fields)}"
+        )
+    return bytes(storage.read(entry.shard, *place.fields[field]))
+
+
+def _find(url: str, sample: str, storage: Storage, index_url: str | None) -> tuple[SampleEntry, SampleLocation]:
+    """A key is looked for first; text that is a number and no key counts samples from 0."""
+    if not sample:
+        raise ConfigError("the sample is named by its key or its number; got an empty text")
+    shards = _open([url], storage, index_url)
+    total = 0
+    for first, shard, table in _tables(shards, storage):
+        if sample in (keys := list(table.keys)):
+            place = table.lookup(keys.index(sample))
+            return _entry(first + keys.index(sample), shard, place), place
+        total = first + table.num_samples
+    if sample.isdecimal() and int(sample) < total:
+        for first, shard, table in _tables(shards, storage):
+            if int(sample) < first + table.num_samples:
+                place = table.lookup(int(sample) - first)
+                return _entry(int(sample), shard, place), place
+    raise NotFoundError(
+        f"{url}: no sample has the key {sample!r}; there are {total:,} samples, see `shard_tools ls {url}`"
+    )

@@ -1,0 +1,103 @@
+"""Click options that several verbs share, and what they mean for the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from streaming.errors import ConfigError
+from streaming.units import parse_bytes
+
+Command = Callable[..., Any]
+
+
+class SizeType(click.ParamType[int]):
+    """Bytes, written as ``268435456``, ``256MB`` or ``256MiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes in ``value``."""
+        try:
+            return parse_bytes(value, name=param.name if param and param.name else "size")
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+
+class PairType(click.ParamType[tuple[str, str]]):
+    """``KEY=VALUE``."""
+
+    name = "key=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Both sides of the first ``=``."""
+        if isinstance(value, tuple):
+            return value
+        key, equals, text = str(value).partition("=")
+        if not equals or not key:
+            self.fail(f"{value!r} is not of the form KEY=VALUE", param, ctx)
+        return key, text
+
+
+SIZE = SizeType()
+PAIR = PairType()
+_PLAIN_VALUES: dict[str, object] = {"true": True, "false": False}
+
+
+def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 (click's)
+    if value:
+        ctx.find_root().meta["shard_tools.debug"] = True
+
+
+def with_storage_options(command: Command) -> Command:
+    """Adds the options that say how to reach a store, and ``--debug``; see :func:`as_storage_options`."""
+    decorators = (
+        click.option("--endpoint-url", metavar="URL", help="Address of an S3-compatible server."),
+        click.option("--region", help="Region of the bucket."),
+        click.option("--profile", help="Named profile of the AWS configuration files."),
+        click.option("--anon", is_flag=True, help="Sign nothing: public buckets."),
+        click.option(
+            "--storage-option",
+            type=PAIR,
+            multiple=True,
+            metavar="K=V",
+            help="Any other option of the store. Arguments are visible to other users of this machine: "
+            "give secrets by environment variable or profile.",
+        ),
+        click.option(
+            "--debug",
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=_remember_debug,
+            help="On failure, show the traceback.",
+        ),
+    )
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
+    """Takes what :func:`with_storage_options` added out of ``arguments``; returns it as ``Storage`` expects it."""
+    pairs: tuple[tuple[str, str], ...] = arguments.pop("storage_option")
+    options: dict[str, object] = {key: _PLAIN_VALUES.get(text.lower(), text) for key, text in pairs}
+    for name in ("endpoint_url", "region", "profile", "anon"):
+        value = arguments.pop(name)
+        if value:
+            options[name] = value
+    return options
+
+
+def json_option(command: Command) -> Command:
+    """Adds ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
+
+
+def index_option(command: Command) -> Command:
+    """Adds ``--index``."""
+    return click.option(
+        "--index", "index_url", metavar="URL", help="Where the index lies. Default: beside the shards."
+    )(command)

@@ -1,0 +1,111 @@
+"""Results for people: plain lines, and tables where there are columns."""
+
+from __future__ import annotations
+
+import shutil
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from shard_tools.convert import ConvertReport
+from shard_tools.inspect import DataSetInfo, SampleEntry, SampleView
+from shard_tools.reindex import IndexReport
+from shard_tools.verify import VerifyReport
+from streaming.units import format_bytes
+
+_SHOWN_SKIPPED = 10
+_PREVIEW_CHARACTERS = 2000
+
+
+def _rate(num_bytes: int, seconds: float) -> str:
+    return f"{format_bytes(num_bytes / max(seconds, 1e-9))}/s"
+
+
+def show_convert(report: ConvertReport) -> None:
+    """The outcome of a conversion."""
+    if report.num_resumed_samples:
+        click.echo(f"went on after {report.num_resumed_samples:,} samples that were there already")
+    click.echo(
+        f"{report.target}: {report.num_samples:,} samples in {report.num_shards:,} shards, "
+        f"{format_bytes(report.num_bytes)}, from {report.kind} in {report.seconds:.1f} s"
+    )
+    if report.classes:
+        click.echo(f"classes: {len(report.classes):,} (field cls: number by sorted name)")
+    if report.skipped:
+        click.echo(f"left out {len(report.skipped):,} files of the source:", err=True)
+        for entry in report.skipped[:_SHOWN_SKIPPED]:
+            click.echo(f"  {entry.path}: {entry.reason}", err=True)
+        if len(report.skipped) > _SHOWN_SKIPPED:
+            click.echo(f"  … {len(report.skipped) - _SHOWN_SKIPPED:,} more; --json lists all", err=True)
+
+
+def show_index(report: IndexReport) -> None:
+    """The outcome of indexing."""
+    click.echo(
+        f"{report.num_shards:,} shards, {report.num_samples:,} samples, {report.num_chunks:,} chunks, "
+        f"{format_bytes(report.num_bytes)} in {report.seconds:.1f} s ({_rate(report.num_bytes, report.seconds)})"
+    )
+    click.echo(f"index: {', '.join(report.index_urls)}")
+
+
+def show_verify(report: VerifyReport) -> None:
+    """Every finding, and the sum."""
+    for finding in report.findings:
+        click.echo(str(finding))
+    found = f"{len(report.findings):,} findings" if report.findings else "all as the index says"
+    click.echo(
+        f"{report.num_shards:,} shards, {report.num_samples:,} samples, {format_bytes(report.num_bytes)} "
+        f"in {report.seconds:.1f} s ({_rate(report.num_bytes, report.seconds)}): {found}"
+    )
+
+
+def show_info(report: DataSetInfo) -> None:
+    """Totals, and a table of fields."""
+    mean = report.num_bytes / report.num_samples if report.num_samples else 0
+    click.echo(f"shards    {report.num_shards:,}")
+    click.echo(f"samples   {report.num_samples:,}")
+    click.echo(f"bytes     {report.num_bytes:,} ({format_bytes(report.num_bytes)}, {format_bytes(mean)} a sample)")
+    click.echo(f"chunks    {report.num_chunks:,}")
+    click.echo(f"index     {report.index}")
+    if report.fingerprint:
+        click.echo(f"print     {report.fingerprint}")
+    if report.columns:
+        click.echo(f"columns   {', '.join(report.columns)}")
+    if report.fields:
+        table = Table("field", "samples", "bytes", "mean", "least", "most", box=None, pad_edge=False)
+        for field in report.fields:
+            sizes = (field.num_bytes, field.num_bytes / field.num_samples, field.min_bytes, field.max_bytes)
+            table.add_row(field.name, f"{field.num_samples:,}", *(format_bytes(size) for size in sizes))
+        Console(width=shutil.get_terminal_size().columns).print(table)
+
+
+def show_sample_line(sample: SampleEntry, *, long: bool) -> None:
+    """One line of ``ls``."""
+    if long:
+        fields = "  ".join(f"{field}:{size}" for field, size in sample.fields.items())
+        click.echo(f"{sample.number}\t{sample.shard}\t{sample.key}\t{fields}")
+    else:
+        click.echo(f"{sample.key}\t{' '.join(sample.fields)}")
+
+
+def show_sample(sample: SampleView) -> None:
+    """One sample: text as text, all else by its size."""
+    click.echo(f"key    {sample.entry.key}\nnumber {sample.entry.number}\nshard  {sample.entry.shard}")
+    for field, payload in sample.payloads.items():
+        click.echo(f"--- {field} ({format_bytes(len(payload))})")
+        if is_binary(payload):
+            click.echo(f"(binary; write it out with --field {field})")
+        else:
+            text = payload.decode()
+            more = f"\n… {len(text) - _PREVIEW_CHARACTERS:,} characters more"
+            click.echo(text[:_PREVIEW_CHARACTERS] + (more if len(text) > _PREVIEW_CHARACTERS else ""))
+
+
+def is_binary(payload: bytes) -> bool:
+    """Whether ``payload`` is not text that a terminal can take."""
+    try:
+        text = payload.decode()
+    except UnicodeDecodeError:
+        return True
+    return any(character < " " and character not in "\n\r\t" for character in text)

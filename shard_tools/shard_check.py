@@ -1,0 +1,234 @@
+"""One shard against its index: every byte is read once, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import crc32c
+import numpy as np
+
+from shard_tools.findings import Finding
+from shard_tools.progress import Progress
+from streaming.decode import FieldDecoder, decode_field
+from streaming.errors import DataError, DecodeError, NotFoundError, StorageError
+from streaming.index.chunks import ChunkTable
+from streaming.index.samples import SampleTable
+from streaming.storage import Storage
+from streaming.tar import ChunkLayout, parse_chunk
+
+_REINDEX = "if the shard is right, run `shard_tools index --force`; if not, restore it"
+_REPLACED = "restore the shard that was indexed, or run `shard_tools index --force` for this one"
+_MAX_TAIL_BYTES = 1 << 20  # read at a time behind the last chunk
+_MAX_KEYS_LISTED = 10  # findings about single samples, per chunk and kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTask:
+    """What to check one shard against.
+
+    Attributes:
+        url: The shard.
+        chunks: Its chunk rows in the chunk table: a table of this one shard.
+        samples: Loads its sample table, or says None if there is none.
+    """
+
+    url: str
+    chunks: ChunkTable
+    samples: Callable[[], SampleTable | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOutcome:
+    """What the check of one shard gave: findings in order of bytes, and the keys as they are in the tar."""
+
+    url: str
+    findings: tuple[Finding, ...]
+    keys: Sequence[str]
+    num_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardCheck:
+    """Checks one shard; used once, by one thread.
+
+    Args:
+        task: Which shard, and its index.
+        storage: Where it lies.
+        decoder: Decodes every field too, if given.
+        whose_checksum: First-chunk checksums of all shards, to tell a shard that was swapped with another.
+        progress: Told of bytes.
+    """
+
+    task: ShardTask
+    storage: Storage
+    decoder: FieldDecoder | None
+    whose_checksum: Mapping[tuple[int, int], str]
+    progress: Progress
+    findings: list[Finding] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def run(self) -> ShardOutcome:
+        """Reads the whole shard. Never raises for what is wrong with the shard or its index."""
+        try:
+            self._check()
+        except NotFoundError:
+            self._find(
+                "missing",
+                "the shard is in the index but not in the store",
+                cure="restore it, or run `shard_tools index --force` over the shards that are left",
+            )
+        except StorageError as error:
+            self._find("read", f"cannot be read: {error}", cure="see the message; then verify again")
+        return ShardOutcome(url=self.task.url, findings=tuple(self.findings), keys=self.keys, num_bytes=self.num_bytes)
+
+    def _find(self, kind: str, what: str, *, cure: str = _REINDEX, **facts: object) -> None:
+        self.findings.append(Finding(kind=kind, shard=self.task.url, what=what, cure=cure, **facts))  # type: ignore[arg-type]
+
+    def _check(self) -> None:
+        chunks, url = self.task.chunks, self.task.url
+        size_bytes, promised = self.storage.info(url).size_bytes, chunks.shards[0].size_bytes
+        if size_bytes != promised:
+            what = "the shard is cut off" if size_bytes < promised else "the shard is longer than it was"
+            self._find(
+                "size", what, cure=_REPLACED, byte_start=min(size_bytes, promised), byte_end=max(size_bytes, promised),
+                expected=f"{promised} bytes", got=f"{size_bytes} bytes",
+            )  # fmt: skip
+        samples = self._load_samples()
+        for row in range(chunks.num_chunks):
+            start, end = int(chunks.byte_start[row]), int(chunks.byte_end[row])
+            if end > size_bytes:
+                break  # reported by size
+            self._check_chunk(row, start, end, samples)
+        if size_bytes == promised:
+            self._check_tail(int(chunks.byte_end[-1]) if chunks.num_chunks else 0, size_bytes)
+
+    def _load_samples(self) -> SampleTable | None:
+        try:
+            samples = self.task.samples()
+        except DataError as error:
+            self._find("index", f"the sample table is damaged: {error}", cure="run `shard_tools index --force`")
+            return None
+        if samples is None:
+            self._find("index", "the shard has no sample table", cure="run `shard_tools index --force`")
+        elif samples.chunks != self.task.chunks:
+            self._find(
+                "index", "the chunk table and the shard's sample table disagree", cure="run `shard_tools index --force`"
+            )
+        else:
+            return samples
+        return None
+
+    def _check_chunk(self, row: int, start: int, end: int, samples: SampleTable | None) -> None:
+        chunks, url = self.task.chunks, self.task.url
+        body = memoryview(self.storage.read(url, start, end)).cast("B")
+        self.num_bytes += len(body)
+        self.progress.advance(num_bytes=len(body))
+        found, promised = crc32c.crc32c(body), int(chunks.crc32c[row])
+        if found != promised:
+            other = self.whose_checksum.get((found, end - start)) if row == 0 else None
+            self._find(
+                "checksum",
+                f"the bytes are those of {other}: swapped?" if other else "the bytes are not those that were indexed",
+                cure=_REPLACED, byte_start=start, byte_end=end,
+                expected=f"CRC32C {promised:08x}", got=f"{found:08x}",
+            )  # fmt: skip
+        try:
+            layout = parse_chunk(body, url=url, base=start, verify_headers=True)
+        except DataError as error:
+            self._find("tar", f"not a run of whole tar members: {error}", byte_start=start, byte_end=end)
+            return
+        self.keys += layout.keys
+        if int(layout.record_starts[-1]) != end - start:
+            self._find(
+                "tar",
+                "the archive ends inside the chunk",
+                byte_start=start + int(layout.record_starts[-1]),
+                byte_end=end,
+            )
+        if len(layout.keys) != int(chunks.num_samples[row]):
+            self._find(
+                "samples", "the chunk holds another number of samples", byte_start=start, byte_end=end,
+                expected=str(int(chunks.num_samples[row])), got=str(len(layout.keys)),
+            )  # fmt: skip
+        elif samples is not None and found == promised:
+            self._compare(layout, samples, int(chunks.first_sample[row]), start)
+        if self.decoder is not None:
+            self._decode(layout, body, start)
+
+    def _compare(self, layout: ChunkLayout, samples: SampleTable, first: int, base: int) -> None:
+        """The sample table's rows of one chunk with the members that are there."""
+        last = first + len(layout.keys)
+        for number, (got, expected) in enumerate(zip(layout.keys, samples.keys[first:last], strict=True)):
+            if got != expected:
+                span = layout.record_starts[number : number + 2] + base
+                self._find(
+                    "keys", "the sample table has another key here", key=got, byte_start=int(span[0]),
+                    byte_end=int(span[1]), expected=repr(expected), got=repr(got),
+                )  # fmt: skip
+                return  # all that follow are shifted
+        if not np.array_equal(samples.record_starts[first : last + 1], layout.record_starts + base):
+            self._find("fields", "the sample table has other record bounds", byte_start=base)
+        for name in sorted({*layout.fields, *samples.fields}):
+            self._compare_field(name, layout, samples, first, base)
+
+    def _compare_field(self, name: str, layout: ChunkLayout, samples: SampleTable, first: int, base: int) -> None:
+        count = len(layout.keys)
+        absent = (np.full(count, -1, np.int64), np.zeros(count, np.int64))
+        there = absent
+        if name in layout.fields:
+            column = layout.fields.index(name)
+            starts = layout.starts[:, column]
+            there = (np.where(starts < 0, -1, starts + base), layout.sizes[:, column])
+        told = absent
+        if name in samples.fields:
+            starts, sizes = samples.fields[name]
+            told = (starts[first : first + count], sizes[first : first + count])
+        differ = (there[0] != told[0]) | ((there[1] != told[1]) & (there[0] >= 0))
+        for number in np.flatnonzero(differ)[:_MAX_KEYS_LISTED].tolist():
+            self._find(
+                "fields", f"the sample table has other bytes for field {name!r}", key=layout.keys[number],
+                expected=_span(told, number), got=_span(there, number),
+            )  # fmt: skip
+
+    def _decode(self, layout: ChunkLayout, body: memoryview, base: int) -> None:
+        decoder = self.decoder
+        if decoder is None:
+            return
+        for column, name in enumerate(layout.fields):
+            decode = decoder.decoder_for(name)
+            for number, key in enumerate(layout.keys):
+                start, size = int(layout.starts[number, column]), int(layout.sizes[number, column])
+                if start < 0:
+                    continue
+                try:
+                    decode_field(decode, body[start : start + size], url=self.task.url, key=key, field=name)
+                except DecodeError as error:
+                    self._find(
+                        "decode", f"field {name!r} does not decode: {error}", key=key, byte_start=base + start,
+                        byte_end=base + start + size, cure="remove or replace this sample",
+                    )  # fmt: skip
+
+    def _check_tail(self, start: int, size_bytes: int) -> None:
+        """Behind the last chunk there are only zeros: the end-of-archive mark and padding."""
+        for begin, end in _pieces(start, size_bytes, _MAX_TAIL_BYTES):
+            body = np.frombuffer(self.storage.read(self.task.url, begin, end), np.uint8)
+            self.num_bytes += body.size
+            self.progress.advance(num_bytes=body.size)
+            if body.any():
+                at = begin + int(np.flatnonzero(body)[0])
+                self._find("tail", "bytes behind the last chunk that are not zero", byte_start=at, byte_end=size_bytes)
+                return
+        if size_bytes - start < 1024:
+            self._find("tail", "the end-of-archive mark is missing", byte_start=start, byte_end=size_bytes)
+
+
+def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    for begin in range(start, stop, step):
+        yield begin, min(stop, begin + step)
+
+
+def _span(column: tuple[np.ndarray, np.ndarray], number: int) -> str:  # type: ignore[type-arg]
+    start, size = int(column[0][number]), int(column[1][number])
+    return "none" if start < 0 else f"[{start}, {start + size})"

@@ -1,0 +1,202 @@
+"""``verify``: every promise of the index against every byte of the shards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from streaming.scan import load_sample_table
+
+from shard_tools.findings import Finding
+from shard_tools.progress import NoProgress, Progress
+from shard_tools.shard_check import ShardCheck, ShardOutcome, ShardTask
+from streaming.decode import FieldDecoder, resolve_decoders
+from streaming.errors import IndexMissingError, NotFoundError
+from streaming.index.chunks import ChunkTable
+from streaming.index.layout import chunks_path
+from streaming.index.samples import SampleTable
+from streaming.storage import Storage, expand_urls, join_url, split_url
+
+_SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+_MAX_DUPLICATES = 1000  # findings; beyond it the sum is told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was checked and what was found, in the order of the shards."""
+
+    findings: tuple[Finding, ...]
+    num_shards: int
+    num_samples: int
+    num_bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        return {
+            "ok": not self.findings,
+            "num_shards": self.num_shards,
+            "num_samples": self.num_samples,
+            "num_bytes": self.num_bytes,
+            "seconds": round(self.seconds, 3),
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+
+def verify(
+    urls: Sequence[str],
+    *,
+    storage: Storage,
+    index_url: str | None = None,
+    decode: bool = False,
+    workers: int = 8,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Reads every byte of the shards once, and compares all that the index says about them.
+
+    Checked are the sizes, the CRC32C of every chunk, the checksum of every member header, that members and samples
+    fill the chunks exactly, the number of samples, the sample tables' keys and byte ranges, that keys are unique in
+    the data set, that nothing lies behind the archive's end, that no shard is missing, and (for a folder or prefix)
+    that none lacks in the index; with ``decode`` also that every field decodes.
+
+    Args:
+        urls: Shards, as in ``StreamingDataset``.
+        storage: Where they lie.
+        index_url: Where the index lies, if not beside the shards.
+        decode: Whether to decode every field.
+        workers: Shards checked at a time; each holds one chunk in memory.
+        progress: Told of shards and bytes.
+
+    Raises:
+        NotFoundError: If nothing matches ``urls``.
+        IndexMissingError: If there is no index at all to check against.
+        IndexFormatError: If the chunk table itself cannot be read.
+        AccessDeniedError: If the store refuses.
+    """
+    started = time.monotonic()
+    progress = progress or NoProgress()
+    shards = expand_urls(list(urls), storage)
+    whole = not any(url.partition("?")[0].endswith(_SHARD_SUFFIXES) for url in urls)
+    tasks, findings = _plan(shards, storage, index_url, whole=whole)
+    progress.start(total_bytes=sum(task.chunks.shards[0].size_bytes for task in tasks), total=len(tasks))
+    outcomes = _check_all(tasks, storage, resolve_decoders("auto") if decode else None, workers, progress)
+    for outcome in outcomes:
+        findings += outcome.findings
+    findings += duplicate_keys(outcomes)
+    return VerifyReport(
+        findings=tuple(findings),
+        num_shards=len(tasks),
+        num_samples=sum(len(outcome.keys) for outcome in outcomes),
+        num_bytes=sum(outcome.num_bytes for outcome in outcomes),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _plan(
+    shards: Sequence[str], storage: Storage, index_url: str | None, *, whole: bool
+) -> tuple[list[ShardTask], list[Finding]]:
+    """What to check, and what can be said without reading a shard."""
+    tables: dict[str, ChunkTable] = {}
+    tasks: list[ShardTask] = []
+    findings: list[Finding] = []
+    for directory in dict.fromkeys(split_url(url)[0] for url in shards):
+        tables[directory] = _chunk_table(storage, index_url or directory, directory)
+    promised = {
+        join_url(directory, shard.name): (directory, shard.name)
+        for directory in tables
+        for shard in tables[directory].shards
+    }
+    for url in sorted({*shards, *promised}) if whole else shards:
+        if url in promised:
+            directory, name = promised[url]
+            load = partial(_samples_of, storage, url, index_url)
+            tasks.append(ShardTask(url=url, chunks=tables[directory].select([name]), samples=load))
+        else:
+            findings.append(
+                Finding(
+                    kind="unindexed",
+                    shard=url,
+                    what="the shard is in the store but not in the index",
+                    cure="run `shard_tools index` to add it, or remove it",
+                )
+            )
+    return tasks, findings
+
+
+def _chunk_table(storage: Storage, base: str, directory: str) -> ChunkTable:
+    url = join_url(base, chunks_path())
+    try:
+        return ChunkTable.from_parquet(storage.read(url), url)
+    except NotFoundError as error:
+        raise IndexMissingError(
+            f"{url}: the shards in {directory or '.'} have no index to check against; "
+            "make one with `shard_tools index`, or say where it lies with --index"
+        ) from error
+
+
+def _samples_of(storage: Storage, url: str, index_url: str | None) -> SampleTable | None:
+    try:
+        return load_sample_table(storage, url, index_url)
+    except (NotFoundError, IndexMissingError):
+        return None
+
+
+def _check_all(
+    tasks: Sequence[ShardTask],
+    storage: Storage,
+    decoder: FieldDecoder | None,
+    workers: int,
+    progress: Progress,
+) -> list[ShardOutcome]:
+    owners = {
+        (int(task.chunks.crc32c[0]), int(task.chunks.byte_end[0])): task.url for task in tasks if task.chunks.num_chunks
+    }
+
+    def check(task: ShardTask) -> ShardOutcome:
+        outcome = ShardCheck(
+            task=task, storage=storage, decoder=decoder, whose_checksum=owners, progress=progress
+        ).run()
+        progress.advance(num=1)
+        return outcome
+
+    pool = ThreadPoolExecutor(max(1, min(workers, len(tasks))), thread_name_prefix="shard_tools-verify")
+    try:
+        return list(pool.map(check, tasks))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def duplicate_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
+    """A finding for every key that occurs again, in its shard or in a later one.
+
+    Keys are compared by a 64-bit hash first (8 bytes a key while sorting), and then as text.
+    """
+    hashes = [np.fromiter((hash(key) for key in outcome.keys), np.int64, len(outcome.keys)) for outcome in outcomes]
+    joined = np.concatenate(hashes) if hashes else np.empty(0, np.int64)
+    values, counts = np.unique(joined, return_counts=True)
+    repeated = set(values[counts > 1].tolist())
+    if not repeated:
+        return []
+    first: dict[str, str] = {}
+    findings: list[Finding] = []
+    for outcome, column in zip(outcomes, hashes, strict=True):
+        for number in np.flatnonzero(np.isin(column, list(repeated))).tolist():
+            key = outcome.keys[number]
+            if key in first and len(findings) < _MAX_DUPLICATES:
+                findings.append(_duplicate(key, outcome.url, first[key]))
+            first.setdefault(key, outcome.url)
+    return findings
+
+
+def _duplicate(key: str, url: str, before: str) -> Finding:
+    return Finding(
+        kind="duplicate",
+        shard=url,
+        key=key,
+        what="the key occurs twice in this shard" if url == before else f"the key occurs in {before} too",
+        cure="write the shards anew with distinct keys: `shard_tools convert --from tars --key number`",
+    )
