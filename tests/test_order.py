@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
@@ -27,7 +27,11 @@ chunk_sizes = st.lists(st.integers(0, 12), min_size=1, max_size=16).filter(sum)
 shuffled = st.builds(OrderSettings, seed=st.integers(0, 2**64 - 1), lanes=st.integers(1, 9), window=st.integers(0, 30))
 settings_ = shuffled | st.just(OrderSettings.unshuffled())
 
+# A busy machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
+
+@unhurried
 @given(chunk_sizes, settings_, st.integers(0, 5))
 def test_a_pass_holds_every_sample_once(sizes: list[int], settings: OrderSettings, epoch: int) -> None:
     order = EpochOrder(sizes, settings, epoch)
@@ -35,6 +39,7 @@ def test_a_pass_holds_every_sample_once(sizes: list[int], settings: OrderSetting
     assert sorted(order.samples(np.arange(order.num_samples)).tolist()) == list(range(sum(sizes)))
 
 
+@unhurried
 @given(chunk_sizes, settings_, st.integers(0, 5), st.data())
 def test_any_positions_are_those_of_the_whole_order(
     sizes: list[int], settings: OrderSettings, epoch: int, data: st.DataObject
@@ -45,6 +50,7 @@ def test_any_positions_are_those_of_the_whole_order(
     assert order.samples(positions).tolist() == whole[np.array(positions, dtype=np.int64)].tolist()
 
 
+@unhurried
 @given(chunk_sizes, shuffled, st.data())
 def test_a_lane_slice_is_a_slice_of_the_lane(sizes: list[int], settings: OrderSettings, data: st.DataObject) -> None:
     order = EpochOrder(sizes, settings, 0)
@@ -96,12 +102,14 @@ def test_the_window_shuffle_is_the_sort_of_its_definition() -> None:
     assert order.lane_slice(lane, 0, size).tolist() == expected
 
 
+@unhurried
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=50), st.sampled_from([7, 2**40, 2**62]))
 def test_every_sort_breaks_ties_by_place(values: list[int], limit: int) -> None:
     keys = np.array(values, dtype=np.uint64)
     assert _argsort_stable(keys, limit).tolist() == np.argsort(keys, kind="stable").tolist()
 
 
+@unhurried
 @given(chunk_sizes, settings_)
 def test_positions_deal_out_the_lanes(sizes: list[int], settings: OrderSettings) -> None:
     order = EpochOrder(sizes, settings, 0)
@@ -119,6 +127,7 @@ def test_positions_deal_out_the_lanes(sizes: list[int], settings: OrderSettings)
     assert order.lanes_of(np.arange(order.num_samples)).tolist() == expected
 
 
+@unhurried
 @given(st.integers(0, 60), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 17))
 def test_dealing_by_lane_is_a_stable_sort_by_lane(begin: int, sizes: list[int], lanes: int) -> None:
     ends = begin + np.cumsum(sizes, dtype=np.int64)
@@ -130,6 +139,7 @@ def test_dealing_by_lane_is_a_stable_sort_by_lane(begin: int, sizes: list[int], 
     assert (places * lanes + got_lanes).tolist() == expected
 
 
+@unhurried
 @given(chunk_sizes, settings_)
 def test_locate_agrees_with_the_chunk_table(sizes: list[int], settings: OrderSettings) -> None:
     order = EpochOrder(sizes, settings, 1)

@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
 from streaming.order import EpochOrder, OrderSettings, default_lanes, default_window
 from streaming.plan import LastBatch, Plan, RankBatches
+
+# A busy machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,7 @@ def expected_batches(case: Case) -> list[list[tuple[int, int, int, int]]]:
     return batches
 
 
+@unhurried
 @given(cases())
 def test_p1_p3_global_batches_follow_the_definition(case: Case) -> None:
     # Equal sorted lists: no sample is missing, none comes twice, whatever the number of ranks.
@@ -119,6 +123,7 @@ def test_p1_p3_global_batches_follow_the_definition(case: Case) -> None:
     assert plan.num_batches == len(expected_batches(case))
 
 
+@unhurried
 @given(cases())
 def test_ranks_take_slices_of_the_positions_by_lane(case: Case) -> None:
     plan, per_pass, world = case.plan(), sum(case.sizes), case.dp_world_size
@@ -130,17 +135,20 @@ def test_ranks_take_slices_of_the_positions_by_lane(case: Case) -> None:
             assert rows.positions[rows.valid].tolist() == by_lane[low:high]
 
 
+@unhurried
 @given(cases(epoch_size=st.none(), start=0, last_batch="partial"))
 def test_p1_an_epoch_is_an_exact_partition(case: Case) -> None:
     seen = [(chunk, offset) for batch in global_batches(case.plan()) for _, _, chunk, offset in batch]
     assert sorted(seen) == [(chunk, i) for chunk, size in enumerate(case.sizes) for i in range(size)]
 
 
+@unhurried
 @given(cases(epoch_size=st.none(), start=0, epoch=2), st.integers(1, 9))
 def test_p3_world_size_does_not_change_a_global_batch(case: Case, other: int) -> None:
     assert global_batches(case.plan()) == global_batches(case.plan(dp_world_size=other))
 
 
+@unhurried
 @given(cases())
 def test_p2_counts_are_equal_and_sizes_are_fair(case: Case) -> None:
     plan = case.plan()
@@ -156,6 +164,7 @@ def test_p2_counts_are_equal_and_sizes_are_fair(case: Case) -> None:
         assert [plan.batch_size(k, r) for r in range(case.dp_world_size)] == sizes[:, k].tolist()
 
 
+@unhurried
 @given(cases(last_batch="pad"))
 def test_padding_repeats_samples_of_its_own_global_batch(case: Case) -> None:
     plan = case.plan()
@@ -168,6 +177,7 @@ def test_padding_repeats_samples_of_its_own_global_batch(case: Case) -> None:
             assert not mask[mask.sum() :].any()  # valid rows come first
 
 
+@unhurried
 @given(cases(start=0), st.data())
 def test_p4_any_start_gives_the_rest_of_the_epoch(case: Case, data: st.DataObject) -> None:
     whole = case.plan()
@@ -177,6 +187,7 @@ def test_p4_any_start_gives_the_rest_of_the_epoch(case: Case, data: st.DataObjec
     assert global_batches(case.plan(start=start, dp_world_size=other)) == global_batches(whole)[done:]
 
 
+@unhurried
 @given(cases(), st.data())
 def test_p4_a_block_is_a_slice_of_the_whole(case: Case, data: st.DataObject) -> None:
     plan, dp_rank = case.plan(), data.draw(st.integers(0, case.dp_world_size - 1))
@@ -190,6 +201,7 @@ def test_p4_a_block_is_a_slice_of_the_whole(case: Case, data: st.DataObject) -> 
         assert np.array_equal(getattr(block, name), getattr(whole, name)[start:stop]), name
 
 
+@unhurried
 @given(cases(), st.permutations(range(6)))
 def test_p5_what_was_asked_before_changes_nothing(case: Case, requests: list[int]) -> None:
     # A replica may have read other batches before: the memory of evaluated lane ranges must not show.
@@ -203,6 +215,7 @@ def test_p5_what_was_asked_before_changes_nothing(case: Case, requests: list[int
         assert np.array_equal(warm.offsets, cold.offsets)
 
 
+@unhurried
 @given(cases())
 def test_intervals_cover_every_use(case: Case) -> None:
     plan = case.plan()
@@ -239,6 +252,7 @@ def test_intervals_cover_every_use(case: Case) -> None:
                     assert after.tolist() == inside * 2
 
 
+@unhurried
 @given(cases(), st.data())
 def test_live_and_read_bytes_bound_what_happens(case: Case, data: st.DataObject) -> None:
     plan, dp_rank = case.plan(), data.draw(st.integers(0, case.dp_world_size - 1))
@@ -285,6 +299,7 @@ def test_worlds_that_do_not_divide_read_little_more() -> None:
     assert sum(plan.read_bytes(ones, r) for r in range(12)) <= 1.45 * 2000
 
 
+@unhurried
 @given(cases(settings=OrderSettings.unshuffled(), epoch_size=st.none()))
 def test_unshuffled_batches_are_ranges_of_the_data_set(case: Case) -> None:
     plan = case.plan()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import StateError
@@ -22,7 +22,11 @@ STATE = LoaderState(
     num_samples=1797,
 )
 
+# A busy machine is no failure.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
+
+@unhurried
 @given(
     epoch=st.integers(0, 2**40),
     seen=st.integers(0, 1000),
