@@ -7,6 +7,7 @@ so that they never get into a shard.
 
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from typing import Final
@@ -14,14 +15,13 @@ from typing import Final
 from streaming.errors import ConfigError, DuplicateKeyError
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_META: Final = re.compile(r"__.*__")
 _BLANK: Final = re.compile(r"\s")
 _LOG_CHUNK: Final = 1024
 
 
 def is_meta(name: str) -> bool:
     """Whether a sample's entry is a reader's note (``__url__``, ``__local_path__``, …) and not a field."""
-    return len(name) > 4 and _META.fullmatch(name) is not None
+    return name.startswith("__") and name.endswith("__") and len(name) > 4
 
 
 def check_key(key: object) -> str:
@@ -53,10 +53,10 @@ def check_field(field: object, key: str) -> str:
 
 
 def _key_problem(key: str) -> str | None:  # noqa: PLR0911  # a list of rules
-    *directories, last = key.split("/")
     problem = _text_problem(key)
     if problem is not None:
         return problem
+    *directories, last = key.split("/")
     if not last:
         return "it ends with '/', so that the member would be a dot-file, which readers skip; append a name"
     if not all(directories):
@@ -73,6 +73,7 @@ def _key_problem(key: str) -> str | None:  # noqa: PLR0911  # a list of rules
     return None
 
 
+@functools.lru_cache(maxsize=4096)  # the same few fields come with every sample
 def _field_problem(field: str) -> str | None:  # noqa: PLR0911  # a list of rules
     problem = _text_problem(field)
     if problem is not None:
@@ -100,7 +101,8 @@ def _text_problem(text: str) -> str | None:
     if "\\" in text:
         return "it contains a backslash, a path separator on Windows; write '/' or remove it"
     try:
-        text.encode("utf-8")
+        if not text.isascii():
+            text.encode("utf-8")
     except UnicodeEncodeError as error:
         return f"it is not valid Unicode ({error.reason} at character {error.start}); repair the text"
     return None

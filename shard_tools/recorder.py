@@ -137,7 +137,9 @@ class IndexRecorder:
         self._index = index or "."
         self._columns = parse_columns(columns)
         self._shard: ShardRecorder | None = None
+        self._sealed: SampleTable | None = None
         self._tables: dict[str, ChunkTable] = {}
+        ShardRecorder("", self._columns).table(0)  # refuses names of columns that the format uses itself
 
     @classmethod
     def create(cls, storage: Storage, directory: str, *, index: bool | str, columns: ColumnSpec) -> Self | None:
@@ -154,10 +156,6 @@ class IndexRecorder:
         """The values of all columns for one sample."""
         return tuple(column_value(sample, name, source, key) for name, source in self._columns.items())
 
-    def forget(self, shard_name: str) -> None:
-        """Remove the sample table of a shard about to be replaced, so that none describes other bytes."""
-        self._storage.delete(self._samples_url(shard_name))
-
     def start_shard(self, shard_name: str) -> None:
         """From here on, samples belong to this shard."""
         self._shard = ShardRecorder(shard_name, self._columns)
@@ -167,23 +165,38 @@ class IndexRecorder:
         if self._shard is not None:
             self._shard.add(record, pieces, values)
 
-    def finish_shard(self, size_bytes: int) -> None:
-        """Publish the sample table of the shard, which is out under its name and has this size."""
+    def seal_shard(self, size_bytes: int, *, replaces: bool) -> None:
+        """Make the sample table of the shard, which has this size, before the shard appears under its name.
+
+        Args:
+            size_bytes: The shard's size as a file.
+            replaces: Whether the shard may replace another, whose sample table must not outlive it.
+
+        Raises:
+            ConfigError: If a column's values have no common type.
+        """
         if self._shard is None:
             return
-        table = self._shard.table(size_bytes)
-        self._storage.put(self._samples_url(self._shard.name), table.to_parquet())
-        self._tables[self._shard.name] = table.chunks
+        self._sealed = self._shard.table(size_bytes)
         self._shard = None
+        if replaces:
+            self._storage.delete(self._samples_url(self._sealed.shard.name))
+
+    def publish_shard(self) -> None:
+        """Write the sealed sample table, now that its shard is there."""
+        table, self._sealed = self._sealed, None
+        if table is not None:
+            self._storage.put(self._samples_url(table.shard.name), table.to_parquet())
+            self._tables[table.shard.name] = table.chunks
 
     def publish_chunk_table(self) -> None:
         """Write the chunk table of all indexed shards of the directory, other writers' too."""
-        if not self._tables:
-            return
         sizes = self._sizes_below(self._directory, ".tar")
         tables = dict(self._tables)
         tables |= self._from_chunk_table(sizes, known=tables.keys())
         tables |= self._from_sample_tables(sizes, known=tables.keys())
+        if not tables:
+            return
         merged = ChunkTable.concat([tables[name] for name in sorted(tables)])
         self._storage.put(join_url(self._index, chunks_path()), merged.to_parquet())
 

@@ -62,7 +62,8 @@ class ShardWriter:
         columns: What to lift from the samples into the sample table, by column name: a callable that takes
             the sample as passed to :meth:`write`, or a path such as ``"json.w"``; a list of paths names the
             columns like the paths.
-        overwrite: Replace shards that exist already. Without it they are refused.
+        overwrite: Replace shards that exist already. Without it they are refused. Shards of higher numbers,
+            of an earlier and longer run, stay: delete them, or write into an empty directory.
         start_shard: Number of the first shard.
 
     Raises:
@@ -215,13 +216,13 @@ class ShardWriter:
         if out is None:
             return
         out.write(END_OF_ARCHIVE)
-        if self._overwrite and self._recorder is not None:
-            self._recorder.forget(split_url(self._url)[1])
+        if self._recorder is not None:
+            self._recorder.seal_shard(self._shard_bytes + len(END_OF_ARCHIVE), replaces=self._overwrite)
         out.close()
         self._out = None
         self._shards.append(self._url)
         if self._recorder is not None:
-            self._recorder.finish_shard(self._shard_bytes + len(END_OF_ARCHIVE))
+            self._recorder.publish_shard()
 
 
 def make_record(sample: Mapping[str, object], key: str) -> Record:

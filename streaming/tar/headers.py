@@ -28,6 +28,11 @@ _MAX_NAME_BYTES: Final = 100
 _MAX_PREFIX_BYTES: Final = 155
 _MAX_USTAR_SIZE_BYTES: Final = 8**11 - 1
 _MODE: Final = 0o644
+_BEFORE_SIZE: Final = b"%07o\0" * 3 % (_MODE, 0, 0)  # mode, uid, gid
+_AFTER_SIZE: Final = b"\0%011o\0" % 0  # the size's end, mtime
+# Link name, magic and version, uname, gname, devmajor, devminor.
+_AFTER_KIND: Final = bytes(100) + b"ustar\x0000" + bytes(64) + b"%07o\0" * 2 % (0, 0)
+_FIXED_SUM: Final = sum(_BEFORE_SIZE) + sum(_AFTER_SIZE) + sum(_AFTER_KIND) + 8 * ord(" ")
 # The name of the PAX member itself. Readers that know PAX never show it.
 _PAX_NAME: Final = b"././@PaxHeader"
 _PADS: Final = tuple(bytes(n) for n in range(BLOCK_BYTES))
@@ -106,21 +111,18 @@ def _pax_record(keyword: bytes, value: bytes) -> bytes:
 
 
 def _ustar_block(name: bytes, prefix: bytes, size_bytes: int, kind: bytes) -> bytes:
-    head = name.ljust(_MAX_NAME_BYTES, b"\0") + b"%07o\0%07o\0%07o\0%011o\0%011o\0" % (
-        _MODE,
-        0,  # uid
-        0,  # gid
-        size_bytes,
-        0,  # mtime
+    size = b"%011o" % size_bytes
+    # Zero bytes add nothing to the checksum; its own field counts as eight spaces.
+    checksum = _FIXED_SUM + sum(name) + sum(size) + kind[0] + sum(prefix)
+    return b"".join(
+        (
+            name.ljust(_MAX_NAME_BYTES, b"\0"),
+            _BEFORE_SIZE,
+            size,
+            _AFTER_SIZE,
+            b"%06o\0 " % checksum,
+            kind,
+            _AFTER_KIND,
+            prefix.ljust(_MAX_PREFIX_BYTES + 12, b"\0"),
+        )
     )
-    tail = (
-        kind
-        + bytes(100)  # link name
-        + b"ustar\x0000"
-        + bytes(64)  # uname, gname
-        + b"%07o\0%07o\0" % (0, 0)  # devmajor, devminor
-        + prefix.ljust(_MAX_PREFIX_BYTES, b"\0")
-        + bytes(12)
-    )
-    checksum = sum(head) + 8 * ord(" ") + sum(tail)
-    return head + b"%06o\0 " % checksum + tail
