@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("streaming", "shard_tools", "infra")
 
+SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device")
+SURFACE += ("streaming.loop", "streaming.streamed", "streaming.bad_samples")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),
@@ -25,19 +27,15 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("streaming.scan", "streaming.shards", "streaming.fetch", "streaming.decode", "streaming.collate"),
     ),
     ("run", ("streaming.engine",)),
-    (
-        "surface",
-        ("streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device", "streaming"),
-    ),
+    ("surface", SURFACE),
     ("command line", ("shard_tools",)),
 )
 LAYER_OF = {prefix: level for level, (_, prefixes) in enumerate(LAYERS) for prefix in prefixes}
 
-TORCH_MAY = ("streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device")
-TORCH_MAY += ("streaming.engine", "streaming.collate")
+TORCH_MAY = (*(name for name in SURFACE if name != "streaming"), "streaming.engine", "streaming.collate")
 # infra asks where the program runs; credentials come the way people have them, the environment too.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.credentials")
-INFRA_MAY = ("streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device", "streaming")
+INFRA_MAY = SURFACE
 
 # Each third-party package is known to these modules only (prefixes); what is not listed must not be imported.
 KNOWN_TO: dict[str, tuple[str, ...]] = {
@@ -56,7 +54,7 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
 }
 IMPORT_HELPERS = {"import_module", "__import__", "require"}
 # By exact name: names that load when they are first used, and the helper `require`.
-COMPUTED_IMPORT_MAY = ("streaming", "streaming.decode.values")
+COMPUTED_IMPORT_MAY = ("streaming", "streaming.decode.values", "streaming.decode.registry")
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")
 OPTIONAL += ("webdataset", "datasets")
 
@@ -174,9 +172,11 @@ def test_third_party_packages_are_known_where_the_table_says(module: str) -> Non
 
 
 def test_each_optional_dependency_is_known_to_one_adapter_module() -> None:
+    """One per package: what `streaming` decodes, `shard_tools` encodes."""
     for package in OPTIONAL:
         users = [m for m in modules() if package in {name.split(".")[0] for name in imports(m)}]
-        assert len(users) <= 1, f"{package} is imported by {users}"
+        packages = [user.split(".")[0] for user in users]
+        assert len(set(packages)) == len(packages), f"{package} is imported by {users}"
         for user in users:
             top = {a.name for n in tree(user).body if isinstance(n, ast.Import) for a in n.names}
             top |= {n.module or "" for n in tree(user).body if isinstance(n, ast.ImportFrom)}
