@@ -104,8 +104,8 @@ class Training:
         torch.save(saved, partial)
         partial.replace(self._path)
 
-    def take_step(self, batch: Batch) -> float:
-        """One optimizer step on the global batch; returns its mean loss. The same for any number of ranks."""
+    def take_step(self, batch: Batch) -> tuple[float, int]:
+        """One optimizer step on the global batch, the same for any number of ranks: its mean loss and samples."""
         total = self.options.epochs * len(self.loader)
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.learning_rate * 0.5 * (1 + math.cos(math.pi * self.step / total))
@@ -119,7 +119,7 @@ class Training:
         loss_sum, num_valid = self._sum_over_ranks(loss.detach(), valid.sum())
         self.optimizer.step()
         self.step += 1
-        return float(loss_sum / num_valid)
+        return float(loss_sum / num_valid), int(num_valid)
 
     def _sum_over_ranks(self, loss: torch.Tensor, num_valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Makes every gradient the mean over the global batch: sums over ranks, divided by the samples there."""
@@ -192,8 +192,8 @@ def train_epoch(training: Training, epoch: int, log: KeyLog) -> None:
     for batch in training.loader:
         received = zip(batch["__key__"], batch["__valid__"].tolist(), strict=True)
         log.add(epoch=epoch, step=training.step + 1, keys=[key for key, valid in received if valid])
-        loss = training.take_step(batch)
-        num_samples += training.options.global_batch_size
+        loss, num_taken = training.take_step(batch)
+        num_samples += num_taken
         if training.mesh.rank == 0:
             if training.step % training.options.checkpoint_every == 0:
                 training.save()
