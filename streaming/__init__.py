@@ -1,8 +1,8 @@
 """shardstream: WebDataset tar shards, streamed from cloud storage into PyTorch training.
 
-Three concepts: a ``StreamingDataset`` (what to read), an ``infra.DeviceMesh`` (where this process is, found by itself)
-and a ``DataLoader`` (the loop). Names are loaded when they are first used, so that ``import streaming.errors`` or a tool
-does not pay for torch.
+Three concepts: a ``StreamingDataset`` (what to read), an ``infra.DeviceMesh`` (where this process is, found by
+itself) and a ``DataLoader`` (the loop). Names are loaded when they are first used, so that ``import streaming.errors``
+or a tool does not pay for torch.
 """
 
 from __future__ import annotations

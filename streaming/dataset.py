@@ -16,7 +16,8 @@ from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.engine.build import OnError
 from streaming.errors import ConfigError, DecodeError, IndexMissingError
 from streaming.fetch import FetchRange, fetch_range
-from streaming.index import ChunkTable, SampleTable
+from streaming.index.chunks import ChunkTable
+from streaming.index.samples import SampleTable
 from streaming.shards import OpenShards, open_shards, sample_table
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout

@@ -17,8 +17,10 @@ class DeviceMeshFetcher(DataLoader):
     ``DataLoader`` with the same arguments does; but it decodes in the calling thread and does not collate. Fetching runs
     ahead in the background. Use it under a loop of your own, or to look at any rank's share from one process::
 
-        for samples in DeviceMeshFetcher(dataset, device_mesh=DeviceMesh.from_sizes(dp_size=8, rank=3), batch_size=32):
-            ...
+        mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)
+        mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)
+        for samples in DeviceMeshFetcher(dataset, device_mesh=mesh, batch_size=32):
+            print([sample["__key__"] for sample in samples])
 
     Args:
         dataset: A ``StreamingDataset``, or a callable that makes one.

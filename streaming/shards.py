@@ -7,14 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
 
-from streaming.errors import IndexMissingError, NotFoundError
-from streaming.index import ChunkTable, SampleTable
-from streaming.scan import load_index, load_sample_table, scan_shard
-from streaming.storage import Storage, expand_urls, split_url
+from streaming.errors import IndexMismatchError, IndexMissingError, NotFoundError
+from streaming.index.chunks import ChunkTable
+from streaming.index.layout import samples_path
+from streaming.index.samples import SampleTable
+from streaming.scan import check_sizes, load_index, scan_shard, shard_name
+from streaming.storage import Storage, expand_urls, join_url, split_url
 from streaming.units import format_bytes
 
 SCAN_LIMIT_BYTES = 1 << 30
 """Sets up to this size are indexed at every start: a second of reading from disk, some from a bucket."""
+
+CHECKED_AT_OPEN = 256
+"""Sets of up to so many shards have every shard's size checked at start; in larger ones a shard of another size than
+the index says shows at its first damaged or failing read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,14 @@ def open_shards(
         table = load_index(storage, shards, index)
     except IndexMissingError as missing:
         return _without_index(storage, shards, index, missing)
+    if len(shards) <= CHECKED_AT_OPEN:
+        try:
+            check_sizes(storage, shards, table)
+        except NotFoundError as error:
+            raise IndexMismatchError(
+                f"the index lists a shard that the store does not have: {error}. Bring it back, leave it out of the "
+                f"URLs, or rebuild the index: shard_tools index <urls of the shards that there are>"
+            ) from error
     return OpenShards(urls=shards, table=table, missing_index="", index=index, scanned=None)
 
 
@@ -57,9 +71,12 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
     """The sample table of one shard, or None if there is none."""
     if shards.scanned is not None:
         return shards.scanned[shard]
+    url = shards.urls[shard]
+    home = split_url(url)[0] if shards.index is None else shards.index
+    path = join_url(home, samples_path(shard_name(url, shards.index)))
     try:
-        return load_sample_table(storage, shards.urls[shard], shards.index)
-    except (NotFoundError, IndexMissingError):
+        return SampleTable.from_parquet(storage.read(path), path)
+    except NotFoundError:
         return None
 
 
