@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from streaming.index.cutter import ChunkCutter
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable, chunk_rows_from_footer
+from streaming.scan import shard_name
 from streaming.storage import Storage, join_url
 
 # Most footers fit into this much of a sample file's end; a longer one costs a second request.
@@ -92,7 +94,7 @@ class ShardRecorder:
             size_bytes=size_bytes,
             keys=self._keys,
             record_starts=np.array(self._record_starts, np.int64),
-            fields={field: self._ranges(field) for field in sorted(self._fields)},
+            fields={field: self._ranges(field) for field in self._fields},
             chunk_bounds=np.array(self._chunk_bounds, np.int64),
             crc32c=self._crcs,
             columns={column: self._arrow(column) for column in self._columns},
@@ -127,14 +129,15 @@ class IndexRecorder:
     Args:
         storage: Where shards and index lie.
         directory: The shards' directory; empty for the working directory.
-        index: The directory that holds the index; see ``streaming.index.layout``.
+        index: The directory that holds the index (``streaming.index.layout``); None: the shards' own.
         columns: See ``ShardWriter``.
     """
 
-    def __init__(self, storage: Storage, directory: str, *, index: str, columns: ColumnSpec) -> None:
+    def __init__(self, storage: Storage, directory: str, *, index: str | None, columns: ColumnSpec) -> None:
         self._storage = storage
         self._directory = directory or "."
-        self._index = index or "."
+        self._elsewhere = index
+        self._index = index or self._directory
         self._columns = parse_columns(columns)
         self._shard: ShardRecorder | None = None
         self._sealed: SampleTable | None = None
@@ -142,23 +145,27 @@ class IndexRecorder:
         ShardRecorder("", self._columns).table(0)  # refuses names of columns that the format uses itself
 
     @classmethod
-    def create(cls, storage: Storage, directory: str, *, index: bool | str, columns: ColumnSpec) -> Self | None:
+    def create(
+        cls, storage: Storage, directory: str, *, index: bool | str | os.PathLike[str], columns: ColumnSpec
+    ) -> Self | None:
         """A recorder, or None where there shall be no index."""
         if index is False:
             if parse_columns(columns):
                 raise ConfigError("columns: they live in the sample table, which index=False leaves out")
             return None
-        if index is not True and (not isinstance(index, str) or not index):
+        if index is True:
+            return cls(storage, directory, index=None, columns=columns)
+        if not isinstance(index, (str, os.PathLike)) or not os.fspath(index):
             raise ConfigError(f"index: expected True, False or a URL, got {index!r}")
-        return cls(storage, directory, index=directory if index is True else index, columns=columns)
+        return cls(storage, directory, index=os.fspath(index), columns=columns)
 
     def column_values(self, sample: Mapping[str, object], key: str) -> tuple[ColumnValue, ...]:
         """The values of all columns for one sample."""
         return tuple(column_value(sample, name, source, key) for name, source in self._columns.items())
 
-    def start_shard(self, shard_name: str) -> None:
+    def start_shard(self, url: str) -> None:
         """From here on, samples belong to this shard."""
-        self._shard = ShardRecorder(shard_name, self._columns)
+        self._shard = ShardRecorder(shard_name(url, self._elsewhere), self._columns)
 
     def add(self, record: Record, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
         """Add the next sample of the shard."""
@@ -191,7 +198,10 @@ class IndexRecorder:
 
     def publish_chunk_table(self) -> None:
         """Write the chunk table of all indexed shards of the directory, other writers' too."""
-        sizes = self._sizes_below(self._directory, ".tar")
+        sizes = {
+            shard_name(join_url(self._directory, name), self._elsewhere): size_bytes
+            for name, size_bytes in self._sizes_below(self._directory, ".tar").items()
+        }
         tables = dict(self._tables)
         tables |= self._from_chunk_table(sizes, known=tables.keys())
         tables |= self._from_sample_tables(sizes, known=tables.keys())
@@ -206,7 +216,12 @@ class IndexRecorder:
             table = ChunkTable.from_parquet(self._storage.read(url), url)
         except (NotFoundError, IndexFormatError):  # a damaged one is replaced by what the sample tables say
             return {}
-        wanted = {shard.name for shard in table.shards if sizes.get(shard.name) == shard.size_bytes}
+        # An index that lies elsewhere may serve other directories too: their shards are not in `sizes`.
+        wanted = {
+            shard.name
+            for shard in table.shards
+            if sizes.get(shard.name, shard.size_bytes if self._elsewhere else None) == shard.size_bytes
+        }
         return {name: table.select([name]) for name in wanted.difference(known)}
 
     def _from_sample_tables(self, sizes: Mapping[str, int], known: Iterable[str]) -> dict[str, ChunkTable]:
@@ -223,8 +238,8 @@ class IndexRecorder:
             if table is not None and table.shards[0].size_bytes == sizes[name]
         }
 
-    def _footer(self, shard_name: str, num_bytes: int) -> ChunkTable | None:
-        url = self._samples_url(shard_name)
+    def _footer(self, name: str, num_bytes: int) -> ChunkTable | None:
+        url = self._samples_url(name)
         try:
             tail = self._storage.read(url, max(0, num_bytes - _TAIL_BYTES), num_bytes)
             needed = footer_bytes(bytes(tail[-FOOTER_TAIL_BYTES:]), url)
@@ -246,5 +261,5 @@ class IndexRecorder:
             if info.url.endswith(suffix)
         }
 
-    def _samples_url(self, shard_name: str) -> str:
-        return join_url(self._index, samples_path(shard_name))
+    def _samples_url(self, name: str) -> str:
+        return join_url(self._index, samples_path(name))

@@ -77,7 +77,7 @@ class ShardWriter:
         max_bytes: int | str = "256MB",
         max_samples: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        index: bool | str = True,
+        index: bool | str | os.PathLike[str] = True,
         columns: ColumnSpec = None,
         overwrite: bool = False,
         start_shard: int = 0,
@@ -194,7 +194,7 @@ class ShardWriter:
         self._shard_samples = 0
         self._out = self._storage.open_write(url)
         if self._recorder is not None:
-            self._recorder.start_shard(split_url(url)[1])
+            self._recorder.start_shard(url)
 
     def _append(self, record: Record, values: tuple[ColumnValue, ...]) -> None:
         out = self._out

@@ -29,6 +29,7 @@ from streaming.errors import ConfigError, DuplicateKeyError, StorageError
 from streaming.index.chunks import ChunkTable
 from streaming.index.cutter import cut_records
 from streaming.index.samples import SampleTable
+from streaming.scan import index_shards, load_index
 from streaming.storage import Storage
 from streaming.tar import parse_chunk
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
@@ -461,6 +462,7 @@ def test_bad_patterns_are_refused(tmp_path, pattern):
 @pytest.mark.parametrize(
     "options",
     [{"max_bytes": 0}, {"max_bytes": "x"}, {"max_samples": 0}, {"max_samples": True}, {"start_shard": -1},
+     {"index": ""}, {"index": 3},
      {"columns": ["key"]}, {"columns": {"size.jpg": "cls"}},
      {"columns": "json.w"}, {"columns": {"a": 3}}, {"columns": {"__a": "json.w"}}],
 )  # fmt: skip
@@ -567,6 +569,39 @@ def test_the_index_says_what_the_shards_hold(tmp_path, size):
     assert keys == [sample["__key__"] for sample in samples]
 
 
+@pytest.mark.parametrize("index", [None, "", "idx"])
+@pytest.mark.parametrize("num_bytes", [10, 70_000])
+def test_indexing_the_shards_again_gives_the_same_files(tmp_path, index, num_bytes):
+    data, again = tmp_path / "data", None if index is None else str(tmp_path / index)
+    samples = [
+        {"__key__": f"d/{i:05d}", "json": {"i": i}, "seg.bin" if i % 7 else "alt.bin": bytes([i % 256]) * num_bytes}
+        for i in range(600)
+    ]
+    samples[5]["__key__"] = "long/" * 60 + "name"
+    shards = write_all(data / "train", samples, max_bytes="11MB", index=True if again is None else again)
+    assert len(shards) == (1 if num_bytes == 10 else 4)
+    written = files_of(tmp_path)
+    table = index_shards(Storage(), shards, again, force=True, parallel=2)
+    assert files_of(tmp_path) == written
+    assert table.total_samples == 600
+    for path in list(tmp_path.rglob("*.parquet")):
+        path.unlink()
+    index_shards(Storage(), shards, again, parallel=1)
+    assert files_of(tmp_path) == written
+
+
+def test_one_index_for_two_directories(tmp_path):
+    shards = [
+        shard
+        for part in ("train", "val")
+        for shard in write_all(tmp_path / part, some_samples(3), max_samples=2, index=tmp_path)
+    ]
+    assert shard_names(tmp_path) == [
+        "train/train-0000.tar", "train/train-0001.tar", "val/train-0000.tar", "val/train-0001.tar"
+    ]  # fmt: skip
+    assert load_index(Storage(), shards, str(tmp_path)) == chunk_table(tmp_path)
+
+
 def test_columns_are_lifted_into_the_sample_table(tmp_path):
     samples = some_samples(5)
     samples[3]["json"] = json.dumps({"w": -1}).encode()
@@ -594,7 +629,7 @@ def test_a_column_that_fails_names_itself_and_leaves_no_trace(tmp_path):
 
 
 def test_the_index_may_lie_elsewhere_or_be_left_out(tmp_path):
-    write_all(tmp_path / "a", some_samples(3), index=f"{tmp_path}/idx")
+    write_all(tmp_path / "a", some_samples(3), index=tmp_path / "idx")
     assert sorted(files_of(tmp_path / "a")) == ["train-0000.tar"]
     assert shard_names(tmp_path / "idx") == ["train-0000.tar"]
     write_all(tmp_path / "b", some_samples(3), index=False)
