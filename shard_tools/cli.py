@@ -117,11 +117,10 @@ def convert_command(source: str, target: str, *, as_json: bool, **arguments: Any
 @index_option
 @click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Shards at a time.")
 @click.option("--force", is_flag=True, help="Index anew what has an index.")
+@click.option("--prune", is_flag=True, help="Take shards that are gone out of the index.")
 @json_option
 @with_storage_options
-def index_command(
-    urls: tuple[str, ...], *, index_url: str | None, workers: int, force: bool, as_json: bool, **arguments: Any
-) -> None:
+def index_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
     r"""Builds the index of existing shards, beside them or at --index. Goes on where it was stopped.
 
     \b
@@ -131,7 +130,7 @@ def index_command(
     """
     storage = Storage(as_storage_options(arguments))
     with progress_bar("index", "shards") as progress:
-        report = index(urls, storage=storage, index_url=index_url, workers=workers, force=force, progress=progress)
+        report = index(urls, storage=storage, progress=progress, **arguments)
     _emit(report, as_json=as_json, for_people=render.show_index)
 
 

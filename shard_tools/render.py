@@ -44,8 +44,11 @@ def show_index(report: IndexReport) -> None:
     """The outcome of indexing."""
     click.echo(
         f"{report.num_shards:,} shards, {report.num_samples:,} samples, {report.num_chunks:,} chunks, "
-        f"{format_bytes(report.num_bytes)} in {report.seconds:.1f} s ({_rate(report.num_bytes, report.seconds)})"
+        f"{format_bytes(report.num_bytes)}; read {format_bytes(report.num_scanned_bytes)} in {report.seconds:.1f} s "
+        f"({_rate(report.num_scanned_bytes, report.seconds)})"
     )
+    if report.num_pruned:
+        click.echo(f"taken out of the index: {report.num_pruned:,} shards that are gone")
     click.echo(f"index: {', '.join(report.index_urls)}")
 
 

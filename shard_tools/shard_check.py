@@ -77,7 +77,7 @@ class ShardCheck:
             self._find(
                 "missing",
                 "the shard is in the index but not in the store",
-                cure="restore it, or run `shard_tools index --force` over the shards that are left",
+                cure="restore it, or take it out of the index with `shard_tools index --prune`",
             )
         except StorageError as error:
             self._find("read", f"cannot be read: {error}", cure="see the message; then verify again")

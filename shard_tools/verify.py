@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from streaming.scan import load_sample_table
 
 from shard_tools.findings import Finding
 from shard_tools.progress import NoProgress, Progress
+from shard_tools.reindex import place_of
 from shard_tools.shard_check import ShardCheck, ShardOutcome, ShardTask
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
-from streaming.index.layout import chunks_path
+from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
+from streaming.scan import shard_name
 from streaming.storage import Storage, expand_urls, join_url, split_url
 
 _SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -100,48 +101,47 @@ def _plan(
     shards: Sequence[str], storage: Storage, index_url: str | None, *, whole: bool
 ) -> tuple[list[ShardTask], list[Finding]]:
     """What to check, and what can be said without reading a shard."""
-    tables: dict[str, ChunkTable] = {}
+    promised: dict[str, ChunkTable] = {}  # by URL, each a table of one shard
+    named = {(_home(url, index_url), shard_name(url, index_url)): url for url in shards}
+    folders = {_home(url, index_url): split_url(url)[0] for url in reversed(shards)}
+    for home, folder in folders.items():
+        table = _chunk_table(storage, home, folder)
+        for shard in table.shards:
+            url = named.get((home, shard.name), place_of(shard.name, folder, index_url))
+            promised[url] = table.select([shard.name])
     tasks: list[ShardTask] = []
     findings: list[Finding] = []
-    for directory in dict.fromkeys(split_url(url)[0] for url in shards):
-        tables[directory] = _chunk_table(storage, index_url or directory, directory)
-    promised = {
-        join_url(directory, shard.name): (directory, shard.name)
-        for directory in tables
-        for shard in tables[directory].shards
-    }
     for url in sorted({*shards, *promised}) if whole else shards:
         if url in promised:
-            directory, name = promised[url]
             load = partial(_samples_of, storage, url, index_url)
-            tasks.append(ShardTask(url=url, chunks=tables[directory].select([name]), samples=load))
+            tasks.append(ShardTask(url=url, chunks=promised[url], samples=load))
         else:
-            findings.append(
-                Finding(
-                    kind="unindexed",
-                    shard=url,
-                    what="the shard is in the store but not in the index",
-                    cure="run `shard_tools index` to add it, or remove it",
-                )
-            )
+            what = "the shard is in the store but not in the index"
+            cure = "run `shard_tools index` to add it, or remove it"
+            findings.append(Finding(kind="unindexed", shard=url, what=what, cure=cure))
     return tasks, findings
 
 
-def _chunk_table(storage: Storage, base: str, directory: str) -> ChunkTable:
-    url = join_url(base, chunks_path())
+def _home(url: str, index_url: str | None) -> str:
+    return split_url(url)[0] if index_url is None else index_url
+
+
+def _chunk_table(storage: Storage, home: str, folder: str) -> ChunkTable:
+    url = join_url(home, chunks_path())
     try:
         return ChunkTable.from_parquet(storage.read(url), url)
     except NotFoundError as error:
         raise IndexMissingError(
-            f"{url}: the shards in {directory or '.'} have no index to check against; "
+            f"{url}: the shards in {folder or '.'} have no index to check against; "
             "make one with `shard_tools index`, or say where it lies with --index"
         ) from error
 
 
 def _samples_of(storage: Storage, url: str, index_url: str | None) -> SampleTable | None:
+    source = join_url(_home(url, index_url), samples_path(shard_name(url, index_url)))
     try:
-        return load_sample_table(storage, url, index_url)
-    except (NotFoundError, IndexMissingError):
+        return SampleTable.from_parquet(storage.read(source), source)
+    except NotFoundError:
         return None
 
 

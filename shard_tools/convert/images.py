@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 from shard_tools.convert.files import SourceFile, find_files, is_local, local_path, walk_folder
@@ -104,7 +104,7 @@ class ImageFolder:
             digest.update(f"{image.key}\0{image.file.name}\0{image.file.size_bytes}\n".encode())
         return {"kind": self.kind, "num_files": len(self._images), "sha256_of_names": digest.hexdigest()}
 
-    def records(self, start: int) -> Iterator[Record]:
+    def records(self, start: int) -> Generator[Record, None, None]:
         """Images from number ``start`` on, read by several threads."""
         return map_ordered(self._read, self._images[start:], self._num_threads)
 

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -74,11 +74,11 @@ class LineFiles:
         """Names and sizes of the files."""
         return files_identity(self.kind, self._files)
 
-    def records(self, start: int) -> Iterator[Record]:
+    def records(self, start: int) -> Generator[Record, None, None]:
         """Records from number ``start`` on."""
         return self._in_order(start) if self._seed is None else self._shuffled(start, self._seed)
 
-    def _in_order(self, start: int) -> Iterator[Record]:
+    def _in_order(self, start: int) -> Generator[Record, None, None]:
         number = 0
         for file in self._files:
             with open_stored(file, self._storage) as stream:
@@ -89,7 +89,7 @@ class LineFiles:
                         yield self._record(line, number, f"{file.url}:{line_number}")
                     number += 1
 
-    def _shuffled(self, start: int, seed: int) -> Iterator[Record]:
+    def _shuffled(self, start: int, seed: int) -> Generator[Record, None, None]:
         tables = [_line_table(file, self._storage) for file in self._files]
         first = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
 
@@ -180,7 +180,7 @@ class CsvFiles:
         """Names and sizes of the files."""
         return files_identity(self.kind, self._files)
 
-    def records(self, start: int) -> Iterator[Record]:
+    def records(self, start: int) -> Generator[Record, None, None]:
         """Rows from number ``start`` on."""
         number = 0
         for file in self._files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 import pyarrow as pa
@@ -70,7 +70,7 @@ class ParquetFiles:
         """Names and sizes of the files, and the number of rows."""
         return {**files_identity(self.kind, self._files), "num_rows": self.num_records}
 
-    def records(self, start: int) -> Iterator[Record]:
+    def records(self, start: int) -> Generator[Record, None, None]:
         """Rows from number ``start`` on; row groups before it are not read."""
         ends = list(itertools.accumulate(num_rows for _, _, num_rows in self._groups))
         for which in range(bisect.bisect_right(ends, start), len(self._groups)):

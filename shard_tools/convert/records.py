@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -66,7 +66,7 @@ class Source(Protocol):
     def identity(self) -> dict[str, object]:
         """JSON-able facts that tell this source from another one: a stopped conversion goes on only if they hold."""
 
-    def records(self, start: int) -> Iterator[Record]:
+    def records(self, start: int) -> Generator[Record, None, None]:
         """Records from number ``start`` on."""
 
 
@@ -88,7 +88,7 @@ def permutation(num_items: int, seed: int) -> npt.NDArray[np.int64]:
     return np.argsort(key ^ (key >> np.uint64(31)), kind="stable").astype(np.int64)
 
 
-def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: int) -> Iterator[_R]:
+def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: int) -> Generator[_R, None, None]:
     """``map`` on threads: results in the order of ``items``, at most ``2 * num_threads`` ahead of the consumer."""
     if num_threads <= 1:
         yield from map(function, items)

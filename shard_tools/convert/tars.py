@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from shard_tools.convert.files import SourceFile, find_files
 from shard_tools.convert.lines import files_identity
@@ -61,7 +61,7 @@ class TarFiles:
         """Names and sizes of the files."""
         return files_identity(self.kind, self.files)
 
-    def records(self, start: int) -> Iterator[Record]:
+    def records(self, start: int) -> Generator[Record, None, None]:
         """Samples from number ``start`` on; those before it are read over."""
         number = 0
         for file in self.files:

@@ -1,0 +1,155 @@
+"""``index``: the index of shards that others made, or that changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+
+from shard_tools.progress import NoProgress, Progress
+from streaming.index.chunks import ChunkTable
+from streaming.index.layout import chunks_path, samples_path
+from streaming.scan import index_shards, shard_name
+from streaming.storage import Storage, expand_urls, join_url, redact, split_url
+
+_PARALLEL_REQUESTS = 32
+_PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a second) costs more than they save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexReport:
+    """What there is after indexing, and how long it took.
+
+    Attributes:
+        num_shards: Shards that were named.
+        num_samples: Their samples.
+        num_chunks: Their chunks.
+        num_bytes: Their bytes.
+        num_scanned_bytes: Bytes that this run read; the rest was indexed before.
+        num_pruned: Shards taken out of the index because they are gone.
+        index_urls: The chunk tables.
+        fingerprint: Of all these shards, in order.
+        seconds: Wall time.
+    """
+
+    num_shards: int
+    num_samples: int
+    num_chunks: int
+    num_bytes: int
+    num_scanned_bytes: int
+    num_pruned: int
+    index_urls: tuple[str, ...]
+    fingerprint: str
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        return {
+            "num_shards": self.num_shards,
+            "num_samples": self.num_samples,
+            "num_chunks": self.num_chunks,
+            "num_bytes": self.num_bytes,
+            "num_scanned_bytes": self.num_scanned_bytes,
+            "num_pruned": self.num_pruned,
+            "index_urls": list(self.index_urls),
+            "fingerprint": self.fingerprint,
+            "seconds": round(self.seconds, 3),
+            "bytes_per_s": round(self.num_scanned_bytes / max(self.seconds, 1e-9)),
+        }
+
+
+class _Told:
+    """Passes a scan's progress on, and adds it up. Thread-safe."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._lock = Lock()
+        self._begun: set[str] = set()
+        self.num_bytes = 0
+
+    def __call__(self, url: str, num_bytes: int) -> None:
+        with self._lock:
+            new = url not in self._begun
+            self._begun.add(url)
+            self.num_bytes += num_bytes
+        self._progress.advance(num_bytes=num_bytes, num=int(new))
+
+
+def index(
+    urls: Sequence[str],
+    *,
+    storage: Storage,
+    index_url: str | None = None,
+    workers: int = 8,
+    force: bool = False,
+    prune: bool = False,
+    progress: Progress | None = None,
+) -> IndexReport:
+    """Indexes shards; those whose index is there and fits their size are not read again.
+
+    Args:
+        urls: Shards, as in ``StreamingDataset``.
+        storage: Where they lie.
+        index_url: Where the index shall lie; default: beside the shards.
+        workers: Shards scanned at a time.
+        force: Read every shard anew.
+        prune: Take shards that are in the index, but no longer in the store, out of it.
+        progress: Told of bytes read and shards begun.
+
+    Raises:
+        DataError: For a damaged shard; the others are indexed, and the next run reads only what is missing.
+        ConfigError: For a compressed shard.
+        StorageError: If a store fails.
+    """
+    started = time.monotonic()
+    progress = progress or NoProgress()
+    shards = expand_urls(list(urls), storage)
+    with ThreadPoolExecutor(_PARALLEL_REQUESTS, thread_name_prefix="shard_tools-info") as pool:
+        total_bytes = sum(pool.map(lambda url: storage.info(url).size_bytes, shards))
+    progress.start(total_bytes=total_bytes, total=len(shards))
+    told = _Told(progress)
+    table = index_shards(
+        storage,
+        shards,
+        index_url,
+        parallel=workers,
+        force=force,
+        processes=total_bytes >= _PROCESSES_FROM_BYTES and len(shards) > 1,
+        progress=told,
+    )
+    homes = tuple(dict.fromkeys(split_url(url)[0] if index_url is None else index_url for url in shards))
+    num_pruned = sum(_prune(storage, home, shards, index_url) for home in homes) if prune else 0
+    return IndexReport(
+        num_shards=len(shards),
+        num_samples=table.total_samples,
+        num_chunks=table.num_chunks,
+        num_bytes=sum(shard.size_bytes for shard in table.shards),
+        num_scanned_bytes=told.num_bytes,
+        num_pruned=num_pruned,
+        index_urls=tuple(redact(join_url(home, chunks_path())) for home in homes),
+        fingerprint=table.fingerprint,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | None) -> int:
+    """Takes shards that are gone out of the index at ``home``; their number."""
+    url = join_url(home, chunks_path())
+    table = ChunkTable.from_parquet(storage.read(url), redact(url))
+    named = {shard_name(shard, index_url): shard for shard in shards}
+    folder = split_url(shards[0])[0]
+    places = {shard.name: named.get(shard.name, place_of(shard.name, folder, index_url)) for shard in table.shards}
+    gone = [name for name, place in places.items() if name not in named and not storage.exists(place)]
+    if gone:
+        left = [shard.name for shard in table.shards if shard.name not in set(gone)]
+        storage.put(url, table.select(left).to_parquet())
+        for name in gone:
+            storage.delete(join_url(home, samples_path(name)))
+    return len(gone)
+
+
+def place_of(name: str, folder: str, index_url: str | None) -> str:
+    """The URL of the shard that an index calls ``name``; ``folder`` is where its neighbours lie."""
+    return join_url(index_url, name) if index_url is not None and "/" in name else join_url(folder, name)
