@@ -24,6 +24,7 @@ from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable, chunk_rows_from_footer
 from streaming.scan import shard_name
 from streaming.storage import Storage, join_url
+from streaming.tar.group import check_density
 
 # Most footers fit into this much of a sample file's end; a longer one costs a second request.
 _TAIL_BYTES = 64 << 10
@@ -86,7 +87,10 @@ class ShardRecorder:
 
         Raises:
             ConfigError: If a column's values have no common type, or its name is one that the format uses.
+            TarError: If the samples have so many different fields that readers would refuse the shard.
         """
+        num_members = sum(len(rows) for rows, _, _ in self._fields.values())
+        check_density(len(self._keys), list(self._fields), num_members, self.name)
         if self._chunk_bounds[-1] != len(self._keys):
             self._close_chunk()
         return SampleTable.build(
@@ -181,6 +185,7 @@ class IndexRecorder:
 
         Raises:
             ConfigError: If a column's values have no common type.
+            TarError: If the samples have so many different fields that readers would refuse the shard.
         """
         if self._shard is None:
             return

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from shard_tools import ShardWriter
 from shard_tools.encode import encode_field
 from shard_tools.keys import SeenKeys, check_field, check_key
-from streaming.errors import ConfigError, DuplicateKeyError, StorageError
+from streaming.errors import ConfigError, DuplicateKeyError, StorageError, TarError
 from streaming.index.chunks import ChunkTable
 from streaming.index.cutter import cut_records
 from streaming.index.samples import SampleTable
@@ -685,6 +685,13 @@ def test_values_of_no_common_type_are_refused_before_the_shard_appears(tmp_path)
     samples = [{"__key__": "a", "cls": 1}, {"__key__": "b", "cls": "one"}]
     with pytest.raises(ConfigError, match=r"column 'cls' of shard 'train-0000\.tar': its values have no common type"):
         write_all(tmp_path, samples, columns=["cls"])
+    assert files_of(tmp_path) == {}
+
+
+def test_samples_of_which_each_has_its_own_field_are_refused_before_the_shard_appears(tmp_path):
+    samples = [{"__key__": f"{i:03d}", f"f{i}.txt": ""} for i in range(300)]
+    with pytest.raises(TarError, match="300 different extensions"):
+        write_all(tmp_path, samples)
     assert files_of(tmp_path) == {}
 
 
