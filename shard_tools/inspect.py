@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from shard_tools.progress import NoProgress, Progress
 from streaming.errors import ConfigError, IndexMissingError, NotFoundError
@@ -173,7 +174,7 @@ def info(
     )
 
 
-def _add(before: FieldInfo | None, name: str, sizes: np.ndarray) -> FieldInfo:  # type: ignore[type-arg]
+def _add(before: FieldInfo | None, name: str, sizes: npt.NDArray[np.int64]) -> FieldInfo:
     least, most = int(sizes.min()), int(sizes.max())
     return FieldInfo(
         name=name,

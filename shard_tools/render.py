@@ -56,6 +56,8 @@ def show_verify(report: VerifyReport) -> None:
     """Every finding, and the sum."""
     for finding in report.findings:
         click.echo(str(finding))
+    if report.not_decoded:
+        click.echo(f"not decoded, for want of a safe decoder: {', '.join(report.not_decoded)}", err=True)
     found = f"{len(report.findings):,} findings" if report.findings else "all as the index says"
     click.echo(
         f"{report.num_shards:,} shards, {report.num_samples:,} samples, {format_bytes(report.num_bytes)} "

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import crc32c
 import numpy as np
+import numpy.typing as npt
 
 from shard_tools.findings import Finding
 from shard_tools.progress import Progress
 from streaming.decode import FieldDecoder, decode_field
-from streaming.errors import DataError, DecodeError, NotFoundError, StorageError
+from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleTable
 from streaming.storage import Storage
@@ -40,12 +41,15 @@ class ShardTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOutcome:
-    """What the check of one shard gave: findings in order of bytes, and the keys as they are in the tar."""
+    """What the check of one shard gave: findings in order of bytes, the keys as they are in the tar,
+    and the fields that are never decoded.
+    """
 
     url: str
     findings: tuple[Finding, ...]
     keys: Sequence[str]
     num_bytes: int
+    not_decoded: frozenset[str]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +72,7 @@ class ShardCheck:
     findings: list[Finding] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     num_bytes: int = 0
+    not_decoded: set[str] = field(default_factory=set)
 
     def run(self) -> ShardOutcome:
         """Reads the whole shard. Never raises for what is wrong with the shard or its index."""
@@ -81,7 +86,13 @@ class ShardCheck:
             )
         except StorageError as error:
             self._find("read", f"cannot be read: {error}", cure="see the message; then verify again")
-        return ShardOutcome(url=self.task.url, findings=tuple(self.findings), keys=self.keys, num_bytes=self.num_bytes)
+        return ShardOutcome(
+            url=self.task.url,
+            findings=tuple(self.findings),
+            keys=self.keys,
+            num_bytes=self.num_bytes,
+            not_decoded=frozenset(self.not_decoded),
+        )
 
     def _find(self, kind: str, what: str, *, cure: str = _REINDEX, **facts: object) -> None:
         self.findings.append(Finding(kind=kind, shard=self.task.url, what=what, cure=cure, **facts))  # type: ignore[arg-type]
@@ -197,7 +208,11 @@ class ShardCheck:
         if decoder is None:
             return
         for column, name in enumerate(layout.fields):
-            decode = decoder.decoder_for(name)
+            try:
+                decode = decoder.decoder_for(name)
+            except ConfigError:  # a pickle and the like: safe to store, not to open
+                self.not_decoded.add(name)
+                continue
             for number, key in enumerate(layout.keys):
                 start, size = int(layout.starts[number, column]), int(layout.sizes[number, column])
                 if start < 0:
@@ -229,6 +244,6 @@ def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
         yield begin, min(stop, begin + step)
 
 
-def _span(column: tuple[np.ndarray, np.ndarray], number: int) -> str:  # type: ignore[type-arg]
+def _span(column: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], number: int) -> str:
     start, size = int(column[0][number]), int(column[1][number])
     return "none" if start < 0 else f"[{start}, {start + size})"

@@ -28,13 +28,14 @@ _MAX_DUPLICATES = 1000  # findings; beyond it the sum is told
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What was checked and what was found, in the order of the shards."""
+    """What was checked and what was found, in the order of the shards; fields that have no safe decoder."""
 
     findings: tuple[Finding, ...]
     num_shards: int
     num_samples: int
     num_bytes: int
     seconds: float
+    not_decoded: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """JSON-able form."""
@@ -44,6 +45,7 @@ class VerifyReport:
             "num_samples": self.num_samples,
             "num_bytes": self.num_bytes,
             "seconds": round(self.seconds, 3),
+            "not_decoded": list(self.not_decoded),
             "findings": [finding.as_dict() for finding in self.findings],
         }
 
@@ -94,6 +96,7 @@ def verify(
         num_samples=sum(len(outcome.keys) for outcome in outcomes),
         num_bytes=sum(outcome.num_bytes for outcome in outcomes),
         seconds=time.monotonic() - started,
+        not_decoded=tuple(sorted({name for outcome in outcomes for name in outcome.not_decoded})),
     )
 
 

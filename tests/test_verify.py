@@ -23,6 +23,7 @@ from streaming.storage import Storage
 
 NUM_SHARDS = 4
 SAMPLES_PER_SHARD = 25
+COLUMNS = ("shard", "first_sample", "num_samples", "byte_start", "byte_end")
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +185,7 @@ def test_fields_that_do_not_decode(tmp_path: Path) -> None:
         ("decode", "bad", "cls"),
         ("decode", "bad", "json"),
     ]
+    assert report.not_decoded == ("pkl",)
     body = (data / "0.tar").read_bytes()
     spans = {body[finding.byte_start : finding.byte_end] for finding in report.findings}
     assert spans == {b"{", b"three"}
