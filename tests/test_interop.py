@@ -21,6 +21,7 @@ import pytest
 from shard_tools import ShardWriter
 from shard_tools.encode import encode_field
 from streaming.tar import parse_chunk
+from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
 
 GNU_TAR = shutil.which("tar")
 
@@ -156,6 +157,23 @@ def test_the_tar_program_reads_our_shards(shards, tmp_path, locale):
     for name, data in MEMBERS:
         assert (tmp_path / name).read_bytes() == data
         assert (tmp_path / name).stat().st_mtime == 0
+
+
+@pytest.mark.skipif(GNU_TAR is None, reason="needs the tar program")
+def test_members_beyond_8_gib_are_found(tmp_path):
+    shard, size = tmp_path / "huge.tar", 9 << 30
+    with shard.open("wb") as file:  # a hole instead of 9 GiB
+        file.write(member_header("a.bin", size))
+        file.seek(size, os.SEEK_CUR)
+        file.write(padding(size) + member_header("b.bin", 1) + b"x" + padding(1) + END_OF_ARCHIVE)
+    with tarfile.open(shard, "r:") as tar:
+        assert [(info.name, info.size) for info in tar] == [("a.bin", size), ("b.bin", 1)]
+    listed = subprocess.run([GNU_TAR, "-tvf", str(shard)], capture_output=True, check=True, text=True)
+    assert listed.stderr == ""
+    assert [(line.split()[2], line.split()[-1]) for line in listed.stdout.splitlines()] == [
+        (str(size), "a.bin"),
+        ("1", "b.bin"),
+    ]
 
 
 def test_webdataset_reads_our_shards(shards):
