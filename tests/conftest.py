@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import fsspec.asyn
 import pytest
 from servers import MiniS3Server, MotoServer, fresh_name
+
+from streaming.storage import Storage
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +35,21 @@ def moto_bucket(moto: MotoServer) -> str:
 def s3_bucket(mini_s3: MiniS3Server) -> str:
     """URL of a new bucket in our own server."""
     return mini_s3.create_bucket(fresh_name())
+
+
+@pytest.fixture
+def s3fs_closed() -> Iterator[Callable[[Storage], Storage]]:
+    """Takes storages whose s3fs sessions are to be closed: left to the garbage collector, they warn."""
+    taken: list[Storage] = []
+
+    def take(storage: Storage) -> Storage:
+        taken.append(storage)
+        return storage
+
+    yield take
+    for storage in taken:
+        for adapter in storage._adapters.values():
+            for system in getattr(adapter, "_systems", {}).values():
+                if hasattr(system, "close_session") and system._s3 is not None:
+                    system.close_session(fsspec.asyn.get_loop(), system.s3)
+                    system._s3 = None

@@ -182,9 +182,13 @@ class Handler(BaseHTTPRequestHandler):
         key, scope = credential.split("/", 1)
         region = scope.split("/")[1]
         if key != state.key:
-            raise Refused(403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records.")
+            raise Refused(
+                403, "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records."
+            )
         if region != state.region:
-            message = f"The authorization header is malformed; the region '{region}' is wrong; expecting '{state.region}'"
+            message = (
+                f"The authorization header is malformed; the region '{region}' is wrong; expecting '{state.region}'"
+            )
             raise Refused(400, "AuthorizationHeaderMalformed", message, f"<Region>{state.region}</Region>")
         lines = "".join(f"{name}:{' '.join(headers.get(name, '').split())}\n" for name in signed.split(";"))
         uri = quote(unquote(raw_path), safe="/-_.~")
@@ -202,7 +206,11 @@ class Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("If-Match")
         if wanted and wanted not in {"*", found.etag}:
             raise Refused(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
-        headers = {"ETag": found.etag, "Last-Modified": formatdate(found.modified, usegmt=True), "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": found.etag,
+            "Last-Modified": formatdate(found.modified, usegmt=True),
+            "Accept-Ranges": "bytes",
+        }
         if self.headers.get("If-None-Match") == found.etag:
             return self._answer(304, b"", headers)
         start, stop, status = 0, found.size, 200
@@ -283,7 +291,9 @@ class Handler(BaseHTTPRequestHandler):
             wanted = self.headers.get("If-Match")
             if exists or (wanted and (before is None or before.etag != wanted)):
                 os.unlink(stored.path)
-                raise Refused(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")
+                raise Refused(
+                    412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
+                )
             objects[key] = stored
         if before is not None:
             os.unlink(before.path)
@@ -330,7 +340,9 @@ class Handler(BaseHTTPRequestHandler):
         size = sum(part.size for part in parts)
         with self.server.state.lock:
             objects[key] = StoredObject(path=path, size=size, etag=etag, modified=time.time())
-        self._xml("CompleteMultipartUploadResult", f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key><ETag>{etag}</ETag>")
+        self._xml(
+            "CompleteMultipartUploadResult", f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key><ETag>{etag}</ETag>"
+        )
 
     # -- buckets -------------------------------------------------------------------------------------------------
 
@@ -348,7 +360,9 @@ class Handler(BaseHTTPRequestHandler):
             return self._xml("LocationConstraint", "")
         if self.command == "GET" and "uploads" in self.query:
             with self.server.state.lock:
-                found = [(key, upload) for upload, (name, key, _) in self.server.state.uploads.items() if name == bucket]
+                found = [
+                    (key, upload) for upload, (name, key, _) in self.server.state.uploads.items() if name == bucket
+                ]
             return self._xml("ListMultipartUploadsResult", "".join(
                 f"<Upload><Key>{escape(key)}</Key><UploadId>{upload}</UploadId></Upload>" for key, upload in found
             ))  # fmt: skip

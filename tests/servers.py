@@ -54,14 +54,15 @@ class LoopbackServer:
 
     def _spawn(self, *command: str, announces: bool = False) -> None:
         """Start ``command`` and wait until it listens: it prints its port, or the port answers."""
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if announces else subprocess.DEVNULL,
-            stderr=open(os.path.join(self._folder, "stderr"), "w") if not announces else None,  # noqa: SIM115
-            text=True,
-            cwd=self._folder,
-        )
+        with open(os.path.join(self._folder, "stderr"), "w") as complaints:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if announces else subprocess.DEVNULL,
+                stderr=None if announces else complaints,
+                text=True,
+                cwd=self._folder,
+            )
         if announces:
             assert self._process.stdout is not None
             line = self._process.stdout.readline()

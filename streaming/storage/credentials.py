@@ -68,9 +68,7 @@ def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None)
     )
 
 
-def _s3_source(
-    options: StorageOptions, environ: Mapping[str, str]
-) -> tuple[str, Callable[[], Any] | None, str | None]:
+def _s3_source(options: StorageOptions, environ: Mapping[str, str]) -> tuple[str, Callable[[], Any] | None, str | None]:
     """Words for the source, the provider if it is ours to make, and the region if the source knows one."""
     if options.anon:
         return "no credentials (anon=True)", None, None
@@ -116,9 +114,7 @@ def _has_aws_files(environ: Mapping[str, str]) -> bool:
     return any(os.path.exists(os.path.expanduser(name)) for name in names)
 
 
-def _from_profile(
-    name: str | None, words: str, *, needed: bool
-) -> tuple[str, Callable[[], Any] | None, str | None]:
+def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, Callable[[], Any] | None, str | None]:
     """Credentials of a named profile (static, SSO, assumed role, process), refreshed by boto3."""
     try:
         import boto3  # noqa: PLC0415 (optional)
@@ -141,9 +137,7 @@ def _from_profile(
         ) from error
 
 
-def gcs_config(
-    options: StorageOptions, environ: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any], str]:
+def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
     """obstore's configuration for gs, and words for the source of its credentials."""
     environ = os.environ if environ is None else environ
     config: dict[str, Any] = {"base_url": options.endpoint_url} if options.endpoint_url else {}
@@ -162,9 +156,7 @@ def gcs_config(
     )
 
 
-def azure_config(
-    options: StorageOptions, environ: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any], str]:
+def azure_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
     """obstore's configuration for az, and words for the source of its credentials."""
     environ = os.environ if environ is None else environ
     given = {"account_name": options.account_name, "endpoint": options.endpoint_url}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import braceexpand
 
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage.facade import Storage
@@ -16,9 +16,7 @@ SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 INDEX_DIRECTORY = "_shardstream"
 
 
-def expand_urls(
-    spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: Storage
-) -> list[str]:
+def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: Storage) -> list[str]:
     """The shard URLs that ``spec`` names, in its order (listings sorted).
 
     Braces are expanded as a shell does (``{000..099}``, ``{a,b}``) without asking the store; ``::`` joins several; a
@@ -33,9 +31,7 @@ def expand_urls(
     else:
         specs = list(spec)
     if not specs:
-        raise ConfigError(
-            "no shards: the list of URLs is empty; name at least one shard, prefix or directory"
-        )
+        raise ConfigError("no shards: the list of URLs is empty; name at least one shard, prefix or directory")
     urls = [url for one in specs for url in _expand_one(one, storage)]
     seen: set[str] = set()
     for url in urls:
@@ -66,10 +62,8 @@ def _braces(pattern: str) -> Iterator[str]:
     try:
         for url in braceexpand(path, escape=False):
             yield url + query
-    except UnbalancedBracesError as error:
-        raise ConfigError(
-            f"{redact(pattern)!r}: unbalanced braces; write as in 's3://b/{{000..099}}.tar'"
-        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{redact(pattern)!r}: unbalanced braces; write as in 's3://b/{{000..099}}.tar'") from error
 
 
 def _shards(url: str, storage: Storage) -> Iterator[str]:
@@ -78,9 +72,7 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
     directory = is_directory(url)
     if path.endswith(SHARD_SUFFIXES) and not directory:
         if "*" in path:
-            raise ConfigError(
-                f"{redact(url)!r}: '*' is not expanded; write braces, or the directory for all in it"
-            )
+            raise ConfigError(f"{redact(url)!r}: '*' is not expanded; write braces, or the directory for all in it")
         yield url
         return
     if scheme_of(url) in HTTP_SCHEMES and not path.endswith("/"):

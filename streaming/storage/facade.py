@@ -46,9 +46,7 @@ class Storage:
         observer: Called with ("requests" | "bytes" | "retries", amount) from the calling threads.
     """
 
-    def __init__(
-        self, options: Mapping[str, object] | None = None, *, observer: Observer | None = None
-    ) -> None:
+    def __init__(self, options: Mapping[str, object] | None = None, *, observer: Observer | None = None) -> None:
         self._given = dict(options or {})
         self._options = parse_options(self._given)
         self._observer = observer
@@ -145,9 +143,7 @@ class Storage:
             self._count("requests", 1)
             return attempt()
 
-        return retrying(
-            self._options.retry, counted, progress=progress, on_retry=lambda: self._count("retries", 1)
-        )
+        return retrying(self._options.retry, counted, progress=progress, on_retry=lambda: self._count("retries", 1))
 
     def _count(self, name: str, amount: int) -> None:
         if self._observer is not None:
@@ -167,15 +163,13 @@ class _Transfer:
         out: memoryview | None = None,
     ) -> None:
         if start < 0 or (stop is not None and stop < start):
-            raise ConfigError(
-                f"reading {redact(url)}: [{start}, {stop}) is not a range; 0 <= start <= stop is needed"
-            )
+            raise ConfigError(f"reading {redact(url)}: [{start}, {stop}) is not a range; 0 <= start <= stop is needed")
         self._adapter = adapter
         self._url = url
         self._start = start
         self._stop = stop
         self._count = count
-        self._out = memoryview(np.empty(stop - start, np.uint8)) if out is None and stop is not None else out
+        self._out = _memory(stop - start) if out is None and stop is not None else out
         self._filled = 0
         self._version: str | None = None
 
@@ -191,20 +185,21 @@ class _Transfer:
             self._version = self._version or body.version
             if self._out is None:  # the end is known only now
                 self._stop = self._start + body.num_bytes
-                self._out = memoryview(np.empty(body.num_bytes, np.uint8))
+                self._out = _memory(body.num_bytes)
             rest = self._out[self._filled :]
             if body.num_bytes < len(rest):  # the store's own word: asking again would not help
-                raise TransferError(
-                    self._short(first, body.num_bytes, "was the object truncated or replaced?")
-                )
+                raise TransferError(self._short(first, body.num_bytes, "was the object truncated or replaced?"))
             for count in body.fill(rest):
                 self._filled += count
                 self._count("bytes", count)
         if self._filled != len(self._out):
-            raise PassingError(
-                self._short(first, self._start + self._filled - first, "the answer ended early")
-            )
+            raise PassingError(self._short(first, self._start + self._filled - first, "the answer ended early"))
 
     def _short(self, first: int, got: int, why: str) -> str:
         where = f"reading {redact(self._url)} bytes [{first}, {self._stop})"
         return f"{where}: got {got} bytes, expected {(self._stop or first) - first}; {why}"
+
+
+def _memory(num_bytes: int) -> memoryview:
+    """Writable bytes that nobody has zeroed: they are about to be overwritten."""
+    return np.empty(num_bytes, np.uint8).data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import shutil
 import tempfile
@@ -42,6 +43,8 @@ _VERSION_NAMES = (
     "blob_id",
 )
 
+_BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+
 
 class FsspecAdapter:
     """Any scheme that fsspec knows. Makes one file system per scheme, at first use."""
@@ -57,9 +60,7 @@ class FsspecAdapter:
         with self._errors(url, "looking at"):
             found = system.info(path)
         if found.get("type") == "directory":
-            raise NotFoundError(
-                f"looking at {redact(url)}: it is a directory, not an object; list it instead"
-            )
+            raise NotFoundError(f"looking at {redact(url)}: it is a directory, not an object; list it instead")
         return _info(url, found)
 
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:
@@ -86,9 +87,11 @@ class FsspecAdapter:
             try:
                 entries = system.find(root, detail=True)
             except FileNotFoundError:
-                if "/" not in root.strip("/") and scheme_of(url) != "memory":
+                if scheme_of(url) in _BUCKET_SCHEMES and "/" not in root:
                     raise
                 entries = {}
+            if not entries and scheme_of(url) in _BUCKET_SCHEMES and not system.exists(root.split("/")[0]):
+                raise FileNotFoundError(root)
         for name, entry in entries.items():
             full = system._strip_protocol(name)  # noqa: SLF001 (fsspec's documented way to the bare path)
             if full.startswith(root + "/"):
@@ -143,9 +146,7 @@ class FsspecAdapter:
         except ImportError as error:
             raise ConfigError(f"{scheme}:// needs another package: {error}") from error
         except ValueError as error:
-            raise ConfigError(
-                f"{scheme}:// is not a scheme that fsspec knows; check the URL ({error})"
-            ) from error
+            raise ConfigError(f"{scheme}:// is not a scheme that fsspec knows; check the URL ({error})") from error
 
     @contextmanager
     def _errors(self, url: str, doing: str) -> Iterator[None]:
@@ -187,11 +188,13 @@ def filesystem_arguments(scheme: str, options: StorageOptions) -> dict[str, Any]
 
 
 def _info(url: str, entry: dict[str, Any]) -> ObjectInfo:
-    version = next((str(entry[name]) for name in _VERSION_NAMES if entry.get(name) is not None), None)
+    version = next((entry[name] for name in _VERSION_NAMES if entry.get(name) is not None), None)
+    if isinstance(version, datetime.datetime):
+        version = version.timestamp()  # some file systems list seconds and tell dates
     size = entry.get("size")
     if size is None:
         raise StorageError(f"looking at {redact(url)}: the server does not tell its size; use one that does")
-    return ObjectInfo(url=url, size_bytes=int(size), version=version)
+    return ObjectInfo(url=url, size_bytes=int(size), version=None if version is None else str(version))
 
 
 def _make_parents(system: Any, path: str) -> None:
@@ -214,13 +217,9 @@ def _translate(where: str, options: StorageOptions, error: Exception) -> Storage
         )
     if isinstance(error, PermissionError) or any(word in text for word in _DENIED_WORDS):
         source = (
-            "storage_options"
-            if options.key or options.token
-            else "the file system's own chain (environment, files)"
+            "storage_options" if options.key or options.token else "the file system's own chain (environment, files)"
         )
-        return AccessDeniedError(
-            f"{where}: access denied; the credentials came from {source}; endpoint {endpoint}"
-        )
+        return AccessDeniedError(f"{where}: access denied; the credentials came from {source}; endpoint {endpoint}")
     if isinstance(error, FileNotFoundError) or any(word in text for word in _MISSING_WORDS):
         return NotFoundError(f"{where}: no such bucket or object at {endpoint}; check the URL")
     if any(word in text for word in _UNREACHABLE_WORDS):
@@ -228,9 +227,7 @@ def _translate(where: str, options: StorageOptions, error: Exception) -> Storage
             f"{where}: cannot reach {endpoint}; check endpoint_url, the network, and that it is running"
         )
     if any(word in text for word in ("416", "invalidrange", "not satisfiable")):
-        return TransferError(
-            f"{where}: the range begins past the object's end; was the object replaced or truncated?"
-        )
+        return TransferError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
     if isinstance(error, (NotImplementedError, TypeError, AttributeError)):
         return StorageError(f"{where}: this file system cannot do that ({type(error).__name__})")
     return PassingError(f"{where}: {type(error).__name__} from fsspec; endpoint {endpoint}")

@@ -57,9 +57,7 @@ class _FileRange:
         filled = 0
         while filled < len(out):
             with _os_errors(self._url, "reading"):
-                count = os.preadv(
-                    self._descriptor, [out[filled : filled + _READ_BYTES]], self._start + filled
-                )
+                count = os.preadv(self._descriptor, [out[filled : filled + _READ_BYTES]], self._start + filled)
             if count == 0:
                 return
             filled += count
@@ -91,9 +89,7 @@ class LocalAdapter:
                     raise NotFoundError(f"opening {url}: it is a directory, not a file; list it instead")
                 found = _version(status)
                 if version is not None and version != found:
-                    message = (
-                        f"reading {url}: the file changed while it was read; write shards under new names"
-                    )
+                    message = f"reading {url}: the file changed while it was read; write shards under new names"
                     raise TransferError(message)
                 num_bytes = max(0, (status.st_size if stop is None else min(stop, status.st_size)) - start)
             except BaseException:

@@ -114,21 +114,20 @@ class ObjectAdapter:
 
     def put(self, url: str, data: memoryview) -> None:
         """See :class:`Adapter`."""
+        _writable(url)
         store, key, place = self._at(url)
         with object_errors(place, "writing"):
             obstore.put(store, key, data, use_multipart=False)
 
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:
         """See :class:`Adapter`."""
-        if scheme_of(url) in HTTP_SCHEMES:
-            raise StorageError(
-                f"writing {redact(url)}: http URLs are read only here; write to s3, gs, az or a path"
-            )
+        _writable(url)
         store, key, place = self._at(url, patient=True)
         return ObjectWriter(store, key, place, part_bytes)
 
     def delete(self, url: str) -> None:
         """See :class:`Adapter`."""
+        _writable(url)
         store, key, place = self._at(url)
         try:
             with object_errors(place, "deleting"):
@@ -175,18 +174,15 @@ class ObjectAdapter:
             if scheme in {"gs", "gcs"}:
                 config, source = gcs_config(self._options)
                 endpoint = self._options.endpoint_url or "storage.googleapis.com"
-                return GCSStore(bucket, config=config, **common), Place(
-                    url=root, endpoint=endpoint, source=source
-                )
+                place = Place(url=root, endpoint=endpoint, source=source)
+                return GCSStore(bucket, config=config, **common), place  # type: ignore[arg-type] # TypedDict
             return self._azure(bucket, common)
 
     def _s3(self, bucket: str, common: dict[str, Any]) -> tuple[Any, Place]:
         options, access = self._options, s3_access(self._options)
         config: dict[str, Any] = {"region": access.region, "skip_signature": access.anonymous}
         style = options.path_style
-        config["virtual_hosted_style_request"] = not (
-            access.endpoint_url is not None if style is None else style
-        )
+        config["virtual_hosted_style_request"] = not (access.endpoint_url is not None if style is None else style)
         if access.endpoint_url is not None:
             config["endpoint"] = access.endpoint_url
             common["client_options"]["allow_http"] = access.endpoint_url.startswith("http://")
@@ -210,9 +206,7 @@ class ObjectAdapter:
         container, _, host = bucket.partition("@")
         if host and "account_name" not in config:
             config["account_name"] = host.partition(".")[0]
-        endpoint = (
-            self._options.endpoint_url or f"{config.get('account_name', 'the account')}.blob.core.windows.net"
-        )
+        endpoint = self._options.endpoint_url or f"{config.get('account_name', 'the account')}.blob.core.windows.net"
         place = Place(url=f"az://{bucket}", endpoint=endpoint, source=source)
         return AzureStore(container, config=config, **common), place  # type: ignore[arg-type] # TypedDict
 
@@ -245,3 +239,8 @@ class ObjectAdapter:
                 "base": 2,
             },
         }
+
+
+def _writable(url: str) -> None:
+    if scheme_of(url) in HTTP_SCHEMES:
+        raise StorageError(f"{redact(url)}: http URLs are read only here; write to s3, gs, az or a path")

@@ -113,9 +113,7 @@ def _translate(place: Place, doing: str, error: Exception) -> ShardstreamError:
             else f"{where}: the server does not answer byte ranges as asked; use one that supports Range requests"
         )
     if status == 416:
-        return TransferError(
-            f"{where}: the range begins past the object's end; was the object replaced or truncated?"
-        )
+        return TransferError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
     if isinstance(error, ValueError):
         return ConfigError(f"{where}: {head.strip()[:300]}")
     return _transfer_error(where, place, status, said, debug)
@@ -123,7 +121,7 @@ def _translate(place: Place, doing: str, error: Exception) -> ShardstreamError:
 
 def _transfer_error(where: str, place: Place, status: int, said: str, debug: str) -> StorageError:
     """For what is left: faults of the way, and answers that nobody foresaw."""
-    if status in _PASSING_STATUS or status >= 500:
+    if status in _PASSING_STATUS or (status >= 500 and status not in {501, 505}):
         return PassingError(
             f"{where}: the store is busy or failing{said}; endpoint {place.endpoint}; lower the concurrency"
         )
@@ -170,7 +168,9 @@ def _wrong_region(where: str, place: Place, text: str, said: str) -> str:
     found = _EXPECTED_REGION.search(text)
     right = (found[1] or found[2]) if found else None
     cure = f"region={right!r}" if right else "the bucket's region as region="
-    return f"{where}: the bucket is not in region {place.region}{said}; give {cure} in storage_options, or set AWS_REGION"
+    return (
+        f"{where}: the bucket is not in region {place.region}{said}; give {cure} in storage_options, or set AWS_REGION"
+    )
 
 
 def _no_credentials(where: str, place: Place) -> str:

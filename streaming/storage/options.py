@@ -102,13 +102,7 @@ def _checked(name: str, value: object) -> object:
     """``value`` if its type fits; never shown, for it may be secret."""
     expected: type = bool if name in _BOOLEANS else Mapping if name == "fsspec" else str
     if value is None:
-        return (
-            None
-            if name not in {"anon", "requester_pays", "fsspec"}
-            else expected()
-            if expected is bool
-            else {}
-        )
+        return None if name not in {"anon", "requester_pays", "fsspec"} else expected() if expected is bool else {}
     if not isinstance(value, expected):
         raise ConfigError(f"storage option {name}: expected {expected.__name__}, got {type(value).__name__}")
     return value

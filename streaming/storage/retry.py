@@ -79,9 +79,7 @@ def retrying(
             total += 1
             failures = failures + 1 if progress() == done else 1
             done = progress()
-            delay_s = random.uniform(
-                0, min(policy.max_backoff_s, policy.first_backoff_s * 2 ** (failures - 1))
-            )  # noqa: S311
+            delay_s = random.uniform(0, min(policy.max_backoff_s, policy.first_backoff_s * 2 ** (failures - 1)))  # noqa: S311
             end_s = began_s + policy.deadline_s
             if isinstance(error, UnreachableError):
                 unreachable_since_s = now_s if unreachable_since_s is None else unreachable_since_s

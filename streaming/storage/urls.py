@@ -29,9 +29,7 @@ def local_path(url: str) -> str:
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")
         if host not in {"", "localhost"}:
-            raise ConfigError(
-                f"{url}: a file URL names no host; write file:///{host}{slash}{path} or a plain path"
-            )
+            raise ConfigError(f"{url}: a file URL names no host; write file:///{host}{slash}{path} or a plain path")
         rest = "/" + path
     return unquote(rest)
 
@@ -91,9 +89,7 @@ def bucket_and_key(url: str) -> tuple[str, str]:
     if not bucket:
         raise ConfigError(f"{redact(url)}: no bucket in this URL; write {scheme_of(url)}://bucket/key")
     if key and any(part in {"", ".", ".."} for part in key.split("/")):
-        raise ConfigError(
-            f"{redact(url)}: empty, '.' or '..' parts in a key are not supported; rename the object"
-        )
+        raise ConfigError(f"{redact(url)}: empty, '.' or '..' parts in a key are not supported; rename the object")
     return bucket, key
 
 

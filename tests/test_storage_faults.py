@@ -1,0 +1,267 @@
+"""What Storage does when the way or the store misbehaves: recovers, or says what is wrong, soon."""
+
+from __future__ import annotations
+
+import socket
+import time
+import traceback
+from collections import Counter
+
+import numpy as np
+import pytest
+from fault_proxy import Fault, FaultProxy
+
+from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, TransferError
+from streaming.storage import Storage
+
+MIB = 1 << 20
+DATA = np.random.default_rng(11).integers(0, 256, 4 * MIB, np.uint8).tobytes()
+QUICK = {"first_backoff_s": 0.01, "max_backoff_s": 0.05, "read_timeout_s": 0.5, "max_retries": 4}
+
+
+@pytest.fixture(scope="module")
+def url(mini_s3) -> str:
+    """One object of 4 MiB."""
+    mini_s3.create_bucket("faults")
+    Storage(mini_s3.storage_options).put("s3://faults/x.tar", DATA)
+    return "s3://faults/x.tar"
+
+
+def through(proxy: FaultProxy, mini_s3, counts: Counter[str] | None = None, **options: object) -> Storage:
+    given = {**mini_s3.storage_options, "endpoint_url": proxy.url, **QUICK, **options}
+    seen: Counter[str] = Counter() if counts is None else counts
+    return Storage(given, observer=lambda name, amount: seen.update({name: amount}))
+
+
+def spans(proxy: FaultProxy) -> list[tuple[int, int]]:
+    """The byte ranges that were asked for, half-open."""
+    asked = [span for _, _, span in proxy.log if span is not None]
+    pairs = (span.removeprefix("bytes=").split("-") for span in asked)
+    return [(int(first), int(last) + 1) for first, last in pairs]
+
+
+@pytest.mark.parametrize("kind", ["status", "reset_before"])
+def test_two_refusals_cost_two_more_requests(mini_s3, url: str, kind) -> None:
+    counts: Counter[str] = Counter()
+    with FaultProxy(mini_s3.port, Fault(kind=kind), Fault(kind=kind)) as proxy:
+        assert bytes(through(proxy, mini_s3, counts).read(url, 10, MIB)) == DATA[10:MIB]
+    assert spans(proxy) == [(10, MIB)] * 3
+    assert counts == {"requests": 3, "retries": 2, "bytes": MIB - 10}
+
+
+@pytest.mark.parametrize("kind", ["truncate", "reset", "stall"])
+def test_after_a_break_only_the_missing_bytes_are_asked_for(mini_s3, url: str, kind) -> None:
+    counts: Counter[str] = Counter()
+    out = bytearray(len(DATA) - 5)
+    with FaultProxy(mini_s3.port, Fault(kind=kind, at_bytes=2 * MIB), Fault(kind=kind, at_bytes=MIB)) as proxy:
+        through(proxy, mini_s3, counts).read_into(url, 5, memoryview(out))
+    assert out == DATA[5:]
+    asked = spans(proxy)
+    assert len(asked) == 3
+    assert {stop for _, stop in asked} == {len(DATA)}
+    starts = [start for start, _ in asked]
+    assert starts == sorted(set(starts))
+    if kind != "reset":  # a reset may take bytes with it that were under way
+        assert starts[1] > 5 + 2 * MIB - (512 << 10)
+    assert counts["bytes"] == len(out)  # every byte was taken once
+
+
+def test_reading_to_the_end_goes_on_after_a_break_too(mini_s3, url: str) -> None:
+    with FaultProxy(mini_s3.port, Fault(kind="truncate", at_bytes=MIB)) as proxy:
+        assert bytes(through(proxy, mini_s3).read(url)) == DATA
+    assert len(proxy.log) == 2
+    assert spans(proxy)[0][1] == len(DATA)
+
+
+def test_an_object_replaced_between_two_attempts_is_never_mixed(mini_s3, s3_bucket: str) -> None:
+    url = s3_bucket + "/x"
+    direct = Storage(mini_s3.storage_options)
+    direct.put(url, DATA)
+
+    def replace(name: str, amount: int) -> None:
+        if name == "retries":
+            direct.put(url, bytes(len(DATA)))
+
+    with FaultProxy(mini_s3.port, Fault(kind="truncate", at_bytes=MIB)) as proxy:
+        given = {**mini_s3.storage_options, "endpoint_url": proxy.url, **QUICK}
+        with pytest.raises(TransferError, match="changed while it was read"):
+            Storage(given, observer=replace).read(url, 0, len(DATA))
+
+
+def test_a_slow_first_byte_is_waited_for(mini_s3, url: str) -> None:
+    with FaultProxy(mini_s3.port, Fault(kind="slow", seconds=0.2)) as proxy:
+        assert bytes(through(proxy, mini_s3).read(url, 0, 100)) == DATA[:100]
+    assert len(proxy.log) == 1
+
+
+def test_a_server_that_ignores_range_is_an_error_at_once(mini_s3, url: str) -> None:
+    counts: Counter[str] = Counter()
+    with FaultProxy(mini_s3.port, *[Fault(kind="ignore_range")] * 5) as proxy:
+        with pytest.raises(TransferError, match="byte ranges") as caught:
+            through(proxy, mini_s3, counts).read(url, 100, 200)
+    assert "supports Range" in str(caught.value)
+    assert counts["bytes"] == 0
+    assert len(proxy.log) == 1
+
+
+def test_another_range_than_asked_for_is_an_error(mini_s3, url: str) -> None:
+    with FaultProxy(mini_s3.port, *[Fault(kind="shift_range")] * 9) as proxy:
+        with pytest.raises(TransferError, match="byte ranges"):
+            through(proxy, mini_s3).read(url, 100, 200)
+
+
+def test_a_wrong_length_is_noticed(mini_s3, url: str) -> None:
+    with FaultProxy(mini_s3.port, Fault(kind="wrong_length", at_bytes=60)) as proxy:
+        assert bytes(through(proxy, mini_s3).read(url, 100, 200)) == DATA[100:200]
+    assert spans(proxy) == [(100, 200), (160, 200)]
+    with FaultProxy(mini_s3.port, *[Fault(kind="wrong_length", at_bytes=0)] * 9) as proxy:
+        with pytest.raises(TransferError, match="got 0 bytes, expected 100"):
+            through(proxy, mini_s3).read(url, 100, 200)
+    assert len(proxy.log) == 5  # max_retries=4
+
+
+def test_a_flipped_byte_is_not_noticed_here(mini_s3, url: str) -> None:
+    """It is the index's CRC32C that notices: this pins that the proxy can make one, for the tests above this layer."""
+    with FaultProxy(mini_s3.port, Fault(kind="flip", at_bytes=3)) as proxy:
+        got = bytes(through(proxy, mini_s3).read(url, 0, 10))
+    assert [index for index in range(10) if got[index] != DATA[index]] == [3]
+
+
+def test_a_store_that_stays_busy_is_given_up(mini_s3, url: str) -> None:
+    with FaultProxy(mini_s3.port, *[Fault(kind="status", status=429)] * 9) as proxy:
+        with pytest.raises(TransferError, match="429") as caught:
+            through(proxy, mini_s3).read(url, 0, 10)
+        assert len(proxy.log) == 5
+    assert "gave up after 5 attempts" in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_deadline_bounds_a_read_that_makes_progress(mini_s3, url: str) -> None:
+    faults = [Fault(kind="stall", at_bytes=MIB // 2)] * 20
+    began_s = time.monotonic()
+    with FaultProxy(mini_s3.port, *faults) as proxy:
+        with pytest.raises(TransferError):
+            through(proxy, mini_s3, deadline_s=1.0).read(url)
+        assert 1 < len(proxy.log) < 6
+    assert time.monotonic() - began_s < 6
+
+
+def test_uploads_survive_refusals(mini_s3, s3_bucket: str) -> None:
+    with FaultProxy(mini_s3.port, Fault(kind="status", method="PUT"), Fault(kind="status", method="PUT")) as proxy:
+        storage = through(proxy, mini_s3)
+        storage.put(s3_bucket + "/small", DATA)
+        proxy.add(Fault(kind="status", method="PUT"), Fault(kind="status", method="POST"))
+        with storage.open_write(s3_bucket + "/large", 5 * MIB) as writer:
+            for _ in range(3):
+                writer.write(DATA)
+    direct = Storage(mini_s3.storage_options)
+    assert bytes(direct.read(s3_bucket + "/small")) == DATA
+    assert bytes(direct.read(s3_bucket + "/large")) == DATA * 3
+
+
+def test_an_upload_that_fails_says_so_and_leaves_nothing(mini_s3, s3_bucket: str) -> None:
+    storage = Storage({**mini_s3.storage_options, "secret": "wrong"})
+
+    def upload() -> None:
+        with storage.open_write(s3_bucket + "/x", 5 * MIB) as writer:
+            for _ in range(20):
+                writer.write(DATA)
+
+    with pytest.raises(AccessDeniedError):
+        upload()
+    assert list(Storage(mini_s3.storage_options).list(s3_bucket)) == []
+
+
+class TestRefusals:
+    """Each names what is wrong and the cure, within a second or a few."""
+
+    @pytest.fixture(autouse=True)
+    def soon(self):
+        began_s = time.monotonic()
+        yield
+        assert time.monotonic() - began_s < 8
+
+    @pytest.mark.parametrize("client", ["obstore", "fsspec"])
+    @pytest.mark.parametrize("server", ["moto", "mini_s3"])
+    def test_no_such_bucket_or_key(self, request, server: str, client: str, s3fs_closed) -> None:
+        options = request.getfixturevalue(server).storage_options
+        storage = s3fs_closed(Storage({**options, "client": client}))
+        for call in (storage.read, storage.info, lambda url: list(storage.list(url))):
+            with pytest.raises(NotFoundError, match="no bucket 'nowhere'|no such bucket"):
+                call("s3://nowhere/x.tar")
+        assert storage.exists("s3://nowhere/x.tar") is False
+        with pytest.raises(NotFoundError):
+            storage.put("s3://nowhere/x.tar", b"x")
+
+    @pytest.mark.parametrize("client", ["obstore", "fsspec"])
+    def test_a_wrong_secret(self, mini_s3, url: str, client: str, s3fs_closed) -> None:
+        options = {**mini_s3.storage_options, "secret": "oh-so-wrong", "client": client}
+        storage = s3fs_closed(Storage(options))
+        for call in (
+            storage.read,
+            storage.info,
+            lambda u: list(storage.list("s3://faults")),
+            lambda u: storage.put(u, b"x"),
+        ):
+            with pytest.raises(AccessDeniedError, match="storage.options") as caught:
+                call(url)
+            text = "".join(traceback.format_exception(caught.value))
+            assert "oh-so-wrong" not in text
+            assert isinstance(caught.value, PermissionError)
+
+    def test_an_unknown_key_and_no_key(self, mini_s3, url: str) -> None:
+        with pytest.raises(AccessDeniedError, match="InvalidAccessKeyId"):
+            Storage({**mini_s3.storage_options, "key": "who"}).read(url)
+        with pytest.raises(AccessDeniedError, match=r"no credentials \(anon=True\)"):
+            Storage({"endpoint_url": mini_s3.url, "anon": True}).read(url)
+
+    def test_anonymous_reads_of_public_buckets(self, mini_s3) -> None:
+        mini_s3.create_bucket("public-data")
+        Storage(mini_s3.storage_options).put("s3://public-data/x", b"free")
+        assert bytes(Storage({"endpoint_url": mini_s3.url, "anon": True}).read("s3://public-data/x")) == b"free"
+
+    def test_a_wrong_region(self, mini_s3, url: str) -> None:
+        storage = Storage({**mini_s3.storage_options, "region": "eu-north-1"})
+        for call in (storage.read, storage.info, lambda u: list(storage.list("s3://faults"))):
+            with pytest.raises(
+                StorageError, match=r"eu-north-1 \(from the storage option region\).*region='us-east-1'"
+            ):
+                call(url)
+
+    def test_a_refused_endpoint(self, s3fs_closed) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s", "unreachable_s": 0.3}
+        for client in ("obstore", "fsspec"):
+            storage = s3fs_closed(Storage({**options, "client": client}))
+            with pytest.raises(TransferError, match=f"cannot reach http://127.0.0.1:{port}"):
+                storage.read("s3://b/x")
+        with pytest.raises(TransferError, match="connection refused"):
+            Storage(options).read(f"http://127.0.0.1:{port}/x.tar")
+
+    def test_a_name_that_does_not_resolve(self) -> None:
+        options = {"endpoint_url": "http://store.invalid", "key": "k", "secret": "s", "unreachable_s": 0.1}
+        with pytest.raises(TransferError, match=r"cannot reach http://store.invalid .*does not resolve"):
+            Storage(options).read("s3://b/x")
+
+    def test_a_signed_query_is_never_shown(self, mini_s3, url: str) -> None:
+        signed = mini_s3.presign("faults", "x.tar")
+        tampered = signed[:-4] + "0000"
+        with pytest.raises(AccessDeniedError) as caught:
+            Storage().read(tampered, 0, 10)
+        text = "".join(traceback.format_exception(caught.value))
+        assert "x.tar" in text
+        assert tampered[-40:] not in text
+        missing = mini_s3.presign("faults", "missing.tar")
+        with pytest.raises(NotFoundError) as gone:
+            Storage().read(missing)
+        assert "X-Amz" not in "".join(traceback.format_exception(gone.value))
+
+    def test_keys_that_stores_treat_differently_are_refused(self, mini_s3) -> None:
+        storage = Storage(mini_s3.storage_options)
+        for bad in ("s3://b/a//b", "s3://b/../c", "s3:///x"):
+            with pytest.raises(ConfigError):
+                storage.read(bad)
+
+    def test_an_unknown_scheme(self) -> None:
+        with pytest.raises(ConfigError, match="nosuch"):
+            Storage().read("nosuch://b/x")
