@@ -18,6 +18,7 @@ from streaming.errors import ConfigError, DecodeError, IndexMissingError
 from streaming.fetch import FetchRange, fetch_range
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleTable
+from streaming.peers import job_peers
 from streaming.shards import OpenShards, open_shards, sample_table
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout
@@ -109,7 +110,7 @@ class StreamingDataset:
         self.on_error: OnError = on_error
         self.max_bad_samples = max_bad_samples
         self.storage = Storage(storage_options)
-        self.shards: OpenShards = open_shards(self.storage, urls, None if index is None else str(index))
+        self.shards: OpenShards = open_shards(self.storage, urls, None if index is None else str(index), job_peers())
         self._recent = _Recent(self)
 
     @property

@@ -14,8 +14,8 @@ class DeviceMeshFetcher(DataLoader):
     """What one rank of a mesh is to get, batch by batch, as lists of sample dicts.
 
     It maps chunks to the rank, buffers and shuffles them, and substitutes what is unreadable, exactly as a
-    ``DataLoader`` with the same arguments does; but it decodes in the calling thread and does not collate. Fetching runs
-    ahead in the background. Use it under a loop of your own, or to look at any rank's share from one process::
+    ``DataLoader`` with the same arguments does; but it decodes in the calling thread and does not collate. Fetching
+    runs ahead in the background. Use it under a loop of your own, or to look at any rank's share from one process::
 
         mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)
         mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)

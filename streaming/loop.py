@@ -247,6 +247,7 @@ class EpochLoop:
                 fields=self.dataset.fields,
                 num_builders=self.config.num_builders,
                 depth=self.config.depth,
+                batch_bytes=int(self.config.memory_limit_bytes * (1 - _ARENA_SHARE)),
             ),
             metrics=self.metrics,
             report=self._bad.report,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
 
@@ -11,6 +13,7 @@ from streaming.errors import IndexMismatchError, IndexMissingError, NotFoundErro
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import samples_path
 from streaming.index.samples import SampleTable
+from streaming.peers import Peers
 from streaming.scan import check_sizes, load_index, scan_shard, shard_name
 from streaming.storage import Storage, expand_urls, join_url, split_url
 from streaming.units import format_bytes
@@ -21,6 +24,9 @@ SCAN_LIMIT_BYTES = 1 << 30
 CHECKED_AT_OPEN = 256
 """Sets of up to so many shards have every shard's size checked at start; in larger ones a shard of another size than
 the index says shows at its first damaged or failing read."""
+
+PEER_WAIT_S = 20.0
+"""How long a process waits for a peer's share of indexing on the fly before it does that itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +49,18 @@ class OpenShards:
 
 
 def open_shards(
-    storage: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None
+    storage: Storage,
+    urls: str | PathLike[str] | Sequence[str | PathLike[str]],
+    index: str | None,
+    peers: Peers | None = None,
 ) -> OpenShards:
     """The shards that ``urls`` stand for, with their index; small sets without one are indexed in memory.
+
+    Args:
+        storage: Where they are.
+        urls: As users write them.
+        index: Where the index lies, if not beside the shards.
+        peers: Other processes that open the same set: each indexes its share of a set without an index.
 
     Raises:
         NotFoundError: Nothing matches, or a shard is missing.
@@ -55,7 +70,7 @@ def open_shards(
     try:
         table = load_index(storage, shards, index)
     except IndexMissingError as missing:
-        return _without_index(storage, shards, index, missing)
+        return _without_index(storage, shards, index, missing, peers)
     if len(shards) <= CHECKED_AT_OPEN:
         try:
             check_sizes(storage, shards, table)
@@ -81,7 +96,7 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
 
 
 def _without_index(
-    storage: Storage, urls: tuple[str, ...], index: str | None, missing: IndexMissingError
+    storage: Storage, urls: tuple[str, ...], index: str | None, missing: IndexMissingError, peers: Peers | None
 ) -> OpenShards:
     with ThreadPoolExecutor(min(16, len(urls)), "shardstream-open") as threads:
         sizes = list(threads.map(lambda url: storage.info(url).size_bytes, urls))
@@ -94,6 +109,33 @@ def _without_index(
                 else f"{missing}; its {format_bytes(total_bytes)} are too much to index at every start"
             )
             return OpenShards(urls=urls, table=None, missing_index=why, index=index, scanned=None)
-        scanned = tuple(threads.map(lambda url: scan_shard(storage, url, split_url(url)[1]), urls))
+        scanned = tuple(_scan(storage, urls, sizes, peers, threads))
     table = ChunkTable.concat([samples.chunks for samples in scanned])
     return OpenShards(urls=urls, table=table, missing_index="", index=index, scanned=scanned)
+
+
+def _scan(
+    storage: Storage, urls: tuple[str, ...], sizes: list[int], peers: Peers | None, threads: Executor
+) -> list[SampleTable]:
+    """The sample tables of all shards; with peers, every R-th is scanned here and the others are waited for."""
+
+    def scan(place: int) -> SampleTable:
+        return scan_shard(storage, urls[place], split_url(urls[place])[1])
+
+    if peers is None:
+        return list(threads.map(scan, range(len(urls))))
+    digest = hashlib.sha256(json.dumps([urls, sizes]).encode()).hexdigest()
+    mine = range(peers.rank, len(urls), peers.world_size)
+    found = dict(zip(mine, threads.map(scan, mine), strict=True))
+    for place, table in found.items():
+        peers.leave(f"{digest}/{place}", table.to_parquet())
+    missing = []
+    for place in range(len(urls)):
+        if place not in found:
+            data = None if missing else peers.find(f"{digest}/{place}", PEER_WAIT_S)
+            if data is None:
+                missing.append(place)
+            else:
+                found[place] = SampleTable.from_parquet(data, f"{urls[place]} (by a peer)")
+    found.update(zip(missing, threads.map(scan, missing), strict=True))
+    return [found[place] for place in range(len(urls))]

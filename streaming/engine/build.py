@@ -287,3 +287,16 @@ def _gather(view: memoryview, where: FieldRange, decoder: ArrayDecoder) -> npt.N
     gathered = blocks[wanted].reshape(len(where.sizes), -1)[:, :size]
     items = np.ascontiguousarray(gathered).view(decoder.dtype).astype(decoder.to, copy=False)
     return items if decoder.shape is None else items.reshape(len(items), *decoder.shape)
+
+
+def size_of(batch: Any) -> int:
+    """About how many bytes a batch holds: its tensors, arrays and byte strings; objects are not looked into."""
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return int(batch.nbytes)
+    if isinstance(batch, (bytes, bytearray, str)):
+        return len(batch)
+    if isinstance(batch, Mapping):
+        return sum(size_of(value) for value in batch.values())
+    if isinstance(batch, (list, tuple)):
+        return sum(size_of(value) for value in batch)
+    return 0

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe, Rows
+from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe, Rows, size_of
 from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import RowTable
@@ -63,12 +63,14 @@ class Settings:
         fields: Fields to read; None: all.
         num_builders: Background threads that build batches; with 0 the consumer builds them itself.
         depth: Batches that may be built but not handed out.
+        batch_bytes: Bound on these, in bytes; one is always allowed.
     """
 
     recipe: Recipe
     fields: tuple[str, ...] | None
     num_builders: int
     depth: int
+    batch_bytes: int
 
 
 class Pipeline:
@@ -114,6 +116,7 @@ class Pipeline:
         self._built: set[int] = set()
         self._num_built = 0
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
+        self._depth = settings.depth
         self._closed = False
         self._builders = [
             threading.Thread(target=self._build_loop, name=f"shardstream-build-{i}", daemon=True)
@@ -312,6 +315,7 @@ class Pipeline:
                 error = caught
             with self._changed:
                 self._results[batch] = (value, error)
+                self._bound_depth(value)
                 try:
                     self._finish(batch)
                     self._advance()
@@ -319,8 +323,13 @@ class Pipeline:
                     self._results[batch] = (None, error or caught)
                 self._changed.notify_all()
 
+    def _bound_depth(self, batch: Any) -> None:
+        """Build no more batches ahead than fit, going by the largest one seen."""
+        fitting = self._settings.batch_bytes // max(1, size_of(batch))
+        self._depth = max(1, min(self._depth, fitting))
+
     def _can_start(self) -> bool:
-        return self._started < min(self._frontier(), self._planned, self._handed_out + self._settings.depth)
+        return self._started < min(self._frontier(), self._planned, self._handed_out + self._depth)
 
     def _build(self, batch: int) -> Any:
         with self._changed:

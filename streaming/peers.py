@@ -1,0 +1,59 @@
+"""The other processes of the job, where torch.distributed knows them: for sharing work that each could do alone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+
+
+class Peers(Protocol):
+    """Processes that can leave bytes for each other. Nobody waits for anybody beyond a time-out."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+
+    @property
+    def world_size(self) -> int:
+        """All of them."""
+
+    def leave(self, name: str, data: bytes) -> None:
+        """Leave ``data`` for the others."""
+
+    def find(self, name: str, timeout_s: float) -> bytes | None:
+        """What somebody left, or None if nobody did in time."""
+
+
+class TorchPeers:
+    """Peers through the key-value store with which torch.distributed was set up.
+
+    No collective: a process that opens a data set alone (evaluation on rank 0) waits for nobody who will not come for
+    longer than the time-out.
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def leave(self, name: str, data: bytes) -> None:
+        """See ``Peers``."""
+        self._store.set(f"shardstream/{name}", data)  # type: ignore[arg-type]  # bytes are fine, the stub is narrow
+
+    def find(self, name: str, timeout_s: float) -> bytes | None:
+        """See ``Peers``."""
+        key = f"shardstream/{name}"
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            return None
+        return bytes(self._store.get(key))
+
+
+def job_peers() -> Peers | None:
+    """The job's processes, if torch.distributed is set up with more than one."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return TorchPeers()
