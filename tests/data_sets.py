@@ -1,0 +1,182 @@
+"""Small data sets whose every sample can be told from its content, and ways to play all ranks of a mesh in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from infra import DeviceMesh
+from shard_tools import ShardWriter
+from streaming import DataLoader, StreamingDataset
+from streaming.engine.arena import PAGE_BYTES
+from streaming.index.cutter import ChunkRule
+from streaming.scan import index_shards
+from streaming.storage import Storage, expand_urls
+
+WORLD_SIZES = (1, 2, 3, 4, 6, 8)
+Batches = list[Counter[str]]
+"""Global batches as multisets of keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSet:
+    """Shards of known content.
+
+    Attributes:
+        url: All shards, as a directory.
+        keys: Keys in storage order.
+        storage_options: To read them with.
+    """
+
+    url: str
+    keys: tuple[str, ...]
+    storage_options: Mapping[str, Any] | None = None
+
+    def open(self, **options: Any) -> StreamingDataset:
+        return StreamingDataset(self.url, storage_options=self.storage_options, **options)
+
+
+def make_sample(number: int) -> dict[str, Any]:
+    """A sample with an int, text, JSON, bytes of varying length and an array of one shape."""
+    return {
+        "__key__": f"{number:05d}",
+        "cls": number,
+        "txt": f"text of {number}",
+        "json": {"number": number},
+        "bin": bytes([number % 256]) * (number % 37),
+        "vec.npy": np.arange(number, number + 4, dtype=np.float32),
+    }
+
+
+def write_set(
+    directory: str | os.PathLike[str],
+    shard_sizes: Sequence[int] = (41, 7, 23, 1, 60, 40, 30),
+    *,
+    chunk_samples: int = 4,
+    storage_options: Mapping[str, Any] | None = None,
+    indexed: bool = True,
+    first: int = 0,
+) -> SampleSet:
+    """Shards of so many samples each, cut into chunks of ``chunk_samples`` (the last of a shard may be smaller)."""
+    number = first
+    for shard, size in enumerate(shard_sizes):
+        pattern = f"{os.fspath(directory)}/{{:06d}}.tar"
+        with ShardWriter(pattern, start_shard=shard, index=False, storage_options=storage_options) as writer:
+            for number in range(number, number + size):  # noqa: B020  goes on where the shard before ended
+                writer.write(make_sample(number))
+        number += 1
+    if indexed:
+        storage = Storage(storage_options)
+        urls = expand_urls(f"{os.fspath(directory)}/", storage)
+        index_shards(storage, urls, rule=ChunkRule(min_bytes=1, min_samples=chunk_samples))
+    keys = tuple(f"{number:05d}" for number in range(first, first + sum(shard_sizes)))
+    return SampleSet(url=f"{os.fspath(directory)}/", keys=keys, storage_options=storage_options)
+
+
+def check_batch(batch: Mapping[str, Any]) -> list[str]:
+    """The keys of a batch, after checking every field against its sample's key."""
+    keys: list[str] = batch["__key__"]
+    numbers = [int(key) for key in keys]
+    assert batch["cls"].dtype == torch.int64
+    assert batch["cls"].tolist() == numbers
+    assert batch["txt"] == [f"text of {number}" for number in numbers]
+    assert batch["json"] == [{"number": number} for number in numbers]
+    assert [bytes(data) for data in batch["bin"]] == [bytes([number % 256]) * (number % 37) for number in numbers]
+    assert batch["vec.npy"].tolist() == [list(range(number, number + 4)) for number in numbers]
+    return keys
+
+
+def valid_keys(batch: Mapping[str, Any]) -> list[str]:
+    """The keys of a checked batch, padding left out."""
+    keys = check_batch(batch)
+    if "__valid__" not in batch:
+        return keys
+    assert batch["__valid__"].dtype == torch.bool
+    return [key for key, valid in zip(keys, batch["__valid__"].tolist(), strict=True) if valid]
+
+
+def mesh_of(world_size: int, rank: int) -> DeviceMesh:
+    """Plain data parallel."""
+    return DeviceMesh.from_sizes(dp_size=world_size, rank=rank, environ={})
+
+
+def loaders(dataset: StreamingDataset, world_size: int, **options: Any) -> Iterator[DataLoader]:
+    """A loader for each rank, one after the other, closed when the next one is asked for."""
+    for rank in range(world_size):
+        with DataLoader(dataset, device_mesh=mesh_of(world_size, rank), **options) as loader:
+            yield loader
+
+
+def play(
+    dataset: StreamingDataset,
+    world_size: int,
+    *,
+    state: Mapping[str, Any] | None = None,
+    epochs: int = 1,
+    **options: Any,
+) -> list[list[list[str]]]:
+    """What each rank of ``world_size`` gets, from ``state`` on: valid keys by rank, batch and row.
+
+    The same number of batches on all ranks is checked here, for it holds in every use.
+    """
+    ranks = []
+    for loader in loaders(dataset, world_size, **options):
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        ranks.append([valid_keys(batch) for _ in range(epochs) for batch in loader])
+    assert len({len(batches) for batches in ranks}) == 1, [len(batches) for batches in ranks]
+    return ranks
+
+
+def merged(ranks: Iterable[Sequence[Sequence[str]]]) -> Batches:
+    """Global batches of what all ranks got."""
+    return [Counter(key for rows in batches for key in rows) for batches in zip(*ranks, strict=True)]
+
+
+def total(batches: Iterable[Counter[str]]) -> Counter[str]:
+    """How often each key came."""
+    return sum(batches, Counter())
+
+
+def data_gets(log: Sequence[Mapping[str, Any]], url: str) -> list[Mapping[str, Any]]:
+    """The GETs of shards below an ``s3://bucket`` URL in a server's log."""
+    folder = "/" + url.removeprefix("s3://").rstrip("/") + "/"
+    return [
+        entry
+        for entry in log
+        if entry["method"] == "GET" and str(entry["path"]).startswith(folder) and str(entry["path"]).endswith(".tar")
+    ]
+
+
+def chunk_pages(dataset: StreamingDataset) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Bytes of each chunk in whole pages, as the arena counts them."""
+    sizes = dataset.table.byte_end - dataset.table.byte_start
+    return -(-sizes // PAGE_BYTES) * PAGE_BYTES
+
+
+class JitteryStorage:
+    """A storage whose reads end in another order than they began, by delays that depend on ``seed``."""
+
+    def __init__(self, storage: Storage, seed: int) -> None:
+        self._storage = storage
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def read_into(self, url: str, start: int, out: memoryview) -> None:
+        with self._lock:
+            delay_s = self._random.choice((0, 0, 0, 0.001, 0.004))
+        time.sleep(delay_s)  # what is tested: any timing
+        self._storage.read_into(url, start, out)
