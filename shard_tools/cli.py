@@ -228,4 +228,4 @@ def cat_command(
     payload = cat_field(url, sample, field, storage=storage, index_url=index_url)
     if sys.stdout.isatty() and render.is_binary(payload):
         raise click.UsageError(f"field {field!r} is binary; send it to a file: ... --field {field} > file.{field}")
-    click.get_binary_stream("stdout").write(payload)
+    click.echo(payload, nl=False)

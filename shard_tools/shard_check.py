@@ -41,9 +41,7 @@ class ShardTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOutcome:
-    """What the check of one shard gave: findings in order of bytes, the keys as they are in the tar,
-    and the fields that are never decoded.
-    """
+    """What one shard gave: findings in order of bytes, the keys in the tar, the fields that are never decoded."""
 
     url: str
     findings: tuple[Finding, ...]

@@ -76,8 +76,23 @@ def _find_part(
             if suffixes is None or file.name.lower().endswith(suffixes):
                 yield file
     else:
+        yield from _file_or_prefix(part, storage, suffixes, exclude)
+
+
+def _file_or_prefix(
+    part: str, storage: Storage, suffixes: tuple[str, ...] | None, exclude: str | None
+) -> Iterator[SourceFile]:
+    try:
         info = storage.info(part)
-        yield SourceFile(url=info.url, name=part.rpartition("/")[2], size_bytes=info.size_bytes)
+    except NotFoundError:
+        if is_local(part):
+            raise
+        below = list(_find_part(part + "/", storage, suffixes, exclude))
+        if not below:
+            raise
+        yield from below
+        return
+    yield SourceFile(url=info.url, name=part.rpartition("/")[2], size_bytes=info.size_bytes)
 
 
 def _list(base: str, storage: Storage, exclude: str | None) -> Iterator[SourceFile]:
