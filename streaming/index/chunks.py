@@ -117,7 +117,11 @@ class ChunkTable:
                 f"{len(missing)} of {len(names)} shards are not in the index, first {missing[0]!r}; "
                 "index them with `shard_tools index URL`"
             )
-        wanted = np.array([position[name] for name in names], np.int64)
+        return self.take([position[name] for name in names])
+
+    def take(self, shards: Sequence[int]) -> ChunkTable:
+        """The chunks of the shards with these indices, in this order; an index may come more than once."""
+        wanted = np.array(shards, np.int64)
         bounds = np.searchsorted(self.shard, np.arange(len(self.shards) + 1))
         counts = (bounds[1:] - bounds[:-1])[wanted]
         # Row r of the result is row (its rank within its shard) after the shard's first row here.

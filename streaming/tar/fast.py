@@ -91,11 +91,7 @@ def _sizes(raw: NDArray[np.uint8], at: Int64s) -> tuple[Int64s, NDArray[np.bool_
     low = _column(raw, "<u4", 132)[at]
     good = (high & np.uint64(0xF8F8F8F8F8F8F8F8)) == np.uint64(0x3030303030303030)
     good &= (low & np.uint32(0xDFF8F8F8)) == np.uint32(0x00303030)
-    high &= np.uint64(0x0707070707070707)
-    high = ((high * np.uint64(0x0801)) >> np.uint64(8)) & np.uint64(0x003F003F003F003F)
-    high = ((high * np.uint64(0x400001)) >> np.uint64(16)) & np.uint64(0x00000FFF00000FFF)
-    high = (high * np.uint64(0x100000000001)) >> np.uint64(32)
-    high &= np.uint64(0xFFFFFF)
+    high = _fold_octal(high)
     low3 = ((low & np.uint32(7)) << np.uint32(6)) | ((low >> np.uint32(5)) & np.uint32(0x38))
     low3 |= (low >> np.uint32(16)) & np.uint32(7)
     return ((high << np.uint64(9)) | low3).astype(np.int64), good
@@ -127,18 +123,35 @@ def _follow(at: Int64s, following: Int64s) -> Int64s:
     return np.array(chosen, np.int64)
 
 
+def _fold_octal(digits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The numbers that words of eight octal digits stand for, the first digit in the lowest byte."""
+    folded = digits & np.uint64(0x0707070707070707)
+    folded = ((folded * np.uint64(0x0801)) >> np.uint64(8)) & np.uint64(0x003F003F003F003F)
+    folded = ((folded * np.uint64(0x400001)) >> np.uint64(16)) & np.uint64(0x00000FFF00000FFF)
+    return ((folded * np.uint64(0x100000000001)) >> np.uint64(32)) & np.uint64(0xFFFFFF)
+
+
 def _checksums_match(raw: NDArray[np.uint8], at: Int64s) -> bool:
     """Whether all headers hold six octal digits that are the sum of their bytes (the usual form)."""
+    stored = _column(raw, "<u8", 148)[at]
+    if ((stored & np.uint64(0xDFDFF8F8F8F8F8F8)) != np.uint64(0x0000303030303030)).any():
+        return False
+    sums = _byte_sums(stored.reshape(-1, 1))
+    np.subtract(_fold_octal(stored << np.uint64(16)) + sums, np.uint64(8 * 0x20), out=sums)
     blocks = raw[: raw.size - raw.size % BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
-    for first in range(0, at.size, 4096):
-        headers = blocks[at[first : first + 4096]]
-        digits = headers[:, 148:154].astype(np.int64) - ord("0")
-        if (digits & ~7).any():
-            return False
-        sums = headers.sum(axis=1, dtype=np.int64) - headers[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * 0x20
-        if not np.array_equal(digits @ (8 ** np.arange(5, -1, -1)), sums):
-            return False
-    return True
+    return all(
+        np.array_equal(_byte_sums(blocks[at[first : first + 256]].view("<u8")), sums[first : first + 256])
+        for first in range(0, at.size, 256)
+    )
+
+
+def _byte_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The sum of all bytes in each row of at most 64 words: added up in four lanes of 16 bits, which cannot overflow."""
+    lanes = words & np.uint64(0x00FF00FF00FF00FF)
+    lanes += (words >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
+    total = lanes.sum(axis=1)
+    total = (total & np.uint64(0x0000FFFF0000FFFF)) + ((total >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
+    return (total & np.uint64(0xFFFFFFFF)) + (total >> np.uint64(32))
 
 
 def _members(

@@ -8,7 +8,7 @@ from operator import eq
 
 import numpy as np
 
-from streaming.errors import DuplicateKeyError
+from streaming.errors import DuplicateKeyError, TarError
 from streaming.tar.blocks import Int64s, Members, Where
 from streaming.tar.names import decode_name, split_name
 
@@ -147,7 +147,7 @@ def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int) 
         kept.append(index)
         rows.append(len(keys) - 1)
         columns.append(column)
-    _check_density(len(keys), fields, len(kept), where)
+    check_density(len(keys), list(fields), len(kept), where.url)
     starts = np.full((len(keys), len(fields)), -1, np.int64)
     sizes = np.zeros((len(keys), len(fields)), np.int64)
     starts[rows, columns] = members.data[kept]
@@ -166,11 +166,15 @@ def _raise_duplicate(members: Members, where: Where, before: int, index: int, sp
     )
 
 
-def _check_density(num_samples: int, fields: dict[str, int], num_members: int, where: Where) -> None:
+def check_density(num_samples: int, fields: Sequence[str], num_members: int, url: str) -> None:
+    """Refuse names that are not ``key.extension``: a matrix of samples and fields that would be all but empty.
+
+    Raises:
+        TarError: If there are more than 256 fields and less than one cell in 64 would be filled.
+    """
     if len(fields) > _FREE_FIELDS and num_samples * len(fields) > _MAX_CELLS_PER_MEMBER * num_members:
-        some = ", ".join(repr(field) for field in list(fields)[:3])
-        where.fail(
-            0,
-            f"{num_samples} samples with {len(fields)} different extensions ({some}, …)",
-            cure="the key ends at the first dot of the file name: rename files that have more dots",
+        some = ", ".join(repr(field) for field in fields[:3])
+        raise TarError(
+            f"{url or 'tar'}: {num_samples} samples with {len(fields)} different extensions ({some}, …); "
+            "the key ends at the first dot of the file name: rename files that have more dots"
         )
