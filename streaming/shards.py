@@ -129,7 +129,7 @@ def _scan(
     found = dict(zip(mine, threads.map(scan, mine), strict=True))
     for place, table in found.items():
         peers.leave(f"{digest}/{place}", table.to_parquet())
-    missing = []
+    missing: list[int] = []
     for place in range(len(urls)):
         if place not in found:
             data = None if missing else peers.find(f"{digest}/{place}", PEER_WAIT_S)
