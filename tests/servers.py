@@ -1,7 +1,7 @@
-"""Servers on loopback for tests, the demo and benchmarks: processes of their own on free ports, stopped with the context.
+"""Servers on loopback for tests, the demo and benchmarks: processes on free ports, stopped with the context.
 
-Each is a context manager with ``url`` and, where it is a store, ``storage_options`` and ``create_bucket``. None outlives
-the process that started it for long: they are terminated on exit, and the small ones end when their standard input does.
+Each is a context manager with ``url`` and, where it is a store, ``storage_options`` and ``create_bucket``. They are
+terminated on exit, and the small ones end by themselves when their standard input does.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class MiniS3Server(LoopbackServer):
                     *buckets, announces=True)  # fmt: skip
 
     def _client(self) -> Any:
-        import boto3
-        from botocore.config import Config
+        import boto3  # noqa: PLC0415 (slow, and not for every user of this file)
+        from botocore.config import Config  # noqa: PLC0415
 
         return boto3.client("s3", endpoint_url=self.url, aws_access_key_id=self.key, aws_secret_access_key=self.secret,
                             region_name=self.region, config=Config(signature_version="s3v4"))  # fmt: skip
@@ -222,7 +222,8 @@ class HttpServer(LoopbackServer):
                 "daemon off; worker_processes 2; pid nginx.pid; error_log stderr;\n"
                 "events { worker_connections 1024; }\n"
                 "http { access_log off; sendfile on; tcp_nopush off; keepalive_requests 1000000;\n"
-                " client_body_temp_path t; proxy_temp_path t; fastcgi_temp_path t; uwsgi_temp_path t; scgi_temp_path t;\n"
+                " client_body_temp_path t; proxy_temp_path t; fastcgi_temp_path t;\n"
+                " uwsgi_temp_path t; scgi_temp_path t;\n"
                 f" server {{ listen 127.0.0.1:{self.port}; root {json.dumps(self._root)}; }} }}\n"
             )
         self._spawn(nginx, "-p", self._folder, "-c", config)

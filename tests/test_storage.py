@@ -100,7 +100,7 @@ class TestContract:
         url = join_url(store.base, "dir/missing.tar")
         assert store.storage.exists(url) is False
         for call in (store.storage.info, store.storage.read, lambda u: store.storage.read(u, 3, 9)):
-            with pytest.raises(NotFoundError, match="missing.tar") as caught:
+            with pytest.raises(NotFoundError, match=r"missing\.tar") as caught:
                 call(url)
             assert isinstance(caught.value, FileNotFoundError)
         store.storage.delete(url)

@@ -96,32 +96,38 @@ def test_a_slow_first_byte_is_waited_for(mini_s3, url: str) -> None:
 
 def test_a_server_that_ignores_range_is_an_error_at_once(mini_s3, url: str) -> None:
     counts: Counter[str] = Counter()
-    with FaultProxy(mini_s3.port, *[Fault(kind="ignore_range")] * 5) as proxy:
-        with pytest.raises(TransferError, match="byte ranges") as caught:
-            through(proxy, mini_s3, counts).read(url, 100, 200)
+    with (
+        FaultProxy(mini_s3.port, *[Fault(kind="ignore_range")] * 5) as proxy,
+        pytest.raises(TransferError, match="byte ranges") as caught,
+    ):
+        through(proxy, mini_s3, counts).read(url, 100, 200)
     assert "supports Range" in str(caught.value)
     assert counts["bytes"] == 0
     assert len(proxy.log) == 1
 
 
 def test_another_range_than_asked_for_is_an_error(mini_s3, url: str) -> None:
-    with FaultProxy(mini_s3.port, *[Fault(kind="shift_range")] * 9) as proxy:
-        with pytest.raises(TransferError, match="byte ranges"):
-            through(proxy, mini_s3).read(url, 100, 200)
+    with (
+        FaultProxy(mini_s3.port, *[Fault(kind="shift_range")] * 9) as proxy,
+        pytest.raises(TransferError, match="byte ranges"),
+    ):
+        through(proxy, mini_s3).read(url, 100, 200)
 
 
 def test_a_wrong_length_is_noticed(mini_s3, url: str) -> None:
     with FaultProxy(mini_s3.port, Fault(kind="wrong_length", at_bytes=60)) as proxy:
         assert bytes(through(proxy, mini_s3).read(url, 100, 200)) == DATA[100:200]
     assert spans(proxy) == [(100, 200), (160, 200)]
-    with FaultProxy(mini_s3.port, *[Fault(kind="wrong_length", at_bytes=0)] * 9) as proxy:
-        with pytest.raises(TransferError, match="got 0 bytes, expected 100"):
-            through(proxy, mini_s3).read(url, 100, 200)
+    with (
+        FaultProxy(mini_s3.port, *[Fault(kind="wrong_length", at_bytes=0)] * 9) as proxy,
+        pytest.raises(TransferError, match="got 0 bytes, expected 100"),
+    ):
+        through(proxy, mini_s3).read(url, 100, 200)
     assert len(proxy.log) == 5  # max_retries=4
 
 
 def test_a_flipped_byte_is_not_noticed_here(mini_s3, url: str) -> None:
-    """It is the index's CRC32C that notices: this pins that the proxy can make one, for the tests above this layer."""
+    """The index's CRC32C is what notices: this pins that the proxy can make one, for tests above this layer."""
     with FaultProxy(mini_s3.port, Fault(kind="flip", at_bytes=3)) as proxy:
         got = bytes(through(proxy, mini_s3).read(url, 0, 10))
     assert [index for index in range(10) if got[index] != DATA[index]] == [3]
@@ -186,7 +192,7 @@ class TestRefusals:
         options = request.getfixturevalue(server).storage_options
         storage = s3fs_closed(Storage({**options, "client": client}))
         for call in (storage.read, storage.info, lambda url: list(storage.list(url))):
-            with pytest.raises(NotFoundError, match="no bucket 'nowhere'|no such bucket"):
+            with pytest.raises(NotFoundError, match=r"no bucket 'nowhere'|no such bucket"):
                 call("s3://nowhere/x.tar")
         assert storage.exists("s3://nowhere/x.tar") is False
         with pytest.raises(NotFoundError):
@@ -202,7 +208,7 @@ class TestRefusals:
             lambda u: list(storage.list("s3://faults")),
             lambda u: storage.put(u, b"x"),
         ):
-            with pytest.raises(AccessDeniedError, match="storage.options") as caught:
+            with pytest.raises(AccessDeniedError, match=r"storage.options") as caught:
                 call(url)
             text = "".join(traceback.format_exception(caught.value))
             assert "oh-so-wrong" not in text

@@ -35,8 +35,8 @@ class UnreachableError(PassingError):
 class ObjectInfo:
     """One object or file.
 
-    ``version`` changes whenever the content may have changed (ETag, generation; ``mtime_ns-inode-size`` for files); None
-    where the store has nothing of the kind.
+    ``version`` changes whenever the content may have changed (ETag, generation; ``mtime_ns-inode-size`` for files);
+    None where the store has nothing of the kind.
     """
 
     url: str

@@ -68,7 +68,9 @@ def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None)
     )
 
 
-def _s3_source(options: StorageOptions, environ: Mapping[str, str]) -> tuple[str, Callable[[], Any] | None, str | None]:
+def _s3_source(  # noqa: PLR0911 (one return for each source, in order)
+    options: StorageOptions, environ: Mapping[str, str]
+) -> tuple[str, Callable[[], Any] | None, str | None]:
     """Words for the source, the provider if it is ours to make, and the region if the source knows one."""
     if options.anon:
         return "no credentials (anon=True)", None, None
@@ -138,7 +140,7 @@ def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, C
 
 
 def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
-    """obstore's configuration for gs, and words for the source of its credentials."""
+    """The configuration of obstore for gs, and words for the source of its credentials."""
     environ = os.environ if environ is None else environ
     config: dict[str, Any] = {"base_url": options.endpoint_url} if options.endpoint_url else {}
     if options.anon or options.token == "anon":  # noqa: S105 (gcsfs's word for none)
@@ -157,7 +159,7 @@ def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None
 
 
 def azure_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
-    """obstore's configuration for az, and words for the source of its credentials."""
+    """The configuration of obstore for az, and words for the source of its credentials."""
     environ = os.environ if environ is None else environ
     given = {"account_name": options.account_name, "endpoint": options.endpoint_url}
     config: dict[str, Any] = {name: value for name, value in given.items() if value}

@@ -33,13 +33,14 @@ _T = TypeVar("_T")
 class Storage:
     """Reads and writes objects and files by URL.
 
-    Plain paths and ``file:``; ``s3:``, ``gs:``, ``az:`` (``abfs:``) and ``http(s):`` through obstore; every other scheme,
-    and on request (``client="fsspec"``) these too, through fsspec. Thread-safe, picklable (without the observer) and
-    cheap to make: connections are made at first use, once per bucket, and credentials are looked up then.
+    Plain paths and ``file:``; ``s3:``, ``gs:``, ``az:`` (``abfs:``) and ``http(s):`` through obstore; every other
+    scheme, and on request (``client="fsspec"``) these too, through fsspec. Thread-safe, picklable (without the
+    observer) and cheap to make: connections are made at first use, once per bucket, and credentials are looked up then.
 
     Every call retries passing faults with growing, jittered delays; time-outs and limits are options (see
     :class:`~streaming.storage.retry.RetryPolicy`). Every method raises types of ``streaming.errors`` only:
-    ``NotFoundError``, ``AccessDeniedError``, ``TransferError``, ``StorageError``, and ``ConfigError`` for what cannot work.
+    ``NotFoundError``, ``AccessDeniedError``, ``TransferError``, ``StorageError``, and ``ConfigError`` for what cannot
+    work.
 
     Args:
         options: See :class:`~streaming.storage.options.StorageOptions`; unknown names are a ``ConfigError``.
@@ -86,8 +87,8 @@ class Storage:
     def read_into(self, url: str, start: int, out: memoryview) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
 
-        ``out`` is writable, contiguous, any item type. Files are read straight into it; object stores cost one copy. What
-        ``out`` holds after an error is undefined.
+        ``out`` is writable, contiguous, any item type. Files are read straight into it; object stores cost one copy.
+        What ``out`` holds after an error is undefined.
 
         Raises:
             TransferError: As :meth:`read`.
@@ -117,7 +118,8 @@ class Storage:
     def open_write(self, url: str, part_bytes: int = DEFAULT_PART_BYTES) -> StoreWriter:
         """A writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
 
-        Object stores get one put up to ``part_bytes``, beyond it an upload in parts of that size while the caller writes.
+        Object stores get one put up to ``part_bytes``, beyond it an upload in parts of that size while the caller
+        writes.
         """
         return self._adapter(url).open_write(url, part_bytes)
 

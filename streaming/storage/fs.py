@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import io
 import shutil
 import tempfile
@@ -93,7 +93,7 @@ class FsspecAdapter:
             if not entries and scheme_of(url) in _BUCKET_SCHEMES and not system.exists(root.split("/")[0]):
                 raise FileNotFoundError(root)
         for name, entry in entries.items():
-            full = system._strip_protocol(name)  # noqa: SLF001 (fsspec's documented way to the bare path)
+            full = system._strip_protocol(name)  # fsspec's way to the bare path
             if full.startswith(root + "/"):
                 found.append(_info(f"{base}/{full[len(root) + 1 :]}", entry))
         return found
@@ -137,7 +137,7 @@ class FsspecAdapter:
                 with self._errors(url, "connecting to"):
                     system = self._connect(scheme)
                 self._systems[scheme] = system
-        return system, str(system._strip_protocol(url))  # noqa: SLF001 (as above)
+        return system, str(system._strip_protocol(url))
 
     def _connect(self, scheme: str) -> Any:
         given = filesystem_arguments(scheme, self._options)
@@ -155,7 +155,7 @@ class FsspecAdapter:
             yield
         except ShardstreamError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (a border: file systems raise what they like)
             ours = _translate(f"{doing} {redact(url)}", self._options, error)
             secret = isinstance(ours, AccessDeniedError) or split_query(url)[1]
             raise ours from (None if secret else error)
@@ -189,7 +189,7 @@ def filesystem_arguments(scheme: str, options: StorageOptions) -> dict[str, Any]
 
 def _info(url: str, entry: dict[str, Any]) -> ObjectInfo:
     version = next((entry[name] for name in _VERSION_NAMES if entry.get(name) is not None), None)
-    if isinstance(version, datetime.datetime):
+    if isinstance(version, dt.datetime):
         version = version.timestamp()  # some file systems list seconds and tell dates
     size = entry.get("size")
     if size is None:
@@ -203,7 +203,9 @@ def _make_parents(system: Any, path: str) -> None:
         system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
 
 
-def _translate(where: str, options: StorageOptions, error: Exception) -> StorageError:
+def _translate(  # noqa: PLR0911 (one return for each kind)
+    where: str, options: StorageOptions, error: Exception
+) -> StorageError:
     chain: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(chain) < 6:

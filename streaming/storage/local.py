@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
@@ -36,6 +37,15 @@ def _os_errors(url: str, doing: str) -> Iterator[None]:
         raise NotFoundError(message) from error
     except OSError as error:
         raise StorageError(f"{doing} {url}: {error.strerror or error}") from error
+
+
+def _file_status(url: str, file: str | int) -> os.stat_result:
+    """What the system knows about a file, by path or descriptor; directories are not files."""
+    with _os_errors(url, "looking at"):
+        status = os.stat(file)
+    if stat.S_ISDIR(status.st_mode):
+        raise NotFoundError(f"looking at {url}: it is a directory, not a file; list it instead")
+    return status
 
 
 def _version(status: os.stat_result) -> str:
@@ -73,28 +83,23 @@ class LocalAdapter:
 
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`."""
-        with _os_errors(url, "looking at"):
-            status = os.stat(local_path(url))
-            if os.path.isdir(local_path(url)):
-                raise NotFoundError(f"looking at {url}: it is a directory, not a file; list it instead")
+        status = _file_status(url, local_path(url))
         return ObjectInfo(url=url, size_bytes=status.st_size, version=_version(status))
 
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> _FileRange:
         """See :class:`Adapter`."""
         with _os_errors(url, "opening"):
             descriptor = os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                status = os.fstat(descriptor)
-                if os.path.isdir(descriptor):
-                    raise NotFoundError(f"opening {url}: it is a directory, not a file; list it instead")
-                found = _version(status)
-                if version is not None and version != found:
-                    message = f"reading {url}: the file changed while it was read; write shards under new names"
-                    raise TransferError(message)
-                num_bytes = max(0, (status.st_size if stop is None else min(stop, status.st_size)) - start)
-            except BaseException:
-                os.close(descriptor)
-                raise
+        try:
+            status = _file_status(url, descriptor)
+            found = _version(status)
+            if version is not None and version != found:
+                message = f"reading {url}: the file changed while it was read; write shards under new names"
+                raise TransferError(message)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        num_bytes = max(0, (status.st_size if stop is None else min(stop, status.st_size)) - start)
         return _FileRange(url, descriptor, start, num_bytes, found)
 
     def list(self, url: str) -> list[ObjectInfo]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import closing
 from datetime import timedelta
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -133,7 +132,7 @@ class ObjectAdapter:
             with object_errors(place, "deleting"):
                 obstore.delete(store, key)
         except NotFoundError as error:
-            if "bucket" in str(error.__cause__).lower():
+            if "no bucket" in str(error):
                 raise
 
     def _at(self, url: str, *, patient: bool = False) -> tuple[Any, str, Place]:
@@ -222,7 +221,7 @@ class ObjectAdapter:
         }
         if self._options.ca_file is not None:
             try:
-                with closing(open(self._options.ca_file, "rb")) as file:  # noqa: SIM115
+                with open(self._options.ca_file, "rb") as file:
                     found["root_certificate"] = file.read()
             except OSError as error:
                 raise ConfigError(f"storage option ca_file: {error}") from error

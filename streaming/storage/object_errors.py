@@ -83,7 +83,9 @@ def object_errors(place: Place, doing: str) -> Iterator[None]:
         raise PassingError(f"{doing} {place}: {error}; endpoint {place.endpoint}") from error
 
 
-def _translate(place: Place, doing: str, error: Exception) -> ShardstreamError:
+def _translate(  # noqa: PLR0911 (one return for each kind)
+    place: Place, doing: str, error: Exception
+) -> ShardstreamError:
     """The error to raise for ``error``."""
     text = str(error)
     head, _, debug = text.partition("Debug source:")
@@ -101,16 +103,14 @@ def _translate(place: Place, doing: str, error: Exception) -> ShardstreamError:
     if denied or code in _DENIED_CODES or status in {401, 403}:
         return AccessDeniedError(
             f"{where}: access denied{said}; the credentials came from {place.source}; endpoint {place.endpoint}. "
-            "Check that they are right and may do this, or give key and secret, profile, or anon=True in storage_options"
+            "Check that they are right and may do this; storage_options takes key and secret, profile, or anon=True"
         )
     if isinstance(error, PreconditionError) or status == 412:
         return TransferError(f"{where}: the object changed while it was read; write shards under new names")
     if isinstance(error, NotSupportedError) or "NotPartial" in debug or "UnexpectedRange" in debug:
         return TransferError(
-            f"{where}: the server does not answer byte ranges as asked ({head.strip()[:200]}); use a server or proxy that "
-            "supports Range requests, or copy the data to one"
-            if "?" not in place.url
-            else f"{where}: the server does not answer byte ranges as asked; use one that supports Range requests"
+            f"{where}: the server does not answer byte ranges as asked; use a server or proxy that supports Range "
+            "requests, or copy the data to one"
         )
     if status == 416:
         return TransferError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
@@ -130,7 +130,8 @@ def _transfer_error(where: str, place: Place, status: int, said: str, debug: str
     if "kind: Connect" in debug:
         reason = next((words for token, words in _REASONS if token in debug), "no connection")
         return UnreachableError(
-            f"{where}: cannot reach {place.endpoint} ({reason}); check endpoint_url, the network, and that it is running"
+            f"{where}: cannot reach {place.endpoint} ({reason}); "
+            "check endpoint_url, the network, and that the server runs"
         )
     reason = next((words for token, words in _REASONS if token in debug), "the transfer broke off")
     return PassingError(f"{where}: {reason}; endpoint {place.endpoint}")
@@ -158,7 +159,7 @@ def _said(status: int, code: str, text: str) -> str:
 
 
 def _not_found(where: str, place: Place, code: str) -> str:
-    if code == "NoSuchBucket" or code == "ContainerNotFound":
+    if code in {"NoSuchBucket", "ContainerNotFound"}:
         bucket = place.url.partition("://")[2].partition("/")[0]
         return f"{where}: no bucket {bucket!r} at {place.endpoint}; check its name, and endpoint_url in storage_options"
     return f"{where}: no such object at {place.endpoint}; check the URL, and list what lies beside it"

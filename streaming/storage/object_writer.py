@@ -28,7 +28,7 @@ class ObjectWriter:
         self._place = place
         self._part_bytes = max(part_bytes, 5 << 20)  # the smallest part that S3 takes
         self._part = bytearray()
-        self._parts: queue.Queue[bytes | None | _AbortedError] = queue.Queue(maxsize=1)
+        self._parts: queue.Queue[bytes | _AbortedError | None] = queue.Queue(maxsize=1)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._ended = False  # the uploading thread has seen the last item; only it writes this

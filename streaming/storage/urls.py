@@ -95,7 +95,6 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 
 def as_url(url: str | os.PathLike[str]) -> str:
     """``url`` as a string; paths as they are."""
-    text = os.fspath(url)
-    if not isinstance(text, str) or not text:
+    if not isinstance(url, (str, os.PathLike)) or not (text := os.fspath(url)):
         raise ConfigError(f"expected a URL or path, got {url!r}")
     return text
