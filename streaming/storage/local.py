@@ -93,9 +93,7 @@ class LocalAdapter:
         try:
             status = _file_status(url, descriptor)
             found = _version(status)
-            if version is not None and version != found:
-                message = f"reading {url}: the file changed while it was read; write shards under new names"
-                raise TransferError(message)
+            _check_version(url, found, version)
         except BaseException:
             os.close(descriptor)
             raise
@@ -135,6 +133,11 @@ class LocalAdapter:
         """See :class:`Adapter`."""
         with suppress(FileNotFoundError), _os_errors(url, "deleting"):
             os.unlink(local_path(url))
+
+
+def _check_version(url: str, found: str, wanted: str | None) -> None:
+    if wanted is not None and wanted != found:
+        raise TransferError(f"reading {url}: the file changed while it was read; write shards under new names")
 
 
 def _is_url(url: str) -> bool:

@@ -166,7 +166,7 @@ class ObjectAdapter:
         place = Place(url=root, endpoint=root, source="none")
         with object_errors(place, "connecting to"):
             if scheme in HTTP_SCHEMES:
-                host = split_query(root)[0].rstrip("/")
+                host = redact(split_query(root)[0].rstrip("/"))
                 return HTTPStore(root, **common), Place(url=root, endpoint=host, source="the URL alone")
             if scheme in {"s3", "s3a"}:
                 return self._s3(bucket, common)
@@ -191,7 +191,7 @@ class ObjectAdapter:
         if options.requester_pays:
             config["request_payer"] = True
         provider = {} if access.provider is None else {"credential_provider": access.provider}
-        endpoint = access.endpoint_url or f"s3.{access.region}.amazonaws.com"
+        endpoint = redact(access.endpoint_url or "") or f"s3.{access.region}.amazonaws.com"
         place = Place(
             url=f"s3://{bucket}",
             endpoint=endpoint,
