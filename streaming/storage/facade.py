@@ -104,7 +104,8 @@ class Storage:
         Raises:
             NotFoundError: If the bucket does not exist.
         """
-        yield from sorted(self._retrying(lambda: self._adapter(url).list(url)), key=lambda info: info.url)
+        found = self._retrying(lambda: self._adapter(url).list(url))
+        return iter(sorted(found, key=lambda info: info.url))
 
     def put(self, url: str, data: bytes | bytearray | memoryview) -> None:
         """Create or replace ``url`` with ``data``, atomically: readers see the old or the new, whole."""
