@@ -25,14 +25,17 @@ from streaming.metrics import Metrics
 from streaming.order import OrderSettings, checked_int, default_lanes, default_window
 from streaming.plan import LastBatch, Plan
 from streaming.state import LoaderState
+from streaming.storage import redact
 from streaming.units import format_bytes, parse_bytes
 
 READ_AHEAD_BYTES = 512 << 20
 """How far the reader runs ahead of what is needed, memory allowing: half a second of 10 Gbit/s."""
 FETCH_THREADS = 16
-"""Ranged GETs under way at once; more gave no more bytes per second from any store measured (docs/design/0002)."""
+"""Ranged GETs under way at once; more gave no more bytes per second from any store measured (docs/design/0002-dependencies.md)."""
 _ARENA_SHARE = 0.75
 """Of memory_limit; the rest is for batches that are built but not handed out."""
+_EPOCHS_VARY = 0.9
+"""Room that advice leaves: other epochs put other chunks side by side, and chunks differ in size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,11 @@ class EpochLoop:
         self.config = config
         self.metrics = Metrics()
         table = dataset.table
+        if not table.total_samples:
+            raise ConfigError(
+                f"{redact(dataset.shards.urls[0])} and the {len(dataset.shards.urls) - 1} other shards hold no samples. "
+                f"Check the URLs, and look at what is there with `shard_tools info`"
+            )
         shuffle = dataset.shuffle_config
         lanes = shuffle.lanes or default_lanes(config.global_batch_size)
         window = shuffle.window
@@ -217,10 +225,10 @@ class EpochLoop:
         if running is not None:
             running.close()
 
-    def _plan(self, start: int) -> Plan:
+    def _plan(self, start: int, order: OrderSettings | None = None) -> Plan:
         return Plan(
             self.dataset.table.num_samples,
-            self.order,
+            order or self.order,
             global_batch_size=self.config.global_batch_size,
             dp_world_size=self.config.mesh.data_world_size,
             last_batch=self.config.last_batch,
@@ -234,7 +242,7 @@ class EpochLoop:
         sliced = not self.order.shuffle and plan.dp_world_size > 1 and self.dataset.has_sample_tables()
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset.slice)
         store = self._open_store()
-        store.limit_bytes = store.arena.budget_bytes if sliced else self._arena_bytes(plan, dp_rank)
+        store.limit_bytes = self._slices_bytes(plan) if sliced else self._arena_bytes(plan, dp_rank)
         store.retain = not sliced and store.limit_bytes >= self._rank_bytes(plan, dp_rank)
         self._bad.start_epoch(plan.num_samples)
         return Pipeline(
@@ -281,16 +289,47 @@ class EpochLoop:
             lanes = -(-plan.settings.lanes // plan.dp_world_size)
             mean = int(self._chunk_bytes.mean())
             per_chunk = plan.samples_per_pass / len(plan.chunk_samples)
-            need = math.ceil(live / _ARENA_SHARE / (64 << 20)) * 64
+            fewer = self._fitting_lanes(plan, dp_rank, int(limit * _ARENA_SHARE))
             raise MemoryLimitError(
                 f"memory_limit: {format_bytes(limit)} are too little for this plan. Rank {dp_rank} of "
                 f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
                 f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
                 f"needs up to {format_bytes(live)} of chunks at the same time, and chunks get {_ARENA_SHARE:.0%} of "
-                f'the limit. Either memory_limit="{need}MiB", or fewer lanes (ShuffleConfig(lanes='
-                f"{max(1, int(plan.settings.lanes * limit * _ARENA_SHARE // live))})), or a smaller window"
+                f'the limit. Use memory_limit="{_needed_mib(live)}MiB"'
+                + (f", or fewer lanes: ShuffleConfig(lanes={fewer})" if fewer else ", or rewrite the shards")
+                + (", or a smaller window" if plan.settings.window else "")
             )
         return min(int(limit * _ARENA_SHARE), live + READ_AHEAD_BYTES)
+
+    def _fitting_lanes(self, plan: Plan, dp_rank: int, arena_bytes: int) -> int | None:
+        """A number of lanes, fewer than the plan's, that fits with some room for other epochs; None if none does."""
+        lanes = plan.settings.lanes
+        while lanes > 1:
+            lanes //= 2
+            order = OrderSettings(**{**plan.settings.to_dict(), "lanes": lanes})
+            live = self._plan(0, order).live_bytes(self._chunk_bytes, dp_rank)
+            if live <= arena_bytes * _EPOCHS_VARY:
+                return lanes
+        return None
+
+    def _slices_bytes(self, plan: Plan) -> int:
+        """What of memory_limit the arena uses where batches are read as slices of chunks.
+
+        Raises:
+            MemoryLimitError: One batch does not fit.
+        """
+        limit = self.config.memory_limit_bytes
+        table = self.dataset.table
+        per_sample = int(((table.byte_end - table.byte_start) / table.num_samples).max())
+        rows = -(-plan.global_batch_size // plan.dp_world_size)
+        batch_bytes = rows * per_sample + 2 * PAGE_BYTES
+        if batch_bytes > int(limit * _ARENA_SHARE):
+            raise MemoryLimitError(
+                f"memory_limit: {format_bytes(limit)} are too little for this plan: a batch of {rows} samples of up to "
+                f"{format_bytes(per_sample)} on average takes {format_bytes(batch_bytes)}, and chunks get "
+                f'{_ARENA_SHARE:.0%} of the limit. Use memory_limit="{_needed_mib(batch_bytes)}MiB", or a smaller batch'
+            )
+        return int(limit * _ARENA_SHARE)
 
     def _check_enough_samples(self) -> None:
         total = self.config.epoch_size or self.dataset.table.total_samples
@@ -327,6 +366,11 @@ def checked_last_batch(last_batch: str) -> LastBatch:
 def checked_memory_limit(memory_limit: int | str) -> int:
     """``memory_limit`` in bytes."""
     return parse_bytes(memory_limit, name="memory_limit")
+
+
+def _needed_mib(arena_bytes: int) -> int:
+    """A memory_limit, in MiB, in which so many bytes of chunks fit in every epoch."""
+    return math.ceil(arena_bytes / _ARENA_SHARE / _EPOCHS_VARY / (16 << 20)) * 16
 
 
 def _whole_pages(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
