@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import click
 
 from streaming.errors import ConfigError
+from streaming.storage import RetryPolicy
 from streaming.units import parse_bytes
 
 Command = Callable[..., Any]
@@ -43,7 +45,8 @@ class PairType(click.ParamType[tuple[str, str]]):
 
 SIZE = SizeType()
 PAIR = PairType()
-_PLAIN_VALUES: dict[str, object] = {"true": True, "false": False}
+_SWITCHES = frozenset({"anon", "requester_pays", "path_style"})
+_NUMBERS = {item.name: int if item.type == "int" else float for item in fields(RetryPolicy)}
 
 
 def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 (click's)
@@ -83,12 +86,24 @@ def with_storage_options(command: Command) -> Command:
 def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
     """Takes what :func:`with_storage_options` added out of ``arguments``; returns it as ``Storage`` expects it."""
     pairs: tuple[tuple[str, str], ...] = arguments.pop("storage_option")
-    options: dict[str, object] = {key: _PLAIN_VALUES.get(text.lower(), text) for key, text in pairs}
+    options: dict[str, object] = {key: _typed(key, text) for key, text in pairs}
     for name in ("endpoint_url", "region", "profile", "anon"):
         value = arguments.pop(name)
         if value:
             options[name] = value
     return options
+
+
+def _typed(key: str, text: str) -> object:
+    """``text`` as the type that the store's option ``key`` has; all but switches and times are text."""
+    if key in _SWITCHES and text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    if key not in _NUMBERS:
+        return text
+    try:
+        return _NUMBERS[key](text)
+    except ValueError as error:
+        raise click.UsageError(f"--storage-option {key}: expected a number, got {text!r}") from error
 
 
 def json_option(command: Command) -> Command:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from shard_tools.progress import NoProgress, Progress
+from shard_tools.tables import home_of, place_of
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.scan import index_shards, shard_name
@@ -119,7 +120,7 @@ def index(
         processes=total_bytes >= _PROCESSES_FROM_BYTES and len(shards) > 1,
         progress=told,
     )
-    homes = tuple(dict.fromkeys(split_url(url)[0] if index_url is None else index_url for url in shards))
+    homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))
     num_pruned = sum(_prune(storage, home, shards, index_url) for home in homes) if prune else 0
     return IndexReport(
         num_shards=len(shards),
@@ -148,8 +149,3 @@ def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | 
         for name in gone:
             storage.delete(join_url(home, samples_path(name)))
     return len(gone)
-
-
-def place_of(name: str, folder: str, index_url: str | None) -> str:
-    """The URL of the shard that an index calls ``name``; ``folder`` is where its neighbours lie."""
-    return join_url(index_url, name) if index_url is not None and "/" in name else join_url(folder, name)

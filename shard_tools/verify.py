@@ -12,13 +12,12 @@ import numpy as np
 
 from shard_tools.findings import Finding
 from shard_tools.progress import NoProgress, Progress
-from shard_tools.reindex import place_of
 from shard_tools.shard_check import ShardCheck, ShardOutcome, ShardTask
+from shard_tools.tables import home_of, load_samples, place_of
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
-from streaming.index.layout import chunks_path, samples_path
-from streaming.index.samples import SampleTable
+from streaming.index.layout import chunks_path
 from streaming.scan import shard_name
 from streaming.storage import Storage, expand_urls, join_url, split_url
 
@@ -105,10 +104,10 @@ def _plan(
 ) -> tuple[list[ShardTask], list[Finding]]:
     """What to check, and what can be said without reading a shard."""
     promised: dict[str, ChunkTable] = {}  # by URL, each a table of one shard
-    named = {(_home(url, index_url), shard_name(url, index_url)): url for url in shards}
-    folders = {_home(url, index_url): split_url(url)[0] for url in reversed(shards)}
+    named = {(home_of(url, index_url), shard_name(url, index_url)): url for url in shards}
+    folders = {home_of(url, index_url): split_url(url)[0] for url in reversed(shards)}
     for home, folder in folders.items():
-        table = _chunk_table(storage, home, folder)
+        table = _chunk_table(storage, home, folder, shards)
         for shard in table.shards:
             url = named.get((home, shard.name), place_of(shard.name, folder, index_url))
             promised[url] = table.select([shard.name])
@@ -116,7 +115,7 @@ def _plan(
     findings: list[Finding] = []
     for url in sorted({*shards, *promised}) if whole else shards:
         if url in promised:
-            load = partial(_samples_of, storage, url, index_url)
+            load = partial(load_samples, storage, url, index_url)
             tasks.append(ShardTask(url=url, chunks=promised[url], samples=load))
         else:
             what = "the shard is in the store but not in the index"
@@ -125,27 +124,17 @@ def _plan(
     return tasks, findings
 
 
-def _home(url: str, index_url: str | None) -> str:
-    return split_url(url)[0] if index_url is None else index_url
-
-
-def _chunk_table(storage: Storage, home: str, folder: str) -> ChunkTable:
+def _chunk_table(storage: Storage, home: str, folder: str, shards: Sequence[str]) -> ChunkTable:
     url = join_url(home, chunks_path())
     try:
         return ChunkTable.from_parquet(storage.read(url), url)
     except NotFoundError as error:
+        if not storage.exists(shards[0]):
+            raise NotFoundError(f"{shards[0]}: no such shard, and no index that promises it; check the URL") from error
         raise IndexMissingError(
             f"{url}: the shards in {folder or '.'} have no index to check against; "
             "make one with `shard_tools index`, or say where it lies with --index"
         ) from error
-
-
-def _samples_of(storage: Storage, url: str, index_url: str | None) -> SampleTable | None:
-    source = join_url(_home(url, index_url), samples_path(shard_name(url, index_url)))
-    try:
-        return SampleTable.from_parquet(storage.read(source), source)
-    except NotFoundError:
-        return None
 
 
 def _check_all(

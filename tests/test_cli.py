@@ -369,7 +369,7 @@ def test_starting_imports_no_torch() -> None:
 
 
 def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    """The source is a pipe that stays open: the convert waits in it, with finished shards behind, until it is stopped."""
+    """An interrupt while the fourth shard is being written."""
     (tmp_path / "in").mkdir()
     lines = [json.dumps({"n": i}) for i in range(50)]
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
@@ -395,3 +395,28 @@ def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path) -> None:
         if path.is_file():
             assert (tmp_path / "out" / path.relative_to(tmp_path / "calm")).read_bytes() == path.read_bytes()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_progress_bar_on_a_terminal_only(shards: Path) -> None:
+    """A real terminal as standard error shows the bar; standard output stays clean; without one there is silence."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    try:
+        command = [sys.executable, "-m", "shard_tools", "verify", str(shards), "--json"]
+        environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, env=environ, check=False)
+        drawn = os.read(ours, 1 << 16)
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    assert (ran.returncode, json.loads(ran.stdout)["ok"]) == (0, True)
+    assert b"verify" in drawn
+    assert b"3/3 shards" in drawn
+    assert tool("verify", shards).stderr == ""
+
+
+def test_storage_options_reach_the_store(shards: Path) -> None:
+    options = ("--storage-option", "anon=true", "--storage-option", "connect_timeout_s=5", "--region", "eu-west-1")
+    done("info", shards, *options)
+    result = run("info", shards, "--storage-option", "max_retries=none")
+    assert (result.exit_code, "max_retries: expected a number" in result.stderr) == (2, True)

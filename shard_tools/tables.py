@@ -1,0 +1,32 @@
+"""Where the index files of a shard lie, and reading them one by one."""
+
+from __future__ import annotations
+
+from streaming.errors import NotFoundError
+from streaming.index.layout import samples_path
+from streaming.index.samples import SampleTable
+from streaming.scan import shard_name
+from streaming.storage import Storage, join_url, redact, split_url
+
+
+def home_of(url: str, index_url: str | None) -> str:
+    """The directory that holds the index of the shard at ``url``."""
+    return split_url(url)[0] if index_url is None else index_url
+
+
+def place_of(name: str, folder: str, index_url: str | None) -> str:
+    """The URL of the shard that an index calls ``name``; ``folder`` is where its neighbours lie."""
+    return join_url(index_url, name) if index_url is not None and "/" in name else join_url(folder, name)
+
+
+def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTable | None:
+    """The sample table of the shard at ``url``, or None if there is none.
+
+    Raises:
+        IndexFormatError: If it is damaged.
+    """
+    source = join_url(home_of(url, index_url), samples_path(shard_name(url, index_url)))
+    try:
+        return SampleTable.from_parquet(storage.read(source), redact(source))
+    except NotFoundError:
+        return None
