@@ -1,4 +1,4 @@
-"""Small data sets whose every sample can be told from its content, and ways to play all ranks of a mesh in one process."""
+"""Small data sets whose samples are told from their content, and ways to play all ranks of a mesh in one process."""
 
 from __future__ import annotations
 

@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 import torch
 from data_sets import (
-    WORLD_SIZES, JitteryStorage, SampleSet, check_batch, chunk_pages, data_gets, loaders, merged, mesh_of, play, total,
+    WORLD_SIZES,
+    JitteryStorage,
+    SampleSet,
+    check_batch,
+    chunk_pages,
+    data_gets,
+    loaders,
+    merged,
+    mesh_of,
+    play,
+    total,
     write_set,
 )  # fmt: skip
 from servers import MiniS3Server
@@ -156,7 +166,7 @@ def test_the_memory_limit_changes_nothing_and_holds(shuffled: StreamingDataset, 
             assert loader.metrics()["arena_peak_bytes"] <= live_bytes
         with (
             DataLoader(shuffled, device_mesh=mesh_of(world_size, rank), memory_limit=limit - 8, **options) as loader,
-            pytest.raises(MemoryLimitError, match="memory_limit=.*or fewer lanes"),
+            pytest.raises(MemoryLimitError, match=r"memory_limit=.*or fewer lanes"),
         ):
             next(iter(loader))
 
