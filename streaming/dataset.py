@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,8 +20,9 @@ from streaming.errors import ConfigError, DecodeError, IndexMissingError
 from streaming.fetch import FetchRange, fetch_range
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleTable
+from streaming.order import MAX_LANES, MAX_WINDOW, checked_int
 from streaming.peers import job_peers
-from streaming.shards import OpenShards, open_shards, sample_table
+from streaming.shards import OpenShards, check_fields, open_shards, sample_table
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout
 from streaming.types import Sample, Transform
@@ -30,6 +33,7 @@ _RECENT_CHUNKS = 4
 """Chunks kept for random access: neighbours are usually asked for together."""
 _RECENT_TABLES = 8
 """Sample tables kept for random access: some ten MB each for shards of a million samples."""
+_MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +46,20 @@ class ShuffleConfig:
             with which a lane draws from about three chunks at a time.
         lanes: L: into how many equal parts an epoch is cut, each going through its chunks on its own. None: the largest
             divisor of the global batch size up to max(64, an eighth of it).
+
+    Raises:
+        ConfigError: One of them is no integer, or out of range.
     """
 
     seed: int | None = None
     window: int | None = None
     lanes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("seed", 0, _MAX_SEED), ("window", 0, MAX_WINDOW), ("lanes", 1, MAX_LANES)):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, checked_int(f"ShuffleConfig: {name}", value, low, high))
 
 
 class StreamingDataset:
@@ -93,12 +106,15 @@ class StreamingDataset:
     ) -> None:
         if on_error not in get_args(OnError):
             raise ConfigError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
-        if isinstance(max_bad_samples, bool) or not isinstance(max_bad_samples, (int, float)) or max_bad_samples < 0:
-            raise ConfigError(f"max_bad_samples: expected a count or a share of the epoch, got {max_bad_samples!r}")
+        if not _is_limit(max_bad_samples):
+            raise ConfigError(
+                f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), "
+                f"got {max_bad_samples!r}"
+            )
         if transform is not None and not callable(transform):
             raise ConfigError(f"transform: expected a function of one sample, got {transform!r}")
         if isinstance(shuffle, ShuffleConfig):
-            seed = seed if shuffle.seed is None else shuffle.seed
+            seed = checked_int("seed", seed, 0, _MAX_SEED) if shuffle.seed is None else shuffle.seed
         elif not isinstance(shuffle, bool):
             raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
         self.fields = _checked_fields(fields)
@@ -106,11 +122,18 @@ class StreamingDataset:
         self.transform = transform
         self.shuffle = bool(shuffle)
         self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
-        self.seed = seed
+        self.seed = checked_int("seed", seed, 0, _MAX_SEED)
         self.on_error: OnError = on_error
         self.max_bad_samples = max_bad_samples
+        if storage_options is not None and not isinstance(storage_options, Mapping):
+            raise ConfigError(
+                f'storage_options: expected a mapping such as {{"endpoint_url": "http://…"}}, '
+                f"got a {type(storage_options).__name__}"
+            )
         self.storage = Storage(storage_options)
-        self.shards: OpenShards = open_shards(self.storage, urls, None if index is None else str(index), job_peers())
+        self.shards: OpenShards = open_shards(self.storage, _checked_urls(urls), _checked_index(index), job_peers())
+        if self.fields is not None:
+            check_fields(self.storage, self.shards, self.fields)
         self._recent = _Recent(self)
 
     @property
@@ -284,6 +307,33 @@ class _Recent:
 def _checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
     if fields is None:
         return None
-    if isinstance(fields, str) or not fields or not all(isinstance(name, str) and name for name in fields):
-        raise ConfigError(f'fields: expected names such as ("jpg", "cls"), got {fields!r}')
-    return tuple(name.removeprefix(".").lower() for name in fields)
+    listed = fields if isinstance(fields, Sequence) and not isinstance(fields, (str, bytes)) else ()
+    names = tuple(name.removeprefix(".").lower() if isinstance(name, str) else "" for name in listed)
+    if not names or not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f'fields: expected different names such as ("jpg", "cls"), got {fields!r}')
+    return names
+
+
+def _checked_urls(urls: Urls) -> Urls:
+    listed = [urls] if isinstance(urls, (str, os.PathLike)) else urls
+    if isinstance(listed, (bytes, Mapping)) or not isinstance(listed, Sequence):
+        raise ConfigError(f"urls: expected a URL, a path or a list of them, got {urls!r}")
+    for url in listed:
+        if not isinstance(url, (str, os.PathLike)):
+            raise ConfigError(f"urls: expected a URL, a path or a list of them, got a list that holds {url!r}")
+    return urls
+
+
+def _checked_index(index: str | PathLike[str] | None) -> str | None:
+    if index is None:
+        return None
+    if not isinstance(index, (str, os.PathLike)) or not os.fspath(index):
+        raise ConfigError(f"index: expected the URL or path of the directory that holds it, got {index!r}")
+    return os.fspath(index)
+
+
+def _is_limit(value: object) -> bool:
+    """Whether ``value`` is a count, or a share in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return value >= 0 if isinstance(value, int) else not math.isnan(value) and 0 <= value <= 1

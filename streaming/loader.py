@@ -21,6 +21,7 @@ from streaming.loop import (
     resolve_mesh,
 )  # fmt: skip
 from streaming.state import LoaderState
+from streaming.storage import redact
 from streaming.streamed import StreamedLoop
 
 
@@ -74,7 +75,11 @@ class DataLoader:
         if callable(dataset) and not isinstance(dataset, StreamingDataset):
             dataset = dataset()
         if not isinstance(dataset, StreamingDataset):
-            raise ConfigError(f"dataset: expected a StreamingDataset, or a function that makes one, got {dataset!r}")
+            raise _no_dataset(dataset)
+        if collate_fn is not None and not callable(collate_fn):
+            raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
+        if not isinstance(pin_memory, bool):
+            raise ConfigError(f"pin_memory: expected True or False, got {pin_memory!r}")
         _check_count("num_workers", num_workers, 0)
         _check_count("prefetch_factor", prefetch_factor, 1)
         if epoch_size is not None:
@@ -156,6 +161,14 @@ class DataLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _no_dataset(given: object) -> ConfigError:
+    what = "dataset: expected a StreamingDataset, or a function that makes one"
+    if isinstance(given, str):
+        url = redact(given)
+        return ConfigError(f"{what}, got the string {url!r}; write StreamingDataset({url!r})")
+    return ConfigError(f"{what}, got {given!r}")
 
 
 def _check_count(name: str, value: object, minimum: int) -> None:

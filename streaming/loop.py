@@ -97,7 +97,7 @@ class EpochLoop:
         table = dataset.table
         if not table.total_samples:
             raise ConfigError(
-                f"{redact(dataset.shards.urls[0])} and the {len(dataset.shards.urls) - 1} other shards hold no samples. "
+                f"no samples in {redact(dataset.shards.urls[0])} and {len(dataset.shards.urls) - 1} other shards. "
                 f"Check the URLs, and look at what is there with `shard_tools info`"
             )
         shuffle = dataset.shuffle_config
@@ -296,8 +296,7 @@ class EpochLoop:
                 f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
                 f"needs up to {format_bytes(live)} of chunks at the same time, and chunks get {_ARENA_SHARE:.0%} of "
                 f'the limit. Use memory_limit="{_needed_mib(live)}MiB"'
-                + (f", or fewer lanes: ShuffleConfig(lanes={fewer})" if fewer else ", or rewrite the shards")
-                + (", or a smaller window" if plan.settings.window else "")
+                + (f", or fewer lanes: ShuffleConfig(lanes={fewer}), or a smaller window" if fewer else "")
             )
         return min(int(limit * _ARENA_SHARE), live + READ_AHEAD_BYTES)
 

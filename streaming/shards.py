@@ -7,15 +7,18 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from difflib import get_close_matches
 from os import PathLike
+from typing import Protocol
+from typing import Any
 
-from streaming.errors import IndexMismatchError, IndexMissingError, NotFoundError
+from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
-from streaming.index.layout import samples_path
+from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
+from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
-from streaming.peers import Peers
 from streaming.scan import check_sizes, load_index, scan_shard, shard_name
-from streaming.storage import Storage, expand_urls, join_url, split_url
+from streaming.storage import Storage, expand_urls, join_url, redact, split_url
 from streaming.units import format_bytes
 
 SCAN_LIMIT_BYTES = 1 << 30
@@ -27,6 +30,24 @@ the index says shows at its first damaged or failing read."""
 
 PEER_WAIT_S = 20.0
 """How long a process waits for a peer's share of indexing on the fly before it does that itself."""
+
+
+class Peers(Protocol):
+    """Processes that can leave bytes for each other. Nobody waits for anybody beyond a time-out."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+
+    @property
+    def world_size(self) -> int:
+        """All of them."""
+
+    def leave(self, name: str, data: bytes) -> None:
+        """Leave ``data`` for the others."""
+
+    def find(self, name: str, timeout_s: float) -> bytes | None:
+        """What somebody left, or None if nobody did in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +91,10 @@ def open_shards(
     try:
         table = load_index(storage, shards, index)
     except IndexMissingError as missing:
+        _check_no_index(storage, shards, index, missing)
         return _without_index(storage, shards, index, missing, peers)
+    if index is None:
+        _check_all_listed(storage, urls, shards)
     if len(shards) <= CHECKED_AT_OPEN:
         try:
             check_sizes(storage, shards, table)
@@ -93,6 +117,128 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
         return SampleTable.from_parquet(storage.read(path), path)
     except NotFoundError:
         return None
+
+
+_FOOTER_GUESS_BYTES = 64 << 10
+_PROBED = 8
+_MOST_FOOTERS = 1024
+"""Shards looked at for a field that the first ones lack: some seconds, and only for a name that is hardly right."""
+
+
+def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> None:
+    """Look for ``fields`` in the shards: one small request where the first shard has them all.
+
+    Sets that can only be streamed, or whose index has no sample tables, are taken on trust.
+
+    Raises:
+        ConfigError: No shard has one of them (of at most 1,024 shards, spread evenly).
+    """
+    count = len(shards.urls) if shards.table is not None else 0
+    step = max(1, count // _MOST_FOOTERS)
+    places = range(0, count, step)
+    known: dict[str, None] = {}
+    with ThreadPoolExecutor(16, "shardstream-fields") as threads:
+        for some in (places[:1], places[1:]):
+            for names in threads.map(lambda place: _fields_of(storage, shards, place), some):
+                if names is None:
+                    return
+                known.update(dict.fromkeys(names))
+            if known.keys() >= set(fields):
+                return
+    if not count:
+        return
+    missing = next(name for name in fields if name not in known)
+    close = get_close_matches(missing, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ConfigError(
+        f"fields: no sample of {redact(shards.urls[0])}"
+        f"{f' and the {len(places) - 1} other shards looked at' if len(places) > 1 else ''} has a field "
+        f"{missing!r}{hint}; there are {', '.join(sorted(known))}. Correct fields=, or leave it out to read all"
+    )
+
+
+def _fields_of(storage: Storage, shards: OpenShards, shard: int) -> tuple[str, ...] | None:
+    """The fields that any sample of a shard has, or None if it has no sample table."""
+    if shards.scanned is not None:
+        return tuple(shards.scanned[shard].fields)
+    url = shards.urls[shard]
+    home = split_url(url)[0] if shards.index is None else shards.index
+    facts = _footer_facts(storage, join_url(home, samples_path(shard_name(url, shards.index))), "samples")
+    return None if facts is None else tuple(map(str, facts.get("fields", ())))
+
+
+def _footer_facts(storage: Storage, url: str, kind: str) -> dict[str, Any] | None:
+    """What the footer of an index file says about the whole file, or None if there is no such file."""
+    try:
+        size_bytes = storage.info(url).size_bytes
+    except NotFoundError:
+        return None
+    tail = bytes(storage.read(url, max(0, size_bytes - _FOOTER_GUESS_BYTES), size_bytes))
+    need = footer_bytes(tail[-FOOTER_TAIL_BYTES:], redact(url))
+    if len(tail) < need <= size_bytes:
+        tail = bytes(storage.read(url, size_bytes - need, size_bytes))
+    return read_facts(tail, kind, redact(url))
+
+
+def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, missing: IndexMissingError) -> None:
+    """Shards may do without an index, but an index that lacks some of its shards is out of date.
+
+    Raises:
+        NotFoundError: A shard that the index lacks does not exist.
+        IndexMissingError: The directory named by ``index`` holds none.
+        IndexMismatchError: There is one, but not of all these shards.
+    """
+    for home in dict.fromkeys([split_url(url)[0] for url in urls] if index is None else [index]):
+        if not storage.exists(join_url(home, chunks_path())):
+            continue
+        group = [url for url in urls if index is not None or split_url(url)[0] == home]
+        try:
+            load_index(storage, group, index)
+        except IndexMissingError as error:
+            _check_some_exist(storage, home, group, index)
+            raise IndexMismatchError(
+                f"{error}. There is an index, but not of this shard: it was added after the others were indexed. "
+                f"Add it with the command above, or leave the shard out of the URLs"
+            ) from error
+    if index is not None:
+        raise IndexMissingError(
+            f"index={redact(index)!r}: no index of these shards there ({missing}). Build it with `shard_tools index "
+            f"--index {redact(index)} URL`, or leave index= out"
+        ) from missing
+
+
+def _check_some_exist(storage: Storage, home: str, urls: Sequence[str], index: str | None) -> None:
+    """Ask the store for the first few shards that the index does not know: a mistyped URL is not a stale index."""
+    facts = _footer_facts(storage, join_url(home, chunks_path()), "chunks") or {}
+    known = {name for name, *_ in facts.get("shards", ())}
+    unknown = [url for url in urls if shard_name(url, index) not in known]
+    for url in unknown[:_PROBED]:
+        storage.info(url)
+
+
+def _check_all_listed(storage: Storage, urls: Any, shards: Sequence[str]) -> None:
+    """A directory or prefix stands for every shard that its index knows: none may vanish unseen.
+
+    Raises:
+        IndexMismatchError: One is not there any more.
+    """
+    specs = [urls] if isinstance(urls, (str, PathLike)) else list(urls)
+    parts = [part for spec in specs for part in str(spec).split("::")]
+    folders = [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith((".tar", ".tar.gz", ".tgz"))]
+    if not folders:
+        return
+    found = set(shards)
+    for home in dict.fromkeys(split_url(url)[0] for url in shards):
+        if not any(f"{home}/".startswith(f"{folder}/") for folder in folders):
+            continue
+        facts = _footer_facts(storage, join_url(home, chunks_path()), "chunks") or {}
+        gone = [name for name, *_ in facts.get("shards", ()) if join_url(home, name) not in found]
+        if gone:
+            raise IndexMismatchError(
+                f"{redact(join_url(home, gone[0]))}: the index lists this shard ({len(gone)} of its shards are like "
+                f"that), but the store does not have it. Bring it back, or take it out of the index: "
+                f"shard_tools index --prune {redact(home)}"
+            )
 
 
 def _without_index(
