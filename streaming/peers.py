@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol
 
 import torch.distributed as dist
 
-
-class Peers(Protocol):
-    """Processes that can leave bytes for each other. Nobody waits for anybody beyond a time-out."""
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-
-    @property
-    def world_size(self) -> int:
-        """All of them."""
-
-    def leave(self, name: str, data: bytes) -> None:
-        """Leave ``data`` for the others."""
-
-    def find(self, name: str, timeout_s: float) -> bytes | None:
-        """What somebody left, or None if nobody did in time."""
+from streaming.shards import Peers
 
 
 class TorchPeers:

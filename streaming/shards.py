@@ -9,8 +9,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
-from typing import Protocol
-from typing import Any
+from typing import Any, Protocol
 
 from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
