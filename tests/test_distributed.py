@@ -1,0 +1,187 @@
+"""The promises under real torchrun processes, reading from a signature-checking S3 server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_sets import WORLD_SIZES, Batches, SampleSet, data_gets, loaders, merged, play, total, write_set
+from servers import MiniS3Server
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+DATASET: dict[str, Any] = {"seed": 5}
+SHUFFLED = {"global_batch_size": 24, "last_batch": "pad"}
+SPARSE = {"global_batch_size": 13, "last_batch": "partial", "num_workers": 2}
+
+
+@pytest.fixture(scope="module")
+def samples(mini_s3: MiniS3Server) -> SampleSet:
+    """202 samples in 7 shards and 54 chunks, in a bucket."""
+    bucket = mini_s3.create_bucket("distributed")
+    return write_set(f"{bucket}/train", storage_options=mini_s3.storage_options)
+
+
+def job(name: str, loader: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    return {"name": name, "loader": loader, "state": None, "epochs": 1, "mesh": None, "freeze_after": None, **changed}
+
+
+class Torchrun:
+    """``torchrun`` with the jobs, in a session of its own; killed with all its workers when left."""
+
+    def __init__(self, folder: Path, samples: SampleSet, world_size: int, jobs: list[dict[str, Any]]) -> None:
+        self.folder, self.world_size, self.jobs = folder, world_size, jobs
+        config = {"url": samples.url, "storage_options": dict(samples.storage_options or {}), "dataset": DATASET}
+        config |= {"folder": str(folder), "jobs": jobs}
+        path = folder / "config.json"
+        path.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+        }
+        self.errors = folder / "stderr"
+        with open(self.errors, "wb") as errors:
+            self.process = subprocess.Popen(
+                [*command, str(HERE / "torchrun_worker.py"), str(path)],
+                env=environment,
+                stdout=errors,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def results(self, name: str) -> list[dict[str, Any]]:
+        """What each rank wrote for a job."""
+        return [json.loads((self.folder / f"{name}-{rank}.json").read_text()) for rank in range(self.world_size)]
+
+    def finish(self) -> None:
+        assert self.process.wait(timeout=240) == 0, self.errors.read_text()[-4000:]
+
+    def wait_until_frozen(self, name: str) -> list[dict[str, Any]]:
+        """Until every rank has written its file and stands still."""
+        paths = [self.folder / f"{name}-{rank}.json" for rank in range(self.world_size)]
+        deadline_s = time.monotonic() + 120
+        while not all(path.exists() for path in paths):
+            assert self.process.poll() is None, self.errors.read_text()[-4000:]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)  # another process's progress has no event to wait for
+        return self.results(name)
+
+
+@contextlib.contextmanager
+def torchrun(folder: Path, samples: SampleSet, world_size: int, *jobs: dict[str, Any]) -> Iterator[Torchrun]:
+    folder.mkdir()
+    with Torchrun(folder, samples, world_size, list(jobs)) as running:
+        yield running
+
+
+def check_ranks(results: list[dict[str, Any]], world_size: int) -> None:
+    """Each process found its own place; all counted the same number of batches; states agree after every batch."""
+    assert [one["data_rank"] for one in results] == list(range(world_size))
+    assert {one["data_world_size"] for one in results} == {world_size}
+    assert len({one["length"] for one in results}) == 1
+    assert {len(one["batches"]) for one in results} == {len(results[0]["states"])}
+    assert all(one["states"] == results[0]["states"] for one in results)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_promises_under_torchrun(samples: SampleSet, mini_s3: MiniS3Server, tmp_path: Path, world_size: int) -> None:
+    """P1 to P4 of real processes; what each rank got is, row by row, what one process says that it gets."""
+    dataset = samples.open(**DATASET)
+    state = _state_after(samples, 4)
+    mini_s3.clear_log()
+    jobs = [
+        job("shuffled", SHUFFLED, epochs=2),
+        job("sparse", SPARSE),
+        job("resumed", SHUFFLED, state=state),
+    ]
+    with torchrun(tmp_path / "run", samples, world_size, *jobs) as running:
+        running.finish()
+    assert not [entry for entry in mini_s3.log() if entry["status"] not in {200, 206}
+                and not str(entry["path"]).endswith(".parquet")]  # fmt: skip
+    assert data_gets(mini_s3.log(), samples.url)
+    keys = Counter(samples.keys)
+    for name, options, epochs in (("shuffled", SHUFFLED, 2), ("sparse", SPARSE, 1)):
+        results = running.results(name)
+        check_ranks(results, world_size)
+        got = [one["batches"] for one in results]
+        assert got == play(dataset, world_size, epochs=epochs, **options)
+        assert merged(got) == merged(play(dataset, 1, epochs=epochs, **options))
+        per_epoch = results[0]["length"]
+        for epoch in range(epochs):
+            assert total(merged(got)[epoch * per_epoch : (epoch + 1) * per_epoch]) == keys
+    resumed = merged([one["batches"] for one in running.results("resumed")])
+    assert resumed == merged(play(dataset, 1, **SHUFFLED))[4:]
+
+
+def _state_after(samples: SampleSet, num_batches: int) -> dict[str, Any]:
+    (loader,) = loaders(samples.open(**DATASET), 1, **SHUFFLED)
+    for _, _ in zip(range(num_batches), loader, strict=False):
+        pass
+    state: dict[str, Any] = loader.state_dict()
+    return state
+
+
+def test_replicas_agree_on_a_real_torch_mesh(samples: SampleSet, tmp_path: Path) -> None:
+    """P5: tensor and pipeline ranks get the same bytes, for two orders of the axes, over a real process group."""
+    axes = {"tp": 2, "dp_shard": 2, "pp": 2}
+    orders = [("pp", "dp_shard", "tp"), ("tp", "dp_shard", "pp")]
+    jobs = [
+        job(f"mesh{number}", SHUFFLED,
+            mesh={"shape": [axes[name] for name in names], "names": names, "data_axes": ["dp_shard"]})
+        for number, names in enumerate(orders)
+    ]  # fmt: skip
+    with torchrun(tmp_path / "run", samples, 8, *jobs) as running:
+        running.finish()
+    expected = play(samples.open(**DATASET), 2, **SHUFFLED)
+    for number in range(len(orders)):
+        results = running.results(f"mesh{number}")
+        assert [one["data_rank"] for one in results] == [0, 0, 1, 1, 0, 0, 1, 1]
+        for one in results:
+            assert one["batches"] == expected[one["data_rank"]]
+            twin = results[0] if one["data_rank"] == 0 else results[2]
+            assert one["digests"] == twin["digests"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 1)])
+def test_killed_in_mid_epoch_and_resumed_on_another_world_size(
+    samples: SampleSet, tmp_path: Path, before: int, after: int
+) -> None:
+    """SIGKILL to every process while readers run ahead; nothing of it stays, and prefix plus rest is the epoch."""
+    shared_before = set(os.listdir("/dev/shm"))
+    first = job("killed", {**SHUFFLED, "num_workers": 2}, freeze_after=4)
+    with torchrun(tmp_path / "first", samples, before, first) as running:
+        results = running.wait_until_frozen("killed")
+        os.kill(running.process.pid, signal.SIGKILL)
+        for one in results:
+            os.kill(one["pid"], signal.SIGKILL)
+    check_ranks(results, before)
+    prefix: Batches = merged([one["batches"] for one in results])
+    assert len(prefix) == 4
+    state = results[-1]["states"][-1]
+    with torchrun(tmp_path / "second", samples, after, job("rest", SHUFFLED, state=state, epochs=2)) as running:
+        running.finish()
+    rest = merged([one["batches"] for one in running.results("rest")])
+    assert prefix + rest == merged(play(samples.open(**DATASET), 1, epochs=2, **SHUFFLED))
+    assert total((prefix + rest)[: results[0]["length"]]) == Counter(samples.keys)
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared_before if "shardstream" in name}
