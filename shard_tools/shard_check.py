@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import crc32c
@@ -41,11 +42,19 @@ class ShardTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOutcome:
-    """What one shard gave: findings in order of bytes, the keys in the tar, the fields that are never decoded."""
+    """What one shard gave.
 
-    url: str
+    Attributes:
+        task: What was checked.
+        findings: In order of bytes.
+        key_hashes: int64 ``[n]``, this process's hash of every key in the tar; 8 bytes where the key would take 60.
+        num_bytes: Bytes read.
+        not_decoded: Fields that are never decoded.
+    """
+
+    task: ShardTask
     findings: tuple[Finding, ...]
-    keys: Sequence[str]
+    key_hashes: npt.NDArray[np.int64]
     num_bytes: int
     not_decoded: frozenset[str]
 
@@ -68,7 +77,7 @@ class ShardCheck:
     whose_checksum: Mapping[tuple[int, int], str]
     progress: Progress
     findings: list[Finding] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
+    key_hashes: array[int] = field(default_factory=lambda: array("q"))
     num_bytes: int = 0
     not_decoded: set[str] = field(default_factory=set)
 
@@ -85,9 +94,9 @@ class ShardCheck:
         except StorageError as error:
             self._find("read", f"cannot be read: {error}", cure="see the message; then verify again")
         return ShardOutcome(
-            url=self.task.url,
+            task=self.task,
             findings=tuple(self.findings),
-            keys=self.keys,
+            key_hashes=np.array(self.key_hashes, np.int64),
             num_bytes=self.num_bytes,
             not_decoded=frozenset(self.not_decoded),
         )
@@ -148,7 +157,7 @@ class ShardCheck:
         except DataError as error:
             self._find("tar", f"not a run of whole tar members: {error}", byte_start=start, byte_end=end)
             return
-        self.keys += layout.keys
+        self.key_hashes.extend(map(hash, layout.keys))
         if int(layout.record_starts[-1]) != end - start:
             self._find(
                 "tar",

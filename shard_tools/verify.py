@@ -15,7 +15,7 @@ from shard_tools.progress import NoProgress, Progress
 from shard_tools.shard_check import ShardCheck, ShardOutcome, ShardTask
 from shard_tools.tables import home_of, load_samples, place_of
 from streaming.decode import FieldDecoder, resolve_decoders
-from streaming.errors import IndexMissingError, NotFoundError
+from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import chunks_path
 from streaming.scan import shard_name
@@ -92,7 +92,7 @@ def verify(
     return VerifyReport(
         findings=tuple(findings),
         num_shards=len(tasks),
-        num_samples=sum(len(outcome.keys) for outcome in outcomes),
+        num_samples=sum(outcome.key_hashes.size for outcome in outcomes),
         num_bytes=sum(outcome.num_bytes for outcome in outcomes),
         seconds=time.monotonic() - started,
         not_decoded=tuple(sorted({name for outcome in outcomes for name in outcome.not_decoded})),
@@ -163,25 +163,33 @@ def _check_all(
 
 
 def duplicate_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
-    """A finding for every key that occurs again, in its shard or in a later one.
+    """A finding for every key that occurs again, in its shard or in a later one; the first thousand.
 
-    Keys are compared by a 64-bit hash first (8 bytes a key while sorting), and then as text.
+    Keys are compared by a 64-bit hash first, and then as text, which comes from the sample tables of the shards
+    concerned; a shard without one has a finding for that already.
     """
-    hashes = [np.fromiter((hash(key) for key in outcome.keys), np.int64, len(outcome.keys)) for outcome in outcomes]
-    joined = np.concatenate(hashes) if hashes else np.empty(0, np.int64)
+    joined = np.concatenate([np.empty(0, np.int64), *(outcome.key_hashes for outcome in outcomes)])
     values, counts = np.unique(joined, return_counts=True)
-    repeated = set(values[counts > 1].tolist())
-    if not repeated:
-        return []
+    repeated = values[counts > 1]
     first: dict[str, str] = {}
     findings: list[Finding] = []
-    for outcome, column in zip(outcomes, hashes, strict=True):
-        for number in np.flatnonzero(np.isin(column, list(repeated))).tolist():
-            key = outcome.keys[number]
+    for outcome in outcomes if repeated.size else ():
+        rows = np.flatnonzero(np.isin(outcome.key_hashes, repeated)).tolist()
+        for key in _keys_at(outcome, rows):
             if key in first and len(findings) < _MAX_DUPLICATES:
-                findings.append(_duplicate(key, outcome.url, first[key]))
-            first.setdefault(key, outcome.url)
+                findings.append(_duplicate(key, outcome.task.url, first[key]))
+            first.setdefault(key, outcome.task.url)
     return findings
+
+
+def _keys_at(outcome: ShardOutcome, rows: Sequence[int]) -> list[str]:
+    try:
+        table = outcome.task.samples() if rows else None
+    except IndexFormatError:
+        return []
+    if table is None or table.num_samples != outcome.key_hashes.size:
+        return []
+    return [table.keys[row] for row in rows]
 
 
 def _duplicate(key: str, url: str, before: str) -> Finding:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 from servers import MiniS3Server, MotoServer, fresh_name
@@ -420,3 +422,21 @@ def test_storage_options_reach_the_store(shards: Path) -> None:
     done("info", shards, *options)
     result = run("info", shards, "--storage-option", "max_retries=none")
     assert (result.exit_code, "max_retries: expected a number" in result.stderr) == (2, True)
+
+
+def test_sources_in_a_bucket_give_the_bytes_of_local_ones(mini_s3: MiniS3Server, images: Path, tmp_path: Path) -> None:
+    bucket, environ = mini_s3.create_bucket(fresh_name()), s3_environ(mini_s3)
+    storage = Storage(mini_s3.storage_options)
+    for path in images.rglob("*.png"):
+        storage.put(f"{bucket}/raw/{path.relative_to(images)}", path.read_bytes())
+    table = pa.table({"n": list(range(100)), "image": [PNG] * 100})
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=30)
+    storage.put(f"{bucket}/t.parquet", (tmp_path / "t.parquet").read_bytes())
+    cases = ((f"{bucket}/raw/", images), (f"{bucket}/raw", images), (f"{bucket}/t.parquet", tmp_path / "t.parquet"))
+    for number, (remote, local) in enumerate(cases):
+        ours, theirs = tmp_path / f"local{number}", tmp_path / f"remote{number}"
+        done("convert", local, ours, "--shuffle", 5)
+        done("convert", remote, theirs, "--shuffle", 5, "--endpoint-url", mini_s3.url, **environ)
+        names = sorted(path.relative_to(ours) for path in ours.rglob("*") if path.is_file())
+        assert names == sorted(path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file())
+        assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names)
