@@ -18,7 +18,9 @@
     │   ├── IndexFormatError                         a damaged or unknown index file
     │   └── IndexMismatchError                       an index that does not describe the shards as they are
     ├── IndexMissingError       (FileNotFoundError)  needs an index, and there is none
-    └── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
+    ├── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
+    └── WorkerError             (RuntimeError)       an exception of a decode worker that cannot leave it as it is
+        └── WorkerDiedError                          a batch on which decode workers die again and again
 
 Each type also derives from the fitting builtin, so that ``except FileNotFoundError`` keeps working. A message says
 what went wrong, where (URL, key, byte range), what was got and expected, and what cures it. Errors of other libraries
@@ -94,3 +96,11 @@ class IndexMissingError(ShardstreamError, FileNotFoundError):
 
 class TooManyBadSamplesError(ShardstreamError, RuntimeError):
     """More samples were unreadable than ``max_bad_samples`` allows."""
+
+
+class WorkerError(ShardstreamError, RuntimeError):
+    """An exception raised in a decode worker, of a type that cannot be sent to the training process."""
+
+
+class WorkerDiedError(WorkerError):
+    """Decode workers died, one after the other, of the same batch; the message names the batch and the signal."""

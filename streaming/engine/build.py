@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.collate import collate_field, default_collate, empty_like
+from streaming.collate import Allocate, collate_field, default_collate, empty_like
 from streaming.decode import ArrayDecoder, FieldDecoder, decode_field, raw
 from streaming.engine.rows import FieldRange
 from streaming.errors import ConfigError, DataError, DecodeError, TooManyBadSamplesError
@@ -104,6 +104,7 @@ class BatchBuilder:
         recipe: What to do.
         substitutes: For row i of the batch, single-row ``Rows`` to try in its place, in order.
         report: Told of every sample that could not be delivered; may raise to stop the run.
+        allocate: Where the memory of the default batch's tensors comes from; None: fresh memory.
     """
 
     def __init__(
@@ -111,7 +112,9 @@ class BatchBuilder:
         recipe: Recipe,
         substitutes: Callable[[int], Iterator[Rows]],
         report: BadSampleReport,
+        allocate: Allocate | None = None,
     ) -> None:
+        self._allocate = allocate
         self._recipe = recipe
         self._substitutes = substitutes
         self._report = report
@@ -125,7 +128,7 @@ class BatchBuilder:
         plain = recipe.transform is None and recipe.collate_fn is None and not rows.damage
         columns = self._columns(rows) if plain else None
         if columns is not None:
-            batch = _collate_columns(rows, columns)
+            batch = _collate_columns(rows, columns, self._allocate)
             if mask is not None:
                 batch["__valid__"] = _tensor(mask)
             return recipe.finished(batch)
@@ -139,7 +142,7 @@ class BatchBuilder:
                 for sample, valid in zip(samples, mask.tolist(), strict=True):
                     sample["__valid__"] = valid
             return self._recipe.finished(self._recipe.collate_fn(samples))
-        batch = default_collate(samples)
+        batch = default_collate(samples, allocate=self._allocate)
         if mask is not None:
             batch["__valid__"] = _tensor(mask)
         return self._recipe.finished(batch)
@@ -165,7 +168,7 @@ class BatchBuilder:
         decoder = self._recipe.decoders.decoder_for(name)
         complete = bool((where.sizes >= 0).all())
         if complete and isinstance(decoder, ArrayDecoder):
-            gathered = _gather(rows.view, where, decoder)
+            gathered = _gather(rows.view, where, decoder, self._allocate)
             if gathered is not None:
                 return gathered
         starts = where.starts.tolist()
@@ -262,11 +265,11 @@ def _decode_column(view: memoryview, decoder: Decoder, starts: list[int], stops:
         raise DecodeError("a value of the column does not decode") from error
 
 
-def _collate_columns(rows: Rows, columns: Mapping[str, Any]) -> Batch:
+def _collate_columns(rows: Rows, columns: Mapping[str, Any], allocate: Allocate | None) -> Batch:
     """The default batch of decoded columns."""
     batch: Batch = {"__key__": rows.keys, "__url__": rows.urls}
     for name, values in columns.items():
-        batch[name] = _tensor(values) if isinstance(values, np.ndarray) else collate_field(values)
+        batch[name] = values if isinstance(values, torch.Tensor) else collate_field(values, allocate=allocate)
     return batch
 
 
@@ -274,8 +277,10 @@ def _tensor(array: npt.NDArray[Any]) -> Any:
     return torch.from_numpy(array)
 
 
-def _gather(view: memoryview, where: FieldRange, decoder: ArrayDecoder) -> npt.NDArray[Any] | None:
-    """Equal-sized fixed-type payloads as one array [n, ...], or None where the values are not alike.
+def _gather(
+    view: memoryview, where: FieldRange, decoder: ArrayDecoder, allocate: Allocate | None
+) -> torch.Tensor | None:
+    """Equal-sized fixed-type payloads as one tensor [n, ...], or None where the values are not alike.
 
     Payloads of a tar start at multiples of 512 bytes, so a batch is one gather of 512-byte blocks.
     """
@@ -285,8 +290,17 @@ def _gather(view: memoryview, where: FieldRange, decoder: ArrayDecoder) -> npt.N
     blocks = np.frombuffer(view, np.uint8).reshape(-1, 512)
     wanted = (where.starts // 512)[:, None] + np.arange(-(-size // 512))
     gathered = blocks[wanted].reshape(len(where.sizes), -1)[:, :size]
-    items = np.ascontiguousarray(gathered).view(decoder.dtype).astype(decoder.to, copy=False)
-    return items if decoder.shape is None else items.reshape(len(items), *decoder.shape)
+    items = np.ascontiguousarray(gathered).view(decoder.dtype)
+    if decoder.shape is not None:
+        try:
+            items = items.reshape(len(items), *decoder.shape)
+        except ValueError:  # row by row, the decoder says which and why
+            return None
+    if allocate is None:
+        return torch.from_numpy(items.astype(decoder.to, copy=False))
+    tensor = allocate(items.shape, torch.from_numpy(np.empty(0, decoder.to)).dtype)
+    np.copyto(tensor.numpy(), items, casting="same_kind")
+    return tensor
 
 
 def size_of(batch: Any) -> int:
