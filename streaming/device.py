@@ -1,0 +1,499 @@
+"""``DevicePrefetcher``: batches on the training device, copied while the step before them runs.
+
+The way of one batch::
+
+    loader ──pull──▶ source batch ──copy issued on a side stream──▶ device batch ──handed over──▶ consumer
+                        │ held until the copy's event is done          │ consumer's stream waits for the event
+                        ▼                                              ▼
+                     let go (a ring slot goes home)                 freed by the consumer, reused after its stream
+
+There is no thread. Copies are asynchronous, so all that the host has to do is to *issue* them, ``depth`` batches before
+they are needed, and that happens whenever the consumer asks for a batch. A thread would help only where the loader is
+late with a batch while an older one lies on the device already; but a loader that is late has nothing built ahead, and
+then the loader is what limits the consumer, who meanwhile has ``depth`` steps of work queued on the device. What a thread
+costs is certain: it takes the interpreter lock from the training loop, and makes every way of stopping harder.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from streaming.errors import ConfigError
+
+_PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), memoryview, bytearray})
+"""Types that cannot hold a tensor: lists of nothing else are passed through without a look at each element."""
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether all work before it is done."""
+
+    def synchronize(self) -> None:
+        """Block until it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A batch whose copies are issued.
+
+    Attributes:
+        batch: The device's batch; its contents count only in a stream that waited for ``event``.
+        event: Done when the last copy is; until then the source, and ``staged``, must be kept.
+        staged: Page-locked copies of source tensors that were not page-locked.
+    """
+
+    batch: Any
+    event: Event
+    staged: tuple[torch.Tensor, ...] = ()
+
+
+class Copier(Protocol):
+    """How batches get to a device. For one thread."""
+
+    def issue(self, batch: Any) -> Copied:
+        """Start the copies of ``batch`` and return at once; if it raises, none is under way any more."""
+
+    def hand_over(self, copied: Copied) -> None:
+        """Make the consumer's stream, the current one, wait for the copies, and keep their memory for it."""
+
+    def mark(self) -> Event:
+        """An event behind all that the consumer's stream was given so far."""
+
+
+class _Done:
+    """The event of work that was done at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuCopier:
+    """Passes tensors through; one that lies on another device is copied to the CPU before ``issue`` returns."""
+
+    def issue(self, batch: Any) -> Copied:
+        """``batch``, with its tensors as they are."""
+        return Copied(batch=map_tensors(batch, lambda tensor: tensor.to("cpu")), event=_Done())
+
+    def hand_over(self, copied: Copied) -> None:
+        """Nothing to wait for."""
+
+    def mark(self) -> Event:
+        """Done."""
+        return _Done()
+
+
+class CudaCopier:
+    """Copies on a stream of its own.
+
+    Device memory is allocated in the side stream, so that a copy never waits for the consumer's kernels. The caching
+    allocator would give such memory back to the side stream as soon as its tensor is dropped, though kernels that read
+    it may still be queued; ``record_stream`` tells it of them.
+
+    A source that is not page-locked is copied to page-locked memory of torch's host allocator first, on the calling
+    thread: from pageable memory CUDA copies more slowly, and makes the host wait.
+
+    Args:
+        device: A CUDA device with its index.
+        cuda: Stands in for ``torch.cuda`` in tests: ``Stream``, ``Event``, ``stream`` and ``current_stream``.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._side = cuda.Stream(device=device)
+
+    def issue(self, batch: Any) -> Copied:
+        """Start the copies of ``batch`` on the side stream."""
+        staged: list[torch.Tensor] = []
+        consumer = self._cuda.current_stream(self._device)
+        try:
+            with self._cuda.stream(self._side):
+                moved = map_tensors(batch, lambda tensor: self._move(tensor, staged, consumer))
+                event = self._cuda.Event(blocking=True)
+                event.record(self._side)
+        except BaseException:
+            self._side.synchronize()  # the caller lets go of the source now
+            raise
+        return Copied(batch=moved, event=event, staged=tuple(staged))
+
+    def hand_over(self, copied: Copied) -> None:
+        """Let the current stream wait for the copies, and the allocator for the current stream."""
+        consumer = self._cuda.current_stream(self._device)
+        consumer.wait_event(copied.event)
+
+        def keep_for_consumer(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device == self._device and tensor.layout == torch.strided:
+                tensor.record_stream(consumer)
+            return tensor
+
+        map_tensors(copied.batch, keep_for_consumer)
+
+    def mark(self) -> Event:
+        """An event at the end of the current stream."""
+        event = self._cuda.Event(blocking=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event  # type: ignore[no-any-return]  # torch.cuda is Any here
+
+    def _move(self, tensor: torch.Tensor, staged: list[torch.Tensor], consumer: Any) -> torch.Tensor:
+        if tensor.device == self._device:
+            return tensor
+        if tensor.layout != torch.strided:  # sparse: nothing to record a stream on, so in the consumer's, at once
+            with self._cuda.stream(consumer):
+                return tensor.to(self._device)
+        if tensor.device.type == "cpu" and tensor.numel():
+            if not _is_dense(tensor):  # torch would gather it into pageable memory
+                tensor = tensor.contiguous()
+                staged.append(tensor)
+            if not tensor.is_pinned():
+                tensor = tensor.pin_memory()
+                staged.append(tensor)
+        return tensor.to(self._device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Position:
+    """Where the consumer stands after a batch.
+
+    Attributes:
+        state: The loader's ``state_dict()`` at the time when it had handed out that batch; None: it has none.
+        epoch: The loader's epoch at that time; None: it has none.
+    """
+
+    state: dict[str, Any] | None
+    epoch: int | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """What one loop has under way. For one thread; closed once, by whoever comes first.
+
+    Invariants: at most ``depth + 1`` batches in ``ahead``; every source whose copy may be under way is in ``held``, in
+    the order of the copies; the host is at most ``depth`` steps ahead of the device, because otherwise memory that
+    waits for the consumer's stream would pile up.
+    """
+
+    source: Iterator[Any]
+    owns_source: bool
+    copier: Copier
+    depth: int
+    position: Callable[[], _Position]
+    ahead: deque[tuple[Copied, _Position]] = field(default_factory=deque)
+    held: deque[tuple[Event, Any]] = field(default_factory=deque)
+    steps: deque[Event] = field(default_factory=deque)
+    failure: Exception | None = None
+    num_handed_out: int = 0
+    ended: bool = False
+    closed: bool = False
+
+    def advance(self) -> bool:
+        """Whether there is a next batch; if so, ``depth`` batches behind it are under way, too.
+
+        Raises:
+            Exception: What the loader or a copy raised, once the batches before it are handed out.
+        """
+        if self.closed:
+            return False
+        self._pace()
+        while self.held and self.held[0][0].query():
+            self.held.popleft()
+        while len(self.ahead) <= self.depth and not self.ended:
+            self._pull()
+        if not self.ahead and self.failure is not None:
+            failure, self.failure = self.failure, None
+            try:
+                raise failure
+            finally:
+                del failure  # or its traceback would refer to itself
+        return bool(self.ahead)
+
+    def hand_out(self) -> tuple[Any, _Position]:
+        """The next batch; the current stream waits for it."""
+        copied, position = self.ahead[0]
+        self.copier.hand_over(copied)
+        self.ahead.popleft()
+        self.num_handed_out += 1
+        return copied.batch, position
+
+    def close(self) -> None:
+        """Wait for the copies under way, then let go of their memory and stop the source. May be called again."""
+        if self.closed:
+            return
+        self.closed = self.ended = True
+        try:
+            while self.held:
+                self.held[0][0].synchronize()
+                self.held.popleft()
+            self.ahead.clear()
+        finally:
+            source, self.source = self.source, iter(())
+            self.failure = None
+            self.steps.clear()
+            if self.owns_source and hasattr(source, "close"):
+                source.close()
+
+    def _pace(self) -> None:
+        """Keep the host at most ``depth`` steps ahead of the device."""
+        if self.num_handed_out:
+            self.steps.append(self.copier.mark())
+        while len(self.steps) > self.depth:
+            self.steps.popleft().synchronize()
+
+    def _pull(self) -> None:
+        """Take one batch from the loader and start its copies."""
+        try:
+            batch = next(self.source)
+            position = self.position()
+            copied = self.copier.issue(batch)
+        except StopIteration:
+            self.ended = True
+        except Exception as error:  # noqa: BLE001  delivered at its place, after the batches before it
+            self.ended, self.failure = True, error
+        else:
+            self.held.append((copied.event, (batch, copied.staged)))
+            self.ahead.append((replace(copied, staged=()), position))
+
+
+class DevicePrefetcher:
+    """The loader's batches with every tensor on ``device``, in order, ``depth`` of them copied ahead.
+
+    Tensors are found in dicts, lists, tuples and named tuples, nested as you like; everything else is passed on as it
+    is. Containers that hold tensors are new ones; a batch belongs to whoever got it. On the CPU tensors are passed
+    through, and all else is the same: batches pulled ahead, state, errors, ending.
+
+    Memory on the device: the batch in use and ``depth + 1`` others. On the host, a batch is let go when its copy is
+    done and the next batch is asked for; up to ``2 * depth + 1`` may be held where the host runs ahead of the device.
+
+    The stream that is current when a batch is asked for may use it at once; another stream needs the usual care
+    (``wait_stream``, ``record_stream``). To bound memory, the host waits until the device has come within ``depth``
+    steps.
+
+    While a loop is in progress the loader itself is ahead of it. So ask *this* object for ``state_dict`` and ``epoch``,
+    and tell it ``set_epoch``, ``seed`` and ``load_state_dict``; it passes on what is right. An error of the loader
+    comes after the batches before it. However a loop ends, copies under way are waited for and the loader's iterator is
+    closed. After a loop that was left early the next one starts the same epoch anew, as with the loader itself.
+
+    For one thread.
+
+    Args:
+        loader: A ``streaming.DataLoader``, or any iterable of batches. Methods that it lacks raise ``AttributeError``.
+        device: ``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``; None: CUDA's current device where there is
+            one, else the CPU.
+        depth: Batches copied ahead of the one handed out, at least 1. With 1, one copy runs beside one step; 2 also
+            covers steps and batches of uneven length.
+        copier: How batches get there; default: what ``device`` needs.
+
+    Raises:
+        ConfigError: No such device, or ``depth`` is no positive integer.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: str | int | torch.device | None = None,
+        *,
+        depth: int = 2,
+        copier: Copier | None = None,
+    ) -> None:
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+            raise ConfigError(f"depth: expected an integer of at least 1 (batches copied ahead), got {depth!r}")
+        if not isinstance(loader, Iterable):
+            raise ConfigError(f"loader: expected a DataLoader or another iterable of batches, got {loader!r}")
+        self.loader: Any = loader
+        self.device = resolve_device(device)
+        self.depth = depth
+        self._copier: Copier = copier or (CudaCopier(self.device) if self.device.type == "cuda" else CpuCopier())
+        self._flight: _Flight | None = None
+        self._position: _Position | None = None  # None: the loader's own position is the consumer's
+
+    def __iter__(self) -> Iterator[Any]:
+        """The loader's batches. A loop in progress ends."""
+        self._stop()
+        self._position = self._loader_position()
+        source = iter(self.loader)
+        flight = self._flight = _Flight(
+            source=source,
+            owns_source=source is not self.loader,
+            copier=self._copier,
+            depth=self.depth,
+            position=self._loader_position,
+        )
+        try:
+            while flight.advance():
+                yield self._hand_out(flight)  # no name here: the consumer alone decides how long the batch lives
+            if not flight.closed:
+                self._position = None
+        finally:
+            self._end(flight)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, as the loader says."""
+        return len(self.loader)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch handed out last; between loops, the next one to start."""
+        position = self._position
+        return self.loader.epoch if position is None or position.epoch is None else position.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``, which ends a loop in progress; the one in progress goes on as it is."""
+        if self._position is not None and self._position.epoch == epoch:
+            return
+        self._stop()
+        self.loader.set_epoch(epoch)
+        self._position = None
+
+    def seed(self, seed: int) -> None:
+        """A new order, from the next epoch on that *you* start, though the loader may be at its end already."""
+        self.loader.seed(seed)
+        if self._position is not None:
+            self._position = _reseeded(self._position, seed)
+        if self._flight is not None:
+            ahead = self._flight.ahead
+            self._flight.ahead = deque((copied, _reseeded(position, seed)) for copied, position in ahead)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch handed out last, not the loader's own, which is up to ``depth + 1`` further."""
+        if self._position is None or self._position.state is None:
+            state: dict[str, Any] = self.loader.state_dict()
+            return state
+        return copy.deepcopy(self._position.state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, of this object or of the loader; ends a loop in progress."""
+        self._stop()
+        self.loader.load_state_dict(state)
+        self._position = None
+
+    def metrics(self) -> dict[str, Any]:
+        """The loader's metrics; its ``wait_s`` is what this object waited for the loader."""
+        numbers: dict[str, Any] = self.loader.metrics()
+        return numbers
+
+    def close(self) -> None:
+        """Wait for copies under way, let go of all memory, close the loader."""
+        try:
+            self._stop()
+        finally:
+            if hasattr(self.loader, "close"):
+                self.loader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hand_out(self, flight: _Flight) -> Any:
+        batch, self._position = flight.hand_out()
+        return batch
+
+    def _loader_position(self) -> _Position:
+        state = copy.deepcopy(self.loader.state_dict()) if hasattr(self.loader, "state_dict") else None
+        return _Position(state=state, epoch=getattr(self.loader, "epoch", None))
+
+    def _stop(self) -> None:
+        if self._flight is not None:
+            self._end(self._flight)
+
+    def _end(self, flight: _Flight) -> None:
+        """Close ``flight``. If the loader has begun the next epoch and the consumer has not, take it back."""
+        try:
+            flight.close()
+        finally:
+            if self._flight is flight:
+                self._flight = None
+                epoch = None if self._position is None else self._position.epoch
+                if epoch is not None and epoch != self.loader.epoch and hasattr(self.loader, "set_epoch"):
+                    self.loader.set_epoch(epoch)
+
+
+def resolve_device(device: str | int | torch.device | None) -> torch.device:
+    """The CPU, or a CUDA device with its index.
+
+    Raises:
+        ConfigError: There is no such device, or it is of another kind.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if has_cuda else "cpu"
+    asked = f"cuda:{device}" if isinstance(device, int) and not isinstance(device, bool) else device
+    found: torch.device | None = None
+    with suppress(RuntimeError, TypeError):
+        found = torch.device(asked)
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ConfigError(f'device: expected "cuda", "cuda:N", "cpu" or None (CUDA if there is any), got {device!r}')
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if not has_cuda:
+        raise ConfigError(
+            f"device: {device!r} was asked for, but torch sees no CUDA device (a CPU build of torch, no driver, or "
+            f'CUDA_VISIBLE_DEVICES hides it). Use device="cpu", or device=None: CUDA where there is one, else the CPU'
+        )
+    index, count = torch.cuda.current_device() if found.index is None else found.index, torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(f"device: {device!r} was asked for, but torch sees {count} CUDA devices (0 to {count - 1})")
+    return torch.device("cuda", index)
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``function`` applied to each tensor in nested dicts, lists, tuples and named tuples.
+
+    Containers keep their types; those that hold nothing but text and numbers, and all other objects, are passed on
+    themselves. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU, where torch wants it.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return _map_mapping(value, function)
+    if isinstance(value, list | tuple) and not _PLAIN.issuperset(map(type, value)):
+        return _map_sequence(value, function)
+    return value
+
+
+def _map_mapping(value: Mapping[Any, Any], function: Callable[[torch.Tensor], torch.Tensor]) -> Mapping[Any, Any]:
+    moved = {name: map_tensors(one, function) for name, one in value.items()}
+    if type(value) is dict or not isinstance(value, dict | UserDict):
+        return moved
+    clone = copy.copy(value)  # keeps what a subclass adds, such as a default factory
+    clone.update(moved)
+    return clone
+
+
+def _map_sequence(
+    value: list[Any] | tuple[Any, ...], function: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Any] | tuple[Any, ...]:
+    if isinstance(value, PackedSequence):
+        data, sizes, *indices = value
+        return type(value)(function(data), sizes, *(map_tensors(one, function) for one in indices))
+    items = [map_tensors(one, function) for one in value]
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return items if type(value) is list else type(value)(items)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a copy on another device has the same strides, so that it is one run of bytes."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _reseeded(position: _Position, next_seed: Any) -> _Position:
+    if position.state is None or "next_seed" not in position.state:
+        return position
+    return replace(position, state={**position.state, "next_seed": next_seed})
