@@ -73,7 +73,9 @@ def main() -> None:
         "68 KB, 2 fields": {"jpg": 68_000, "cls": 1},
     }
     print(f"{len(os.sched_getaffinity(0))} CPUs; best of 3")
-    print(f"{'records':>16} {'read+crc':>10} {'scan':>10} {'ratio':>6} {'samples/s':>11} {'parse_chunk':>13} {'4 shards':>10}")
+    print(
+        f"{'records':>16} {'read+crc':>10} {'scan':>10} {'ratio':>6} {'samples/s':>11} {'parse_chunk':>13} {'4 shards':>10}"
+    )
     storage = Storage()
     with tempfile.TemporaryDirectory() as folder:
         for kind, fields in kinds.items():

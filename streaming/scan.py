@@ -269,7 +269,9 @@ def index_shards(
         futures = []
         for url, home, name in todo:
             rows = _rows_of(known[home], name)
-            futures.append(executor.submit(_index_shard, storage, url, home, name, None if force else rows, force, rule, told))
+            futures.append(
+                executor.submit(_index_shard, storage, url, home, name, None if force else rows, force, rule, told)
+            )
         tables = _gather(futures, todo, progress if told is None else None)
     fresh: dict[str, dict[str, ChunkTable]] = {}
     for (_, home, name), table in zip(todo, tables, strict=True):

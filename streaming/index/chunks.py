@@ -110,7 +110,9 @@ class ChunkTable:
         position: dict[str, int] = {}
         for index, shard in enumerate(self.shards):
             if position.setdefault(shard.name, index) != index and shard.name in names:
-                raise IndexMismatchError(f"the index holds two shards named {shard.name!r}: select before joining tables")
+                raise IndexMismatchError(
+                    f"the index holds two shards named {shard.name!r}: select before joining tables"
+                )
         missing = [name for name in names if name not in position]
         if missing:
             raise IndexMismatchError(
@@ -206,7 +208,9 @@ class ChunkTable:
             index = pa.compute.index_in(table.column("shard"), value_set=names)
             columns["shard"] = numbers(index, np.int32)
         except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
-            raise IndexFormatError(f"{source}: not a chunk table ({error}); rebuild it with `shard_tools index`") from error
+            raise IndexFormatError(
+                f"{source}: not a chunk table ({error}); rebuild it with `shard_tools index`"
+            ) from error
         chunks = cls(shards=shards, **columns)
         chunks.validate(source)
         return chunks
@@ -216,7 +220,9 @@ def numbers(column: Any, dtype: Any) -> NDArray[Any]:
     """A column without nulls as an array of ``dtype``."""
     if column.null_count:
         raise ValueError(f"{column.null_count} missing values")
-    return column.to_numpy(zero_copy_only=False).astype(dtype, casting="same_kind") if len(column) else np.empty(0, dtype)
+    return (
+        column.to_numpy(zero_copy_only=False).astype(dtype, casting="same_kind") if len(column) else np.empty(0, dtype)
+    )
 
 
 def shard_rows(shards: Sequence[ShardInfo]) -> list[list[Any]]:

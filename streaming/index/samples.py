@@ -221,17 +221,24 @@ class SampleTable:
                 chunks=chunks,
                 keys=_keys(rows.column("key")),
                 chunk=numbers(rows.column("chunk"), np.int32),
-                record_starts=np.concatenate((starts, starts[-1:] + sizes[-1:])) if starts.size else np.zeros(1, np.int64),
+                record_starts=np.concatenate((starts, starts[-1:] + sizes[-1:]))
+                if starts.size
+                else np.zeros(1, np.int64),
                 fields=MappingProxyType(
                     {
-                        name: (numbers(rows.column(_START + name), np.int64), numbers(rows.column(_SIZE + name), np.int64))
+                        name: (
+                            numbers(rows.column(_START + name), np.int64),
+                            numbers(rows.column(_SIZE + name), np.int64),
+                        )
                         for name in facts["fields"]
                     }
                 ),
                 columns=MappingProxyType({name: rows.column(name).combine_chunks() for name in facts["columns"]}),
             )
         except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
-            raise IndexFormatError(f"{source}: not a sample table ({error}); rebuild it with `shard_tools index`") from error
+            raise IndexFormatError(
+                f"{source}: not a sample table ({error}); rebuild it with `shard_tools index`"
+            ) from error
         table.validate(source)
         return table
 

@@ -123,7 +123,9 @@ def _gunzip(pieces: Iterable[bytes], url: str) -> Iterator[bytes]:
             try:
                 out = inflater.decompress(data, _INFLATED_BYTES)
             except zlib.error as error:
-                raise TarError(f"{url or 'tar'}: damaged gzip stream near inflated byte {num_bytes} ({error})") from error
+                raise TarError(
+                    f"{url or 'tar'}: damaged gzip stream near inflated byte {num_bytes} ({error})"
+                ) from error
             begun = not inflater.eof
             num_bytes += len(out)
             if out:

@@ -146,9 +146,7 @@ _NONE = read_members(bytes(512), Where())
 
 def _moved(members: Members, offset: int) -> Members:
     """``members`` with offsets that count from ``offset`` bytes earlier."""
-    return replace(
-        members, headers=members.headers + offset, data=members.data + offset, end=members.end + offset
-    )
+    return replace(members, headers=members.headers + offset, data=members.data + offset, end=members.end + offset)
 
 
 def _taken(members: Members, which: slice | list[int]) -> Members:

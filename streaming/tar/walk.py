@@ -65,7 +65,9 @@ class _Walk:
         at, left = self.at, len(self.view) - self.at
         if left < BLOCK_BYTES:
             if left > 0 and not self.partial:
-                self.where.fail(at, f"{left} bytes where a header of {BLOCK_BYTES} is expected", cure="truncated archive?")
+                self.where.fail(
+                    at, f"{left} bytes where a header of {BLOCK_BYTES} is expected", cure="truncated archive?"
+                )
             return False
         header = bytes(self.view[at : at + BLOCK_BYTES])
         if header == _ZERO_BLOCK:
@@ -82,7 +84,9 @@ class _Walk:
             self.where.fail(self.begin, "extension header without a member after it", cure="damaged archive?")
         if not is_zero(self.view[self.at :]):
             self.where.fail(
-                self.at, "data after the end-of-archive mark", cure="were archives joined with cat? join them with `tar -A`"
+                self.at,
+                "data after the end-of-archive mark",
+                cure="were archives joined with cat? join them with `tar -A`",
             )
         self.ended = True
 
@@ -90,7 +94,9 @@ class _Walk:
         """Type and size of a header whose checksum holds."""
         member = header[:100].split(b"\0", 1)[0]
         if not checksum_matches(header):
-            self.where.fail(self.at, "no tar header here (its checksum does not hold)", member=member, cure="damaged shard?")
+            self.where.fail(
+                self.at, "no tar header here (its checksum does not hold)", member=member, cure="damaged shard?"
+            )
         size = parse_number(header[124:136])
         if size is None or not 0 <= size < MAX_MEMBER_BYTES:
             self.where.fail(self.at, f"size field {header[124:136]!r} is not a size", member=member)
