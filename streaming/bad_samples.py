@@ -22,7 +22,7 @@ class BadSamples:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._allowed = 0
-        self._seen: dict[tuple[str, str, str], BadSample] = {}
+        self._seen: dict[tuple[str, str, int], BadSample] = {}
 
     def start_epoch(self, num_samples: int) -> None:
         """Begin anew, with an epoch of so many samples; a share of them is rounded up."""
@@ -40,7 +40,7 @@ class BadSamples:
             self._metrics.add("dropped_samples")
             return
         with self._lock:
-            name = (bad.url, bad.key, "" if bad.key else bad.reason)
+            name = (bad.url, bad.key, bad.number)
             if name in self._seen:
                 return
             self._seen[name] = bad
@@ -48,7 +48,7 @@ class BadSamples:
             if len(self._seen) <= self._allowed:
                 return
             recent = list(self._seen.values())[-_LISTED:]
-            listing = "\n".join(f"  {one.url} {one.key!r} ({one.stage}): {one.reason}" for one in recent)
+            listing = "\n".join(f"  {one.url} {one.key or one.number!r} ({one.stage}): {one.reason}" for one in recent)
             raise TooManyBadSamplesError(
                 f"{len(self._seen)} bad samples in this epoch on this rank, max_bad_samples={self._limit} allows "
                 f"{self._allowed}. The last ones:\n{listing}\n"

@@ -32,6 +32,7 @@ class Rows:
         urls: ``__url__`` of each row.
         fields: Where each field lies in the buffer.
         damage: Rows whose bytes could not be fetched intact, and why; their other entries are meaningless.
+        numbers: int64 [n], number of each row's sample in the data set; None where nobody knows them.
     """
 
     memory: Any
@@ -40,6 +41,7 @@ class Rows:
     urls: list[str]
     fields: Mapping[str, FieldRange]
     damage: Mapping[int, DataError]
+    numbers: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class BadSample:
         stage: ``"fetch"``, ``"decode"`` or ``"transform"``.
         reason: The error's message.
         dropped: The user's transform dropped it: nothing is wrong with it.
+        number: Of the sample in the data set; -1 where nobody knows it.
     """
 
     url: str
@@ -59,6 +62,7 @@ class BadSample:
     stage: str
     reason: str
     dropped: bool = False
+    number: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +144,8 @@ class BatchBuilder:
         if self._recipe.collate_fn is not None:
             if mask is not None:
                 for sample, valid in zip(samples, mask.tolist(), strict=True):
-                    sample["__valid__"] = valid
+                    if isinstance(sample, dict):
+                        sample["__valid__"] = valid
             return self._recipe.finished(self._recipe.collate_fn(samples))
         batch = default_collate(samples, allocate=self._allocate)
         if mask is not None:
@@ -210,8 +215,16 @@ class BatchBuilder:
                 f"{rows.urls[i]}: sample {rows.keys[i]!r}: transform returned None, which drops the sample; under "
                 f'on_error="raise" that is an error. Use on_error="substitute" or "skip" to drop samples'
             )
+        number = -1 if rows.numbers is None else int(rows.numbers[i])
         self._report(
-            BadSample(url=rows.urls[i], key=rows.keys[i], stage=bad.stage, reason=reason, dropped=bad.error is None)
+            BadSample(
+                url=rows.urls[i],
+                key=rows.keys[i],
+                stage=bad.stage,
+                reason=reason,
+                dropped=bad.error is None,
+                number=number,
+            )
         )
 
     def _sample(self, rows: Rows, i: int) -> Sample:
@@ -253,6 +266,11 @@ class BatchBuilder:
             raise _Bad("transform", wrapped) from error
         if changed is None:
             raise _Bad("transform", None)
+        if self._recipe.collate_fn is None and not isinstance(changed, Mapping):
+            raise ConfigError(
+                f"{url}: sample {key!r}: transform returned {type(changed).__name__}, expected a dict of fields (or "
+                f"None to drop the sample); other types need a collate_fn that takes them"
+            )
         return changed
 
 

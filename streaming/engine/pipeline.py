@@ -108,6 +108,7 @@ class Pipeline:
         self._next_need: Need | None = next(self._needs, None)
         self._coming: deque[tuple[Need, Unit]] = deque()
         self._first_rows = np.full(len(plan.chunk_samples) + 1, -1, np.int64)
+        self._chunk_starts = np.concatenate([[0], np.cumsum(plan.chunk_samples)])
         self._damage: dict[int, DataError] = {}
         self._held: dict[int, int] = defaultdict(int)
         self._releases: dict[int, list[int]] = defaultdict(list)
@@ -343,11 +344,12 @@ class Pipeline:
         if low == high:
             return builder.empty(next(self._any_rows()))
         chunk_ids = block.rows.chunk_ids[span]
-        rows = self._rows(first_rows + block.within[span], chunk_ids, damage)
+        rows = self._rows(first_rows + block.within[span], chunk_ids, block.rows.offsets[span], damage)
         padded = self._plan.last_batch == "pad"
         return builder.build(rows, block.rows.valid[span] if padded else None)
 
-    def _rows(self, row_numbers: Ints, chunk_ids: Ints, damage: dict[int, DataError]) -> Rows:
+    def _rows(self, row_numbers: Ints, chunk_ids: Ints, offsets: Ints, damage: dict[int, DataError]) -> Rows:
+        numbers = self._chunk_starts[chunk_ids] + offsets
         arena = self._store.arena
         if damage:
             row_numbers = row_numbers.copy()
@@ -356,12 +358,13 @@ class Pipeline:
             if not good:
                 keys = [""] * len(row_numbers)
                 return Rows(memory=b"", view=memoryview(b""), keys=keys, urls=self._source.urls_of(chunk_ids),
-                            fields={}, damage=damage)  # fmt: skip
+                            fields={}, damage=damage, numbers=numbers)  # fmt: skip
         keys, fields = self._store.rows.select(row_numbers, self._settings.fields)
         for row in damage:
             keys[row] = ""
         urls = self._source.urls_of(chunk_ids)
-        return Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage)
+        return Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage,
+                    numbers=numbers)  # fmt: skip
 
     # --- stand-ins ---
 
@@ -398,4 +401,5 @@ class Pipeline:
         data = bytes(memory)
         for offset in offsets:
             keys, fields = table.select(np.array([first + offset]), self._settings.fields)
-            yield Rows(memory=data, view=memoryview(data), keys=keys, urls=url, fields=fields, damage={})
+            yield Rows(memory=data, view=memoryview(data), keys=keys, urls=url, fields=fields, damage={},
+                       numbers=self._chunk_starts[[chunk]] + offset)  # fmt: skip

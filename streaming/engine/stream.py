@@ -18,6 +18,7 @@ import numpy as np
 
 from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe, Rows
 from streaming.engine.rows import FieldRange
+from streaming.errors import ConfigError
 from streaming.order import EpochOrder, OrderSettings
 from streaming.storage import Storage
 from streaming.tar.samples import iter_samples
@@ -188,12 +189,20 @@ class ShardStream:
         return f"reading {self.reading or 'nothing yet'}; {self._ready.qsize()} batches ready"
 
     def _samples(self) -> Iterator[RawSample]:
-        for url in shard_sequence(self._settings):
+        seen: set[str] = set()
+        for place, url in enumerate(shard_sequence(self._settings)):
             self.reading = url
             for sample in read_shard(self._storage, url):
                 if self._stopped.is_set():
                     return
+                if place == 0:
+                    seen.update(sample.fields)
                 yield sample
+            missing = [name for name in self._settings.fields or () if name not in seen]
+            if missing and place == 0:
+                raise ConfigError(
+                    f"fields: no sample of {url} has {missing[0]!r}; its samples have {', '.join(sorted(seen))}"
+                )
 
     def _produce(self) -> None:
         try:
