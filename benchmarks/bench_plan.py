@@ -19,9 +19,7 @@ from streaming.plan import Plan
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=1_000_000)
     parser.add_argument("--chunk-samples", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=256, help="samples per rank")

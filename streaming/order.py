@@ -321,9 +321,7 @@ class EpochOrder:
         if not len(wanted):
             return np.empty(0, np.int64)
         if wanted.min() < 0 or wanted.max() >= self.num_samples:
-            raise ConfigError(
-                f"positions: expected [0, {self.num_samples}), got {wanted.min()}..{wanted.max()}"
-            )
+            raise ConfigError(f"positions: expected [0, {self.num_samples}), got {wanted.min()}..{wanted.max()}")
         places, lanes = np.divmod(wanted, self.settings.lanes)
         by_lane = np.lexsort((places, lanes))
         places, lanes = places[by_lane], lanes[by_lane]

@@ -35,9 +35,7 @@ from streaming.order import (
 LastBatch = Literal["drop", "pad", "partial"]
 
 _MAX_COUNT = 2**62
-_CACHED_PASSES = (
-    4  # an epoch of up to one pass touches at most two; two more for a reader and a consumer apart
-)
+_CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more for a reader and a consumer apart
 _MIN_SEGMENT = 2048  # lane positions evaluated at once at least; amortises the calls into NumPy
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
 
@@ -129,9 +127,7 @@ class Plan:
         self.global_batch_size = checked_int("global_batch_size", global_batch_size, 1, 2**31 - 1)
         self.dp_world_size = checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1)
         if last_batch not in get_args(LastBatch):
-            raise ConfigError(
-                f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {last_batch!r}"
-            )
+            raise ConfigError(f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {last_batch!r}")
         self.last_batch: LastBatch = last_batch
         self.samples_per_pass = int(self.chunk_samples.sum())
         size = self.samples_per_pass if epoch_size is None else epoch_size
@@ -207,9 +203,7 @@ class Plan:
         every = np.arange(len(self.chunk_samples), dtype=np.int64)
         parts = [self._pass_intervals(every, pass_number, dp_rank) for pass_number in self.passes]
         empty = np.empty(0, np.int64)
-        chunk_ids, first, last = (
-            np.concatenate([part[i] for part in parts]) if parts else empty for i in range(3)
-        )
+        chunk_ids, first, last = (np.concatenate([part[i] for part in parts]) if parts else empty for i in range(3))
         passes = np.repeat(np.array(self.passes, dtype=np.int64), [len(part[0]) for part in parts])
         by_time = np.argsort(first, kind="stable")
         return ChunkIntervals(
@@ -289,9 +283,7 @@ class Plan:
             rows = np.full_like(counts, -(-self.global_batch_size // self.dp_world_size))
         return _Slices(starts=starts, stops=stops, lows=lows, counts=counts, rows=rows)
 
-    def _places(
-        self, cut: _Slices, batch: Int64Array, slots: Int64Array
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def _places(self, cut: _Slices, batch: Int64Array, slots: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Pass, lane and lane position of the rows at ``slots`` of the batches' positions by lane."""
         first_pass = cut.starts // self.samples_per_pass
         crossing = np.flatnonzero((cut.stops - 1) // self.samples_per_pass != first_pass)
@@ -303,9 +295,7 @@ class Plan:
             return passes, lanes, places
         inside = ~np.isin(batch, crossing)
         lanes, places = np.empty_like(batch), np.empty_like(batch)
-        lanes[inside], places[inside] = deal_by_lane(
-            begins, ends, batch[inside], slots[inside], self.settings.lanes
-        )
+        lanes[inside], places[inside] = deal_by_lane(begins, ends, batch[inside], slots[inside], self.settings.lanes)
         for index in crossing.tolist():
             rows = batch == index
             # One batch with positions of several passes: sort them by lane, then by stream position.
@@ -316,9 +306,7 @@ class Plan:
             places[rows], lanes[rows] = np.divmod(within, self.settings.lanes)
         return passes, lanes, places
 
-    def _locate(
-        self, passes: Int64Array, lanes: Int64Array, places: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
+    def _locate(self, passes: Int64Array, lanes: Int64Array, places: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Chunk ids and offsets inside them, int64[n] each."""
         chunk_ids, offsets = np.empty_like(lanes), np.empty_like(lanes)
         if not len(passes):
@@ -330,9 +318,7 @@ class Plan:
             chunk_ids[rows], offsets[rows] = self._locate_in_pass(pass_number, lanes[rows], places[rows])
         return chunk_ids, offsets
 
-    def _locate_in_pass(
-        self, pass_number: int, lanes: Int64Array, places: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
+    def _locate_in_pass(self, pass_number: int, lanes: Int64Array, places: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Evaluate the range that the rows cover in each lane once, then pick the rows."""
         order = self.order(pass_number)
         low_lane, num_lanes = int(lanes.min()), int(lanes.max() - lanes.min()) + 1
@@ -371,9 +357,7 @@ class Plan:
     def _wanted(self, chunk_ids: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
         given = np.asarray(chunk_ids, dtype=np.int64)
         if len(given) and (given.min() < 0 or given.max() >= len(self.chunk_samples)):
-            raise ConfigError(
-                f"chunk ids: expected [0, {len(self.chunk_samples)}), got {given.min()}..{given.max()}"
-            )
+            raise ConfigError(f"chunk ids: expected [0, {len(self.chunk_samples)}), got {given.min()}..{given.max()}")
         wanted, inverse = np.unique(given, return_inverse=True)
         return wanted, inverse
 
@@ -460,9 +444,7 @@ class Plan:
         # Where the lanes do not divide the batch, the lane at which it starts matters.
         begins = np.arange(num_lanes if size % num_lanes else 1, dtype=np.int64)
         batch = np.repeat(np.arange(len(begins)), 2)
-        lanes, _ = deal_by_lane(
-            begins, begins + size, batch, np.tile([low, high - 1], len(begins)), num_lanes
-        )
+        lanes, _ = deal_by_lane(begins, begins + size, batch, np.tile([low, high - 1], len(begins)), num_lanes)
         return int(lanes.min()), int(lanes.max()) + 1
 
 
@@ -481,9 +463,7 @@ class _Slices:
     rows: Int64Array
 
 
-def _merge_intervals(
-    ids: Int64Array, first: Int64Array, last: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _merge_intervals(ids: Int64Array, first: Int64Array, last: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Join intervals of one chunk that overlap or touch. Any order in and out."""
     shared = np.bincount(ids, minlength=1)[ids] > 1
     if not shared.any():  # else only the few chunks with several intervals need sorting

@@ -511,7 +511,7 @@ class TestFields:
                 "image")  # fmt: skip
 
     def test_transform_that_returns_something_else(self, shards: str) -> None:
-        refused(DecodeError, lambda: epoch(shards, transform=lambda sample: 3, on_error="raise"), "transform", "int",
+        refused(ConfigError, lambda: epoch(shards, transform=lambda sample: 3, on_error="raise"), "transform", "int",
                 "dict")  # fmt: skip
 
     def test_collate_fn_that_raises(self, shards: str) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from data_sets import WORLD_SIZES, Batches, SampleSet, data_gets, loaders, merged, play, total, write_set
@@ -62,7 +62,7 @@ class Torchrun:
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Torchrun:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
