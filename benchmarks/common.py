@@ -1,0 +1,138 @@
+"""What the benchmarks share: data made once, contestants that take turns, a table, the machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from shard_tools import ShardWriter
+
+Run = Callable[[], int]
+"""Delivers one epoch to this process, everything opened anew, and returns how many samples came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Samples per second of one contestant, one number a round."""
+
+    name: str
+    per_second: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.per_second)
+
+
+def arguments(description: str, **defaults: int) -> argparse.Namespace:
+    """The command line: ``--data``, ``--rounds`` and an integer option for each of ``defaults``."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--data", default=os.path.join(tempfile.gettempdir(), "shardstream-bench"),
+                        help="folder in which the data is made once and kept")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every contestant")
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    return parser.parse_args()
+
+
+def made_once(data: str, name: str, make: Callable[[str], None]) -> str:
+    """The folder ``data/name``, filled by ``make`` if it is not there yet; a killed run leaves none half full."""
+    folder = os.path.join(data, name)
+    if not os.path.isdir(folder):
+        print(f"making {folder} …", file=sys.stderr)
+        unfinished = f"{folder}.{os.getpid()}.unfinished"
+        os.makedirs(unfinished)
+        try:
+            make(unfinished)
+            os.rename(unfinished, folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+    return folder
+
+
+def write_shards(folder: str, samples: Iterable[Mapping[str, object]], *, per_shard: int) -> None:
+    """Shards of so many samples each, with their index."""
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=per_shard, max_bytes="4GB") as writer:
+        for sample in samples:
+            writer.write(sample)
+
+
+def shard_files(folder: str) -> list[str]:
+    """The shards in ``folder``, sorted."""
+    return sorted(entry.path for entry in os.scandir(folder) if entry.name.endswith(".tar"))
+
+
+def webdataset(folder: str, *steps: Callable[[Any], Any], batch_size: int) -> Iterator[Any]:
+    """webdataset as its documentation has it: shards shuffled, a buffer of 1,000 samples, batches."""
+    import webdataset as wds
+
+    pipeline = wds.WebDataset(shard_files(folder), shardshuffle=1000, empty_check=False).shuffle(1000)
+    for step in steps:
+        pipeline = step(pipeline)
+    return iter(pipeline.batched(batch_size, partial=False))
+
+
+def take_turns(contestants: Mapping[str, Run], rounds: int) -> list[Rates]:
+    """Each contestant once per round, in turns, so that a noisy machine is unfair to all of them alike."""
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            start_s = time.perf_counter()
+            count = run()
+            rates[name].append(count / (time.perf_counter() - start_s))
+    return [Rates(name=name, per_second=tuple(found)) for name, found in rates.items()]
+
+
+def show(title: str, rates: list[Rates], *, against: str) -> None:
+    """Medians, spread, and the ratio to the contestant called ``against``."""
+    base = next(found.median for found in rates if found.name == against)
+    width = max(len(found.name) for found in rates)
+    print(f"\n{title}\n{'':{width}}  {'samples/s':>11}  {'lowest':>11}  {'highest':>11}  against {against}")
+    for found in rates:
+        low, high = min(found.per_second), max(found.per_second)
+        ratio = found.median / base
+        print(f"{found.name:{width}}  {found.median:11,.0f}  {low:11,.0f}  {high:11,.0f}  {ratio:8.2f} x", flush=True)
+
+
+def machine() -> str:
+    """One line about where the numbers come from."""
+    model = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo") as file:
+        model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
+    cores = len(os.sched_getaffinity(0))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    load = os.getloadavg()[0]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "webdataset"))
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {cores} cores of {model}, {memory_bytes / 2**30:.0f} GiB, load {load:.1f}, "
+        f"Python {platform.python_version()}, {packages}"
+    )
+
+
+@contextmanager
+def s3_copy(folder: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """``folder`` in a bucket of an S3 server on loopback: its URL and storage options."""
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
+    from servers import MiniS3Server
+
+    from streaming.storage import Storage
+
+    with MiniS3Server(buckets=("bench",)) as server:
+        storage = Storage(server.storage_options)
+        for directory, _, names in os.walk(folder):
+            for name in names:
+                path = os.path.join(directory, name)
+                with open(path, "rb") as file:
+                    storage.put(f"s3://bench/{os.path.relpath(path, folder)}", file.read())
+        yield "s3://bench/", server.storage_options
