@@ -84,7 +84,7 @@ def scan_shard(
 
 
 def _pieces(storage: Storage, url: str, size_bytes: int, read_bytes: int) -> Iterator[memoryview]:
-    """The bytes of ``url``, the next piece being read while one is used; a piece is valid until the next is asked for."""
+    """The bytes of ``url``, the next piece being read while one is used; a piece is valid until the next."""
     buffers = [memoryview(bytearray(min(read_bytes, size_bytes))) for _ in range(2)]
 
     def read(index: int) -> memoryview:

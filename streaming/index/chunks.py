@@ -95,8 +95,8 @@ class ChunkTable:
         """64 hex digits over the shards' names and content facts in their order; not over where they lie."""
         digest = hashlib.sha256(b"shardstream chunks 1\n")
         for shard in self.shards:
-            name = shard.name.encode("utf-8", "surrogateescape")
-            digest.update(b"%d %d %d " % (len(name), shard.size_bytes, shard.num_samples) + name)
+            raw = shard.name.encode("utf-8", "surrogateescape")
+            digest.update(b"%d %d %d " % (len(raw), shard.size_bytes, shard.num_samples) + raw)
         for name, dtype in _COLUMNS.items():
             digest.update(getattr(self, name).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
         return digest.hexdigest()

@@ -2,8 +2,8 @@
 
 A chunk closes after the record with which it holds 8 MiB, or 1 MiB and 256 samples. So chunks of large records are
 about 8 MiB, one fast ranged GET; chunks of small records are about 1 MiB, because a shuffle over many small chunks
-mixes better for the same memory (design, section 4); and a chunk never has so few samples that its request costs more than its
-bytes. The rule looks at nothing but the records before the cut: the same records give the same chunks, whoever cuts.
+mixes better for the same memory (design, section 4); and a request never costs more than the bytes that it brings.
+The rule looks at nothing but the records before the cut: the same records give the same chunks, whoever cuts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ChunkCutter:
             record_starts: int64 ``[n + 1]``, increasing.
 
         Returns:
-            int64, increasing: ``i`` is in it if a chunk closes before record ``i`` (after record ``i - 1``), 1 <= i <= n.
+            int64, increasing: ``i`` is in it if a chunk closes before record ``i``, that is after ``i - 1``; 1 <= i <= n.
         """
         num_records = record_starts.size - 1
         cuts: list[int] = []

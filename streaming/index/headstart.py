@@ -102,6 +102,10 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 19
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def parse_wids(data: bytes, source: str) -> list[WidsShard]:
     """Shards, their numbers of samples and (where given) sizes from a wids JSON description.
 
@@ -124,7 +128,7 @@ def _wids_shard(row: Any, source: str) -> WidsShard:
     url, num_samples, size = (
         row.get(name) if isinstance(row, Mapping) else None for name in ("url", "nsamples", "filesize")
     )
-    numbers = [num_samples] if size is None else [num_samples, size]
-    if not isinstance(url, str) or not all(type(number) is int and number >= 0 for number in numbers):
+    sizes_fit = size is None or _is_count(size)
+    if not isinstance(url, str) or not isinstance(num_samples, int) or not _is_count(num_samples) or not sizes_fit:
         raise IndexFormatError(f"{source}: expected 'url' and 'nsamples', got {str(row)[:80]!r}")
     return WidsShard(url=url, num_samples=num_samples, size_bytes=size)

@@ -9,6 +9,7 @@ link. What does not fit the pattern (no magic, base-256 sizes, sparse files, dam
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ def read_members(buffer: BytesLike, where: Where, *, partial: bool = False, veri
     raw = as_array(buffer)
     members = _read_regular(raw, where, partial=partial, verify_headers=verify_headers) if _LITTLE else None
     if members is None:
-        members = walk_members(memoryview(raw), where, partial=partial)
+        members = walk_members(memoryview(raw.data), where, partial=partial)
     return members
 
 
@@ -77,7 +78,7 @@ def _read_regular(raw: NDArray[np.uint8], where: Where, *, partial: bool, verify
     return _members(raw, at, sizes, roles, where, end=end, ended=ended, partial=partial)
 
 
-def _column(raw: NDArray[np.uint8], dtype: str, offset: int) -> NDArray[np.generic]:
+def _column(raw: NDArray[np.uint8], dtype: str, offset: int) -> NDArray[Any]:
     """The value of type ``dtype`` at ``offset`` of every block, as a strided view."""
     return np.ndarray((raw.size // BLOCK_BYTES,), dtype, raw, offset, (BLOCK_BYTES,))
 
@@ -149,7 +150,7 @@ def _byte_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The sum of all bytes in each row of at most 64 words: added up in four lanes of 16 bits, which cannot overflow."""
     lanes = words & np.uint64(0x00FF00FF00FF00FF)
     lanes += (words >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
-    total = lanes.sum(axis=1)
+    total: NDArray[np.uint64] = lanes.sum(axis=1)
     total = (total & np.uint64(0x0000FFFF0000FFFF)) + ((total >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF))
     return (total & np.uint64(0xFFFFFFFF)) + (total >> np.uint64(32))
 

@@ -1,0 +1,355 @@
+"""The chunk rule, chunk tables, sample tables, and the sidecars of other tools."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
+from streaming.index.chunks import ChunkTable, ShardInfo
+from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule, cut_records
+from streaming.index.files import footer_bytes
+from streaming.index.headstart import parse_dali_idx, parse_energon_idx, parse_wids
+from streaming.index.layout import chunks_path, samples_path, shard_of_samples_path
+from streaming.index.samples import SampleTable, chunk_rows_from_footer
+
+
+def table() -> ChunkTable:
+    return ChunkTable(
+        shards=(
+            ShardInfo(name="a.tar", size_bytes=5000, num_samples=3),
+            ShardInfo(name="empty.tar", size_bytes=1024, num_samples=0),
+            ShardInfo(name="d/b.tar", size_bytes=9000, num_samples=2),
+        ),
+        shard=[0, 0, 2],
+        first_sample=[0, 2, 0],
+        num_samples=[2, 1, 2],
+        byte_start=[0, 1024, 0],
+        byte_end=[1024, 2048, 8192],
+        crc32c=[1, 2, 2**32 - 1],
+    )
+
+
+def samples(keys: tuple[str, ...] = ("x", "y", "z"), columns=None) -> SampleTable:
+    return SampleTable.build(
+        name="a.tar",
+        size_bytes=5120,
+        keys=list(keys),
+        record_starts=np.array([0, 1024, 3072, 4096]),
+        fields={
+            "jpg": (np.array([512, 1536, 3584]), np.array([5, 600, 0])),
+            "cls": (np.array([-1, 2560, -1]), np.array([0, 1, 0])),
+        },
+        chunk_bounds=np.array([0, 2, 3]),
+        crc32c=[7, 8],
+        columns=columns,
+    )
+
+
+# --- the rule
+
+
+rules = st.builds(
+    lambda low, more, count: ChunkRule(target_bytes=low + more, min_bytes=low, min_samples=count),
+    st.integers(1, 40), st.integers(0, 40), st.integers(1, 6),
+)  # fmt: skip
+
+
+@given(sizes=st.lists(st.integers(1, 60), max_size=60), rule=rules, splits=st.lists(st.integers(0, 60), max_size=4))
+@settings(max_examples=400, deadline=None)
+def test_one_by_one_in_bulk_and_in_parts_cut_alike(sizes: list[int], rule: ChunkRule, splits: list[int]) -> None:
+    single = ChunkCutter(rule)
+    expected = [index + 1 for index, size in enumerate(sizes) if single.add(size)]
+    starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int64)
+    assert ChunkCutter(rule).extend(starts).tolist() == expected
+    parts, got = ChunkCutter(rule), []
+    edges = sorted({0, len(sizes), *(split for split in splits if split < len(sizes))})
+    for first, stop in zip(edges, edges[1:], strict=False):
+        got += (parts.extend(starts[first : stop + 1]) + first).tolist()
+    assert got == expected
+    assert (parts.num_bytes, parts.num_samples) == (single.num_bytes, single.num_samples)
+    bounds = cut_records(starts, rule).tolist()
+    assert bounds == [0, *expected, *([len(sizes)] if sizes and len(sizes) not in expected else [])]
+
+
+def test_the_default_rule() -> None:
+    def chunks(record_bytes: int, count: int) -> list[int]:
+        return np.diff(cut_records(np.arange(count + 1) * record_bytes, DEFAULT_RULE)).tolist()
+
+    assert chunks(1024, 3000) == [1024, 1024, 952]  # 1 MiB of small records
+    assert chunks(8192, 600) == [256, 256, 88]  # 256 records beyond 1 MiB
+    assert chunks(69_632, 250) == [121, 121, 8]  # 8 MiB of large ones
+    assert chunks(20 << 20, 2) == [1, 1]
+
+
+def test_rules_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        ChunkRule(min_samples=0)
+    with pytest.raises(ConfigError):
+        ChunkRule(min_bytes=2, target_bytes=1)
+
+
+# --- the chunk table
+
+
+def test_chunk_table_round_trip_is_exact_and_deterministic() -> None:
+    data = table().to_parquet()
+    assert data == table().to_parquet()
+    back = ChunkTable.from_parquet(data, "c.parquet")
+    assert back == table()
+    assert back.fingerprint == table().fingerprint
+    assert (back.num_chunks, back.total_samples, back.total_bytes) == (3, 5, 10_240)
+    rows = pq.read_table(io.BytesIO(data)).to_pylist()
+    assert rows[2] == {
+        "shard": "d/b.tar", "first_sample": 0, "num_samples": 2, "byte_start": 0, "byte_end": 8192, "crc32c": 2**32 - 1,
+    }  # fmt: skip
+    none = ChunkTable.concat([])
+    assert ChunkTable.from_parquet(none.to_parquet(), "c") == none
+
+
+def test_the_fingerprint_is_pinned_and_sees_every_fact() -> None:
+    assert table().fingerprint == FINGERPRINT
+    base = table()
+    for name in ("first_sample", "num_samples", "byte_start", "byte_end", "crc32c"):
+        columns = {key: getattr(base, key).copy() for key in COLUMNS}
+        columns[name][1] += 1
+        assert ChunkTable(shards=base.shards, **columns).fingerprint != base.fingerprint
+    assert base.select(["d/b.tar", "a.tar"]).fingerprint != base.select(["a.tar", "d/b.tar"]).fingerprint
+
+
+COLUMNS = ("shard", "first_sample", "num_samples", "byte_start", "byte_end", "crc32c")
+FINGERPRINT = "fa399635ed4345590edcbfa518acdf9ce082106529838933e1cf8e105c2d2f3d"
+
+
+def test_select_follows_the_names() -> None:
+    picked = table().select(["d/b.tar", "empty.tar", "a.tar"])
+    picked.validate()
+    assert [shard.name for shard in picked.shards] == ["d/b.tar", "empty.tar", "a.tar"]
+    assert picked.shard.tolist() == [0, 2, 2]
+    assert picked.byte_start.tolist() == [0, 0, 1024]
+    with pytest.raises(IndexMismatchError, match=r"'gone\.tar'.*shard_tools index"):
+        table().select(["a.tar", "gone.tar"])
+    twice = ChunkTable.concat([table(), table()])
+    twice.validate()
+    assert twice.shard.tolist() == [0, 0, 2, 3, 3, 5]
+    with pytest.raises(IndexMismatchError, match="two shards"):
+        twice.select(["a.tar"])
+    with pytest.raises(IndexFormatError, match="one name"):
+        twice.to_parquet()
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "value"),
+    [
+        ("num_samples", 0, 0), ("num_samples", 0, 1), ("first_sample", 1, 1), ("byte_start", 1, 512), ("byte_end", 0, 0),
+        ("byte_end", 2, 10_000), ("shard", 0, 2), ("shard", 2, 3), ("shard", 0, -1), ("byte_start", 0, 512),
+    ],
+)  # fmt: skip
+def test_validate_refuses_what_does_not_fit(column: str, row: int, value: int) -> None:
+    columns = {name: getattr(table(), name).copy() for name in COLUMNS}
+    columns[column][row] = value
+    with pytest.raises(IndexFormatError):
+        ChunkTable(shards=table().shards, **columns).validate("t")
+
+
+def test_the_arrays_are_read_only() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        table().crc32c[0] = 1
+
+
+def rewrite(data: bytes, **changes: object) -> bytes:
+    rows = pq.read_table(io.BytesIO(data))
+    facts = json.loads(rows.schema.metadata[b"shardstream"]) | changes
+    out = io.BytesIO()
+    pq.write_table(
+        rows.append_column("later", pa.array([0] * len(rows))).replace_schema_metadata(
+            {b"shardstream": json.dumps(facts)}
+        ),
+        out,
+    )
+    return out.getvalue()
+
+
+def test_versions() -> None:
+    for data, read in (
+        (table().to_parquet(), ChunkTable.from_parquet),
+        (samples().to_parquet(), SampleTable.from_parquet),
+    ):
+        read(rewrite(data, version="1.7", news=[1]), "f")
+        with pytest.raises(IndexFormatError, match=r"f: index format 2\.0.*upgrade"):
+            read(rewrite(data, version="2.0"), "f")
+        for bad in (
+            {"version": "x"},
+            {"version": None},
+            {"kind": "other"},
+            {"shards": 3, "shard": 3},
+            {"shards": [[1]], "shard": []},
+        ):
+            with pytest.raises(IndexFormatError, match="^f: "):
+                read(rewrite(data, **bad), "f")
+    with pytest.raises(IndexFormatError, match="kind"):
+        ChunkTable.from_parquet(samples().to_parquet(), "f")
+    out = io.BytesIO()
+    pq.write_table(pa.table({"a": [1]}), out)
+    with pytest.raises(IndexFormatError, match="no shardstream index"):
+        ChunkTable.from_parquet(out.getvalue(), "f")
+
+
+@given(at=st.integers(0, 4000), noise=st.binary(min_size=1, max_size=8), cut=st.integers(0, 4000))
+@settings(max_examples=200, deadline=None)
+def test_damaged_files_raise_data_errors_only(at: int, noise: bytes, cut: int) -> None:
+    for data, read in (
+        (table().to_parquet(), ChunkTable.from_parquet),
+        (samples().to_parquet(), SampleTable.from_parquet),
+    ):
+        damaged = bytearray(data)
+        damaged[at % len(data) : at % len(data) + len(noise)] = noise
+        for bad in (bytes(damaged), data[: cut % len(data)]):
+            try:
+                read(bad, "f")
+            except DataError:
+                pass
+
+
+# --- the sample table
+
+
+def test_sample_table_round_trip() -> None:
+    columns = {"tokens": pa.array([5, None, 7]), "lang": pa.array(["en", "de", "en"])}
+    first = samples(columns=columns)
+    data = first.to_parquet()
+    assert data == samples(columns=columns).to_parquet()
+    back = SampleTable.from_parquet(data, "s")
+    assert back.to_parquet() == data
+    assert back.chunks == first.chunks == chunk_rows_from_footer(data)
+    assert list(back.keys) == ["x", "y", "z"]
+    assert back.chunk.tolist() == [0, 0, 1]
+    assert list(back.fields) == ["jpg", "cls"]
+    assert back.columns["tokens"].to_pylist() == [5, None, 7]
+    assert back.chunks.byte_end.tolist() == [3072, 4096]
+
+
+def test_lookup() -> None:
+    found = SampleTable.from_parquet(samples().to_parquet(), "s").lookup(1)
+    assert (found.key, found.chunk, found.record_start, found.record_end) == ("y", 0, 1024, 3072)
+    assert found.fields == {"jpg": (1536, 2136), "cls": (2560, 2561)}
+    assert samples().lookup(0).fields == {"jpg": (512, 517)}
+    for index in (-1, 3):
+        with pytest.raises(IndexError, match="which has 3"):
+            samples().lookup(index)
+
+
+def test_the_footer_alone_holds_the_chunk_rows() -> None:
+    data = samples().to_parquet()
+    tail = data[-footer_bytes(data[-8:], "s") :]
+    assert len(tail) < len(data)
+    assert chunk_rows_from_footer(tail) == samples().chunks
+    with pytest.raises(IndexFormatError):
+        footer_bytes(b"12345678", "s")
+
+
+def test_keys_that_are_not_utf8_survive() -> None:
+    keys = ("x", "\udcff", "\udce9y")
+    assert list(SampleTable.from_parquet(samples(keys).to_parquet(), "s").keys) == list(keys)
+
+
+def test_lifted_columns_do_not_shadow_the_format() -> None:
+    for name in ("key", "chunk", "start.jpg", "size.x"):
+        with pytest.raises(ConfigError, match="choose another"):
+            samples(columns={name: pa.array([1, 2, 3])})
+    with pytest.raises(IndexFormatError, match="2 rows of 3"):
+        samples(columns={"tokens": pa.array([1, 2])})
+
+
+def test_fields_outside_their_record_are_refused() -> None:
+    good = samples()
+    for start, size in ((100, 5), (1536, 5000), (1536, -1), (-2, 0)):
+        fields = {"jpg": (np.array([512, start, 3584]), np.array([5, size, 0]))}
+        with pytest.raises(IndexFormatError, match="field 'jpg' of sample 1"):
+            SampleTable(
+                chunks=good.chunks, keys=good.keys, chunk=good.chunk, record_starts=good.record_starts, fields=fields
+            ).validate()
+
+
+def test_an_empty_shard() -> None:
+    empty = SampleTable.build(
+        name="e.tar", size_bytes=1024, keys=[], record_starts=np.zeros(1, np.int64), fields={},
+        chunk_bounds=np.zeros(1, np.int64), crc32c=[],
+    )  # fmt: skip
+    back = SampleTable.from_parquet(empty.to_parquet(), "s")
+    assert (back.num_samples, back.chunks.num_chunks, back.record_starts.tolist()) == (0, 0, [0])
+
+
+# --- names and sidecars
+
+
+def test_paths() -> None:
+    assert chunks_path() == "_shardstream/chunks.parquet"
+    for name in ("000.tar", "part-0/000.tar", "a.b/c.parquet"):
+        assert shard_of_samples_path(samples_path(name)) == name
+    assert samples_path("p/0.tar") == "_shardstream/samples/p/0.tar.parquet"
+    assert shard_of_samples_path("_shardstream/chunks.parquet") is None
+
+
+def test_energon_index() -> None:
+    data = np.array([0, 1024, 3072], "<u8").tobytes()
+    assert parse_energon_idx(data, "i", 4096).tolist() == [0, 1024, 3072]
+    for bad in (b"", data[:-1], data[::-1], np.array([0, 5], "<u8").tobytes(), b"v1.2 1\njpg 512 5 a.jpg\n  "):
+        with pytest.raises(IndexFormatError, match="^i: "):
+            parse_energon_idx(bad, "i")
+    with pytest.raises(IndexFormatError, match="stale"):
+        parse_energon_idx(data, "i", 2048)
+
+
+def test_dali_index() -> None:
+    (first, second) = parse_dali_idx(b"v1.2 2\njpg 512 5 a.jpg cls 1536 1 a.cls\njpg 2560 6 b.jpg\n", "i")
+    assert [(field.extension, field.start, field.size, field.name) for field in first] == [
+        ("jpg", 512, 5, "a.jpg"), ("cls", 1536, 1, "a.cls"),
+    ]  # fmt: skip
+    assert second[0].start == 2560
+    assert parse_dali_idx(b"v1.1 1\njpg 512 5\n", "i")[0][0].name is None
+    for bad in (
+        b"",
+        b"v9 1\n",
+        b"v1.2 2\njpg 512 5 a.jpg\n",
+        b"v1.2 1\njpg 512 5 a b.jpg\n",
+        b"v1.2 1\njpg x 5 a.jpg\n",
+    ):
+        with pytest.raises(IndexFormatError, match="^i"):
+            parse_dali_idx(bad, "i")
+
+
+def test_wids_description() -> None:
+    good = {
+        "wids_version": 1,
+        "shardlist": [{"url": "a.tar", "nsamples": 3, "filesize": 9}, {"url": "b.tar", "nsamples": 0}],
+    }
+    rows = parse_wids(json.dumps(good).encode(), "w")
+    assert [(row.url, row.num_samples, row.size_bytes) for row in rows] == [("a.tar", 3, 9), ("b.tar", 0, None)]
+    for bad in (
+        b"{",
+        b"[]",
+        b'{"shardlist": "x"}',
+        b'{"shardlist": [1]}',
+        b'{"shardlist": [{"url": "a", "nsamples": -1}]}',
+    ):
+        with pytest.raises(IndexFormatError, match="^w"):
+            parse_wids(bad, "w")
+
+
+@given(data=st.binary(max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_fuzzed_sidecars_raise_data_errors_only(data: bytes) -> None:
+    for parse in (parse_energon_idx, parse_dali_idx, parse_wids):
+        for noise in (data, b"v1.2 1\n" + data, b'{"shardlist": [' + data):
+            try:
+                parse(noise, "i")
+            except DataError:
+                pass
