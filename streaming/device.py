@@ -10,7 +10,7 @@ The way of one batch::
 There is no thread. Copies are asynchronous, so all that the host has to do is to *issue* them, ``depth`` batches before
 they are needed, and that happens whenever the consumer asks for a batch. A thread would help only where the loader is
 late with a batch while an older one lies on the device already; but a loader that is late has nothing built ahead, and
-then the loader is what limits the consumer, who meanwhile has ``depth`` steps of work queued on the device. What a thread
+then the loader limits the consumer, who meanwhile has ``depth`` steps of work queued on the device. What a thread
 costs is certain: it takes the interpreter lock from the training loop, and makes every way of stopping harder.
 """
 
