@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -50,7 +52,7 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
     "simplejpeg": ("streaming.decode", "shard_tools"),
     "click": ("shard_tools",),
     "rich": ("shard_tools",),
-    "typing_extensions": PACKAGES,
+    "cloudpickle": ("streaming.engine",),
 }
 IMPORT_HELPERS = {"import_module", "__import__", "require"}
 # By exact name: names that load when they are first used, and the helper `require`.
@@ -181,6 +183,14 @@ def test_each_optional_dependency_is_known_to_one_adapter_module() -> None:
             top = {a.name for n in tree(user).body if isinstance(n, ast.Import) for a in n.names}
             top |= {n.module or "" for n in tree(user).body if isinstance(n, ast.ImportFrom)}
             assert package not in {name.split(".")[0] for name in top}, f"{user} needs {package} just to be imported"
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[\[<>=!~ ]", line)[0].lower() for line in project["dependencies"]}
+    used = {name.split(".")[0] for module in modules() for name in imports(module)} & KNOWN_TO.keys()
+    distributions = {"PIL": "pillow"}
+    assert {distributions.get(name, name) for name in used} <= declared
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
