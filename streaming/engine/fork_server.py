@@ -1,0 +1,217 @@
+"""A small process from which decode workers are forked: both ends of it.
+
+Why not fork the training process: a child inherits locks held by threads that it does not have, and hangs in torch's or
+OpenMP's thread pools. Why not ``multiprocessing``'s fork server: it runs the user's script again in every worker, which
+breaks scripts without an ``if __name__ == "__main__"`` guard, and it hides how its children ended.
+
+The server has one thread, has imported what workers need, and never uses torch. It ends, and with it all workers, when
+its control socket is closed or its parent is gone, whichever is first.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+
+from streaming.decode.images import opencv
+from streaming.engine import worker_main
+
+_REQUEST = struct.Struct("<cQ")  # what, which worker
+_SPAWN, _STATUS, _KILL = b"+", b"?", b"!"
+_REPLY = struct.Struct("<?i")  # known, its wait status
+_GRACE_S = 0.5
+"""For workers to end by themselves once their socket has: idle ones take milliseconds, busy ones are killed."""
+_EXIT_WAIT_S = 2.0
+"""For a worker whose socket has ended to end itself, with its own exit status."""
+_START = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from streaming.engine.fork_server import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+
+class ServerClosedError(Exception):
+    """The server has ended."""
+
+
+class ForkServer:
+    """The parent's end: starts a server process at once, which takes about a second to be ready. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            paths = [path or os.getcwd() for path in sys.path]
+            command = [sys.executable, "-P", "-X", "faulthandler", "-c", _START]
+            # A blocked signal stays blocked in the new process: Ctrl-C never finds it without its own settings.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                self._process = subprocess.Popen(  # noqa: S603  our own interpreter and code
+                    [*command, str(theirs.fileno()), str(os.getpid()), *paths],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+            except BaseException:
+                self._control.close()
+                raise
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def pid(self) -> int:
+        """Of the server process."""
+        return self._process.pid
+
+    def spawn(self, number: int, sock: socket.socket) -> None:
+        """Fork a worker that serves ``sock``; does not wait for it.
+
+        Raises:
+            ServerClosedError: The server has ended.
+        """
+        with self._lock:
+            try:
+                socket.send_fds(self._control, [_REQUEST.pack(_SPAWN, number)], [sock.fileno()])
+            except OSError as error:
+                raise ServerClosedError(str(error)) from error
+
+    def status(self, number: int, *, kill: bool = False) -> int | None:
+        """Wait status of a worker, as ``os.waitpid`` gives it; None if nobody knows. It is dead when this returns.
+
+        Args:
+            number: The worker, whose socket has ended.
+            kill: Do not give it time to end by itself.
+        """
+        with self._lock:
+            try:
+                self._control.send(_REQUEST.pack(_KILL if kill else _STATUS, number))
+                reply = self._control.recv(_REPLY.size)
+            except OSError:
+                return None
+        if len(reply) < _REPLY.size:
+            return None
+        known, status = _REPLY.unpack(reply)
+        return status if known else None
+
+    def close(self) -> None:
+        """End the server and all its workers; returns when they are gone."""
+        with suppress(OSError):  # it has gone already
+            self._control.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        with self._lock:
+            self._control.close()
+
+
+# --- the server process ---
+
+
+def serve(control_fd: int, parent_pid: int) -> None:
+    """The server's main loop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    opencv()
+    gc.collect()
+    gc.freeze()
+    children: dict[int, int] = {}
+    with socket.socket(fileno=control_fd) as control:
+        parent_fd = _pidfd(parent_pid)
+        if os.getppid() == parent_pid:
+            watched = [control.fileno()] if parent_fd is None else [control.fileno(), parent_fd]
+            while _wait(watched) == control.fileno() and _handle(control, parent_fd, children):
+                pass
+    _end(children.values())
+    os._exit(0)  # nothing to tidy: taking torch's modules down would take longer than all of this
+
+
+def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, int]) -> bool:
+    """One request; False when there will be no more."""
+    try:
+        data, fds, _, _ = socket.recv_fds(control, _REQUEST.size, 1, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError:
+        return False
+    if len(data) < _REQUEST.size:
+        return False
+    what, number = _REQUEST.unpack(data)
+    if what == _SPAWN:
+        children[number] = _fork(fds[0], [control.fileno(), *([] if parent_fd is None else [parent_fd])])
+        return True
+    pid = children.pop(number, None)
+    status = 0 if pid is None else _reap(pid, 0.0 if what == _KILL else _EXIT_WAIT_S)
+    try:
+        control.send(_REPLY.pack(pid is not None, status))
+    except ConnectionError:
+        return False
+    return True
+
+
+def _fork(fd: int, not_for_it: Iterable[int]) -> int:
+    server_pid = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # BLAS threads, which mind forks themselves
+        pid = os.fork()
+    if pid:
+        os.close(fd)
+        return pid
+    code = 1
+    try:
+        for other in not_for_it:
+            os.close(other)
+        with socket.socket(fileno=fd) as sock:
+            worker_main.run(sock, server_pid)
+        code = 0
+    except BaseException:  # noqa: BLE001  a process border: nothing must get back into the server's loop
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code)
+
+
+def _end(pids: Iterable[int]) -> None:
+    """Give the workers, whose sockets have ended, a moment; kill the rest."""
+    deadline_s = time.monotonic() + _GRACE_S
+    for pid in pids:
+        _reap(pid, max(0.0, deadline_s - time.monotonic()))
+
+
+def _reap(pid: int, patience_s: float) -> int:
+    """Wait status of a child that is about to end; it is killed when patience is out."""
+    fd = _pidfd(pid)
+    ended = fd is not None and bool(select.select([fd], [], [], patience_s)[0])
+    if fd is not None:
+        os.close(fd)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1]
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that is readable once the process has ended; None on kernels before 5.3."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _wait(fds: list[int]) -> int:
+    """The last of ``fds`` that is readable: the parent's end goes before requests."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll()}
+    return [fd for fd in fds if fd in ready][-1]

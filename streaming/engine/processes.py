@@ -1,0 +1,190 @@
+"""The worker processes of one pool: started together, lent to one thread at a time, replaced when they die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import count
+
+from streaming.engine.channel import Channel, ChannelClosedError
+from streaming.engine.fork_server import ForkServer, ServerClosedError
+from streaming.engine.worker_main import HELLO, SETUP
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker process, as the parent sees it. Used by the one thread that took it.
+
+    Attributes:
+        number: Its name towards the fork server.
+        channel: To talk with it.
+        slots: Ring slots that it has mapped.
+        pid: None until it has answered for the first time.
+        busy_since_s: When it was taken, by ``time.monotonic``; None while it is free.
+    """
+
+    number: int
+    channel: Channel
+    slots: set[int] = field(default_factory=set)
+    pid: int | None = None
+    busy_since_s: float | None = None
+
+
+class Processes:
+    """``num_workers`` processes behind one fork server. Thread-safe.
+
+    Args:
+        num_workers: How many.
+        recipe: The pickled recipe, for each of them.
+        arena_fd: The arena.
+        arena_bytes: Its address range.
+    """
+
+    def __init__(self, num_workers: int, recipe: bytes, arena_fd: int, arena_bytes: int) -> None:
+        self._num_workers = num_workers
+        self._setup = (SETUP, recipe, arena_bytes)
+        self._arena_fd = arena_fd
+        self._changed = threading.Condition()
+        self._numbers = count()
+        self._workers: dict[int, Worker] = {}
+        self._idle: list[Worker] = []
+        self._server: ForkServer | None = None
+        self._closed = False
+        self._owner_pid = os.getpid()
+
+    @property
+    def server_pid(self) -> int | None:
+        """Of the fork server; None while there is none."""
+        server = self._server
+        return None if server is None else server.pid
+
+    def all(self) -> list[Worker]:
+        """All workers, the oldest first."""
+        with self._changed:
+            return list(self._workers.values())
+
+    def start(self) -> None:
+        """Start all that do not run yet; does not wait until they are ready.
+
+        Raises:
+            RuntimeError: If closed.
+        """
+        with self._changed:
+            self._check_open()
+            while len(self._workers) < self._num_workers:
+                self._spawn()
+
+    def take(self) -> Worker:
+        """A free worker, for the caller alone, to be followed by ``give_back`` or ``replace``; blocks until there is.
+
+        Raises:
+            RuntimeError: If closed, before or while waiting.
+        """
+        self.start()
+        with self._changed:
+            while not self._idle:
+                self._changed.wait()
+                self._check_open()
+            self._check_open()
+            worker = self._idle.pop()  # the one used last: its caches are warm
+            worker.busy_since_s = time.monotonic()
+            return worker
+
+    def meet(self, worker: Worker) -> None:
+        """Tell a new worker what it needs, wait until it is up.
+
+        Raises:
+            ChannelClosedError: It has died.
+        """
+        worker.channel.send(self._setup, [self._arena_fd])
+        (kind, pid), _ = worker.channel.receive()
+        if kind != HELLO:
+            raise ChannelClosedError(f"expected {HELLO!r}, got {kind!r}")
+        worker.pid = pid
+
+    def give_back(self, worker: Worker) -> None:
+        """The worker is free again."""
+        with self._changed:
+            worker.busy_since_s = None
+            if self._closed:
+                worker.channel.close()
+                return
+            self._idle.append(worker)
+            self._changed.notify()
+
+    def replace(self, worker: Worker, *, kill: bool = False) -> str:
+        """Put another worker in the place of one that died, or that is to be killed; says how it ended.
+
+        Raises:
+            RuntimeError: If closed.
+        """
+        worker.channel.shut()
+        server = self._server
+        status = None if server is None else server.status(worker.number, kill=kill)
+        worker.channel.close()
+        with self._changed:
+            self._workers.pop(worker.number, None)
+            self._check_open()
+            self._spawn()
+            self._changed.notify()
+        return _how_it_ended(worker.pid, status)
+
+    def close(self) -> None:
+        """End all, also those in the middle of a batch. Whoever talks to one gets ChannelClosedError."""
+        if os.getpid() != self._owner_pid:  # a fork of the owner has nothing to end
+            return
+        with self._changed:
+            self._closed = True
+            workers, self._workers = list(self._workers.values()), {}
+            idle, self._idle = self._idle, []
+            server, self._server = self._server, None
+            self._changed.notify_all()
+        for worker in workers:
+            worker.channel.shut()
+        for worker in idle:
+            worker.channel.close()
+        if server is not None:
+            server.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the worker pool is closed")
+
+    def _spawn(self) -> None:
+        """One more worker, in a new server if there is none or it has ended. With the lock held."""
+        if self._server is None:
+            self._server = ForkServer()
+        ours, theirs = socket.socketpair()
+        worker = Worker(number=next(self._numbers), channel=Channel(ours))
+        try:
+            with theirs:
+                try:
+                    self._server.spawn(worker.number, theirs)
+                except ServerClosedError:
+                    self._server.close()
+                    self._server = ForkServer()
+                    self._server.spawn(worker.number, theirs)
+        except BaseException:
+            worker.channel.close()
+            raise
+        self._workers[worker.number] = worker
+        self._idle.append(worker)
+
+
+def _how_it_ended(pid: int | None, status: int | None) -> str:
+    name = "a worker that was starting" if pid is None else f"worker process {pid}"
+    if status is None:
+        return f"{name} ended together with the process it was forked from"
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"{name} exited with code {code}"
+    try:
+        known = signal.Signals(-code).name
+    except ValueError:
+        known = f"signal {-code}"
+    perhaps = " (probably by the kernel, for lack of memory)" if known == "SIGKILL" else ""
+    return f"{name} was killed by {known}{perhaps}"

@@ -1,0 +1,257 @@
+"""The batch ring: slots of anonymous shared memory in which batches are built, and which their users own.
+
+A slot is handed out for one batch and comes back when nothing refers to that batch's memory any more: every tensor,
+view and array of the batch keeps one NumPy array alive, and a finalizer on it gives the slot back. So a batch that is
+kept never changes; who keeps many gets fresh slots, and from ``MAX_EXTRA_SLOTS`` on private copies.
+
+Slots are sparse: their address range (``span_bytes``) is generous, pages come with the first touch.
+
+No lock anywhere: finalizers run whenever the collector likes, perhaps in a thread that is in the middle of these very
+functions. Everything they touch is changed by single atomic operations.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Memory: TypeAlias = npt.NDArray[np.uint8]
+
+ALIGN_BYTES = 64
+"""A cache line, and more than any dtype needs."""
+FIRST_SPAN_BYTES = 64 << 20
+"""Address range of a first slot; a batch that needs more grows it, and the ring remembers."""
+MAX_EXTRA_SLOTS = 64
+"""Slots beyond the nominal number: each costs a descriptor, of which a process has about 1,000."""
+
+
+class Slot:
+    """One memfd and its mapping in this process. The number names it on the wire."""
+
+    def __init__(self, number: int, fd: int) -> None:
+        self.number = number
+        self.fd = fd
+        self.span_bytes = 0
+        self.follow()
+
+    @classmethod
+    def create(cls, number: int, span_bytes: int) -> Slot:
+        """A new slot of zeros."""
+        fd = os.memfd_create("shardstream-ring", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, span_bytes)
+            return cls(number, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def follow(self) -> None:
+        """Map all of it, if another process has made it larger; arrays over an earlier mapping stay as good."""
+        span = os.fstat(self.fd).st_size
+        if span != self.span_bytes:
+            self.memory = mmap.mmap(self.fd, span)
+            self.span_bytes = span
+
+    def grow(self, num_bytes: int) -> None:
+        """Give it room for ``num_bytes``, at least doubling the span."""
+        span = -(-max(2 * self.span_bytes, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(self.fd, span)
+        self.follow()
+
+    def array(self, num_bytes: int | None = None) -> Memory:
+        """A new array over its first bytes (default: all); what is cut from it refers to it."""
+        return np.frombuffer(self.memory, np.uint8, self.span_bytes if num_bytes is None else num_bytes)
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping goes with the last array over it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class SlotWriter:
+    """Hands out a slot's memory from its start to its end, growing it as needed. For one thread."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._whole = slot.array()
+        self._mappings = [(_address(self._whole), len(self._whole))]
+        self.used_bytes = 0
+
+    def reserve(self, num_bytes: int) -> Memory:
+        """``num_bytes`` of room, with any content."""
+        start = -(-self.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        if start + num_bytes > self._slot.span_bytes:
+            self._slot.grow(start + num_bytes)
+            self._whole = self._slot.array()
+            self._mappings.append((_address(self._whole), len(self._whole)))
+        self.used_bytes = start + num_bytes
+        return self._whole[start : self.used_bytes]
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor in the slot, with any content: the hook of ``streaming.collate``."""
+        return tensor_on(self.reserve(_num_bytes(shape, dtype)), shape, dtype)
+
+    def place(self, data: Memory) -> int:
+        """Where ``data`` lies in the slot; it is copied there if it lies elsewhere."""
+        if not len(data):
+            return 0
+        address = _address(data)
+        for base, length in self._mappings:
+            if base <= address < base + length:
+                return address - base
+        room = self.reserve(len(data))
+        np.copyto(room, data)
+        return self.used_bytes - len(data)
+
+
+class Lease:
+    """One slot for a batch that is built in this process. For one thread; ends with the last tensor it gave."""
+
+    def __init__(self, root: Memory | None, want_span: Any) -> None:
+        self._root = root
+        self._want_span = want_span
+        self._used_bytes = 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor with any content, in the slot or, where that is full or given up, in fresh memory."""
+        start = -(-self._used_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self._used_bytes = start + _num_bytes(shape, dtype)
+        if self._root is None:
+            return torch.empty(shape, dtype=dtype)
+        if self._used_bytes > len(self._root):
+            self._want_span(self._used_bytes)
+            return torch.empty(shape, dtype=dtype)
+        return tensor_on(self._root[start : self._used_bytes], shape, dtype)
+
+    def end(self) -> None:
+        """Nothing more will be allocated."""
+        self._root = None
+
+
+class BatchRing:
+    """Slots for the batches that are being built, waiting, or with their user. Thread-safe.
+
+    Args:
+        num_slots: Slots to keep when they are free: those being built, waiting and in use in the usual case.
+        span_bytes: Address range of a new slot.
+    """
+
+    def __init__(self, num_slots: int, span_bytes: int = FIRST_SPAN_BYTES) -> None:
+        self.num_slots = num_slots
+        self._span_bytes = span_bytes
+        self._numbers = count()
+        self._free: deque[Slot] = deque()
+        self._taken: set[Slot] = set()
+        self._closed = False
+
+    @property
+    def num_taken(self) -> int:
+        """Slots of batches that are being built or that somebody keeps."""
+        return len(self._taken)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that wait to be used again."""
+        return len(self._free)
+
+    @property
+    def crowded(self) -> bool:
+        """So many batches are kept that new ones are to be copied out of their slots."""
+        return len(self._taken) > self.num_slots + MAX_EXTRA_SLOTS
+
+    def take(self) -> Slot:
+        """A slot for the caller alone; to be followed by ``wrap``, ``give_back`` or ``discard``."""
+        try:
+            slot = self._free.pop()  # the last one used: its pages are likely in a cache
+        except IndexError:
+            slot = Slot.create(next(self._numbers), self._span_bytes)
+        self._taken.add(slot)
+        return slot
+
+    def wrap(self, slot: Slot, num_bytes: int) -> Memory:
+        """The slot's first bytes as an array; when it and all cut from it are gone, the slot comes back by itself."""
+        if self.crowded:
+            copy = slot.array(num_bytes).copy()
+            self.give_back(slot)
+            return copy
+        root = slot.array(num_bytes)
+        weakref.finalize(root, self.give_back, slot).atexit = False
+        return root
+
+    def give_back(self, slot: Slot) -> None:
+        """The slot is free."""
+        self._taken.discard(slot)
+        self._free.append(slot)
+        self._trim()
+
+    def discard(self, slot: Slot) -> None:
+        """Never use the slot again: somebody else may still write into it."""
+        self._taken.discard(slot)
+        slot.close()
+
+    def numbers(self) -> set[int]:
+        """Numbers of the slots that may be used again."""
+        return {slot.number for slot in (*self._free, *self._taken)}
+
+    def want_span(self, num_bytes: int) -> None:
+        """Let new slots have room for ``num_bytes``."""
+        if num_bytes > self._span_bytes:
+            self._span_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @contextmanager
+    def lease(self) -> Iterator[Lease]:
+        """A slot for a batch built in this process: ``with ring.lease() as lease: build(…, lease.allocate)``."""
+        root = None
+        if len(self._taken) < self.num_slots + MAX_EXTRA_SLOTS and not self._closed:
+            slot = self.take()
+            if slot.span_bytes < self._span_bytes:
+                slot.grow(self._span_bytes)
+            root = self.wrap(slot, slot.span_bytes)
+        lease = Lease(root, self.want_span)
+        del root
+        try:
+            yield lease
+        finally:
+            lease.end()
+
+    def close(self) -> None:
+        """Free what nobody uses. Batches that are kept stay as they are; their memory goes with them."""
+        self._closed = True
+        self._trim()
+        for slot in list(self._taken):
+            slot.close()
+
+    def _trim(self) -> None:
+        while len(self._free) > (0 if self._closed else self.num_slots):
+            try:
+                self._free.popleft().close()  # the one that was idle longest
+            except IndexError:  # somebody else took it
+                return
+
+
+def tensor_on(memory: Memory, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of ``memory`` as a tensor, which keeps ``memory`` alive."""
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return size
+
+
+def _address(memory: Memory) -> int:
+    address: int = memory.__array_interface__["data"][0]
+    return address

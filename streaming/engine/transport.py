@@ -1,0 +1,233 @@
+"""What travels between the training process and its workers: rows one way, batches and errors the other.
+
+A batch goes as a pickle (protocol 5) whose buffers lie in a ring slot: those of tensors and arrays wherever they stand
+in it, and long lists of ``bytes`` as one buffer. Tensors that ``SlotWriter.allocate`` gave are there already.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import traceback
+from dataclasses import dataclass
+from itertools import pairwise
+from pickle import PickleBuffer
+from typing import Any, TypeAlias
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streaming.engine.arena import Arena
+from streaming.engine.build import Rows
+from streaming.engine.ring import Memory, SlotWriter, tensor_on
+from streaming.engine.rows import FieldRange
+from streaming.errors import WorkerError
+
+_IN_SLOT_BYTES = 32 << 10
+"""Pickles and lists of bytes of this size go through the slot: cheaper than twice through a socket."""
+_SMALL_ITEM_BYTES = 4 << 10
+"""Items below this are joined and cut as bytes objects; above, each is copied once more cheaply than twice."""
+
+WireRows: TypeAlias = tuple[bytes | None, list[str], list[str], dict[str, tuple[Any, Any]], bytes | None]
+
+
+# --- rows ---
+
+
+def rows_to_wire(rows: Rows, arena: Arena | None) -> WireRows:
+    """``rows`` without their buffer if it is the arena, else with it."""
+    inline = None if arena is not None and rows.memory is arena.memory else bytes(rows.memory)
+    fields = {name: (where.starts, where.sizes) for name, where in rows.fields.items()}
+    damage = cloudpickle.dumps(dict(rows.damage)) if rows.damage else None
+    return inline, rows.keys, rows.urls, fields, damage
+
+
+def rows_from_wire(wire: WireRows, memory: Any, view: memoryview) -> Rows:
+    """The rows; ``memory`` and ``view`` are the arena's."""
+    inline, keys, urls, fields, damage = wire
+    return Rows(
+        memory=memory if inline is None else inline,
+        view=view if inline is None else memoryview(inline),
+        keys=keys,
+        urls=urls,
+        fields={name: FieldRange(starts=starts, sizes=sizes) for name, (starts, sizes) in fields.items()},
+        damage={} if damage is None else pickle.loads(damage),  # noqa: S301  from our own process
+    )
+
+
+# --- batches ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """A batch whose buffers lie in a slot.
+
+    Attributes:
+        body: The pickle; None: it is the last buffer.
+        echoes: Entries of the batch that are the rows' own lists: name to ``"keys"`` or ``"urls"``.
+        buffers: Start and size of each buffer in the slot.
+        used_bytes: How much of the slot is in use.
+    """
+
+    body: bytes | None
+    echoes: dict[str, str]
+    buffers: list[tuple[int, int]]
+    used_bytes: int
+
+
+def pack(batch: Any, rows: Rows, writer: SlotWriter) -> Parcel:
+    """``batch``, its memory in the writer's slot.
+
+    Raises:
+        Exception: Whatever pickling something in the batch raised.
+    """
+    echoes: dict[str, str] = {}
+    if type(batch) is dict:
+        batch = {name: _lighter(name, value, rows, writer, echoes) for name, value in batch.items()}
+    elif type(batch) is list:
+        batch = _lighter(None, batch, rows, writer, echoes)
+    buffers: list[tuple[int, int]] = []
+
+    def keep(buffer: PickleBuffer) -> bool:
+        try:
+            data = np.frombuffer(buffer.raw(), np.uint8)
+        except BufferError:  # not in one piece: goes with the pickle
+            return True
+        buffers.append((writer.place(data), len(data)))
+        return False
+
+    out = io.BytesIO()
+    _BatchPickler(out, protocol=5, buffer_callback=keep).dump(batch)
+    body: bytes | None = out.getvalue()
+    if body is not None and len(body) >= _IN_SLOT_BYTES:
+        keep(PickleBuffer(body))
+        body = None
+    return Parcel(body=body, echoes=echoes, buffers=buffers, used_bytes=writer.used_bytes)
+
+
+def unpack(parcel: Parcel, memory: Memory, keys: list[str], urls: list[str]) -> Any:
+    """The batch; its tensors and arrays are views of ``memory`` (the slot's used bytes) and keep it alive."""
+    buffers = [memory[start : start + size] for start, size in parcel.buffers]
+    body = buffers.pop().data if parcel.body is None else parcel.body
+    batch = pickle.loads(body, buffers=buffers)  # noqa: S301  from our own worker
+    for name, what in parcel.echoes.items():
+        batch[name] = keys if what == "keys" else urls
+    return batch
+
+
+class _BatchPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Knows the user's own classes (by value) and leaves the memory of tensors and arrays out of band."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
+            return _reduce_tensor(obj)
+        if type(obj) is np.ndarray and not obj.dtype.hasobject and not _in_one_piece(obj):
+            return np.ascontiguousarray(obj).__reduce_ex__(5)
+        return super().reducer_override(obj)
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.is_quantized:
+        return NotImplemented
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    memory = plain.view(-1).view(torch.uint8).numpy()
+    return _tensor, (PickleBuffer(memory.data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:  # noqa: FBT001
+    tensor = tensor_on(memory, shape, dtype)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _in_one_piece(array: npt.NDArray[Any]) -> bool:
+    return array.flags.c_contiguous or array.flags.f_contiguous
+
+
+def _lighter(name: Any, value: Any, rows: Rows, writer: SlotWriter, echoes: dict[str, str]) -> Any:
+    """``value``, or something that stands for it and costs less to send."""
+    if type(value) is not list or not value:
+        return value
+    if name == "__key__" and value == rows.keys:
+        echoes[name] = "keys"
+        return None
+    if name == "__url__" and value == rows.urls:
+        echoes[name] = "urls"
+        return None
+    kinds = set(map(type, value))
+    if bytes in kinds and kinds <= {bytes, type(None)}:
+        sizes = np.fromiter((-1 if item is None else len(item) for item in value), np.int64, len(value))
+        total = int(sizes.clip(0).sum())
+        if total >= _IN_SLOT_BYTES:
+            return _BytesList(value, sizes, writer.reserve(total))
+    return value
+
+
+class _BytesList:
+    """Stands for a list of ``bytes`` or None: all of them end to end in ``room``, and their sizes (None: -1)."""
+
+    def __init__(self, values: list[bytes | None], sizes: npt.NDArray[np.int64], room: Memory) -> None:
+        self._sizes = sizes
+        self._room = room
+        out = room.data
+        if len(room) < _SMALL_ITEM_BYTES * len(values):
+            out[:] = b"".join([value for value in values if value is not None])
+            return
+        start = 0
+        for value in values:
+            if value is not None:
+                out[start : start + len(value)] = value
+                start += len(value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _bytes_list, (PickleBuffer(self._room.data), self._sizes)
+
+
+def _bytes_list(memory: Any, sizes: npt.NDArray[np.int64]) -> list[bytes | None]:
+    lengths = sizes.clip(0)
+    stops = np.cumsum(lengths)
+    places = zip((stops - lengths).tolist(), stops.tolist(), strict=True)
+    if len(memory) < _SMALL_ITEM_BYTES * len(sizes):
+        whole = bytes(memory)
+        values: list[bytes | None] = [whole[start:stop] for start, stop in places]
+    else:
+        view = memoryview(memory)
+        values = [bytes(view[start:stop]) for start, stop in places]
+    for missing in np.flatnonzero(sizes < 0).tolist():
+        values[missing] = None
+    return values
+
+
+# --- errors ---
+
+
+def error_to_wire(error: BaseException, where: str) -> list[bytes]:
+    """The exception and its causes, each pickled; ``where`` and the traceback become notes."""
+    trace = "".join(traceback.format_exception(error))
+    chain: list[BaseException] = [error]
+    while chain[-1].__cause__ is not None and len(chain) < 8:
+        chain.append(chain[-1].__cause__)
+    blobs = [_portable(link) for link in chain]
+    return [*blobs, pickle.dumps(f"{where}\nTraceback in the worker:\n{trace}")]
+
+
+def error_from_wire(blobs: list[bytes]) -> BaseException:
+    """The exception, to be raised; its causes and notes as in the worker."""
+    *chain, note = [pickle.loads(blob) for blob in blobs]  # noqa: S301  from our own worker
+    for link, cause in pairwise(chain):
+        link.__cause__ = cause
+    error: BaseException = chain[0]
+    error.add_note(note)
+    return error
+
+
+def _portable(error: BaseException) -> bytes:
+    """The exception pickled or, where it does not survive that, a WorkerError that says what it was."""
+    try:
+        blob: bytes = cloudpickle.dumps(error)
+        if type(pickle.loads(blob)) is type(error):  # noqa: S301  what has just been pickled
+            return blob
+    except Exception:  # noqa: BLE001, S110  any class may break in any way here
+        pass
+    return pickle.dumps(WorkerError(f"{type(error).__module__}.{type(error).__qualname__}: {error}"))

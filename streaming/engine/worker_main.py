@@ -1,0 +1,184 @@
+"""A decode worker: takes the rows of a batch, reads their bytes from the arena, builds the batch in a ring slot.
+
+Its life: forked by the server, told the recipe, then one order after the other until the socket ends. It owns nothing
+that outlives it, and holds nothing of the user's but their functions.
+
+Messages, each a tuple that starts with its kind. To the worker: ``SETUP``, then ``ORDER``; while it builds, ``NEXT`` (a
+substitute, or None), ``GO_ON`` (a report was taken note of) or ``ABORT``. From it: ``HELLO`` once; ``SUBSTITUTE`` and
+``REPORT`` while it builds; ``DONE``, ``FAILED`` or ``ABORTED`` at the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import pickle
+import random
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streaming.decode import use_one_thread
+from streaming.engine.build import BadSample, BatchBuilder, Recipe, Rows
+from streaming.engine.channel import Channel, ChannelClosedError
+from streaming.engine.ring import Slot, SlotWriter
+from streaming.engine.transport import WireRows, error_to_wire, pack, rows_from_wire
+from streaming.errors import ConfigError
+
+Kind = Literal["setup", "hello", "order", "substitute", "next", "report", "go on", "abort", "done", "failed", "aborted"]
+SETUP: Kind = "setup"
+HELLO: Kind = "hello"
+ORDER: Kind = "order"
+SUBSTITUTE: Kind = "substitute"
+NEXT: Kind = "next"
+REPORT: Kind = "report"
+GO_ON: Kind = "go on"
+ABORT: Kind = "abort"
+DONE: Kind = "done"
+FAILED: Kind = "failed"
+ABORTED: Kind = "aborted"
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One batch to build.
+
+    Attributes:
+        rows: Its rows.
+        valid: Its mask, or None.
+        slot: Number of the ring slot to build it in; its descriptor comes along the first time.
+        gone: Slots that will not be used again.
+        seed: For the random generators of the user's functions; None: leave them as they are.
+    """
+
+    rows: WireRows
+    valid: npt.NDArray[np.bool_] | None
+    slot: int
+    gone: tuple[int, ...]
+    seed: int | None
+
+
+class _AbortedError(BaseException):
+    """The parent does not want this batch any more. Not for users to catch."""
+
+
+def run(sock: socket.socket, server_pid: int) -> None:
+    """Serve orders from ``sock`` until it ends."""
+    _die_with(server_pid)
+    torch.set_num_threads(1)
+    use_one_thread()
+    seed_generators(int.from_bytes(os.urandom(8), "little"))
+    try:
+        _Worker(Channel(sock)).serve()
+    except ChannelClosedError:
+        return
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  it is the global one that users' functions may use
+    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+
+
+def _die_with(server_pid: int) -> None:
+    """Have the kernel kill this process when the server ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server_pid:
+        os._exit(1)
+
+
+class _Worker:
+    """The state of one worker."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._slots: dict[int, Slot] = {}
+        (kind, blob, arena_bytes), fds = channel.receive()
+        if kind != SETUP:
+            raise ChannelClosedError(f"expected {SETUP!r}, got {kind!r}")
+        self._memory = mmap.mmap(fds[0], arena_bytes, prot=mmap.PROT_READ)
+        self._view = memoryview(self._memory)
+        os.close(fds[0])
+        self._broken: ConfigError | None = None
+        try:
+            self._recipe: Recipe = pickle.loads(blob)  # noqa: S301  our parent's own functions
+        except Exception as error:  # noqa: BLE001  a process border: the parent gets it with the first batch
+            self._broken = ConfigError(
+                f"decode, transform or collate_fn does not load in a worker process: {type(error).__name__}: {error}. "
+                f"Import what it needs inside it, or use num_workers=0"
+            )
+            self._broken.__cause__ = error
+        channel.send((HELLO, os.getpid()))
+
+    def serve(self) -> None:
+        """Orders, until the channel is closed."""
+        while True:
+            (kind, order), fds = self._channel.receive()
+            if kind != ORDER:
+                raise ChannelClosedError(f"expected {ORDER!r}, got {kind!r}")
+            for number in order.gone:
+                gone = self._slots.pop(number, None)
+                if gone is not None:
+                    gone.close()
+            if fds:
+                self._slots[order.slot] = Slot(order.slot, fds[0])
+            self._channel.send(self._answer(order))
+
+    def _answer(self, order: Order) -> tuple[Any, ...]:
+        slot = self._slots[order.slot]
+        rows: Rows | None = None
+        if self._broken is not None:
+            return FAILED, error_to_wire(self._broken, _where(None))
+        try:
+            slot.follow()
+            if order.seed is not None:
+                seed_generators(order.seed)
+            rows = rows_from_wire(order.rows, self._memory, self._view)
+            writer = SlotWriter(slot)
+            builder = BatchBuilder(self._recipe, self._substitutes, self._report, writer.allocate)
+            batch = builder.build(rows, order.valid)
+            return DONE, pack(batch, rows, writer)
+        except _AbortedError:
+            return (ABORTED,)
+        except ChannelClosedError:
+            raise
+        except BaseException as error:  # noqa: BLE001  a process border: the parent gets it
+            return FAILED, error_to_wire(error, _where(rows))
+
+    def _substitutes(self, row: int) -> Iterator[Rows]:
+        while (wire := self._ask((SUBSTITUTE, row))) is not None:
+            yield rows_from_wire(wire, self._memory, self._view)
+
+    def _report(self, bad: BadSample) -> None:
+        self._ask((REPORT, bad))
+
+    def _ask(self, question: tuple[Any, ...]) -> Any:
+        self._channel.send(question)
+        answer, _ = self._channel.receive()
+        if answer[0] == ABORT:
+            raise _AbortedError
+        return answer[1]
+
+
+def _where(rows: Rows | None) -> str:
+    what = "starting" if rows is None else f"building the batch of {describe_rows(rows.keys, rows.urls)}"
+    return f"in decode worker {os.getpid()}, {what}"
+
+
+def describe_rows(keys: list[str], urls: list[str]) -> str:
+    """The samples of a batch, for a message: all shards (up to three) and the first and last key."""
+    if not keys:
+        return "no samples"
+    shards = list(dict.fromkeys(urls))
+    more = f" and {len(shards) - 3} more" if len(shards) > 3 else ""
+    return f"{len(keys)} samples, {keys[0]!r} to {keys[-1]!r}, of {', '.join(shards[:3])}{more}"

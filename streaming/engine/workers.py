@@ -1,0 +1,289 @@
+"""Decode workers: the parent's side. Each call of ``build`` gives one free worker one batch to build."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from streaming.engine.arena import Arena
+from streaming.engine.build import BadSampleReport, Recipe, Rows
+from streaming.engine.channel import ChannelClosedError
+from streaming.engine.processes import Processes, Worker
+from streaming.engine.ring import BatchRing, Slot
+from streaming.engine.transport import Parcel, error_from_wire, rows_to_wire, unpack
+from streaming.engine.worker_main import (
+    ABORT,
+    ABORTED,
+    DONE,
+    FAILED,
+    GO_ON,
+    NEXT,
+    ORDER,
+    REPORT,
+    SUBSTITUTE,
+    Order,
+    describe_rows,
+)
+from streaming.errors import ConfigError, WorkerDiedError
+
+MAX_DEATHS = 3
+"""Workers that may die of one batch: a stray kill and an unlucky moment of memory, but not a habit."""
+
+_LISTED = 16
+
+Substitutes = Callable[[int], Iterator[Rows]]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One call of ``build``. Reports passed on are counted, so that a batch that is redone repeats none."""
+
+    rows: Rows
+    valid: npt.NDArray[np.bool_] | None
+    substitutes: Substitutes
+    report: BadSampleReport
+    seed: int | None
+    num_reported: int = 0
+    deaths: list[str] = field(default_factory=list)
+
+
+class _BatchFailedError(Exception):
+    """The batch has an error; the worker is as good as before."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class WorkerPool:
+    """``num_workers`` processes that build batches. Thread-safe: one thread per worker may be in ``build``.
+
+    Processes start with the first ``build`` or ``start``, all at once; ``close``, the collector or the interpreter's
+    end stops them. They end by themselves when this process is gone.
+
+    Args:
+        num_workers: Processes.
+        recipe: What to do; its ``finish`` is done here, in the calling thread.
+        arena: Where most rows lie; must stay open while ``build`` runs.
+        ring: Where batches go. The caller closes it, after the pool.
+
+    Raises:
+        ConfigError: ``num_workers`` is not positive, or a function of the recipe cannot be sent to a process.
+    """
+
+    def __init__(self, num_workers: int, recipe: Recipe, arena: Arena, *, ring: BatchRing) -> None:
+        if num_workers < 1:
+            raise ConfigError(f"num_workers: a pool needs at least one worker, got {num_workers}")
+        self._recipe = recipe
+        self._arena = arena
+        self._ring = ring
+        self._processes = Processes(num_workers, _pickled(recipe), arena.fd, len(arena.memory))
+        self._end = weakref.finalize(self, self._processes.close)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that have answered so far."""
+        return [worker.pid for worker in self._processes.all() if worker.pid is not None]
+
+    @property
+    def server_pid(self) -> int | None:
+        """Of the process they are forked from; None before the start."""
+        return self._processes.server_pid
+
+    def start(self) -> None:
+        """Start the processes, if they are not running; does not wait until they are ready."""
+        self._processes.start()
+
+    def build(
+        self,
+        rows: Rows,
+        valid: npt.NDArray[np.bool_] | None,
+        substitutes: Substitutes,
+        report: BadSampleReport,
+        *,
+        seed: int | None = None,
+    ) -> Any:
+        """The batch of ``rows``, as ``BatchBuilder.build`` gives it; its tensors lie in the ring.
+
+        ``substitutes`` and ``report`` are called in this thread, while the worker waits. What they raise aborts the
+        batch and is raised here. A worker that dies is replaced and its batch built again.
+
+        Args:
+            rows: The rows.
+            valid: Mask, or None.
+            substitutes: For row i of the batch, single rows to try in its place.
+            report: Told of every sample that could not be delivered, each once however often the batch is redone.
+            seed: Seeds Python's, NumPy's and torch's global generators in the worker before the batch.
+
+        Raises:
+            WorkerDiedError: ``MAX_DEATHS`` workers died of it.
+            RuntimeError: The pool is closed, or was while the batch was being built.
+            BaseException: Whatever the recipe's functions raised, with the worker's traceback as a note.
+        """
+        job = _Job(rows, valid, substitutes, report, seed)
+        while True:
+            worker = self._processes.take()
+            try:
+                batch = self._converse(worker, job)
+            except ChannelClosedError:
+                self._bury(worker, job)
+                continue
+            except _BatchFailedError as failed:
+                self._processes.give_back(worker)
+                error = failed.error
+            except BaseException:  # in the middle of a message, as by KeyboardInterrupt
+                self._processes.replace(worker, kill=True)
+                raise
+            else:
+                self._processes.give_back(worker)
+                return self._recipe.finished(batch)
+            raise error
+
+    def describe(self) -> str:
+        """What the workers are at, for people."""
+        now_s = time.monotonic()
+        states = []
+        for worker in self._processes.all():
+            since_s = worker.busy_since_s
+            state = "idle" if since_s is None else f"building for {now_s - since_s:.1f} s"
+            states.append(f"worker {worker.number} (pid {worker.pid or 'not up yet'}) {state}")
+        return "; ".join([*states, f"{self._ring.num_taken} batches in the ring are being built or in use"])
+
+    def close(self) -> None:
+        """End the processes, also in the middle of a batch; calls of ``build`` under way raise RuntimeError."""
+        self._end()
+
+    def _bury(self, worker: Worker, job: _Job) -> None:
+        """Note how the worker died, put another in its place.
+
+        Raises:
+            WorkerDiedError: Too many have died of this batch.
+        """
+        job.deaths.append(self._processes.replace(worker))
+        if len(job.deaths) < MAX_DEATHS:
+            return
+        rows = job.rows
+        listed = ", ".join(f"{url} {key!r}" for url, key in list(zip(rows.urls, rows.keys, strict=True))[:_LISTED])
+        raise WorkerDiedError(
+            f"{len(job.deaths)} decode workers, one after the other, died of the same batch of "
+            f"{describe_rows(rows.keys, rows.urls)}: {'; '.join(job.deaths)}. Killed by SIGKILL: lower num_workers, "
+            f"batch_size or memory_limit, or give the job more memory. Otherwise a decoder or transform crashes or "
+            f"exits on one of its samples ({listed}{', …' if len(rows.keys) > _LISTED else ''}): "
+            f"num_workers=0 shows where"
+        )
+
+    # --- the conversation about one batch ---
+
+    def _converse(self, worker: Worker, job: _Job) -> Any:
+        """The batch, not finished.
+
+        Raises:
+            ChannelClosedError: The worker has died.
+            _BatchFailedError: The batch cannot be built.
+        """
+        if worker.pid is None:
+            self._processes.meet(worker)
+        slot = self._ring.take()
+        try:
+            self._send_order(worker, job, slot)
+            parcel = self._await_parcel(worker, job)
+            slot.follow()
+        except _BatchFailedError:
+            self._ring.give_back(slot)
+            raise
+        except BaseException:  # the worker may still write into it
+            self._ring.discard(slot)
+            raise
+        return self._unpacked(parcel, slot, job.rows)
+
+    def _send_order(self, worker: Worker, job: _Job, slot: Slot) -> None:
+        gone = worker.slots - self._ring.numbers()
+        worker.slots -= gone
+        is_new = slot.number not in worker.slots
+        worker.slots.add(slot.number)
+        order = Order(
+            rows=rows_to_wire(job.rows, self._arena),
+            valid=job.valid,
+            slot=slot.number,
+            gone=tuple(gone),
+            seed=job.seed,
+        )
+        worker.channel.send((ORDER, order), [slot.fd] if is_new else [])
+
+    def _await_parcel(self, worker: Worker, job: _Job) -> Parcel:
+        dialogue = _Dialogue(job, self._arena)
+        while True:
+            (kind, *rest), _ = worker.channel.receive()
+            if kind == DONE:
+                parcel: Parcel = rest[0]
+                return parcel
+            if kind == FAILED:
+                raise _BatchFailedError(error_from_wire(rest[0]))
+            try:
+                reply = dialogue.reply(kind, rest[0])
+            except BaseException as error:
+                _abort(worker)
+                raise _BatchFailedError(error) from error
+            worker.channel.send(reply)
+
+    def _unpacked(self, parcel: Parcel, slot: Slot, rows: Rows) -> Any:
+        self._ring.want_span(slot.span_bytes)
+        memory = self._ring.wrap(slot, parcel.used_bytes)
+        try:
+            return unpack(parcel, memory, rows.keys, rows.urls)
+        except Exception as error:  # a user's class that does not load
+            raise _BatchFailedError(error) from error
+
+
+class _Dialogue:
+    """What a worker asks while it builds one batch, and the answers."""
+
+    def __init__(self, job: _Job, arena: Arena) -> None:
+        self._job = job
+        self._arena = arena
+        self._standing_in: dict[int, Iterator[Rows]] = {}
+        self._num_reports = 0
+
+    def reply(self, kind: str, value: Any) -> tuple[Any, ...]:
+        """The answer to one question.
+
+        Raises:
+            BaseException: Whatever ``report`` or ``substitutes`` raised.
+        """
+        if kind == REPORT:
+            self._num_reports += 1
+            if self._num_reports > self._job.num_reported:
+                self._job.num_reported = self._num_reports
+                self._job.report(value)
+            return GO_ON, None
+        if kind != SUBSTITUTE:
+            raise AssertionError(f"a worker said {kind!r} while it built a batch")
+        if value not in self._standing_in:
+            self._standing_in[value] = self._job.substitutes(value)
+        found = next(self._standing_in[value], None)
+        return NEXT, None if found is None else rows_to_wire(found, self._arena)
+
+
+def _abort(worker: Worker) -> None:
+    """Have the worker give the batch up."""
+    worker.channel.send((ABORT,))
+    while worker.channel.receive()[0][0] != ABORTED:
+        pass
+
+
+def _pickled(recipe: Recipe) -> bytes:
+    try:
+        blob: bytes = cloudpickle.dumps(replace(recipe, finish=None), protocol=5)
+    except Exception as error:  # whatever a user's object raises
+        raise ConfigError(
+            f"decode, transform or collate_fn cannot be sent to worker processes: {type(error).__name__}: {error}. "
+            f"Open files, locks and connections inside the function, at its first call, or use num_workers=0"
+        ) from error
+    return blob
