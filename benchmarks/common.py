@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+import webdataset as wds
+
 from shard_tools import ShardWriter
+from streaming.storage import Storage
 
 Run = Callable[[], int]
 """Delivers one epoch to this process, everything opened anew, and returns how many samples came."""
@@ -75,8 +78,6 @@ def shard_files(folder: str) -> list[str]:
 
 def webdataset(folder: str, *steps: Callable[[Any], Any], batch_size: int) -> Iterator[Any]:
     """webdataset as its documentation has it: shards shuffled, a buffer of 1,000 samples, batches."""
-    import webdataset as wds
-
     pipeline = wds.WebDataset(shard_files(folder), shardshuffle=1000, empty_check=False).shuffle(1000)
     for step in steps:
         pipeline = step(pipeline)
@@ -124,9 +125,7 @@ def machine() -> str:
 def s3_copy(folder: str) -> Iterator[tuple[str, dict[str, str]]]:
     """``folder`` in a bucket of an S3 server on loopback: its URL and storage options."""
     sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
-    from servers import MiniS3Server
-
-    from streaming.storage import Storage
+    from servers import MiniS3Server  # noqa: PLC0415  tests/ is no package, and on the path only from here on
 
     with MiniS3Server(buckets=("bench",)) as server:
         storage = Storage(server.storage_options)
