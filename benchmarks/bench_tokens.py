@@ -1,7 +1,7 @@
 """Token sequences: 2,048 uint16 tokens each, shuffled, delivered as int64 [32, 2048].
 
 Run: ``python benchmarks/bench_tokens.py [--sequences 40000] [--rounds 3] [--data FOLDER]``. Ours against webdataset,
-and against the least that can be done: a gather from a NumPy memory map of all tokens in a random order, converted alike.
+and against the least that can be done: a gather from a NumPy memory map of all tokens in random order, converted alike.
 """
 
 from __future__ import annotations

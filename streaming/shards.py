@@ -113,9 +113,15 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
     home = split_url(url)[0] if shards.index is None else shards.index
     path = join_url(home, samples_path(shard_name(url, shards.index)))
     try:
-        return SampleTable.from_parquet(storage.read(path), path)
+        found = SampleTable.from_parquet(storage.read(path), path)
     except NotFoundError:
         return None
+    if shards.table is not None and found.chunks != shards.table.take([shard]):
+        raise IndexMismatchError(
+            f"{redact(path)}: this sample table is not of the shard that the chunk table beside it describes; one of "
+            f"them is out of date. Rebuild both: shard_tools index --force {redact(url)}"
+        )
+    return found
 
 
 _FOOTER_GUESS_BYTES = 64 << 10

@@ -373,6 +373,26 @@ class TestIndexFiles:
         assert command("index", "--force", shards)[0] == 0
         assert len(epoch(shards)) == NUM_SAMPLES // 4
 
+    @pytest.mark.parametrize("act", [lambda url: StreamingDataset(url)[1], lambda url: epoch(url, fields=("cls",))])
+    def test_damaged_sample_table(self, shards: str, act: Callable[[str], object]) -> None:
+        path = chunk_file(shards).with_name("samples") / "0000.tar.parquet"
+        path.write_bytes(path.read_bytes()[:-100])
+        refused(IndexFormatError, lambda: act(shards), "0000.tar.parquet", "shard_tools index --force")
+
+    def test_sample_table_of_another_shard(self, shards: str) -> None:
+        """It would silently give the bytes of other samples."""
+        folder = chunk_file(shards).with_name("samples")
+        shutil.copy(folder / "0000.tar.parquet", folder / "0001.tar.parquet")
+        dataset = StreamingDataset(shards)
+        assert dataset[0]["cls"] == 0
+        refused(IndexMismatchError, lambda: dataset[21], "0001.tar.parquet", "out of date", "shard_tools index --force")
+
+    def test_cure_of_a_sample_table_of_another_shard(self, shards: str) -> None:
+        folder = chunk_file(shards).with_name("samples")
+        shutil.copy(folder / "0000.tar.parquet", folder / "0001.tar.parquet")
+        assert command("index", "--force", f"{shards}/0001.tar")[0] == 0
+        assert StreamingDataset(shards)[21]["cls"] == 21
+
     def test_no_index_where_it_is_said_to_be(self, shards: str, tmp_path: Path) -> None:
         """Small sets do without, but a place that was named and is empty is a mistake."""
         refused(IndexMissingError, lambda: epoch(shards, index=tmp_path / "elsewhere"), "elsewhere", "no index",
