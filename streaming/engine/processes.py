@@ -14,6 +14,9 @@ from streaming.engine.channel import Channel, ChannelClosedError
 from streaming.engine.fork_server import ForkServer, ServerClosedError
 from streaming.engine.worker_main import HELLO, SETUP
 
+_NUMBERS = count()
+"""Of workers; unique in this process, since pools may share a server."""
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
@@ -42,17 +45,20 @@ class Processes:
         recipe: The pickled recipe, for each of them.
         arena_fd: The arena.
         arena_bytes: Its address range.
+        server: A fork server that others use too, which the caller closes; None: one of its own.
     """
 
-    def __init__(self, num_workers: int, recipe: bytes, arena_fd: int, arena_bytes: int) -> None:
+    def __init__(
+        self, num_workers: int, recipe: bytes, arena_fd: int, arena_bytes: int, server: ForkServer | None = None
+    ) -> None:
         self._num_workers = num_workers
         self._setup = (SETUP, recipe, arena_bytes)
         self._arena_fd = arena_fd
         self._changed = threading.Condition()
-        self._numbers = count()
         self._workers: dict[int, Worker] = {}
         self._idle: list[Worker] = []
-        self._server: ForkServer | None = None
+        self._server = server
+        self._owns_server = server is None
         self._closed = False
         self._owner_pid = os.getpid()
 
@@ -147,8 +153,13 @@ class Processes:
             worker.channel.shut()
         for worker in idle:
             worker.channel.close()
-        if server is not None:
+        if server is None:
+            return
+        if self._owns_server:
             server.close()
+            return
+        for worker in workers:
+            server.status(worker.number, kill=worker not in idle)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -156,23 +167,26 @@ class Processes:
 
     def _spawn(self) -> None:
         """One more worker, in a new server if there is none or it has ended. With the lock held."""
-        if self._server is None:
-            self._server = ForkServer()
+        server = self._server or self._start_server()
         ours, theirs = socket.socketpair()
-        worker = Worker(number=next(self._numbers), channel=Channel(ours))
+        worker = Worker(number=next(_NUMBERS), channel=Channel(ours))
         try:
             with theirs:
                 try:
-                    self._server.spawn(worker.number, theirs)
+                    server.spawn(worker.number, theirs)
                 except ServerClosedError:
-                    self._server.close()
-                    self._server = ForkServer()
-                    self._server.spawn(worker.number, theirs)
+                    self._start_server().spawn(worker.number, theirs)
         except BaseException:
             worker.channel.close()
             raise
         self._workers[worker.number] = worker
         self._idle.append(worker)
+
+    def _start_server(self) -> ForkServer:
+        if self._owns_server and self._server is not None:
+            self._server.close()
+        self._server, self._owns_server = ForkServer(), True
+        return self._server
 
 
 def _how_it_ended(pid: int | None, status: int | None) -> str:

@@ -31,8 +31,8 @@ ALIGN_BYTES = 64
 """A cache line, and more than any dtype needs."""
 FIRST_SPAN_BYTES = 64 << 20
 """Address range of a first slot; a batch that needs more grows it, and the ring remembers."""
-MAX_EXTRA_SLOTS = 64
-"""Slots beyond the nominal number: each costs a descriptor, of which a process has about 1,000."""
+MAX_EXTRA_SLOTS = 32
+"""Slots beyond the nominal number: each costs two descriptors (``mmap`` keeps one), of which a process has 1,000."""
 
 
 class Slot:

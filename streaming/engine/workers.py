@@ -15,6 +15,7 @@ import numpy.typing as npt
 from streaming.engine.arena import Arena
 from streaming.engine.build import BadSampleReport, Recipe, Rows
 from streaming.engine.channel import ChannelClosedError
+from streaming.engine.fork_server import ForkServer
 from streaming.engine.processes import Processes, Worker
 from streaming.engine.ring import BatchRing, Slot
 from streaming.engine.transport import Parcel, error_from_wire, rows_to_wire, unpack
@@ -73,18 +74,21 @@ class WorkerPool:
         recipe: What to do; its ``finish`` is done here, in the calling thread.
         arena: Where most rows lie; must stay open while ``build`` runs.
         ring: Where batches go. The caller closes it, after the pool.
+        server: A running fork server to share, which the caller closes after the pool; None: one of its own.
 
     Raises:
         ConfigError: ``num_workers`` is not positive, or a function of the recipe cannot be sent to a process.
     """
 
-    def __init__(self, num_workers: int, recipe: Recipe, arena: Arena, *, ring: BatchRing) -> None:
+    def __init__(
+        self, num_workers: int, recipe: Recipe, arena: Arena, *, ring: BatchRing, server: ForkServer | None = None
+    ) -> None:
         if num_workers < 1:
             raise ConfigError(f"num_workers: a pool needs at least one worker, got {num_workers}")
         self._recipe = recipe
         self._arena = arena
         self._ring = ring
-        self._processes = Processes(num_workers, _pickled(recipe), arena.fd, len(arena.memory))
+        self._processes = Processes(num_workers, _pickled(recipe), arena.fd, len(arena.memory), server)
         self._end = weakref.finalize(self, self._processes.close)
 
     @property
