@@ -35,6 +35,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from shard_tools import ShardWriter
+from streaming.errors import ShardstreamError
 
 EXAMPLES = Path(__file__).resolve().parent
 OUT = Path(os.environ.get("DEMO_OUT", EXAMPLES.parent / ".demo"))
@@ -67,15 +68,19 @@ class Outcome:
 def main() -> int:
     """Runs the demo; returns the exit code."""
     started = time.perf_counter()
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
+    OUT.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(OUT / "keys", ignore_errors=True)  # what an earlier demo left, and nothing else
+    (OUT / "checkpoint.pt").unlink(missing_ok=True)
     url = os.environ.get("DEMO_URL", "")
-    if url:
-        passed = run_on(url.rstrip("/"), dict(os.environ))
-    else:
-        with local_s3() as (url, environ):
-            os.environ.update(environ)  # for this process's ShardWriter
-            passed = run_on(url, os.environ | environ)
+    try:
+        if url:
+            passed = run_on(url.rstrip("/"), dict(os.environ))
+        else:
+            with local_s3() as (url, environ):
+                os.environ.update(environ)  # for this process's ShardWriter
+                passed = run_on(url, os.environ | environ)
+    except ShardstreamError as error:
+        raise SystemExit(f"Error: {error}") from None
     say(f"\n{'done' if passed else 'FAILED'} in {time.perf_counter() - started:.0f} s")
     return 0 if passed else 1
 
