@@ -3,7 +3,7 @@
 Run: ``python benchmarks/bench_device.py [--megabytes 19.3] [--batches 200] [--step-ms 20]``. Three questions:
 
 1. How near does the prefetcher come to the copy engine: batches from page-locked memory and from pageable memory,
-   handed out one after the other with no work between, against ``copy_`` from one page-locked buffer to one device buffer.
+   handed out one after the other with no work between, against ``copy_`` between one buffer on either side.
 2. What does a step cost: matrix products of about ``--step-ms``, each after a reduction of its batch, with the
    prefetcher over page-locked batches, and on one batch that stays on the device.
 3. The same with a ``streaming.DataLoader`` over shards in a temporary folder behind it.
@@ -88,6 +88,10 @@ class Step:
         return value
 
 
+def in_the_same_stream(pinned: torch.Tensor, num_batches: int) -> Iterator[torch.Tensor]:
+    return (pinned.to("cuda", non_blocking=True) for _ in range(num_batches))
+
+
 def steps_over(step: Step, batches: Iterable[torch.Tensor]) -> None:
     for batch in batches:
         step(batch)
@@ -99,8 +103,7 @@ def step_times(step: Step, row_bytes: int, num_batches: int) -> float:
     resident = pinned.cuda()
     alone = median(lambda: steps_over(step, itertools.repeat(resident, num_batches))) / num_batches
     ahead = median(lambda: steps_over(step, DevicePrefetcher([pinned] * num_batches))) / num_batches
-    copies = lambda: (pinned.to("cuda", non_blocking=True) for _ in range(num_batches))
-    copied = median(lambda: steps_over(step, copies())) / num_batches
+    copied = median(lambda: steps_over(step, in_the_same_stream(pinned, num_batches))) / num_batches
     print(f"step on a resident batch     {alone * 1e3:7.2f} ms")
     print(f"step, prefetched             {ahead * 1e3:7.2f} ms   {ahead / alone - 1:+6.1%}")
     print(f"step, copied in its stream   {copied * 1e3:7.2f} ms   {copied / alone - 1:+6.1%}")

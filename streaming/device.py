@@ -32,6 +32,8 @@ from streaming.errors import ConfigError
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), memoryview, bytearray})
 """Types that cannot hold a tensor: lists of nothing else are passed through without a look at each element."""
 
+_END = object()
+
 
 class Event(Protocol):
     """A point in a stream's work."""
@@ -255,11 +257,12 @@ class _Flight:
     def _pull(self) -> None:
         """Take one batch from the loader and start its copies."""
         try:
-            batch = next(self.source)
+            batch = next(self.source, _END)
+            if batch is _END:
+                self.ended = True
+                return
             position = self.position()
             copied = self.copier.issue(batch)
-        except StopIteration:
-            self.ended = True
         except Exception as error:  # noqa: BLE001  delivered at its place, after the batches before it
             self.ended, self.failure = True, error
         else:
@@ -274,8 +277,8 @@ class DevicePrefetcher:
     is. Containers that hold tensors are new ones; a batch belongs to whoever got it. On the CPU tensors are passed
     through, and all else is the same: batches pulled ahead, state, errors, ending.
 
-    Memory on the device: the batch in use and ``depth + 1`` others. On the host, a batch is let go when its copy is
-    done and the next batch is asked for; up to ``2 * depth + 1`` may be held where the host runs ahead of the device.
+    Memory on the device: ``depth + 2`` batches, and where the host runs ahead of the device up to ``2 * depth + 2``.
+    Host memory is let go when its copy is done and the next batch is asked for; at most ``2 * depth + 1`` are held.
 
     The stream that is current when a batch is asked for may use it at once; another stream needs the usual care
     (``wait_stream``, ``record_stream``). To bound memory, the host waits until the device has come within ``depth``
@@ -301,13 +304,9 @@ class DevicePrefetcher:
     """
 
     def __init__(
-        self,
-        loader: Iterable[Any],
-        device: str | int | torch.device | None = None,
-        *,
-        depth: int = 2,
-        copier: Copier | None = None,
-    ) -> None:
+        self, loader: Iterable[Any], device: str | int | torch.device | None = None, *,
+        depth: int = 2, copier: Copier | None = None,
+    ) -> None:  # fmt: skip
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise ConfigError(f"depth: expected an integer of at least 1 (batches copied ahead), got {depth!r}")
         if not isinstance(loader, Iterable):
@@ -325,12 +324,9 @@ class DevicePrefetcher:
         self._position = self._loader_position()
         source = iter(self.loader)
         flight = self._flight = _Flight(
-            source=source,
-            owns_source=source is not self.loader,
-            copier=self._copier,
-            depth=self.depth,
+            source=source, owns_source=source is not self.loader, copier=self._copier, depth=self.depth,
             position=self._loader_position,
-        )
+        )  # fmt: skip
         try:
             while flight.advance():
                 yield self._hand_out(flight)  # no name here: the consumer alone decides how long the batch lives
