@@ -85,7 +85,7 @@ def scan_shard(
 
 def _pieces(storage: Storage, url: str, size_bytes: int, read_bytes: int) -> Iterator[memoryview]:
     """The bytes of ``url``, the next piece being read while one is used; a piece is valid until the next."""
-    buffers = [memoryview(bytearray(min(read_bytes, size_bytes))) for _ in range(2)]
+    buffers = [np.empty(min(read_bytes, size_bytes), np.uint8).data for _ in range(2)]
 
     def read(index: int) -> memoryview:
         start = index * read_bytes
@@ -197,15 +197,15 @@ def _check_unique(keys: list[str], record_starts: NDArray[np.int64], url: str) -
         first = seen.setdefault(key, index)
         if first != index:
             raise DuplicateKeyError(
-                f"{url}: key {key!r} comes twice, at bytes {record_starts[first]} and {record_starts[index]}, with other "
-                "samples between: the files of a sample must stand together; sort the archive by name "
+                f"{url}: key {key!r} comes twice, at bytes {record_starts[first]} and {record_starts[index]}, "
+                "with other samples between: the files of a sample must stand together; sort the archive by name "
                 "(`tar --sort=name`), or write it anew with `shard_tools reshard`"
             )
 
 
 def _compressed(url: str) -> ConfigError:
     return ConfigError(
-        f"{url}: a compressed shard has no byte ranges to index; decompress it (`gunzip`), or stream it without an index"
+        f"{url}: a compressed shard has no byte ranges to index; decompress it (`gunzip`), or stream it as it is"
     )
 
 
@@ -257,6 +257,7 @@ def index_shards(
         if split_url(url)[1].lower().endswith(_COMPRESSED):
             raise _compressed(redact(url))
     known = {home: _read_chunks(storage, home, damaged_is_none=True) for home in _homes(urls, index_url)}
+    rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
     todo = [(url, home, shard_name(url, index_url)) for home, group in _homes(urls, index_url).items() for url in group]
     workers = min(parallel or len(os.sched_getaffinity(0)), max(1, len(todo)))
     executor: Executor = (
@@ -268,7 +269,7 @@ def index_shards(
     with executor:
         futures = []
         for url, home, name in todo:
-            rows = _rows_of(known[home], name)
+            rows = rows_of[home].get(name)
             futures.append(
                 executor.submit(_index_shard, storage, url, home, name, None if force else rows, force, rule, told)
             )
@@ -276,7 +277,7 @@ def index_shards(
     fresh: dict[str, dict[str, ChunkTable]] = {}
     for (_, home, name), table in zip(todo, tables, strict=True):
         fresh.setdefault(home, {})[name] = table
-    merged = {home: _merge(known[home], by_name) for home, by_name in fresh.items()}
+    merged = {home: _merge(rows_of[home], by_name) for home, by_name in fresh.items()}
     for home, table in merged.items():
         if table != known[home]:
             storage.put(join_url(home, chunks_path()), table.to_parquet())
@@ -347,22 +348,10 @@ def _gather(
     return tables
 
 
-def _merge(known: ChunkTable | None, fresh: dict[str, ChunkTable]) -> ChunkTable:
+def _merge(known: dict[str, ChunkTable], fresh: dict[str, ChunkTable]) -> ChunkTable:
     """One table of the known and the fresh shards, by name."""
-    tables = dict(fresh)
-    if known is not None:
-        for shard in known.shards:
-            if shard.name not in tables:
-                tables[shard.name] = known.select([shard.name])
+    tables = known | fresh
     return ChunkTable.concat([tables[name] for name in sorted(tables)])
-
-
-def _rows_of(known: ChunkTable | None, name: str) -> ChunkTable | None:
-    if known is None:
-        return None
-    with suppress(IndexMismatchError):
-        return known.select([name])
-    return None
 
 
 def _in_order(urls: Sequence[str], index_url: str | None, tables: dict[str, ChunkTable]) -> ChunkTable:
@@ -462,6 +451,6 @@ def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> Non
         for url, info, shard in zip(urls, infos, table.shards, strict=True):
             if info.size_bytes != shard.size_bytes:
                 raise IndexMismatchError(
-                    f"{redact(url)} has {info.size_bytes} bytes, the index says {shard.size_bytes}: replaced or cut off "
-                    f"since it was indexed; run `shard_tools index {redact(url)}`"
+                    f"{redact(url)} has {info.size_bytes} bytes, the index says {shard.size_bytes}: replaced or cut "
+                    f"off since it was indexed; run `shard_tools index {redact(url)}`"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import pickle
 import tarfile
 
 import numpy as np
@@ -32,9 +33,9 @@ from streaming.tar import parse_chunk
 SMALL = ChunkRule(target_bytes=20_000, min_bytes=5000, min_samples=4)
 
 
-def make_tar(files: list[tuple[str, bytes]], format: int = tarfile.USTAR_FORMAT) -> bytes:
+def make_tar(files: list[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT) -> bytes:
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=format) as tar:
+    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
         for name, content in files:
             info = tarfile.TarInfo(name)
             info.size = len(content)
@@ -276,8 +277,6 @@ def test_an_empty_shard_and_an_empty_file(tmp_path) -> None:
 
 
 def test_tables_survive_pickling(shards: list[str]) -> None:
-    import pickle
-
     table = index_shards(Storage(), shards)
     again = pickle.loads(pickle.dumps(table))
     assert isinstance(again, ChunkTable)

@@ -133,6 +133,17 @@ class ChunkTable:
         columns["shard"] = np.repeat(np.arange(wanted.size), counts)
         return ChunkTable(shards=tuple(self.shards[index] for index in wanted.tolist()), **columns)
 
+    def by_shard(self) -> dict[str, ChunkTable]:
+        """A table for each shard alone, by name."""
+        bounds = np.searchsorted(self.shard, np.arange(len(self.shards) + 1)).tolist()
+        tables = {}
+        for index, shard in enumerate(self.shards):
+            rows = slice(bounds[index], bounds[index + 1])
+            columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+            columns["shard"] = np.zeros(rows.stop - rows.start, np.int32)
+            tables[shard.name] = ChunkTable(shards=(shard,), **columns)
+        return tables
+
     @classmethod
     def concat(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
         """The shards of all tables, one table after the other."""

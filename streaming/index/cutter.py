@@ -72,7 +72,7 @@ class ChunkCutter:
             record_starts: int64 ``[n + 1]``, increasing.
 
         Returns:
-            int64, increasing: ``i`` is in it if a chunk closes before record ``i``, that is after ``i - 1``; 1 <= i <= n.
+            int64, increasing: ``i`` is in it if a chunk closes after record ``i - 1``, before record ``i``.
         """
         num_records = record_starts.size - 1
         cuts: list[int] = []
