@@ -231,7 +231,8 @@ def same(a: Any, b: Any) -> bool:
 BATCHES: dict[str, Any] = {
     "dtypes": {str(d): torch.arange(6).reshape(2, 3).to(d) for d in
                (torch.bool, torch.uint8, torch.int16, torch.uint16, torch.bfloat16, torch.float16, torch.complex64)},
-    "shapes": [torch.ones(()), torch.ones(0), torch.ones(3, 0, 2), torch.ones(1, 1)],
+    "shapes": [torch.ones(()), torch.ones(0), torch.ones(3, 0, 2), torch.ones(1, 1),
+               torch.from_numpy(np.arange(0, dtype=np.int16)), torch.arange(9)[::5][1:]],
     "strided": [torch.arange(24).reshape(4, 6).t(), torch.arange(10)[::3], torch.arange(4).expand(3, 4)],
     "arrays": {"c": np.arange(6.0).reshape(2, 3), "f": np.asfortranarray(np.arange(6).reshape(2, 3)),
                "s": np.arange(10)[::2], "text": np.array(["a", "bcd"]), "object": np.array([1, "x"], object),

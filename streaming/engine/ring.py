@@ -72,11 +72,16 @@ class Slot:
         """A new array over its first bytes (default: all); what is cut from it refers to it."""
         return np.frombuffer(self.memory, np.uint8, self.span_bytes if num_bytes is None else num_bytes)
 
-    def close(self) -> None:
-        """Close the descriptor; the mapping goes with the last array over it."""
+    def close_fd(self) -> None:
+        """Close the descriptor: no other process will get this slot any more."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def close(self) -> None:
+        """Of no use any more; the mapping goes with the last array over it."""
+        self.close_fd()
+        del self.memory
 
 
 class SlotWriter:
@@ -230,7 +235,7 @@ class BatchRing:
         self._closed = True
         self._trim()
         for slot in list(self._taken):
-            slot.close()
+            slot.close_fd()
 
     def _trim(self) -> None:
         while len(self._free) > (0 if self._closed else self.num_slots):

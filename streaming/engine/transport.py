@@ -132,7 +132,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.is_quantized:
         return NotImplemented
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    memory = plain.view(-1).view(torch.uint8).numpy()
+    flat = plain.as_strided((plain.numel(),), (1,))  # sizes of 0 and 1 may come with any stride
+    memory = flat.view(torch.uint8).numpy()
     return _tensor, (PickleBuffer(memory.data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
