@@ -1,0 +1,29 @@
+"""What a loader might leave behind in this process and on this machine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+
+def leftovers() -> Counter[str]:
+    """Threads of ours, open descriptors, child processes, and files of ours in shared and temporary folders."""
+    gc.collect()
+    found = Counter(f"thread {one.name}" for one in threading.enumerate() if one.name.startswith("shardstream-"))
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found[f"descriptor {os.readlink(f'/proc/self/fd/{descriptor}')}"] += 1
+        except FileNotFoundError:  # the one that listed the folder
+            continue
+    for task in Path("/proc/self/task").iterdir():
+        found.update(f"child {pid}" for pid in (task / "children").read_text().split())
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        own = str(os.getpid())
+        found.update(f"file {name}" for name in os.listdir(folder) if "shardstream" in name and own in name)
+    with open("/proc/self/maps") as maps:
+        found["mappings of an arena"] = sum("shardstream-arena" in line for line in maps)
+    return found
