@@ -1,0 +1,118 @@
+"""One entry as a file: a header that says what the bytes should be, then the bytes. Nothing is believed unchecked.
+
+Layout of the file, little-endian: magic (8 bytes), CRC32C of the bytes (4), CRC32C of the header without this field
+(4), number of bytes (8), digest of the key (32), zeros up to ``HEADER_BYTES``.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import struct
+import time
+
+import crc32c
+
+from streaming.cache.key import DIGEST_BYTES, EntryKey
+
+HEADER_BYTES = 64
+BLOCK_BYTES = 4096
+_MAGIC = b"shstcch1"
+_HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s8x")
+
+
+class Found(enum.Enum):
+    """What came of looking for an entry."""
+
+    WHOLE = "whole"
+    ABSENT = "absent"
+    DAMAGED = "damaged"
+
+
+def file_bytes(num_bytes: int) -> int:
+    """Length of the file that holds ``num_bytes``."""
+    return HEADER_BYTES + num_bytes
+
+
+def charged_bytes(length_bytes: int) -> int:
+    """What a file of this length counts towards the limit: whole blocks, as on the disk."""
+    return -(-length_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memoryview) -> Found:
+    """Fill ``out`` from the entry at ``path``, and note that it was used now.
+
+    ``out`` holds the right bytes only after ``WHOLE``. The file may be unlinked meanwhile: what is open stays readable.
+
+    Raises:
+        OSError: The file is there and cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return Found.ABSENT
+    try:
+        header = bytearray(HEADER_BYTES)
+        beyond = bytearray(1)
+        if _read_all(fd, [memoryview(header), out, memoryview(beyond)]) != HEADER_BYTES + len(out):
+            return Found.DAMAGED
+        magic, crc, header_crc, num_bytes, digest = _HEADER.unpack(header)
+        if (magic, num_bytes, digest) != (_MAGIC, key.num_bytes, key.digest) or header_crc != _header_crc(header):
+            return Found.DAMAGED
+        if crc32c.crc32c(out) != crc or expected_crc32c not in {None, crc}:
+            return Found.DAMAGED
+        touch(fd)
+        return Found.WHOLE
+    finally:
+        os.close(fd)
+
+
+def write_entry(fd: int, key: EntryKey, crc: int, data: memoryview) -> None:
+    """Write the entry of ``key`` to the file ``fd`` from its beginning on; ``crc`` is the CRC32C of ``data``.
+
+    No fsync: after a power failure a file may be short or full of zeros, which the next reader sees by header and
+    checksum, and bytes that come from a store are not worth waiting for the disk.
+
+    Raises:
+        OSError: No room, or the disk fails.
+    """
+    header = bytearray(_HEADER.pack(_MAGIC, crc, 0, key.num_bytes, key.digest))
+    struct.pack_into("<I", header, 12, _header_crc(header))
+    done = os.pwritev(fd, [header, data], 0)
+    while done < HEADER_BYTES + len(data):
+        if done < HEADER_BYTES:
+            done += os.pwrite(fd, header[done:], done)
+        else:
+            done += os.pwrite(fd, data[done - HEADER_BYTES :], done)
+    touch(fd)
+
+
+def touch(fd: int) -> None:
+    """Note that the entry was used now, as its modification time: mount options leave that one alone.
+
+    A cache that may only be read keeps its order; that is no failure.
+    """
+    now_ns = time.time_ns()  # finer than the clock that the kernel stamps files with
+    try:
+        os.utime(fd, ns=(now_ns, now_ns))
+    except OSError:
+        return
+
+
+def _header_crc(header: bytearray) -> int:
+    return int(crc32c.crc32c(header[16:], crc32c.crc32c(header[:12])))
+
+
+def _read_all(fd: int, views: list[memoryview]) -> int:
+    """Number of bytes read into ``views``, fewer than they hold only at the end of the file."""
+    done = 0
+    while views:
+        count = os.preadv(fd, views, done)
+        if count == 0:
+            break
+        done += count
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if views:
+            views[0] = views[0][count:]
+    return done

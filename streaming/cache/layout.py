@@ -1,0 +1,180 @@
+"""Where the files of a cache lie, and what to do with the files of other releases.
+
+::
+
+    <cache_dir>/                     the user's; nothing but our own folder is ever touched in it
+        shardstream-cache-v1/        one folder per layout version
+            LAYOUT                   marker: says that the folder is ours
+            entries/3f/<key>         whole entries
+            parts/<key>.part         entries being fetched, each locked by its writer
+            usage                    lock of the accounting, and its counter
+            evict                    lock of the one process that makes room
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from streaming.cache.key import EntryKey, is_entry_name, is_part_name
+from streaming.cache.locks import try_lock, unlock
+
+LAYOUT_VERSION = 1
+_MARKER = "shardstream node cache, layout "
+_FOLDER = re.compile(r"shardstream-cache-v([0-9]{1,6})")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Paths of one cache. Making one touches nothing.
+
+    Attributes:
+        directory: The folder that the user named.
+        version: Layout version; what this release writes is ``LAYOUT_VERSION``.
+    """
+
+    directory: str
+    version: int = LAYOUT_VERSION
+
+    @property
+    def root(self) -> str:
+        """Our own folder."""
+        return os.path.join(self.directory, f"shardstream-cache-v{self.version}")
+
+    @property
+    def marker(self) -> str:
+        """The file that says that the folder is ours."""
+        return os.path.join(self.root, "LAYOUT")
+
+    @property
+    def usage(self) -> str:
+        """The file that is locked for changes of the space used, and counts it."""
+        return os.path.join(self.root, "usage")
+
+    @property
+    def evict(self) -> str:
+        """The file that is locked by whoever makes room."""
+        return os.path.join(self.root, "evict")
+
+    @property
+    def parts(self) -> str:
+        """The folder of entries being fetched."""
+        return os.path.join(self.root, "parts")
+
+    @property
+    def entries(self) -> str:
+        """The folder of whole entries, in folders by the first two digits."""
+        return os.path.join(self.root, "entries")
+
+    def entry(self, key: EntryKey) -> str:
+        """Path of the entry of ``key``."""
+        name = key.name
+        return os.path.join(self.entries, name[:2], name)
+
+    def part(self, key: EntryKey, suffix: str = "") -> str:
+        """Path of the unfinished entry of ``key``; a ``suffix`` of 16 digits makes it one's own."""
+        return os.path.join(self.parts, f"{key.name}.{suffix}.part" if suffix else f"{key.name}.part")
+
+    def make(self) -> None:
+        """Make the folders and the marker, unless they are there. Private to the user: the data may be.
+
+        Raises:
+            OSError: They cannot be made, or the folder belongs to something else.
+        """
+        os.makedirs(self.directory, exist_ok=True)
+        for folder in (self.root, self.entries, self.parts):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        marker = f"{_MARKER}{self.version}\n"
+        found = _text(self.marker)
+        if not found:  # new, or its maker was killed before the first byte
+            fd = os.open(self.marker, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.write(fd, marker.encode())
+            finally:
+                os.close(fd)
+        elif found != marker:
+            raise OSError(f"{self.marker}: expected {marker!r}, got {found!r}; not a cache of this release")
+
+    def part_paths(self) -> Iterator[str]:
+        """Unfinished entries, ours by name."""
+        return (entry.path for entry in _scan(self.parts) if is_part_name(entry.name))
+
+    def entry_files(self) -> Iterator[os.DirEntry[str]]:
+        """Whole entries, ours by name."""
+        for folder in _scan(self.entries):
+            if folder.is_dir(follow_symlinks=False):
+                yield from (entry for entry in _scan(folder.path) if is_entry_name(entry.name))
+
+    def older(self) -> list[Layout]:
+        """Caches of earlier releases in the same directory, by name and marker."""
+        found = []
+        for entry in _scan(self.directory):
+            match = _FOLDER.fullmatch(entry.name)
+            if match and int(match[1]) < self.version and entry.is_dir(follow_symlinks=False):
+                layout = Layout(self.directory, int(match[1]))
+                if _text(layout.marker).startswith(_MARKER):
+                    found.append(layout)
+        return found
+
+    def remove(self) -> None:
+        """Delete all files of this cache but those that a process is writing, then the folders that are empty.
+
+        A file that is not ours by its name stays, and the folders around it.
+
+        Raises:
+            OSError: Something cannot be deleted.
+        """
+        for path in self.part_paths():
+            if (fd := try_lock_existing(path)) is not None:
+                try:
+                    _unlink(path)
+                finally:
+                    unlock(fd)
+        for file in self.entry_files():
+            _unlink(file.path)
+        folders = [entry.path for entry in _scan(self.entries) if entry.is_dir(follow_symlinks=False)]
+        for folder in (*folders, self.entries, self.parts):
+            _rmdir(folder)
+        for path in (self.usage, self.evict, self.marker):
+            _unlink(path)
+        _rmdir(self.root)
+
+
+def try_lock_existing(path: str) -> int | None:
+    """As :func:`try_lock`, without making the file; None also where there is none."""
+    try:
+        return try_lock(path, create=False)
+    except FileNotFoundError:
+        return None
+
+
+def _scan(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(100).decode("ascii", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def _rmdir(folder: str) -> None:
+    try:
+        os.rmdir(folder)
+    except OSError:  # absent, or something lies in it that is not ours
+        return

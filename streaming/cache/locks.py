@@ -1,0 +1,93 @@
+"""Locks between processes that end with their holder: flock, waited for with a limit."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FIRST_DELAY_S = 0.0005
+_LAST_DELAY_S = 0.02
+
+
+class Waiting:
+    """Growing, jittered pauses up to a limit; flock has no timed wait of its own.
+
+    Args:
+        limit_s: Seconds from now on after which :meth:`pause` refuses.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._end_s = time.monotonic() + limit_s
+        self._delay_s = _FIRST_DELAY_S
+
+    def pause(self) -> bool:
+        """Sleep a little and return True; False, without sleeping, once the limit has passed."""
+        if time.monotonic() >= self._end_s:
+            return False
+        time.sleep(self._delay_s * random.uniform(0.5, 1.0))  # noqa: S311  jitter, not a secret
+        self._delay_s = min(1.5 * self._delay_s, _LAST_DELAY_S)
+        return True
+
+
+def try_lock(path: str, *, create: bool = True) -> int | None:
+    """An open descriptor of the file at ``path`` that holds its lock; None if somebody else holds it.
+
+    The file is the one that bears this name now, not one that was unlinked or renamed while it was waited for. To be
+    given back with :func:`unlock`.
+
+    Raises:
+        FileNotFoundError: If there is no such file, or folder, and it is not to be made.
+        OSError: If it cannot be opened, or the file system has no locks.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    while True:
+        fd = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(fd, path):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def unlock(fd: int) -> None:
+    """Give up the lock, also where a forked child has inherited the descriptor, and close it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def locked(path: str, limit_s: float) -> Iterator[int]:
+    """Hold the lock of the file at ``path``, made if need be; gives its descriptor.
+
+    Raises:
+        TimeoutError: If somebody else held it for ``limit_s`` seconds.
+        OSError: As :func:`try_lock`.
+    """
+    waiting = Waiting(limit_s)
+    while (fd := try_lock(path)) is None:
+        if not waiting.pause():
+            raise TimeoutError(f"{path}: another process has held this lock for {limit_s:g} s; is it stopped?")
+    try:
+        yield fd
+    finally:
+        unlock(fd)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(fd), there)

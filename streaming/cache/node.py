@@ -1,0 +1,281 @@
+"""The cache as readers see it: give a range, get its bytes, from here or from the store, once per node."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import crc32c as crc32c_of
+
+from streaming.cache.entry import Found, read_entry, write_entry
+from streaming.cache.key import EntryKey
+from streaming.cache.layout import Layout
+from streaming.cache.locks import Waiting, try_lock
+from streaming.cache.space import Part, Space
+from streaming.errors import ConfigError
+from streaming.metrics import Metrics
+from streaming.units import format_bytes
+
+RETRY_AFTER_S = 60.0
+"""How long nothing is written after the disk refused: long against one failed call, short against an epoch."""
+WAIT_S = 30.0
+"""How long to wait for another process's fetch: the deadline that one fetch has in the worst case (storage options)."""
+
+_log = logging.getLogger(__name__)
+
+
+class NodeCache:
+    """Byte ranges of objects, kept in a directory that all ranks and replicas of a node share.
+
+    Whoever misses first fetches, the others wait for the result. Entries are published whole by renaming, checked by
+    length and CRC32C at every read, and evicted least recently used first. The directory may be lost, damaged, full,
+    read-only or deleted at any moment, and any process killed: readers then get their bytes from the store, with
+    one warning per process. Nothing here raises because of the disk.
+
+    Thread-safe, picklable (the copy counts in metrics of its own), safe to fork, and cheap to make: nothing is
+    touched before the first read, and no file stays open between calls, so there is nothing to close.
+
+    Metrics: ``cache_hits``, ``cache_hit_bytes``, ``cache_misses``, ``cache_miss_bytes``, ``cache_wait_s`` (for
+    another's fetch), ``cache_wait_timeouts``, ``cache_write_s``, ``cache_damaged`` (entries found damaged),
+    ``cache_not_stored`` (fetched, and not kept), ``cache_errors``, ``cache_evictions``, ``cache_evicted_bytes``.
+
+    Args:
+        directory: A folder on a local disk or tmpfs; made if need be. Only a folder of our own inside it is used.
+        limit_bytes: What the files may take together, in whole blocks.
+        metrics: Where to count.
+        wait_s: How long to wait for another's fetch of the same range before fetching it too.
+
+    Raises:
+        ConfigError: If the limit or the wait is not positive.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        limit_bytes: int,
+        *,
+        metrics: Metrics | None = None,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        if limit_bytes <= 0 or wait_s <= 0:
+            raise ConfigError(f"cache: limit_bytes and wait_s must be positive, got {limit_bytes} and {wait_s}")
+        self._layout = Layout(os.path.abspath(os.fspath(directory)))
+        self._limit_bytes = limit_bytes
+        self._wait_s = wait_s
+        self._metrics = metrics or Metrics()
+        self._space = Space(self._layout, limit_bytes, self._metrics)
+        self._ready = False
+        self._unwarned = threading.Lock()  # taken once and never waited for: a flag that threads cannot both lower
+        self._resume_at_s = 0.0
+
+    def __reduce__(self) -> tuple[Callable[[], NodeCache], tuple[()]]:
+        return partial(NodeCache, self._layout.directory, self._limit_bytes, wait_s=self._wait_s), ()
+
+    def __repr__(self) -> str:
+        return f"NodeCache({self._layout.directory!r}, limit={format_bytes(self._limit_bytes)})"
+
+    def read_into(
+        self,
+        url: str,
+        version: str,
+        start: int,
+        out: memoryview,
+        fetch: Callable[[memoryview], None],
+        *,
+        crc32c: int | None,
+    ) -> bool:
+        """Fill ``out`` with bytes [start, start + len(out)) of the object, from the cache or by ``fetch``.
+
+        Args:
+            url: The object; as :func:`streaming.cache.key.normalised` reads it. Never written to disk.
+            version: Everything else that tells these bytes from others at that URL: the store's endpoint, ETag or
+                generation, or the index's size and fingerprint. Any text.
+            start: First byte.
+            out: Writable, contiguous memory, any item type.
+            fetch: Fills the memory that it gets (``out`` as bytes) from the store, or raises. Called at most once.
+            crc32c: CRC32C of the bytes, if known: others are neither taken from the cache nor put there.
+
+        Returns:
+            True if the bytes came from the cache (and were checked there), False if ``fetch`` was called.
+
+        Raises:
+            ConfigError: If the memory or the range cannot work.
+            BaseException: What ``fetch`` raises, and nothing else; what ``out`` holds is then undefined.
+        """
+        view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
+        if view.readonly:
+            raise ConfigError("cache: out is read-only; give writable memory")
+        key = EntryKey.of(url, version, start, len(view))
+        if self._load(key, crc32c, view):
+            return True
+        part = self._claim(key, crc32c, view) if self._may_store(key) else None
+        if part is _LOADED:
+            return True
+        self._metrics.add("cache_misses")
+        self._metrics.add("cache_miss_bytes", len(view))
+        if part is None:
+            self._metrics.add("cache_not_stored")
+            fetch(view)
+            return False
+        stored = False
+        try:
+            fetch(view)
+            stored = self._store(key, crc32c, part, view)
+        finally:
+            self._end_claim(part, stored=stored)
+        return False
+
+    def invalidate(self, url: str, version: str, start: int, size_bytes: int) -> None:
+        """Forget that range, so that the next :meth:`read_into` of it fetches; nothing happens if it is not there."""
+        try:
+            os.unlink(self._layout.entry(EntryKey.of(url, version, start, size_bytes)))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._trouble(error)
+
+    def _load(self, key: EntryKey, crc32c: int | None, out: memoryview) -> bool:
+        """Whether ``out`` now holds the entry. A damaged one is deleted."""
+        path = self._layout.entry(key)
+        try:
+            found = read_entry(path, key, crc32c, out)
+            if found is Found.DAMAGED:
+                self._metrics.add("cache_damaged")
+                os.unlink(path)
+        except FileNotFoundError:  # deleted by somebody else
+            return False
+        except OSError as error:
+            self._trouble(error)
+            if error.errno == errno.EIO:
+                self._try_unlink(path)
+            return False
+        if found is Found.WHOLE:
+            self._metrics.add("cache_hits")
+            self._metrics.add("cache_hit_bytes", len(out))
+        return found is Found.WHOLE
+
+    def _may_store(self, key: EntryKey) -> bool:
+        if time.monotonic() < self._resume_at_s or not self._space.fits(key.num_bytes):
+            return False
+        try:
+            self._prepare()
+        except OSError as error:
+            self._trouble(error)
+            return False
+        return True
+
+    def _prepare(self) -> None:
+        """Make the folders and clear what dead processes and older releases left, before the first write."""
+        if self._ready:
+            return
+        self._layout.make()  # all of this may be done by many threads and processes at once
+        self._space.sweep()
+        for old in self._layout.older():
+            old.remove()
+        self._ready = True
+
+    def _claim(self, key: EntryKey, crc32c: int | None, out: memoryview) -> Part | None:
+        """The right and duty to fetch that entry; None to fetch without storing; ``_LOADED`` if ``out`` is filled.
+
+        A claim is the lock on the entry's part. It ends with its holder: the next one who waits takes it over.
+        """
+        waiting = Waiting(self._wait_s)
+        try:
+            while (part := self._try_claim(key)) is None:
+                started_s = time.monotonic()
+                if not waiting.pause():
+                    self._metrics.add("cache_wait_timeouts")
+                    return self._open_part(self._layout.part(key, secrets.token_hex(8)))
+                self._metrics.add("cache_wait_s", time.monotonic() - started_s)
+                if self._load(key, crc32c, out):
+                    return _LOADED
+        except OSError as error:
+            self._trouble(error)
+            return None
+        if self._load(key, crc32c, out):  # published between the first look and the claim
+            self._end_claim(part, stored=False)
+            return _LOADED
+        return part
+
+    def _try_claim(self, key: EntryKey) -> Part | None:
+        part = self._open_part(self._layout.part(key))
+        while part is not None and part.reserved_bytes:  # left by a dead process
+            try:
+                self._space.drop(part)
+            finally:
+                part.close()
+            part = self._open_part(self._layout.part(key))
+        return part
+
+    def _open_part(self, path: str) -> Part | None:
+        try:
+            fd = try_lock(path)
+        except FileNotFoundError:  # the folders were deleted under us
+            self._layout.make()
+            fd = try_lock(path)
+        return None if fd is None else Part(path, fd)
+
+    def _store(self, key: EntryKey, expected: int | None, part: Part, data: memoryview) -> bool:
+        """Turn the part into the entry, whole. False if it is not to be, or cannot be; then the part is as it was."""
+        started_s = time.monotonic()
+        crc = crc32c_of.crc32c(data)
+        stored = False
+        try:
+            if expected in {None, crc} and self._space.reserve(part, len(data)):
+                write_entry(part.fd, key, crc, data)
+                self._rename(part.path, self._layout.entry(key))
+                stored = True
+        except OSError as error:
+            self._trouble(error)
+        if not stored:
+            self._metrics.add("cache_not_stored")
+        self._metrics.add("cache_write_s", time.monotonic() - started_s)
+        return stored
+
+    def _rename(self, part: str, entry: str) -> None:
+        try:
+            os.rename(part, entry)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(entry), mode=0o700, exist_ok=True)
+            os.rename(part, entry)
+
+    def _end_claim(self, part: Part, *, stored: bool) -> None:
+        """Let the next one have it. A part that did not become an entry is deleted, and its space given back."""
+        try:
+            if not stored:
+                self._space.drop(part)
+        except FileNotFoundError:  # somebody deleted the cache
+            pass
+        except OSError as error:
+            self._trouble(error)
+        finally:
+            part.close()
+
+    def _try_unlink(self, path: str) -> None:
+        with suppress(OSError):
+            os.unlink(path)
+
+    def _trouble(self, error: OSError) -> None:
+        """Count a failure of the disk, write nothing for a while, and say so once."""
+        self._metrics.add("cache_errors")
+        self._resume_at_s = time.monotonic() + RETRY_AFTER_S
+        if self._unwarned.acquire(blocking=False):
+            _log.warning(
+                "cache in %s: %s. Reading goes on from the store; what is cached stays in use, and writing is tried "
+                "again every %d s. This is said once: see the metric cache_errors. Free some room, or set cache_limit "
+                "and cache_dir to what the disk can hold.",
+                self._layout.directory,
+                error,
+                RETRY_AFTER_S,
+            )
+
+
+_LOADED = Part("", -1)
+"""Stands for "no claim needed": somebody else has published the entry meanwhile."""

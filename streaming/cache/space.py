@@ -1,0 +1,239 @@
+"""Space of a cache: reserved before it is written, counted in one file, made by evicting what was used least recently.
+
+The files themselves are the truth: an entry takes its length, a part (an entry being written) takes the length that it
+was stretched to when its space was reserved. The counter in ``usage`` saves looking at all of them for every entry. All
+changes of it happen under its lock, in an order such that a process killed in the middle leaves it too high, never
+too low: counted before the part is stretched, discounted after the file is gone. Too high is put right by counting
+anew before anything is evicted; a counter that is missing, damaged or from before the machine's last start is
+not believed.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+
+import crc32c
+
+from streaming.cache.entry import charged_bytes, file_bytes
+from streaming.cache.layout import Layout, try_lock_existing
+from streaming.cache.locks import Waiting, locked, try_lock, unlock
+from streaming.metrics import Metrics
+
+LOW_WATER = 0.9
+"""Share of the limit to evict down to: one scan of the directory pays for a tenth of the cache."""
+_LOCK_LIMIT_S = 10.0
+"""Far above the longest hold, one scan (0.2 s for 60,000 entries)."""
+_ROOM_LIMIT_S = 2.0
+"""How long an entry may wait for room that others make or hold; a reader is waiting for it."""
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_RECORD = struct.Struct("<8s36sQI")
+_MAGIC = b"shstuse1"
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """An entry being made: an open file that is locked by this process until it is closed.
+
+    Attributes:
+        path: Where it lies.
+        fd: The open file.
+    """
+
+    path: str
+    fd: int
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Space that is counted for it."""
+        return charged_bytes(os.fstat(self.fd).st_size)
+
+    def close(self) -> None:
+        """Give up the lock; the file stays."""
+        unlock(self.fd)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Resident:
+    used_at_ns: int
+    path: str
+    num_bytes: int
+
+
+class Space:
+    """The space of one cache, as this process deals with it. Thread-safe: it holds nothing but paths.
+
+    Args:
+        layout: Where the files lie.
+        limit_bytes: What all files together may take.
+        metrics: Counts ``cache_evictions`` and ``cache_evicted_bytes``.
+    """
+
+    def __init__(self, layout: Layout, limit_bytes: int, metrics: Metrics) -> None:
+        self._layout = layout
+        self._limit_bytes = limit_bytes
+        self._metrics = metrics
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether an entry of ``num_bytes`` could ever be kept."""
+        return charged_bytes(file_bytes(num_bytes)) <= self._limit_bytes
+
+    def reserve(self, part: Part, num_bytes: int) -> bool:
+        """Count an entry of ``num_bytes`` in, and stretch ``part`` to its length. Evicts if need be.
+
+        Returns:
+            False if there is no room: what lies there is being written, or goes too slowly.
+
+        Raises:
+            TimeoutError: Another process holds the lock of the accounting and does not go on.
+            OSError: The disk fails.
+        """
+        length_bytes = file_bytes(num_bytes)
+        need_bytes = charged_bytes(length_bytes)
+        waiting = Waiting(_ROOM_LIMIT_S)
+        while True:
+            with self._locked() as usage:
+                used_bytes = self._used(usage)
+                if used_bytes + need_bytes <= self._limit_bytes:
+                    _write(usage, used_bytes + need_bytes)
+                    os.ftruncate(part.fd, length_bytes)
+                    return True
+            if not self._make_room_alone(need_bytes) and not waiting.pause():
+                return False
+
+    def drop(self, part: Part) -> None:
+        """Delete ``part`` and count out what was reserved for it; it stays open and locked.
+
+        Raises:
+            OSError: It cannot be deleted, or counted out; then the counter is too high, which is harmless.
+        """
+        reserved_bytes = part.reserved_bytes
+        if not reserved_bytes:
+            os.unlink(part.path)
+            return
+        with self._locked() as usage:
+            os.unlink(part.path)
+            _discount(usage, reserved_bytes)
+
+    def sweep(self) -> None:
+        """Delete the parts of processes that are gone; those of living ones are locked, and stay."""
+        for path in self._layout.part_paths():
+            if (fd := try_lock_existing(path)) is not None:
+                part = Part(path, fd)
+                try:
+                    self.drop(part)
+                finally:
+                    part.close()
+
+    def _locked(self) -> AbstractContextManager[int]:
+        return locked(self._layout.usage, _LOCK_LIMIT_S)
+
+    def _used(self, usage: int) -> int:
+        used_bytes = _read(usage)
+        return self._count(usage)[0] if used_bytes is None else used_bytes
+
+    def _count(self, usage: int) -> tuple[int, list[_Resident]]:
+        """Count all files anew, deleting parts of dead processes: (bytes used, entries). The lock is held.
+
+        Parts are looked at before entries: one that is renamed meanwhile counts twice, and never not at all.
+        """
+        used_bytes = 0
+        for path in self._layout.part_paths():
+            used_bytes += _live_bytes(path)
+        residents = []
+        for file in self._layout.entry_files():
+            try:
+                status = file.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            residents.append(_Resident(status.st_mtime_ns, file.path, charged_bytes(status.st_size)))
+            used_bytes += residents[-1].num_bytes
+        _write(usage, used_bytes)
+        return used_bytes, residents
+
+    def _make_room_alone(self, need_bytes: int) -> bool:
+        """As :meth:`_make_room`; False if another process is at it, whose first bytes may be enough."""
+        evicting = try_lock(self._layout.evict)
+        if evicting is None:
+            return False
+        try:
+            return self._make_room(need_bytes)
+        finally:
+            unlock(evicting)
+
+    def _make_room(self, need_bytes: int) -> bool:
+        """Evict down to the low-water mark; whether ``need_bytes`` then fit. The lock of evicting is held."""
+        with self._locked() as usage:
+            used_bytes, residents = self._count(usage)
+        if used_bytes + need_bytes > self._limit_bytes:
+            goal_bytes = min(int(LOW_WATER * self._limit_bytes), self._limit_bytes - need_bytes)
+            for resident in sorted(residents):
+                if used_bytes <= goal_bytes:
+                    break
+                used_bytes -= self._evict(resident)
+        return used_bytes + need_bytes <= self._limit_bytes
+
+    def _evict(self, resident: _Resident) -> int:
+        """Delete one entry, unless it was used since it was looked at: bytes that became free.
+
+        A process that is reading it goes on: an open file outlives its name.
+        """
+        with self._locked() as usage:
+            try:
+                if os.stat(resident.path, follow_symlinks=False).st_mtime_ns != resident.used_at_ns:
+                    return 0
+                os.unlink(resident.path)
+            except FileNotFoundError:
+                return 0
+            _discount(usage, resident.num_bytes)
+        self._metrics.add("cache_evictions")
+        self._metrics.add("cache_evicted_bytes", resident.num_bytes)
+        return resident.num_bytes
+
+
+def _live_bytes(path: str) -> int:
+    """Space reserved for the part at ``path``; it is deleted if its writer is dead."""
+    try:
+        fd = try_lock(path, create=False)
+        if fd is None:
+            return charged_bytes(os.stat(path, follow_symlinks=False).st_size)
+    except FileNotFoundError:
+        return 0
+    try:
+        os.unlink(path)
+    finally:
+        unlock(fd)
+    return 0
+
+
+@cache
+def _boot_id() -> bytes:
+    try:
+        with open(_BOOT_ID, "rb") as file:
+            return file.read(36)
+    except OSError:  # not Linux: the counter is then believed across restarts
+        return b""
+
+
+def _read(usage: int) -> int | None:
+    record = os.pread(usage, _RECORD.size, 0)
+    if len(record) != _RECORD.size:
+        return None
+    magic, boot_id, used_bytes, crc = _RECORD.unpack(record)
+    if magic != _MAGIC or crc != crc32c.crc32c(record[:-4]) or boot_id.rstrip(b"\0") != _boot_id():
+        return None
+    return int(used_bytes)
+
+
+def _write(usage: int, used_bytes: int) -> None:
+    body = _RECORD.pack(_MAGIC, _boot_id(), used_bytes, 0)[:-4]
+    os.pwrite(usage, body + struct.pack("<I", crc32c.crc32c(body)), 0)
+
+
+def _discount(usage: int, num_bytes: int) -> None:
+    used_bytes = _read(usage)
+    if used_bytes is not None:
+        _write(usage, max(0, used_bytes - num_bytes))
