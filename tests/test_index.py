@@ -154,7 +154,8 @@ def test_select_follows_the_names() -> None:
     ("column", "row", "value"),
     [
         ("num_samples", 0, 0), ("num_samples", 0, 1), ("first_sample", 1, 1), ("byte_start", 1, 512),
-        ("byte_end", 0, 0), ("byte_end", 2, 10_000), ("shard", 0, 2), ("shard", 2, 3), ("shard", 0, -1), ("byte_start", 0, 512),
+        ("byte_end", 0, 0), ("byte_end", 2, 10_000), ("shard", 0, 2),
+        ("shard", 2, 3), ("shard", 0, -1), ("byte_start", 0, 512),
     ],
 )  # fmt: skip
 def test_validate_refuses_what_does_not_fit(column: str, row: int, value: int) -> None:
