@@ -104,6 +104,15 @@ def test_hoarders_get_fresh_slots_and_then_copies_and_the_ring_shrinks_again() -
     assert num_fds() == before
 
 
+def test_a_slot_costs_what_is_used_of_it() -> None:
+    ring = BatchRing(2)
+    kept = leased(ring, 1, (1 << 18,))
+    assert 1 << 20 <= ring.resident_bytes <= 2 << 20
+    del kept
+    ring.close()
+    assert ring.resident_bytes == 0
+
+
 def test_wrap_copies_when_crowded() -> None:
     ring = BatchRing(1, SPAN)
     kept = []

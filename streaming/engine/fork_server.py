@@ -52,7 +52,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            paths = [path or os.getcwd() for path in sys.path]
+            paths = [str(path) or os.getcwd() for path in sys.path]
             command = [sys.executable, "-P", "-X", "faulthandler", "-c", _START]
             # A blocked signal stays blocked in the new process: Ctrl-C never finds it without its own settings.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -171,6 +171,11 @@ class BatchRing:
         return len(self._free)
 
     @property
+    def resident_bytes(self) -> int:
+        """Memory that the free and the taken slots hold now."""
+        return sum(os.fstat(slot.fd).st_blocks * 512 for slot in (*self._free, *self._taken) if slot.fd >= 0)
+
+    @property
     def crowded(self) -> bool:
         """So many batches are kept that new ones are to be copied out of their slots."""
         return len(self._taken) > self.num_slots + MAX_EXTRA_SLOTS

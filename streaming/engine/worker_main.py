@@ -18,6 +18,7 @@ import random
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +47,8 @@ FAILED: Kind = "failed"
 ABORTED: Kind = "aborted"
 
 _PR_SET_PDEATHSIG = 1
+_OOM_SCORE = "500"
+"""Counts like half of the machine's memory: more than a training process usually is ahead of a worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,7 @@ class _AbortedError(BaseException):
 def run(sock: socket.socket, server_pid: int) -> None:
     """Serve orders from ``sock`` until it ends."""
     _die_with(server_pid)
+    _be_killed_first()
     torch.set_num_threads(1)
     use_one_thread()
     seed_generators(int.from_bytes(os.urandom(8), "little"))
@@ -95,6 +99,12 @@ def _die_with(server_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server_pid:
         os._exit(1)
+
+
+def _be_killed_first() -> None:
+    """If memory runs out, let the kernel choose a worker, which is replaced, and not the training process."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(_OOM_SCORE)
 
 
 class _Worker:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,7 +144,8 @@ class WorkerPool:
                 self._processes.give_back(worker)
                 error = failed.error
             except BaseException:  # in the middle of a message, as by KeyboardInterrupt
-                self._processes.replace(worker, kill=True)
+                with suppress(RuntimeError):  # closed meanwhile
+                    self._processes.replace(worker, kill=True)
                 raise
             else:
                 self._processes.give_back(worker)
