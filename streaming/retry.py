@@ -1,0 +1,358 @@
+"""``RetrySampler``: damaged and unreachable samples of a map-style data set are retried, then replaced, and named.
+
+::
+
+    sampler = RetrySampler(DeviceMeshSampler(dataset, batch_size=32), dataset)
+    loader = torch.utils.data.DataLoader(sampler.dataset, batch_sampler=sampler, num_workers=8)
+    for batch in sampler.follow(loader):
+        ...
+    sampler.bad        # what was replaced, and why
+
+A sample is fetched once, by the worker that puts it into its batch: the sampler adds to each index what may stand in
+for it, and ``sampler.dataset`` (the data set behind a thin wrapper) makes use of that only when the data set raises or
+returns None.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import random
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from multiprocessing import context, reduction
+from typing import Any, Protocol, Self, TypeVar
+
+from torch.utils.data import Dataset, Sampler
+
+from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
+from streaming.metrics import Metrics
+from streaming.order import checked_int
+
+_BATCH = TypeVar("_BATCH")
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
+_MAX_REASON = 300  # characters
+_LISTED = 5
+_NEAR = 8  # single indices looked ahead and back
+_log = logging.getLogger(__name__)
+
+
+class MapStyle(Protocol):
+    """What a map-style data set has."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """One sample."""
+
+    def __len__(self) -> int:
+        """Samples."""
+
+
+class Candidates(int):
+    """An index that knows which others may stand in for it. To anything else it is that index."""
+
+    substitutes: tuple[int, ...]
+
+    def __new__(cls, index: int, substitutes: tuple[int, ...]) -> Self:
+        """The index with its substitutes, first choice first."""
+        made = super().__new__(cls, index)
+        made.substitutes = substitutes
+        return made
+
+    def __reduce__(self) -> tuple[type[Candidates], tuple[int, tuple[int, ...]]]:
+        return type(self), (int(self), self.substitutes)
+
+
+class RetrySampler(Sampler[Any]):
+    """A sampler over another one, and a data set to go with it, that do not stop at invalid samples.
+
+    Give ``sampler.dataset`` to the ``DataLoader`` in place of ``dataset``. A sample is invalid if ``dataset[i]``
+    raises or is None. It is fetched again only after errors that may pass (``OSError`` but "not found" and "no
+    permission", so also ``streaming.errors.TransferError``); then another sample takes its place:
+
+    - over a ``DeviceMeshSampler``: a random one of the data set, which depends on seed and position alone, so that a
+      batch holds the same samples on any world size;
+    - over any other sampler: a neighbour of the same batch (or, of single indices, one of the next ones), so that no
+      sample comes from outside what that sampler selects.
+
+    Wrapper and data set go to worker processes as they are (by fork, or pickled). For one thread.
+
+    Args:
+        sampler: A sampler or batch sampler: gives indices, or lists of them.
+        dataset: The map-style data set that the indices are for.
+        max_retries: Further attempts after errors that may pass.
+        backoff_s: Wait before the first of them, random up to that; doubles each time.
+        max_substitutes: How many others are tried before the sample's own error is raised.
+        on_error: ``"raise"`` raises it after the retries.
+        max_bad_samples: A count (int), or a share of the epoch (float) rounded up, per rank and epoch, beyond which the
+            iteration stops.
+        metrics: Where ``bad_samples`` are counted; default: an own one.
+
+    Attributes:
+        dataset: The data set for the ``DataLoader``.
+
+    Raises:
+        TooManyBadSamplesError: From the loop, once ``max_bad_samples`` is exceeded; it names the last ones.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        dataset: MapStyle,
+        *,
+        max_retries: int = 2,
+        backoff_s: float = 0.1,
+        max_substitutes: int = 8,
+        on_error: str = "substitute",
+        max_bad_samples: float = 0.001,
+        metrics: Metrics | None = None,
+    ) -> None:
+        if on_error not in {"substitute", "raise"}:
+            raise ConfigError(f"on_error: expected substitute or raise, got {on_error!r}")
+        if isinstance(max_bad_samples, bool) or not isinstance(max_bad_samples, (int, float)) or max_bad_samples < 0:
+            raise ConfigError(f"max_bad_samples: expected a count or a share of the epoch, got {max_bad_samples!r}")
+        if not isinstance(backoff_s, (int, float)) or backoff_s < 0:
+            raise ConfigError(f"backoff_s: expected seconds, got {backoff_s!r}")
+        self.sampler = sampler
+        self.metrics = Metrics() if metrics is None else metrics
+        checked_int("max_retries", max_retries, 0, 1000)
+        checked_int("max_substitutes", max_substitutes, 1, 1000)
+        self._num_substitutes = max_substitutes if on_error == "substitute" else 0
+        self._dataset = dataset
+        self._limit, self._allowed = max_bad_samples, 0
+        self._bad: dict[int, dict[str, Any]] = {}
+        self._reports = Reports()
+        self.dataset: Dataset[Any] = RetryingDataset(
+            dataset, max_retries=max_retries, backoff_s=backoff_s, reports=self._reports
+        )
+
+    def __len__(self) -> int:
+        """What the sampler says."""
+        return len(self.sampler)  # type: ignore[arg-type]  # samplers without a length raise TypeError, as torch's do
+
+    def __iter__(self) -> Iterator[Any]:
+        """The sampler's indices (or lists of them), each with its substitutes."""
+        self._take_reports()
+        self._bad.clear()
+        limit, num_samples = self._limit, getattr(self.sampler, "epoch_samples", None) or len(self._dataset)
+        self._allowed = limit if isinstance(limit, int) else math.ceil(limit * num_samples)
+        return self._indices()
+
+    def follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
+        """The batches of ``loader``, after a look at what was bad; counted as ``DeviceMeshSampler.follow`` does."""
+        follow = getattr(self.sampler, "follow", iter)
+        for batch in follow(loader):
+            self.check()
+            yield batch
+        self.check()
+
+    def check(self) -> None:
+        """Take note of what workers reported so far.
+
+        Raises:
+            TooManyBadSamplesError: It is more than ``max_bad_samples``.
+        """
+        self._take_reports()
+        if len(self._bad) > self._allowed:
+            recent = "\n".join(f"  {bad['number']}: {bad['reason']}" for bad in list(self._bad.values())[-_LISTED:])
+            raise TooManyBadSamplesError(
+                f"{len(self._bad)} invalid samples in this epoch on this rank, max_bad_samples={self._limit} allows "
+                f"{self._allowed}. The last ones, by index:\n{recent}\nRepair them, or raise max_bad_samples"
+            )
+
+    @property
+    def bad(self) -> list[dict[str, Any]]:
+        """The bad samples of this epoch on this rank, each once.
+
+        ``number`` is the index, ``reason`` its error, ``substitute`` the index in its place (None: it was one itself).
+        """
+        self._take_reports()
+        return list(self._bad.values())
+
+    @property
+    def epoch(self) -> int:
+        """Of the sampler."""
+        return int(self.sampler.epoch)  # type: ignore[attr-defined]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on to the sampler."""
+        self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+
+    def state_dict(self, **options: Any) -> dict[str, Any]:
+        """Of the sampler."""
+        state: dict[str, Any] = self.sampler.state_dict(**options)  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Passed on to the sampler."""
+        self.sampler.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _take_reports(self) -> None:
+        for bad in self._reports.take():
+            if bad["number"] in self._bad:
+                continue
+            self._bad[bad["number"]] = bad
+            self.metrics.add("bad_samples")
+            if len(self._bad) == 1:
+                _log.warning("sample %s is invalid; further ones are listed in `bad`: %s", bad["number"], bad["reason"])
+
+    def _indices(self) -> Iterator[Any]:
+        count = self._num_substitutes
+        if hasattr(self.sampler, "iterate_with_substitutes"):
+            for rows in self.sampler.iterate_with_substitutes(count):
+                self.check()
+                yield [Candidates(index, others) for index, others in rows]
+            return
+        for given, near in _with_neighbours(self.sampler):
+            self.check()
+            if isinstance(given, Sequence):
+                yield [Candidates(index, _others(given, place, near, count)) for place, index in enumerate(given)]
+            else:
+                yield Candidates(int(given), _others([given], 0, near, count))
+
+
+class RetryingDataset(Dataset[Any]):
+    """A map-style data set that retries, and takes substitutes from the index. Made by ``RetrySampler``."""
+
+    def __init__(self, dataset: MapStyle, *, max_retries: int, backoff_s: float, reports: Reports) -> None:
+        self.dataset = dataset
+        self._max_retries, self._backoff_s, self._reports = max_retries, backoff_s, reports
+
+    def __len__(self) -> int:
+        """Of the data set."""
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """The sample, or one in its place."""
+        number = int(index)
+        sample, error = self._attempt(number)
+        if error is None:
+            return sample
+        others = getattr(index, "substitutes", ())
+        for other in dict.fromkeys(others):
+            if other == number:
+                continue
+            sample, other_error = self._attempt(other)
+            if other_error is None:
+                self._reports.put(number, error, other)
+                return sample
+            self._reports.put(other, other_error, None)
+        if others:
+            error.add_note(f"sample {number} is invalid, and so are {len(others)} others tried in its place")
+        raise error
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many samples, at once where the data set can; one by one where that fails or gives None."""
+        many = getattr(self.dataset, "__getitems__", None)
+        if many is None:
+            return [self[index] for index in indices]
+        try:
+            samples = list(many([int(index) for index in indices]))
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001  a user's data set may raise anything; then each sample is on its own
+            return [self[index] for index in indices]
+        if len(samples) != len(indices):
+            raise DataError(
+                f"{type(self.dataset).__name__}.__getitems__: {len(indices)} indices gave {len(samples)} samples; "
+                "give one for each, None for what is invalid"
+            )
+        return [self[index] if sample is None else sample for index, sample in zip(indices, samples, strict=True)]
+
+    def _attempt(self, index: int) -> tuple[Any, Exception | None]:
+        """The sample and None, or None and why there is none."""
+        for attempt in range(self._max_retries + 1):
+            try:
+                sample = self.dataset[index]
+            except MemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001  a user's data set may raise anything
+                if attempt == self._max_retries or not may_pass(error):
+                    return None, error
+                time.sleep(self._backoff_s * 2**attempt * random.random())  # noqa: S311  not a secret
+            else:
+                return sample, None if sample is not None else DataError(f"sample {index} is None")
+        raise AssertionError("unreachable")
+
+
+class Reports:
+    """Bad samples on their way from worker processes: an append-only log in memory that all of them share.
+
+    Nobody ever waits for anybody, and nothing has to be cleaned up after a kill. A copy pickled for anything but a
+    child process is a log of its own.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._descriptor = _open_log() if descriptor is None else descriptor
+        self._taken_bytes = 0
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def put(self, number: int, error: Exception, substitute: int | None) -> None:
+        """Report a sample."""
+        reason = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+        line = json.dumps({"number": number, "stage": "get", "reason": reason, "substitute": substitute})
+        os.write(self._descriptor, line.encode() + b"\n")  # appended whole: one write, O_APPEND
+
+    def take(self) -> list[dict[str, Any]]:
+        """What was reported since the last call."""
+        data = b""
+        while more := os.pread(self._descriptor, 1 << 20, self._taken_bytes + len(data)):
+            data += more
+        data = data[: data.rfind(b"\n") + 1]
+        self._taken_bytes += len(data)
+        return [json.loads(line) for line in data.splitlines()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is None:
+            return Reports, ()
+        return _attach, (reduction.DupFd(self._descriptor),)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether another attempt may succeed: transfers and the like, but not "not found" or a value that is wrong."""
+    return isinstance(error, OSError) and not isinstance(error, _FINAL)
+
+
+def _attach(descriptor: Any) -> Reports:
+    return Reports(descriptor.detach())
+
+
+def _open_log() -> int:
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("shardstream-reports")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
+    return descriptor
+
+
+def _with_neighbours(sampler: Iterable[Any]) -> Iterator[tuple[Any, list[int]]]:
+    """Each item of a sampler (an index, or a list of them) with the indices of items near it, next ones first."""
+    items = iter(sampler)
+    first = next(items, None)
+    if first is None:
+        return
+    reach = 1 if isinstance(first, Sequence) else _NEAR
+    ahead = deque([first, *islice(items, reach)])
+    behind: deque[Any] = deque(maxlen=reach)
+    while ahead:
+        given = ahead.popleft()
+        near = [*ahead, *reversed(behind)]
+        yield given, [index for one in near for index in (one if isinstance(one, Sequence) else [one])]
+        behind.append(given)
+        ahead.extend(islice(items, 1))
+
+
+def _others(rows: Sequence[int], place: int, near: list[int], count: int) -> tuple[int, ...]:
+    """Up to ``count`` indices other than that at ``place``: the rows after it, before it, then those near."""
+    own = int(rows[place])
+    others = dict.fromkeys(int(index) for index in (*rows[place + 1 :], *rows[:place], *near))
+    others.pop(own, None)
+    return tuple(islice(others, count))

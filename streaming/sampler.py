@@ -1,0 +1,306 @@
+"""``DeviceMeshSampler``: the promises of the loader for map-style data sets under torch's own ``DataLoader``.
+
+::
+
+    sampler = DeviceMeshSampler(dataset, batch_size=32, seed=7)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=8)
+    for epoch in range(sampler.epoch, 10):
+        for batch in sampler.follow(loader):
+            ...
+            state = sampler.state_dict()
+
+``follow`` is what makes the state exact: torch asks for indices some batches before the training loop gets to see them,
+so a sampler alone cannot know what was consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from infra import as_device_mesh
+from streaming.errors import ConfigError, StateError
+from streaming.loop import checked_last_batch, resolve_batch_size
+from streaming.order import Int64Array, OrderSettings, checked_int
+from streaming.permutation import Permutation, substitutes
+from streaming.plan import Plan, RankBatches
+from streaming.retry import RetrySampler
+from streaming.state import LoaderState
+
+__all__ = ["DeviceMeshSampler", "RetrySampler"]
+
+_BATCH = TypeVar("_BATCH")
+_BLOCK_ROWS = 8192  # rows planned at once: amortises NumPy's calls; 0.5 MiB
+_CHUNK = 2**30  # a plan counts samples of a chunk in 32 bits
+_MAX_SAMPLES = 2**50
+
+
+class DeviceMeshSampler(Sampler[list[int]]):
+    """Batches of indices for this data-parallel rank: a ``batch_sampler`` for ``torch.utils.data.DataLoader``.
+
+    In an epoch every index goes to exactly one data-parallel rank once, and all ranks get the same number of batches.
+    Global batch k depends on (number of samples, seed, epoch, global batch size) alone, not on the world size; its rows
+    are dealt to the ranks in order. Shuffling is a uniform permutation per pass and takes no memory to speak of.
+
+    Epochs advance by themselves; ``set_epoch`` is welcome and keeps a loaded position where the epoch is the same. An
+    iteration that is left early stays where it was left in ``state_dict``; a new one starts the epoch anew.
+
+    For one thread.
+
+    Args:
+        dataset: A data set with a length, or the length.
+        batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
+        global_batch_size: Samples over all data-parallel ranks.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: found in the environment.
+        shuffle: False: the data set's own order.
+        seed: Of the shuffling.
+        last_batch: What becomes of samples that do not fill a global batch: ``"drop"``, ``"partial"``, or ``"pad"``,
+            which repeats indices; ``valid_mask`` tells them apart.
+        epoch_size: Samples in a virtual epoch over endless repetition; default: one pass.
+
+    Attributes:
+        epoch: The epoch in progress, or the next one to start.
+        epoch_samples: Samples of a whole epoch, all ranks together.
+
+    Raises:
+        ConfigError: An argument, or a combination, cannot work.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized | int,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        device_mesh: Any = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        last_batch: str = "drop",
+        epoch_size: int | None = None,
+    ) -> None:
+        self.mesh = as_device_mesh(device_mesh)
+        self.num_samples = checked_int("dataset", _length(dataset), 1, _MAX_SAMPLES)
+        self.global_batch_size = resolve_batch_size(batch_size, global_batch_size, self.mesh)
+        self.last_batch = checked_last_batch(last_batch)
+        self.epoch_size = epoch_size
+        self.order = OrderSettings(seed=seed, lanes=1, window=0, shuffle=shuffle)
+        self.epoch = 0
+        self.next_seed: int | None = None
+        self._resume_at = 0
+        self._run: _Run | None = None  # where the position lies; None at the border of epochs
+        self._latest: _Run | None = None
+        self._followed = False
+        self._permutations: dict[tuple[int, int], Permutation] = {}
+        whole = self._plan(0, 0)
+        self._num_batches, self.epoch_samples = whole.num_batches, whole.num_samples
+        self._check_enough_samples()
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch, the same on every rank."""
+        return self._num_batches
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of the epoch in progress that all ranks together have consumed, as far as is known here."""
+        return self._resume_at if self._run is None else self._run.samples_seen(self._run.num_done)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Lists of indices for the rest of the epoch in progress."""
+        return (rows.tolist() for rows, _ in self._iterate(0))
+
+    def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
+        """As ``iter``, each index with ``count`` others that may stand in for it; for ``RetrySampler``."""
+        return (
+            list(zip(rows.tolist(), map(tuple, others.tolist()), strict=True)) for rows, others in self._iterate(count)
+        )
+
+    def follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
+        """The batches of ``loader``, counted as they are handed out: ``state_dict`` is then exact with any prefetching.
+
+        Args:
+            loader: A ``torch.utils.data.DataLoader`` whose ``batch_sampler`` this is (or a ``RetrySampler`` over it).
+        """
+        self._followed = True
+        run: _Run | None = None
+        try:
+            for batch in loader:
+                run = run or self._run
+                if run is None:
+                    raise ConfigError("follow: the loader does not use this sampler; give it as batch_sampler=")
+                run.num_done += 1
+                yield batch
+            run = run or self._run
+            if run is not None and run is self._run:
+                self._end_epoch()
+        finally:
+            self._followed = False
+
+    def valid_mask(self, batch: int) -> torch.Tensor:
+        """bool[B]: which rows of batch number ``batch`` of the running iteration are real, and not padding.
+
+        The number counts from the iteration's first batch, so it is that of ``enumerate(loader)``.
+
+        Raises:
+            ConfigError: No iteration has begun, or it has no such batch.
+        """
+        if self._latest is None:
+            raise ConfigError("valid_mask: no iteration has begun")
+        return torch.from_numpy(self._latest.plan.rank_batches(batch, batch + 1, self.mesh.data_rank).valid)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``; if it is the one in progress, a loaded position is kept."""
+        if checked_int("epoch", epoch, 0, 2**62) != self.epoch:
+            self.epoch, self._resume_at, self._run = epoch, 0, None
+
+    def set_seed(self, seed: int) -> None:
+        """A new order, from the next epoch that starts."""
+        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+
+    def state(self, *, num_consumed: int | None = None) -> LoaderState:
+        """See ``state_dict``."""
+        epoch, seen = self.epoch, self.samples_seen
+        if num_consumed is not None:
+            run = self._latest
+            if run is None or not 0 <= num_consumed <= run.plan.num_batches:
+                raise ConfigError(f"num_consumed: the latest iteration has no {num_consumed} batches")
+            epoch, seen = run.epoch, run.samples_seen(num_consumed)
+            if num_consumed == run.plan.num_batches:
+                epoch, seen = epoch + 1, 0
+        return LoaderState(
+            epoch=epoch, samples_seen=seen, order=self.order, next_seed=self.next_seed,
+            fingerprint=f"map:{self.num_samples}", num_samples=self.num_samples, epoch_size=self.epoch_size,
+        )  # fmt: skip
+
+    def state_dict(self, *, num_consumed: int | None = None) -> dict[str, Any]:
+        """The position: small, JSON-able, the same on every rank, valid on any world size.
+
+        Args:
+            num_consumed: Batches of the latest iteration that were consumed. Needed only where neither ``follow`` is
+                used nor torch's ``num_workers`` is 0: torch then asks for indices ahead of what it hands out.
+        """
+        return self.state(num_consumed=num_consumed).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a ``state_dict``, of any world size.
+
+        Raises:
+            StateError: It is malformed, or belongs to another data set or epoch size.
+        """
+        self.load(LoaderState.from_dict(state))
+
+    def load(self, state: LoaderState) -> None:
+        """See ``load_state_dict``."""
+        if state.fingerprint != f"map:{self.num_samples}":
+            raise StateError(
+                f"this state belongs to another data set: {state.num_samples} samples, {state.fingerprint!r}; this is "
+                f"a map-style one of {self.num_samples} samples"
+            )
+        if state.epoch_size != self.epoch_size:
+            raise StateError(f"epoch_size: the state has {state.epoch_size}, this sampler {self.epoch_size}")
+        if state.order.shuffle != self.order.shuffle:
+            raise StateError(f"shuffle: the state has {state.order.shuffle}, this sampler {self.order.shuffle}")
+        self.epoch, self._resume_at, self._run = state.epoch, state.samples_seen, None
+        self.order, self.next_seed = state.order, state.next_seed
+
+    def _iterate(self, num_substitutes: int) -> Iterator[tuple[Int64Array, Int64Array]]:
+        """Begins an iteration when the first batch is asked for: torch may make two iterators, and use the second."""
+        start, self._resume_at = self._resume_at, 0
+        if start == 0 and self.next_seed is not None:
+            self.order = OrderSettings(**{**self.order.to_dict(), "seed": self.next_seed})
+            self.next_seed = None
+        run = self._run = self._latest = _Run(self._plan(self.epoch, start), self.epoch, start)
+        yield from self._batches(run, self.order, num_substitutes)
+
+    def _batches(self, run: _Run, order: OrderSettings, count: int) -> Iterator[tuple[Int64Array, Int64Array]]:
+        plan, rank = run.plan, self.mesh.data_rank
+        per_block = max(1, _BLOCK_ROWS * plan.dp_world_size // plan.global_batch_size)
+        for first in range(0, plan.num_batches, per_block):
+            block = plan.rank_batches(first, min(first + per_block, plan.num_batches), rank)
+            rows = self._indices(block, order)
+            others = substitutes(
+                block.passes, block.positions, seed=order.seed, num_samples=self.num_samples, count=count
+            )
+            for start, stop in zip(block.row_splits[:-1], block.row_splits[1:], strict=True):
+                if not self._followed and self._run is run:
+                    run.num_done += 1
+                yield rows[start:stop], others[start:stop]
+        if not self._followed and self._run is run:
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self.epoch, self._resume_at, self._run = self.epoch + 1, 0, None
+
+    def _indices(self, block: RankBatches, order: OrderSettings) -> Int64Array:
+        places = block.positions - block.passes * self.num_samples
+        if not order.shuffle:
+            return places
+        indices = np.empty_like(places)
+        for pass_number in np.unique(block.passes).tolist():
+            rows = block.passes == pass_number
+            indices[rows] = self._permutation(order.seed, pass_number)(places[rows])
+        return indices
+
+    def _permutation(self, seed: int, pass_number: int) -> Permutation:
+        """Of one pass; the latest two are kept, as an epoch may touch both."""
+        found = self._permutations.get((seed, pass_number))
+        if found is None:
+            while len(self._permutations) > 1:
+                self._permutations.pop(next(iter(self._permutations)))
+            found = self._permutations[seed, pass_number] = Permutation(self.num_samples, seed, pass_number)
+        return found
+
+    def _plan(self, epoch: int, start: int) -> Plan:
+        """Over positions alone; the permutation comes after, sample by sample."""
+        whole, rest = divmod(self.num_samples, _CHUNK)
+        return Plan(
+            [_CHUNK] * whole + [rest] * (rest > 0),
+            OrderSettings.unshuffled(),
+            global_batch_size=self.global_batch_size,
+            dp_world_size=self.mesh.data_world_size,
+            last_batch=self.last_batch,
+            epoch=epoch,
+            epoch_size=self.epoch_size,
+            start=start,
+        )
+
+    def _check_enough_samples(self) -> None:
+        ranks = self.mesh.data_world_size
+        if self._num_batches == 0:
+            raise ConfigError(
+                f"{self.epoch_samples} samples do not fill one global batch of {self.global_batch_size} ({ranks} "
+                f'ranks), and last_batch="drop" leaves out what does not: the epoch would be empty. Use '
+                f'last_batch="pad" or "partial", a smaller batch, or epoch_size to repeat the data'
+            )
+        if self.epoch_samples < ranks and self.last_batch != "pad":
+            raise ConfigError(
+                f"{self.epoch_samples} samples cannot be dealt to {ranks} data-parallel ranks: some would get none. "
+                f'Use last_batch="pad", fewer ranks, or epoch_size to repeat the data'
+            )
+
+
+class _Run:
+    """One iteration: its plan, and how much of it is known to be done."""
+
+    def __init__(self, plan: Plan, epoch: int, start: int) -> None:
+        self.plan, self.epoch, self.start = plan, epoch, start
+        self.num_done = 0
+
+    def samples_seen(self, num_batches: int) -> int:
+        """Of the epoch, after so many batches of this iteration."""
+        return min(self.start + num_batches * self.plan.global_batch_size, self.plan.num_samples)
+
+
+def _length(dataset: Sized | int) -> int:
+    if isinstance(dataset, int):
+        return dataset
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise ConfigError(
+            f"dataset: expected a map-style data set with a length, or the length; {type(dataset).__name__} has none. "
+            f"For iterable data sets use streaming.DataLoader"
+        ) from error
