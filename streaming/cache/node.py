@@ -26,7 +26,7 @@ from streaming.units import format_bytes
 RETRY_AFTER_S = 60.0
 """How long nothing is written after the disk refused: long against one failed call, short against an epoch."""
 WAIT_S = 30.0
-"""How long to wait for another process's fetch: the deadline that one fetch has in the worst case (storage options)."""
+"""How long to wait for another process's fetch: the read time-out of one request, so the other has stalled once."""
 
 _log = logging.getLogger(__name__)
 
