@@ -1,0 +1,244 @@
+"""The node cache among real processes: kills at random moments, a tight limit, and who fetches what."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from streaming.cache import NodeCache
+from streaming.cache.entry import charged_bytes, file_bytes
+from streaming.cache.layout import Layout
+from streaming.metrics import Metrics
+
+SPAWN = multiprocessing.get_context("spawn")
+NUM_PROCESSES = 8
+NUM_CHUNKS = 120
+CHUNK_BYTES = 256 * 1024 - 64
+CHARGE = charged_bytes(file_bytes(CHUNK_BYTES))
+DATA_BYTES = NUM_CHUNKS * CHARGE
+PATTERN = np.random.Generator(np.random.PCG64(1)).integers(0, 256, 2 * CHUNK_BYTES, dtype=np.uint8)
+
+
+def content(number: int, version: int) -> np.ndarray:
+    """Bytes of one chunk: no two chunks or versions agree in any stretch that could be mixed up."""
+    first = 1009 * number + 31 * version
+    return PATTERN[first : first + CHUNK_BYTES]
+
+
+def read_one(cache: NodeCache, number: int, version: int, log: int, out: np.ndarray) -> bool:
+    def fetch(view: memoryview) -> None:
+        os.write(log, b"%d %d\n" % (number, version))  # one write in append mode: never torn
+        right = content(number, version)
+        half = CHUNK_BYTES // 2
+        view[:half] = right[:half].data
+        view[half:] = right[half:].data
+
+    out[:] = 0
+    hit = cache.read_into(f"s3://b/{number // 10}", f"v{version}", number, out.data, fetch, crc32c=None)
+    if not np.array_equal(out, content(number, version)):
+        os._exit(3)
+    return hit
+
+
+def hammer(directory: str, limit_bytes: int, log_path: str, seed: int, num_reads: int, num_versions: int) -> None:
+    """One rank with two fetch threads, reading chunks at random."""
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    cache = NodeCache(directory, limit_bytes)
+
+    def run(thread: int) -> None:
+        order = random.Random(1000 * seed + thread)
+        out = np.empty(CHUNK_BYTES, np.uint8)
+        for _ in range(num_reads // 2):
+            read_one(cache, order.randrange(NUM_CHUNKS), order.randrange(num_versions), log, out)
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def epoch(directory: str, limit_bytes: int, log_path: str, seed: int) -> None:
+    """One rank that reads every chunk once, in an order of its own."""
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    cache = NodeCache(directory, limit_bytes)
+    out = np.empty(CHUNK_BYTES, np.uint8)
+    numbers = list(range(NUM_CHUNKS))
+    random.Random(seed).shuffle(numbers)
+    for number in numbers:
+        read_one(cache, number, 0, log, out)
+
+
+def hold(directory: str, reached: Connection, stage: str) -> None:
+    """Stop for good inside the fetch of chunk 0, or between reserving its space and renaming it."""
+
+    def stop(*_: object) -> None:
+        reached.send(stage)
+        time.sleep(3600)
+
+    cache = NodeCache(directory, DATA_BYTES * 2)
+    if stage == "writing":
+        os.rename = stop  # type: ignore[assignment]
+    fetch = stop if stage == "fetching" else lambda view: view.__setitem__(slice(None), content(0, 0).data)
+    cache.read_into("s3://b/0", "v0", 0, np.empty(CHUNK_BYTES, np.uint8).data, fetch, crc32c=None)
+
+
+def used_bytes(directory: Path) -> int:
+    """What all files take. A file that moves while we look is found once, in either place."""
+    root = Path(Layout(str(directory)).root)
+    sizes: dict[int, int] = {}
+    for pattern in ("parts/*", "entries/*/*"):
+        for path in root.glob(pattern):
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            sizes[status.st_ino] = charged_bytes(status.st_size)
+    return sum(sizes.values())
+
+
+@contextmanager
+def watched_size(directory: Path) -> Iterator[list[int]]:
+    """Sizes of the cache as they are seen all the while."""
+    seen, stop = [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.005):
+            seen.append(used_bytes(directory))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
+
+
+def fetched(log: Path) -> Counter[str]:
+    return Counter(log.read_text().split("\n")[:-1])
+
+
+def run_with_kills(target: object, make_args: object, *, num_kills: int, limit_s: float) -> int:
+    """Run ``NUM_PROCESSES`` at once, kill some at random moments and replace them; how many kills hit."""
+    order = random.Random(7)
+    end_s = time.monotonic() + limit_s
+    started = 0
+
+    def start() -> multiprocessing.process.BaseProcess:
+        nonlocal started
+        process = SPAWN.Process(target=target, args=make_args(started))  # type: ignore[operator, arg-type]
+        process.start()
+        started += 1
+        return process
+
+    running = [start() for _ in range(NUM_PROCESSES)]
+    killed = 0
+    try:
+        while running:
+            assert time.monotonic() < end_s, "deadlock"
+            running[0].join(0.05 + 0.2 * order.random())
+            for process in [one for one in running if one.exitcode is not None]:
+                assert process.exitcode == 0, f"exit code {process.exitcode} (3: wrong bytes)"
+                running.remove(process)
+            if running and killed < num_kills:
+                victim = running.pop(order.randrange(len(running)))
+                victim.kill()
+                victim.join(30)
+                killed += victim.exitcode == -9
+                running.append(start())
+    finally:
+        for process in running:
+            process.kill()
+            process.join(30)
+    return killed
+
+
+def check_afterwards(directory: Path, limit_bytes: int, log: Path) -> None:
+    """The next start works without cleaning up by hand, and every byte in there is right."""
+    metrics = Metrics()
+    cache = NodeCache(directory, limit_bytes, metrics=metrics)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    out = np.empty(CHUNK_BYTES, np.uint8)
+    for number in range(NUM_CHUNKS):
+        read_one(cache, number, 0, descriptor, out)
+    cache.read_into("s3://b/new", "v", 0, memoryview(bytearray(5)), lambda view: None, crc32c=None)
+    os.close(descriptor)
+    assert os.listdir(Layout(str(directory)).parts) == []
+    assert metrics.get("cache_damaged") == 0
+    assert metrics.get("cache_errors") == 0
+    assert used_bytes(directory) <= limit_bytes
+
+
+@pytest.mark.slow
+def test_eight_processes_a_tenth_of_the_data_and_random_kills(tmp_path: Path) -> None:
+    limit_bytes = DATA_BYTES // 10
+    directory, log = tmp_path / "cache", tmp_path / "log"
+    with watched_size(directory) as sizes:
+        killed = run_with_kills(
+            hammer, lambda seed: (str(directory), limit_bytes, str(log), seed, 600, 2), num_kills=25, limit_s=150
+        )
+    assert killed >= 15
+    assert max(sizes) <= limit_bytes + NUM_PROCESSES * CHARGE
+    assert max(sizes) > limit_bytes // 2
+    check_afterwards(directory, limit_bytes, log)
+
+
+@pytest.mark.slow
+def test_when_everything_fits_every_chunk_is_fetched_once_per_node(tmp_path: Path) -> None:
+    directory, log = tmp_path / "cache", tmp_path / "log"
+    run_with_kills(epoch, lambda seed: (str(directory), DATA_BYTES, str(log), seed), num_kills=0, limit_s=100)
+    assert fetched(log) == {f"{number} 0": 1 for number in range(NUM_CHUNKS)}
+    assert used_bytes(directory) == DATA_BYTES
+
+
+@pytest.mark.slow
+def test_a_kill_costs_at_most_the_fetch_that_it_hits(tmp_path: Path) -> None:
+    directory, log = tmp_path / "cache", tmp_path / "log"
+    killed = run_with_kills(epoch, lambda seed: (str(directory), DATA_BYTES, str(log), seed), num_kills=6, limit_s=100)
+    assert set(fetched(log)) == {f"{number} 0" for number in range(NUM_CHUNKS)}
+    assert fetched(log).total() <= NUM_CHUNKS + killed
+    check_afterwards(directory, 2 * DATA_BYTES, log)
+
+
+@pytest.mark.parametrize("stage", ["fetching", "writing"])
+def test_whoever_waits_takes_over_when_the_holder_is_killed(tmp_path: Path, stage: str) -> None:
+    here, there = SPAWN.Pipe()
+    holder = SPAWN.Process(target=hold, args=(str(tmp_path), there, stage))
+    holder.start()
+    assert here.poll(60)
+    assert here.recv() == stage
+    metrics = Metrics()
+    cache = NodeCache(tmp_path, 2 * DATA_BYTES, metrics=metrics, wait_s=100)
+    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    out = np.empty(CHUNK_BYTES, np.uint8)
+    hits: list[bool] = []
+    thread = threading.Thread(target=lambda: hits.append(read_one(cache, 0, 0, log, out)))
+    thread.start()
+    end_s = time.monotonic() + 30
+    while not metrics.get("cache_wait_s"):  # it waits
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+    assert (tmp_path / "log").stat().st_size == 0
+    holder.kill()
+    holder.join(30)
+    thread.join(30)
+    os.close(log)
+    here.close()
+    there.close()
+    assert hits == [False]
+    assert np.array_equal(out, content(0, 0))
+    assert metrics.get("cache_wait_timeouts") == 0
+    assert used_bytes(tmp_path) == CHARGE
+    assert os.listdir(Layout(str(tmp_path)).parts) == []
