@@ -82,6 +82,14 @@ class ChunkIntervals:
     first_batches: Int64Array
     last_batches: Int64Array
 
+    def live_bytes(self, chunk_bytes: Int64Array) -> int:
+        """Most bytes that are needed at the same time; ``chunk_bytes`` is int64[C], of all chunks."""
+        changes = chunk_bytes[self.chunk_ids]
+        # Releases come before the acquisitions of the same batch.
+        times = np.concatenate([self.last_batches + 1, self.first_batches])
+        changes = np.concatenate([-changes, changes])[np.argsort(times, kind="stable")]
+        return int(changes.cumsum().max(initial=0))
+
 
 class Plan:
     """Batches of one epoch, or of what is left of it.
@@ -200,8 +208,7 @@ class Plan:
         for every use, padding included; they are loose by at most 2 W lane positions.
         """
         self._check_range(0, 0, dp_rank)
-        every = np.arange(len(self.chunk_samples), dtype=np.int64)
-        parts = [self._pass_intervals(every, pass_number, dp_rank) for pass_number in self.passes]
+        parts = [self._pass_intervals(None, pass_number, dp_rank) for pass_number in self.passes]
         empty = np.empty(0, np.int64)
         chunk_ids, first, last = (np.concatenate([part[i] for part in parts]) if parts else empty for i in range(3))
         passes = np.repeat(np.array(self.passes, dtype=np.int64), [len(part[0]) for part in parts])
@@ -253,12 +260,7 @@ class Plan:
             chunk_bytes: int64[C], bytes of each chunk in data-set order.
             dp_rank: The data-parallel rank.
         """
-        live = self.chunk_intervals(dp_rank)
-        changes = self._chunk_bytes(chunk_bytes)[live.chunk_ids]
-        # Releases come before the acquisitions of the same batch.
-        times = np.concatenate([live.last_batches + 1, live.first_batches])
-        changes = np.concatenate([-changes, changes])[np.argsort(times, kind="stable")]
-        return int(changes.cumsum().max(initial=0))
+        return self.chunk_intervals(dp_rank).live_bytes(self._chunk_bytes(chunk_bytes))
 
     def read_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
         """Bytes that this rank fetches for the remaining batches, each chunk once per live interval."""
@@ -370,9 +372,9 @@ class Plan:
         return sizes
 
     def _pass_intervals(
-        self, chunk_ids: Int64Array, pass_number: int, dp_rank: int
+        self, chunk_ids: Int64Array | None, pass_number: int, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Live intervals of ``chunk_ids`` (sorted, unique) in one pass: ids, first, last; int64[n] each."""
+        """Live intervals of ``chunk_ids`` (sorted, unique; None: all) in one pass: ids, first, last; int64[n] each."""
         self._check_range(0, 0, dp_rank)
         if pass_number not in self.passes:
             empty = np.empty(0, np.int64)
@@ -397,20 +399,24 @@ class Plan:
         return stop <= self._stop and start // self.samples_per_pass == (stop - 1) // self.samples_per_pass
 
     def _odd_uses(
-        self, chunk_ids: Int64Array, pass_number: int, batch: int, dp_rank: int
+        self, chunk_ids: Int64Array | None, pass_number: int, batch: int, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
         rows = self.rank_batches(batch, batch + 1, dp_rank)
-        ids = np.intersect1d(rows.chunk_ids[rows.passes == pass_number], chunk_ids)
+        ids = np.unique(rows.chunk_ids[rows.passes == pass_number])
+        if chunk_ids is not None:
+            ids = np.intersect1d(ids, chunk_ids)
         at = np.full(len(ids), batch, dtype=np.int64)
         return ids, at, at
 
     def _regular_intervals(
-        self, chunk_ids: Int64Array, pass_number: int, batches: range, dp_rank: int
+        self, chunk_ids: Int64Array | None, pass_number: int, batches: range, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
         order, num_lanes = self.order(pass_number), self.settings.lanes
-        lane_low, lane_high = self._rank_lanes(dp_rank)
         # Each chunk's linear range, cut to the lanes of this rank; chunks that miss them drop out.
-        limits = order.lane_starts(np.array([lane_low, lane_high]))
+        limits = order.lane_starts(np.array(self.rank_lanes(dp_rank)))
+        if chunk_ids is None:  # the run of chunks that these lanes hold: a rank of many looks at few chunks
+            run = np.searchsorted(order.chunk_starts, [limits[0] + 1, limits[1]]) + [-1, 0]
+            chunk_ids = np.sort(order.chunk_order[run[0] : run[1]])
         ranks = order.chunk_ranks[chunk_ids]
         starts = np.maximum(order.chunk_starts[ranks], limits[0])
         stops = np.minimum(order.chunk_starts[ranks + 1], limits[1])
@@ -432,7 +438,7 @@ class Plan:
         due = first <= last
         return ids[row][due], first[due], last[due]
 
-    def _rank_lanes(self, dp_rank: int) -> tuple[int, int]:
+    def rank_lanes(self, dp_rank: int) -> tuple[int, int]:
         """Lanes ``[low, high)`` of which this rank may hold a row in a full batch inside one pass."""
         size, num_lanes = self.global_batch_size, self.settings.lanes
         low = size * dp_rank // self.dp_world_size
@@ -465,7 +471,12 @@ class _Slices:
 
 def _merge_intervals(ids: Int64Array, first: Int64Array, last: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Join intervals of one chunk that overlap or touch. Any order in and out."""
-    shared = np.bincount(ids, minlength=1)[ids] > 1
+    # Counting takes time with the largest id, sorting with the number of ids: a rank of many has few.
+    if len(ids) and int(ids.max()) < 16 * len(ids):
+        shared = np.bincount(ids)[ids] > 1
+    else:
+        _, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
+        shared = counts[inverse] > 1
     if not shared.any():  # else only the few chunks with several intervals need sorting
         return ids, first, last
     rest = ids[~shared], first[~shared], last[~shared]
