@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import threading
 from collections import OrderedDict
@@ -165,6 +166,7 @@ class StreamingDataset:
             IndexError: There is no such sample.
             DecodeError: It does not decode, or ``transform`` dropped it.
         """
+        index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index}: the data set has {len(self)} samples")
         return self._recent.sample(index % len(self))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import crc32c
 
 from streaming.errors import ChecksumError, IndexMismatchError, NotFoundError, StorageError
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout, parse_chunk
+
+UnitKey: TypeAlias = tuple[str, int, int]
+"""URL, first byte, one past the last byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,11 @@ class FetchRange:
     def num_bytes(self) -> int:
         """Length of the range."""
         return self.byte_end - self.byte_start
+
+    @property
+    def key(self) -> UnitKey:
+        """What tells this range from any other."""
+        return self.url, self.byte_start, self.byte_end
 
 
 def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview) -> ChunkLayout:

@@ -144,7 +144,7 @@ class EpochLoop:
         if plan.num_batches:
             pipeline = self._running = self._pipeline(plan)
             try:
-                for batch in pipeline:
+                for batch in self._guarded(pipeline):
                     self.samples_seen = min(self.samples_seen + plan.global_batch_size, plan.num_samples)
                     self.metrics.add("batches")
                     yield batch
@@ -156,6 +156,21 @@ class EpochLoop:
                     self._running = None
         self.epoch += 1
         self.samples_seen = 0
+
+    def _guarded(self, pipeline: Pipeline) -> Iterator[Any]:
+        """``pipeline``; an interrupt in the middle of its book-keeping costs the store, not the next loop."""
+        while True:
+            try:
+                batch = next(pipeline)
+            except StopIteration:
+                return
+            except Exception:
+                raise
+            except BaseException:
+                self._running = None
+                self._drop_store()
+                raise
+            yield batch
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; where it is the one in progress, a loaded position is kept."""
@@ -216,6 +231,9 @@ class EpochLoop:
     def close(self) -> None:
         """Stop threads, free memory. The loop may be used again; it starts them anew."""
         self._stop_running()
+        self._drop_store()
+
+    def _drop_store(self) -> None:
         store, self._store = self._store, None
         if store is not None:
             self._finalizer()

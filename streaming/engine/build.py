@@ -149,11 +149,23 @@ class BatchBuilder:
                 for sample, valid in zip(samples, mask.tolist(), strict=True):
                     if isinstance(sample, dict):
                         sample["__valid__"] = valid
-            return self._recipe.finished(self._recipe.collate_fn(samples))
+            return self._recipe.finished(self._collated(self._recipe.collate_fn, samples))
         batch = default_collate(samples, allocate=self._allocate)
         if mask is not None:
             batch["__valid__"] = _tensor(mask)
         return self._recipe.finished(batch)
+
+    @staticmethod
+    def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Sample]) -> Any:
+        try:
+            return collate_fn(samples)
+        except Exception as error:
+            first = samples[0] if samples and isinstance(samples[0], Mapping) else {}
+            error.add_note(
+                f"in collate_fn, over {len(samples)} samples, the first of them {first.get('__key__')!r} of "
+                f"{first.get('__url__')}"
+            )
+            raise
 
     def empty(self, prototype: Rows) -> Any:
         """A batch of no rows, shaped like a batch of ``prototype`` (one row)."""

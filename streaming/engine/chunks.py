@@ -13,9 +13,12 @@ from streaming.engine.arena import Arena
 from streaming.engine.rows import RowTable
 from streaming.engine.threads import JobThreads
 from streaming.errors import DataError, IndexMismatchError
-from streaming.fetch import FetchRange
+from streaming.fetch import FetchRange, UnitKey
 from streaming.metrics import Metrics
 from streaming.tar import ChunkLayout
+
+_STOP_S = 1.0
+"""How long closing waits for each thread's fetch under way: its memory stays mapped until it has ended."""
 
 Fetch = Callable[[FetchRange, memoryview], ChunkLayout]
 
@@ -66,47 +69,47 @@ class ChunkStore:
         self.retain = False
         self._metrics = metrics
         self._threads = JobThreads(num_threads, "shardstream-fetch")
-        self._units: dict[int, Unit] = {}
-        self._cold: OrderedDict[int, Unit] = OrderedDict()
+        self._units: dict[UnitKey, Unit] = {}
+        self._cold: OrderedDict[UnitKey, Unit] = OrderedDict()
         self._closed = False
 
-    def admit(self, number: int, wanted: FetchRange) -> Unit | None:
+    def admit(self, wanted: FetchRange) -> Unit | None:
         """The unit, with one more user; its fetch is started if need be. None if there is no room for it now."""
-        unit = self._units.get(number)
+        key = wanted.key
+        unit = self._units.get(key)
         if unit is None:
             start = self._allocate(wanted.num_bytes)
             if start is None:
                 return None
-            unit = self._units[number] = Unit(wanted=wanted, start=start)
-            self._threads.submit(partial(self._run, number, unit))
-        self._cold.pop(number, None)
+            unit = self._units[key] = Unit(wanted=wanted, start=start)
+            self._threads.submit(partial(self._run, unit))
+        self._cold.pop(key, None)
         unit.users += 1
         return unit
 
-    def release(self, number: int) -> None:
+    def release(self, unit: Unit) -> None:
         """One user less. Without users a unit is dropped, or kept as long as the room is not needed."""
-        unit = self._units[number]
         unit.users -= 1
         if unit.users == 0 and unit.ready:
-            self._retire(number, unit)
+            self._retire(unit)
 
     def pending(self) -> list[Unit]:
         """Units whose fetch has not ended yet."""
         return [unit for unit in self._units.values() if not unit.ready]
 
     def close(self) -> None:
-        """Stop the threads and free the memory. To be called without the lock."""
+        """Stop the threads and free the memory; fetches that take longer are left to end by themselves."""
         with self.changed:
             if self._closed:
                 return
             self._closed = True
-        self._threads.stop()
+        self._threads.stop(_STOP_S)
         self.arena.close()
 
     def _allocate(self, num_bytes: int) -> int | None:
         start = self._try_allocate(num_bytes)
         while start is None and self._cold:
-            self._drop(*self._cold.popitem(last=False))
+            self._drop(self._cold.popitem(last=False)[1])
             start = self._try_allocate(num_bytes)
         self._metrics.peak("arena_peak_bytes", self.arena.used_bytes)
         return start
@@ -116,19 +119,19 @@ class ChunkStore:
             return None
         return self.arena.allocate(num_bytes)
 
-    def _retire(self, number: int, unit: Unit) -> None:
+    def _retire(self, unit: Unit) -> None:
         if self.retain and unit.first_row >= 0:
-            self._cold[number] = unit
+            self._cold[unit.wanted.key] = unit
         else:
-            self._drop(number, unit)
+            self._drop(unit)
 
-    def _drop(self, number: int, unit: Unit) -> None:
-        del self._units[number]
+    def _drop(self, unit: Unit) -> None:
+        del self._units[unit.wanted.key]
         self.arena.free(unit.start, unit.wanted.num_bytes)
         if unit.first_row >= 0:
             self.rows.remove(unit.first_row, unit.wanted.num_samples)
 
-    def _run(self, number: int, unit: Unit) -> None:
+    def _run(self, unit: Unit) -> None:
         """Fetch one unit (on a background thread) and tell whoever waits."""
         if self._closed:
             return
@@ -153,5 +156,5 @@ class ChunkStore:
                 unit.first_row = self.rows.add(layout, unit.start)
             unit.ready = True
             if unit.users == 0 and not self._closed:
-                self._retire(number, unit)
+                self._retire(unit)
             self.changed.notify_all()

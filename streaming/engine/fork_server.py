@@ -31,6 +31,7 @@ from streaming.engine import worker_main
 _REQUEST = struct.Struct("<cQ")  # what, which worker
 _SPAWN, _STATUS, _KILL = b"+", b"?", b"!"
 _REPLY = struct.Struct("<?i")  # known, its wait status
+_READY = b"ready"
 _GRACE_S = 0.5
 """For workers to end by themselves once their socket has: idle ones take milliseconds, busy ones are killed."""
 _EXIT_WAIT_S = 2.0
@@ -50,6 +51,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._is_ready = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             paths = [str(path) or os.getcwd() for path in sys.path]
@@ -96,6 +98,9 @@ class ForkServer:
             try:
                 self._control.send(_REQUEST.pack(_KILL if kill else _STATUS, number))
                 reply = self._control.recv(_REPLY.size)
+                if reply == _READY:
+                    self._is_ready = True
+                    reply = self._control.recv(_REPLY.size)
             except OSError:
                 return None
         if len(reply) < _REPLY.size:
@@ -105,7 +110,11 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server and all its workers; returns when they are gone."""
-        with suppress(OSError):  # it has gone already
+        with suppress(OSError):  # nothing there yet, or it has gone already
+            self._is_ready = self._is_ready or bool(self._control.recv(_REPLY.size, socket.MSG_DONTWAIT))
+        if not self._is_ready:  # it still imports and has no workers: why wait
+            self._process.kill()
+        with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         try:
             self._process.wait(timeout=10)
@@ -131,6 +140,8 @@ def serve(control_fd: int, parent_pid: int) -> None:
         parent_fd = _pidfd(parent_pid)
         if os.getppid() == parent_pid:
             watched = [control.fileno()] if parent_fd is None else [control.fileno(), parent_fd]
+            with suppress(OSError):
+                control.send(_READY)
             while _wait(watched) == control.fileno() and _handle(control, parent_fd, children):
                 pass
     _end(children.values())

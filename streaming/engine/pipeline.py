@@ -28,7 +28,7 @@ from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe, Rows, 
 from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import RowTable
-from streaming.errors import DataError, MemoryLimitError
+from streaming.errors import DataError, MemoryLimitError, TooManyBadSamplesError
 from streaming.fetch import FetchRange
 from streaming.metrics import Metrics
 from streaming.plan import Plan
@@ -110,10 +110,10 @@ class Pipeline:
         self._first_rows = np.full(len(plan.chunk_samples) + 1, -1, np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum(plan.chunk_samples)])
         self._damage: dict[int, DataError] = {}
-        self._held: dict[int, int] = defaultdict(int)
-        self._releases: dict[int, list[int]] = defaultdict(list)
+        self._releases: dict[int, list[Unit]] = defaultdict(list)
         self._started = 0
         self._handed_out = 0
+        self._handed_out_s = 0.0
         self._built: set[int] = set()
         self._num_built = 0
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
@@ -138,18 +138,26 @@ class Pipeline:
             BaseException: Whatever kept the batch from being built, once; the pipeline is closed then.
         """
         batch = self._handed_out
+        if batch:
+            self._metrics.add("consumer_s", time.perf_counter() - self._handed_out_s)
         if batch >= self._plan.num_batches or self._closed:
             raise StopIteration
         try:
             value = self._take(batch)
+        except StopIteration as error:  # of a user's function: left alone, it would end the epoch in silence
+            self.close()
+            raise RuntimeError(f"batch {batch}: a decoder, transform or collate_fn raised StopIteration") from error
         except BaseException:
             self.close()
             raise
+        if self._closed:
+            raise StopIteration
         with self._changed:
             self._handed_out = batch + 1
             self._advance()
             if self._builders:
                 self._changed.notify_all()
+        self._handed_out_s = time.perf_counter()
         return value
 
     def close(self) -> None:
@@ -163,10 +171,10 @@ class Pipeline:
             if thread is not threading.current_thread():
                 thread.join()
         with self._changed:
-            for unit, count in self._held.items():
-                for _ in range(count):
-                    self._store.release(unit)
-            self._held.clear()
+            for unit in [unit for _, unit in self._coming] + [one for some in self._releases.values() for one in some]:
+                self._store.release(unit)
+            self._coming.clear()
+            self._releases.clear()
             self._blocks.clear()
             self._results.clear()
 
@@ -194,26 +202,20 @@ class Pipeline:
         return self._plan.num_batches if self._next_need is None else self._next_need.first_batch
 
     def _advance(self) -> None:
-        """Start every fetch that has room, take note of every unit that has come."""
-        while self._next_need is not None:
-            need = self._next_need
-            unit = self._store.admit(need.unit, self._units.wanted(need.unit))
+        """Start every fetch that has room, note every unit that has come; one that failed stops the frontier."""
+        while (need := self._next_need) is not None:
+            unit = self._store.admit(self._units.wanted(need.unit))
             if unit is None:
-                self._check_progress(need)
                 break
-            self._held[need.unit] += 1
             self._coming.append((need, unit))
             self._next_need = next(self._needs, None)
-        while self._coming and self._coming[0][1].ready:
-            need, unit = self._coming.popleft()
-            self._arrived(need, unit)
+        while self._coming and self._coming[0][1].ready and self._coming[0][1].failure is None:
+            self._arrived(*self._coming.popleft())
         limit = self._handed_out + _BLOCKS_AHEAD * self._block_batches
         while self._planned < min(self._plan.num_batches, self._frontier(), limit):
             self._plan_block()
 
     def _arrived(self, need: Need, unit: Unit) -> None:
-        if unit.failure is not None:
-            raise unit.failure
         if need.unit >= len(self._first_rows):
             grown = np.full(2 * need.unit + 1, -1, np.int64)
             grown[: len(self._first_rows)] = self._first_rows
@@ -222,20 +224,14 @@ class Pipeline:
         if unit.damage is not None:
             self._damage[need.unit] = unit.damage
         if need.last_batch < self._num_built:
-            self._release(need.unit)
+            self._store.release(unit)
         else:
-            self._releases[need.last_batch].append(need.unit)
+            self._releases[need.last_batch].append(unit)
 
     def _plan_block(self) -> None:
         first = self._planned
         self._planned = min(first + self._block_batches, self._plan.num_batches)
         self._blocks.append(self._units.block(first, self._planned))
-
-    def _release(self, unit: int) -> None:
-        self._held[unit] -= 1
-        if not self._held[unit]:
-            del self._held[unit]
-        self._store.release(unit)
 
     def _finish(self, batch: int) -> None:
         """Batch is built: give back the units of which it was the last to need."""
@@ -243,22 +239,24 @@ class Pipeline:
         while self._num_built in self._built:
             self._built.discard(self._num_built)
             for unit in self._releases.pop(self._num_built, ()):
-                self._release(unit)
+                self._store.release(unit)
             self._num_built += 1
         while self._blocks and self._blocks[0].last <= self._num_built:
             self._blocks.popleft()
 
-    def _check_progress(self, need: Need) -> None:
-        """A unit without room must be waiting for one that will be given back."""
-        if need.first_batch > self._num_built or self._coming or self._store.pending():
-            return
-        arena = self._store.arena
-        wanted = self._units.wanted(need.unit)
-        raise MemoryLimitError(
+    def _obstacle(self) -> BaseException | None:
+        """What will keep the frontier where it is for ever, if anything does."""
+        if self._coming:
+            return self._coming[0][1].failure
+        need = self._next_need
+        if need is None or need.first_batch > self._num_built or self._store.pending():
+            return None
+        arena, wanted = self._store.arena, self._units.wanted(need.unit)
+        return MemoryLimitError(
             f"batch {need.first_batch} needs {wanted.url} bytes {wanted.byte_start}-{wanted.byte_end} "
             f"({format_bytes(wanted.num_bytes)}) together with what it already holds "
-            f"({format_bytes(arena.used_bytes)}), which is more than the arena's {format_bytes(arena.budget_bytes)}. "
-            f"Raise memory_limit, or lower lanes or window in ShuffleConfig"
+            f"({format_bytes(arena.used_bytes)}), which is more than the {format_bytes(self._store.limit_bytes)} that "
+            f"chunks may have. Raise memory_limit, or lower lanes or window in ShuffleConfig"
         )
 
     def _block_of(self, batch: int) -> Block:
@@ -271,32 +269,38 @@ class Pipeline:
 
     def _take(self, batch: int) -> Any:
         """The batch, built by a builder or, if none has begun with it, right here."""
-        waited_from = time.perf_counter()
         with self._changed:
             while True:
+                if self._closed:
+                    return None
                 self._advance()
                 if batch in self._results:
                     value, error = self._results.pop(batch)
-                    self._count_wait(batch, waited_from)
                     if error is not None:
                         raise error
                     return value
                 if batch == self._started and batch < self._frontier():
                     self._started += 1
                     break
-                self._changed.wait()
-        self._count_wait(batch, waited_from)
+                self._wait(batch)
         with self._metrics.timed("build_in_consumer_s"):
             value = self._build(batch)
         with self._changed:
             self._finish(batch)
         return value
 
-    def _count_wait(self, batch: int, waited_from: float) -> None:
-        waited_s = time.perf_counter() - waited_from
-        self._metrics.add("wait_s", waited_s)
+    def _wait(self, batch: int) -> None:
+        """Wait for a change, and say what the consumer waited for."""
+        waits_for_fetch = batch >= self._frontier()
+        obstacle = self._obstacle() if waits_for_fetch else None
+        if obstacle is not None:
+            raise obstacle
+        started_s = time.perf_counter()
+        self._changed.wait()
+        waited_s = time.perf_counter() - started_s
+        self._metrics.add("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s", waited_s)
         if batch == 0:
-            self._metrics.peak("first_batch_wait_s", waited_s)
+            self._metrics.add("first_batch_wait_s", waited_s)
 
     def _build_loop(self) -> None:
         while True:
@@ -317,11 +321,8 @@ class Pipeline:
             with self._changed:
                 self._results[batch] = (value, error)
                 self._bound_depth(value)
-                try:
-                    self._finish(batch)
-                    self._advance()
-                except BaseException as caught:  # noqa: BLE001  a thread border, too
-                    self._results[batch] = (None, error or caught)
+                self._finish(batch)
+                self._advance()
                 self._changed.notify_all()
 
     def _bound_depth(self, batch: Any) -> None:
@@ -342,7 +343,10 @@ class Pipeline:
             damage = {row: self._damage[int(block.units[low + row])] for row in damaged}
         builder = BatchBuilder(self._settings.recipe, lambda row: self._substitutes(block, low + row), self._report)
         if low == high:
-            return builder.empty(next(self._any_rows()))
+            prototype = next(self._any_rows(), None)
+            if prototype is None:
+                raise TooManyBadSamplesError("no chunk of the data set can be read; see `shard_tools verify`")
+            return builder.empty(prototype)
         chunk_ids = block.rows.chunk_ids[span]
         rows = self._rows(first_rows + block.within[span], chunk_ids, block.rows.offsets[span], damage)
         padded = self._plan.last_batch == "pad"

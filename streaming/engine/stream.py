@@ -170,6 +170,8 @@ class ShardStream:
         value, error = item
         if error is not None:
             self.close()
+            if isinstance(error, StopIteration):
+                raise RuntimeError("a decoder, transform or collate_fn raised StopIteration") from error
             raise error
         return value
 

@@ -54,6 +54,7 @@ class _Job:
     seed: int | None
     num_reported: int = 0
     deaths: list[str] = field(default_factory=list)
+    failed_starts: list[str] = field(default_factory=list)
 
 
 class _BatchFailedError(Exception):
@@ -170,11 +171,18 @@ class WorkerPool:
         """Note how the worker died, put another in its place.
 
         Raises:
-            WorkerDiedError: Too many have died of this batch.
+            WorkerDiedError: Too many have died of this batch, or before they had it.
         """
-        job.deaths.append(self._processes.replace(worker))
-        if len(job.deaths) < MAX_DEATHS:
+        how = self._processes.replace(worker)
+        deaths = job.deaths if worker.pid is not None else job.failed_starts
+        deaths.append(how)
+        if len(deaths) < MAX_DEATHS:
             return
+        if worker.pid is None:
+            raise WorkerDiedError(
+                f"decode workers do not start: {'; '.join(deaths)}. What they wrote to stderr says why; "
+                f"num_workers=0 works without them"
+            )
         rows = job.rows
         listed = ", ".join(f"{url} {key!r}" for url, key in list(zip(rows.urls, rows.keys, strict=True))[:_LISTED])
         raise WorkerDiedError(
