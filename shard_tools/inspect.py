@@ -17,7 +17,8 @@ from shard_tools.tables import load_samples
 from streaming.errors import IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleLocation, SampleTable
-from streaming.scan import load_index, scan_shard
+from streaming.indexing import load_index
+from streaming.scan import scan_shard
 from streaming.storage import Storage, expand_urls, split_url
 from streaming.units import format_bytes
 

@@ -22,7 +22,7 @@ from streaming.index.cutter import ChunkCutter
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable, chunk_rows_from_footer
-from streaming.scan import shard_name
+from streaming.indexing import shard_name
 from streaming.storage import Storage, join_url
 from streaming.tar.group import check_density
 

@@ -18,7 +18,7 @@ from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import chunks_path
-from streaming.scan import shard_name
+from streaming.indexing import shard_name
 from streaming.storage import Storage, expand_urls, join_url, split_url
 
 _SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")

@@ -16,7 +16,8 @@ from streaming.index.chunks import ChunkTable
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
-from streaming.scan import check_sizes, load_index, scan_shard, shard_name
+from streaming.indexing import check_sizes, load_index, shard_name
+from streaming.scan import scan_shard
 from streaming.storage import Storage, expand_urls, join_url, redact, split_url
 from streaming.units import format_bytes
 

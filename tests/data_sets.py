@@ -20,7 +20,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.engine.arena import PAGE_BYTES
 from streaming.index.cutter import ChunkRule
-from streaming.scan import index_shards
+from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)

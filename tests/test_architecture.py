@@ -22,11 +22,28 @@ SURFACE += ("streaming.loop", "streaming.streamed", "streaming.bad_samples", "st
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),
     ("words", ("streaming.errors", "streaming.units", "streaming.types", "streaming.metrics")),
-    ("pure", ("streaming.order", "streaming.plan", "streaming.state", "streaming.tar", "streaming.index")),
+    (
+        "pure",
+        (
+            "streaming.order",
+            "streaming.plan",
+            "streaming.budget",
+            "streaming.state",
+            "streaming.tar",
+            "streaming.index",
+        ),
+    ),
     ("I/O", ("streaming.storage",)),
     (
         "work",
-        ("streaming.scan", "streaming.shards", "streaming.fetch", "streaming.decode", "streaming.collate"),
+        (
+            "streaming.scan",
+            "streaming.indexing",
+            "streaming.shards",
+            "streaming.fetch",
+            "streaming.decode",
+            "streaming.collate",
+        ),
     ),
     ("run", ("streaming.engine",)),
     ("surface", SURFACE),

@@ -19,7 +19,7 @@ from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.errors import ChecksumError, ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.fetch import FetchRange
 from streaming.index.cutter import ChunkRule
-from streaming.scan import index_shards
+from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
 BAD = {7, 50, 51, 99}

@@ -26,7 +26,8 @@ from streaming.index.chunks import ChunkTable
 from streaming.index.cutter import ChunkRule, cut_records
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
-from streaming.scan import check_sizes, index_shards, load_index, scan_shard, shard_name
+from streaming.indexing import check_sizes, index_shards, load_index, shard_name
+from streaming.scan import scan_shard
 from streaming.storage import Storage
 from streaming.tar import parse_chunk
 

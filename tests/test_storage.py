@@ -206,6 +206,12 @@ class TestLocal:
         writer.abort()
         assert os.listdir(tmp_path) == []
 
+    def test_dangling_links_are_not_listed(self, tmp_path) -> None:
+        (tmp_path / "a.tar").write_bytes(b"a")
+        (tmp_path / "b.tar").symlink_to(tmp_path / "gone.tar")
+        (tmp_path / "c.tar").symlink_to(tmp_path / "a.tar")
+        assert [info.url for info in Storage().list(str(tmp_path))] == [f"{tmp_path}/a.tar", f"{tmp_path}/c.tar"]
+
     def test_directories_are_not_objects(self, tmp_path) -> None:
         storage = Storage()
         for call in (storage.info, storage.read):

@@ -29,7 +29,7 @@ from streaming.errors import ConfigError, DuplicateKeyError, StorageError, TarEr
 from streaming.index.chunks import ChunkTable
 from streaming.index.cutter import cut_records
 from streaming.index.samples import SampleTable
-from streaming.scan import index_shards, load_index
+from streaming.indexing import index_shards, load_index
 from streaming.storage import Storage
 from streaming.tar import parse_chunk
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding

@@ -112,7 +112,10 @@ class LocalAdapter:
                 for name in names:
                     if name.startswith(_TEMPORARY):
                         continue
-                    status = os.stat(os.path.join(directory, name))
+                    try:
+                        status = os.stat(os.path.join(directory, name))
+                    except FileNotFoundError:  # a dangling link, or removed since the folder was read
+                        continue
                     path = name if below == "." else f"{below}/{name}"
                     info = ObjectInfo(
                         url=join_url(base, shown(path)), size_bytes=status.st_size, version=_version(status)

@@ -1,0 +1,276 @@
+"""Indexing shards: scan what is not indexed yet, write the index files, and load what was indexed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+
+from streaming.errors import (
+    ConfigError,
+    DataError,
+    IndexFormatError,
+    IndexMismatchError,
+    IndexMissingError,
+    NotFoundError,
+)
+from streaming.index.chunks import ChunkTable
+from streaming.index.cutter import DEFAULT_RULE, ChunkRule
+from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
+from streaming.index.layout import chunks_path, samples_path
+from streaming.index.samples import chunk_rows_from_footer
+from streaming.scan import Progress, compressed_error, scan_shard
+from streaming.storage import Storage, join_url, redact, split_url
+
+_FOOTER_GUESS_BYTES = 64 << 10
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
+_MAX_PARALLEL_REQUESTS = 32
+
+
+def shard_name(url: str, index_url: str | None = None) -> str:
+    """The name of a shard in the index at ``index_url``: its path below that directory, else its file name."""
+    directory, name = split_url(url)
+    if index_url is not None:
+        above = index_url.rstrip("/") + "/"
+        if directory.startswith(above):
+            return f"{directory[len(above) :]}/{name}"
+    return name
+
+
+def index_shards(
+    storage: Storage,
+    urls: Sequence[str],
+    index_url: str | None = None,
+    *,
+    parallel: int | None = None,
+    force: bool = False,
+    processes: bool = False,
+    rule: ChunkRule = DEFAULT_RULE,
+    progress: Progress | None = None,
+) -> ChunkTable:
+    """Index the shards at ``urls`` and write the index files; the chunk table of these shards, in this order.
+
+    Writes each shard's sample file as soon as it is scanned, and ``chunks.parquet`` last, so an interrupted call goes
+    on where it stopped: a shard whose chunk rows are known for its size of now is not read again. Shards that the
+    index holds already stay in it. If shards are damaged, the others are still scanned, ``chunks.parquet`` is left
+    as it was, and the first error is raised with the others as notes.
+
+    Args:
+        storage: Where to read and write.
+        urls: Shards.
+        index_url: Directory in which ``_shardstream/`` is written; default: each shard's own directory.
+        parallel: Shards scanned at a time; default: the CPUs that this process may use.
+        force: Scan every shard anew.
+        processes: Scan in processes instead of threads: faster for small records, but a script needs its
+            ``if __name__ == "__main__":`` guard.
+        rule: Where chunks are cut.
+        progress: Told about scanned bytes from any thread; with ``processes`` once per shard.
+
+    Raises:
+        ConfigError: For a compressed shard, or two shards of one name in one index.
+        DataError: For a damaged shard; see :func:`scan_shard`.
+        StorageError: If a shard cannot be read or the index not be written.
+    """
+    for url in urls:
+        if split_url(url)[1].lower().endswith(_COMPRESSED):
+            raise compressed_error(redact(url))
+    known = {home: _read_chunks(storage, home, damaged_is_none=True) for home in _homes(urls, index_url)}
+    rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
+    todo = [(url, home, shard_name(url, index_url)) for home, group in _homes(urls, index_url).items() for url in group]
+    workers = min(parallel or len(os.sched_getaffinity(0)), max(1, len(todo)))
+    executor: Executor = (
+        ProcessPoolExecutor(workers, mp_context=get_context("forkserver"))
+        if processes and workers > 1
+        else ThreadPoolExecutor(workers, thread_name_prefix="index")
+    )
+    told = None if isinstance(executor, ProcessPoolExecutor) else progress
+    with executor:
+        futures = []
+        for url, home, name in todo:
+            rows = rows_of[home].get(name)
+            futures.append(
+                executor.submit(_index_shard, storage, url, home, name, None if force else rows, force, rule, told)
+            )
+        tables = _gather(futures, todo, progress if told is None else None)
+    fresh: dict[str, dict[str, ChunkTable]] = {}
+    for (_, home, name), table in zip(todo, tables, strict=True):
+        fresh.setdefault(home, {})[name] = table
+    merged = {home: _merge(rows_of[home], by_name) for home, by_name in fresh.items()}
+    for home, table in merged.items():
+        if table != known[home]:
+            storage.put(join_url(home, chunks_path()), table.to_parquet())
+    return _in_order(urls, index_url, merged)
+
+
+def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
+    """The shards by the directory that holds their index."""
+    homes: dict[str, list[str]] = {}
+    for url in urls:
+        homes.setdefault(split_url(url)[0] if index_url is None else index_url, []).append(url)
+    for home, group in homes.items():
+        names: dict[str, str] = {}
+        for url in group:
+            other = names.setdefault(shard_name(url, index_url), url)
+            if other != url:
+                raise ConfigError(
+                    f"{redact(url)} and {redact(other)} have one name in the index at {redact(home)}; index them apart"
+                )
+    return {home: list(dict.fromkeys(group)) for home, group in homes.items()}
+
+
+def _index_shard(
+    storage: Storage,
+    url: str,
+    home: str,
+    name: str,
+    rows: ChunkTable | None,
+    force: bool,  # noqa: FBT001 - a positional call through the executor
+    rule: ChunkRule,
+    progress: Progress | None,
+) -> ChunkTable:
+    """The chunk rows of one shard: those known, those of its sample file, or those of a scan."""
+    samples_url = join_url(home, samples_path(name))
+    if not force:
+        size_bytes = storage.info(url).size_bytes
+        if rows is None:
+            with suppress(IndexFormatError):
+                rows = _read_footer(storage, samples_url)
+        if rows is not None and rows.shards[0].size_bytes == size_bytes and rows.shards[0].name == name:
+            return rows
+    table = scan_shard(storage, url, name, rule=rule, progress=progress)
+    storage.put(samples_url, table.to_parquet())
+    return table.chunks
+
+
+def _gather(
+    futures: Sequence[Future[ChunkTable]], todo: Sequence[tuple[str, str, str]], progress: Progress | None
+) -> list[ChunkTable]:
+    """The results; after a damaged shard the others go on, after any other error what has not begun is cancelled."""
+    tables: list[ChunkTable] = []
+    errors: list[DataError] = []
+    for future, (url, _, _) in zip(futures, todo, strict=True):
+        try:
+            tables.append(future.result())
+        except DataError as error:
+            errors.append(error)
+        except BaseException:
+            for other in futures:
+                other.cancel()
+            raise
+        if progress is not None and tables:
+            progress(url, tables[-1].shards[0].size_bytes)
+    if errors:
+        for other_error in errors[1:]:
+            errors[0].add_note(f"also: {other_error}")
+        raise errors[0]
+    return tables
+
+
+def _merge(known: dict[str, ChunkTable], fresh: dict[str, ChunkTable]) -> ChunkTable:
+    """One table of the known and the fresh shards, by name."""
+    tables = known | fresh
+    return ChunkTable.concat([tables[name] for name in sorted(tables)])
+
+
+def _in_order(urls: Sequence[str], index_url: str | None, tables: dict[str, ChunkTable]) -> ChunkTable:
+    """The rows of ``urls``, in their order, from the tables of their homes."""
+    homes = list(tables)
+    position: dict[tuple[str, str], int] = {}
+    offset = 0
+    for home in homes:
+        for shard in tables[home].shards:
+            position[home, shard.name] = offset
+            offset += 1
+    wanted = [
+        position[split_url(url)[0] if index_url is None else index_url, shard_name(url, index_url)] for url in urls
+    ]
+    return ChunkTable.concat([tables[home] for home in homes]).take(wanted)
+
+
+def load_index(storage: Storage, urls: Sequence[str], index_url: str | None = None) -> ChunkTable:
+    """The chunk table of the shards at ``urls``, in this order, from their index files.
+
+    Each directory's ``chunks.parquet`` is read once. A shard that is not in it, but has a sample file (an unfinished
+    writer or indexer), is taken from that file's footer. The shards themselves are not looked at: see
+    :func:`check_sizes`.
+
+    Raises:
+        IndexMissingError: If a shard is in no index; names the command that makes one.
+        IndexFormatError: If an index file is damaged or too new.
+        ConfigError: If two shards have one name in one index.
+    """
+    tables: dict[str, ChunkTable] = {}
+    for home, group in _homes(urls, index_url).items():
+        known = _read_chunks(storage, home)
+        present = {shard.name for shard in known.shards} if known else set()
+        rest = {name: url for url in group if (name := shard_name(url, index_url)) not in present}
+        parts = [known] if known else []
+        if rest:
+            parts += _footers(storage, home, rest)
+        tables[home] = ChunkTable.concat(parts)
+    return _in_order(urls, index_url, tables)
+
+
+def _footers(storage: Storage, home: str, names: dict[str, str]) -> list[ChunkTable]:
+    """Chunk rows of shards from their sample files; ``names`` maps names to URLs."""
+    tables = []
+    first, *others = names
+    found = [_read_footer(storage, join_url(home, samples_path(first)))]
+    if found[0] is not None:
+        with ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="footer") as pool:
+            found += pool.map(lambda name: _read_footer(storage, join_url(home, samples_path(name))), others)
+    for name, rows in zip(names, found, strict=False):
+        if rows is None:
+            target = redact(home) or "."
+            raise IndexMissingError(
+                f"{redact(names[name])}: not in the index at {join_url(target, chunks_path())}; "
+                f"run `shard_tools index {target}`"
+            )
+        tables.append(rows)
+    return tables
+
+
+def _read_chunks(storage: Storage, home: str, *, damaged_is_none: bool = False) -> ChunkTable | None:
+    url = join_url(home, chunks_path())
+    try:
+        return ChunkTable.from_parquet(storage.read(url), redact(url))
+    except NotFoundError:
+        return None
+    except IndexFormatError:
+        if damaged_is_none:
+            return None
+        raise
+
+
+def _read_footer(storage: Storage, url: str) -> ChunkTable | None:
+    """Chunk rows from the end of a sample file; None if there is no such file."""
+    try:
+        size_bytes = storage.info(url).size_bytes
+    except NotFoundError:
+        return None
+    tail = storage.read(url, max(0, size_bytes - _FOOTER_GUESS_BYTES), size_bytes)
+    need = footer_bytes(bytes(tail[-FOOTER_TAIL_BYTES:]), redact(url))
+    if need > len(tail) and need <= size_bytes:
+        tail = storage.read(url, size_bytes - need, size_bytes)
+    return chunk_rows_from_footer(tail, redact(url))
+
+
+def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> None:
+    """Check that each shard at ``urls`` still has the size that ``table``, in the same order, knows of.
+
+    One request per shard, many at a time.
+
+    Raises:
+        IndexMismatchError: Naming the first shard of another size.
+        NotFoundError: If a shard is gone.
+    """
+    with ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="sizes") as pool:
+        infos = pool.map(storage.info, urls)
+        for url, info, shard in zip(urls, infos, table.shards, strict=True):
+            if info.size_bytes != shard.size_bytes:
+                raise IndexMismatchError(
+                    f"{redact(url)} has {info.size_bytes} bytes, the index says {shard.size_bytes}: replaced or cut "
+                    f"off since it was indexed; run `shard_tools index {redact(url)}`"
+                )
