@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -92,10 +93,10 @@ class Processes:
         """
         self.start()
         with self._changed:
+            self._check_open()
             while not self._idle:
                 self._changed.wait()
                 self._check_open()
-            self._check_open()
             worker = self._idle.pop()  # the one used last: its caches are warm
             worker.busy_since_s = time.monotonic()
             return worker
@@ -175,7 +176,8 @@ class Processes:
                 try:
                     server.spawn(worker.number, theirs)
                 except ServerClosedError:
-                    self._start_server().spawn(worker.number, theirs)
+                    with suppress(ServerClosedError):  # then the worker's socket ends, which whoever takes it sees
+                        self._start_server().spawn(worker.number, theirs)
         except BaseException:
             worker.channel.close()
             raise
