@@ -227,11 +227,12 @@ def test_an_entry_under_the_name_of_another_is_not_used(reader: Reader) -> None:
     assert reader.metrics.get("cache_damaged") == 1
 
 
-def test_bytes_that_are_not_the_expected_ones_are_neither_stored_nor_used(reader: Reader) -> None:
+def test_bytes_that_are_not_the_expected_ones_are_never_used(reader: Reader) -> None:
     right = crc32c.crc32c(content(URL, "v1", 0, ONE))
-    assert not reader.read(0, crc=right ^ 1)  # the store's bytes are not what the index says
-    assert reader.metrics.get("cache_not_stored") == 1
-    assert used_bytes(reader.layout.directory) == 0
+    for _ in range(2):
+        assert not reader.read(0, crc=right ^ 1)  # the store's bytes are not what the index says, and nobody checked
+    assert not reader.read(0)
+    reader.cache.invalidate(URL, "v1", 0, ONE)
     assert not reader.read(0, crc=right)
     assert reader.read(0, crc=right)
     assert reader.read(0)
@@ -409,7 +410,9 @@ def test_room_that_the_dead_hold_is_found_when_it_is_needed(tmp_path: Path) -> N
     assert all((reader.read(0), reader.read(1), reader.read(4)))
 
 
-def test_room_that_living_writers_hold_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_that_living_writers_hold_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(space, "_ROOM_LIMIT_S", 0.05)
     reader = Reader(tmp_path, 2 * BLOCK)
     reader.read(0)
@@ -420,8 +423,29 @@ def test_room_that_living_writers_hold_is_not_waited_for_long(tmp_path: Path, mo
         space._write(usage.fileno(), 3 * BLOCK)
     assert not reader.read(2)
     assert reader.metrics.get("cache_not_stored") == 1
-    assert reader.metrics.get("cache_errors") == 0
+    assert reader.metrics.get("cache_errors") == 1
+    assert "no room for 4096 bytes" in caplog.records[0].getMessage()
     unlock(held)
+
+
+@pytest.mark.parametrize("lock", ["usage", "evict"])
+def test_a_stopped_process_that_holds_a_lock_stops_nobody_else(
+    tmp_path: Path, lock: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(space, "_ROOM_LIMIT_S", 0.05)
+    monkeypatch.setattr(space, "_LOCK_LIMIT_S", 0.05)
+    reader = Reader(tmp_path, 2 * BLOCK)
+    reader.read(0)
+    reader.read(1)
+    held = try_lock(getattr(reader.layout, lock))
+    assert held is not None
+    for start in range(2, 10):
+        assert not reader.read(start)
+    assert reader.read(1)
+    assert len(caplog.records) == 1
+    unlock(held)
+    assert used_bytes(tmp_path) == 2 * BLOCK
+    assert os.listdir(reader.layout.parts) == []
 
 
 def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:

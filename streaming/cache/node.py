@@ -99,8 +99,10 @@ class NodeCache:
                 generation, or the index's size and fingerprint. Any text.
             start: First byte.
             out: Writable, contiguous memory, any item type.
-            fetch: Fills the memory that it gets (``out`` as bytes) from the store, or raises. Called at most once.
-            crc32c: CRC32C of the bytes, if known: others are neither taken from the cache nor put there.
+            fetch: Fills the memory that it gets (``out`` as bytes) from the store, or raises. Called at most once. It
+                checks ``crc32c`` itself: entries are written under that checksum without computing it again, so
+                that bytes which do not match are found by their next reader, deleted and fetched anew.
+            crc32c: CRC32C of the bytes, if known: others are never taken from the cache.
 
         Returns:
             True if the bytes came from the cache (and were checked there), False if ``fetch`` was called.
@@ -223,15 +225,15 @@ class NodeCache:
         return None if fd is None else Part(path, fd)
 
     def _store(self, key: EntryKey, expected: int | None, part: Part, data: memoryview) -> bool:
-        """Turn the part into the entry, whole. False if it is not to be, or cannot be; then the part is as it was."""
+        """Turn the part into the entry, whole. False if the disk fails or is full: it is still a part then."""
         started_s = time.monotonic()
-        crc = crc32c_of.crc32c(data)
+        crc = crc32c_of.crc32c(data) if expected is None else expected  # fetch has checked it, and readers will again
         stored = False
         try:
-            if expected in {None, crc} and self._space.reserve(part, len(data)):
-                write_entry(part.fd, key, crc, data)
-                self._rename(part.path, self._layout.entry(key))
-                stored = True
+            self._space.reserve(part, len(data))
+            write_entry(part.fd, key, crc, data)
+            self._rename(part.path, self._layout.entry(key))
+            stored = True
         except OSError as error:
             self._trouble(error)
         if not stored:

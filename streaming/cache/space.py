@@ -81,14 +81,11 @@ class Space:
         """Whether an entry of ``num_bytes`` could ever be kept."""
         return charged_bytes(file_bytes(num_bytes)) <= self._limit_bytes
 
-    def reserve(self, part: Part, num_bytes: int) -> bool:
+    def reserve(self, part: Part, num_bytes: int) -> None:
         """Count an entry of ``num_bytes`` in, and stretch ``part`` to its length. Evicts if need be.
 
-        Returns:
-            False if there is no room: what lies there is being written, or goes too slowly.
-
         Raises:
-            TimeoutError: Another process holds the lock of the accounting and does not go on.
+            TimeoutError: Another process holds a lock or all of the room, and does not go on.
             OSError: The disk fails.
         """
         length_bytes = file_bytes(num_bytes)
@@ -100,9 +97,12 @@ class Space:
                 if used_bytes + need_bytes <= self._limit_bytes:
                     _write(usage, used_bytes + need_bytes)
                     os.ftruncate(part.fd, length_bytes)
-                    return True
+                    return
             if not self._make_room_alone(need_bytes) and not waiting.pause():
-                return False
+                raise TimeoutError(
+                    f"{self._layout.root}: no room for {need_bytes} bytes in {_ROOM_LIMIT_S:g} s: other processes "
+                    f"hold or make it. Is one of them stopped, or the limit of {self._limit_bytes} bytes too small?"
+                )
 
     def drop(self, part: Part) -> None:
         """Delete ``part`` and count out what was reserved for it; it stays open and locked.
