@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -13,29 +13,24 @@ import numpy as np
 import numpy.typing as npt
 
 from infra import DeviceMesh, as_device_mesh
+from streaming import budget
 from streaming.bad_samples import BadSamples
 from streaming.dataset import StreamingDataset
-from streaming.engine.arena import PAGE_BYTES, Arena
+from streaming.engine.arena import Arena
 from streaming.engine.build import Recipe
 from streaming.engine.chunks import ChunkStore
 from streaming.engine.needs import BatchSlices, Units, WholeChunks
 from streaming.engine.pipeline import Pipeline, Settings
-from streaming.errors import ConfigError, MemoryLimitError, StateError
+from streaming.errors import ConfigError, StateError
 from streaming.metrics import Metrics
-from streaming.order import OrderSettings, checked_int, default_lanes, default_window
+from streaming.order import OrderSettings, checked_int
 from streaming.plan import LastBatch, Plan
 from streaming.state import LoaderState
-from streaming.storage import redact
-from streaming.units import format_bytes, parse_bytes
+from streaming.storage import redact, scheme_of
+from streaming.units import parse_bytes
 
-READ_AHEAD_BYTES = 512 << 20
-"""How far the reader runs ahead of what is needed, memory allowing: half a second of 10 Gbit/s."""
 FETCH_THREADS = 16
-"""Ranged GETs under way at once: twice what saturated the servers measured (docs/design/0002-dependencies.md)."""
-_ARENA_SHARE = 0.75
-"""Of memory_limit; the rest is for batches that are built but not handed out."""
-_EPOCHS_VARY = 0.9
-"""Room that advice leaves: other epochs put other chunks side by side, and chunks differ in size."""
+"""Ranged GETs under way at once; files: one per core. Twice what saturated any server measured (docs/design/0002)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +96,14 @@ class EpochLoop:
                 f"Check the URLs, and look at what is there with `shard_tools info`"
             )
         shuffle = dataset.shuffle_config
-        lanes = shuffle.lanes or default_lanes(config.global_batch_size)
-        window = shuffle.window
-        if window is None:
-            window = default_window(table.total_samples, table.num_chunks)
-        shuffled = dataset.shuffle
-        self.order = OrderSettings(
+        self.order = budget.order_settings(
+            shuffle=dataset.shuffle,
             seed=dataset.seed,
-            lanes=lanes if shuffled else 1,
-            window=window if shuffled else 0,
-            shuffle=shuffled,
+            lanes=shuffle.lanes,
+            window=shuffle.window,
+            global_batch_size=config.global_batch_size,
+            num_samples=table.total_samples,
+            num_chunks=table.num_chunks,
         )
         self.epoch = 0
         self.samples_seen = 0
@@ -119,7 +112,7 @@ class EpochLoop:
         self._store: ChunkStore | None = None
         self._running: Pipeline | None = None
         self._bad = BadSamples(dataset.max_bad_samples, self.metrics)
-        self._chunk_bytes: npt.NDArray[np.int64] = _whole_pages(table.byte_end - table.byte_start)
+        self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(table.byte_end - table.byte_start)
         self._check_enough_samples()
 
     @property
@@ -243,10 +236,10 @@ class EpochLoop:
         if running is not None:
             running.close()
 
-    def _plan(self, start: int, order: OrderSettings | None = None) -> Plan:
+    def _plan(self, start: int) -> Plan:
         return Plan(
             self.dataset.table.num_samples,
-            order or self.order,
+            self.order,
             global_batch_size=self.config.global_batch_size,
             dp_world_size=self.config.mesh.data_world_size,
             last_batch=self.config.last_batch,
@@ -273,7 +266,7 @@ class EpochLoop:
                 fields=self.dataset.fields,
                 num_builders=self.config.num_builders,
                 depth=self.config.depth,
-                batch_bytes=int(self.config.memory_limit_bytes * (1 - _ARENA_SHARE)),
+                batch_bytes=budget.batches_limit_bytes(self.config.memory_limit_bytes),
             ),
             metrics=self.metrics,
             report=self._bad.report,
@@ -283,13 +276,17 @@ class EpochLoop:
         if self._store is None:
             self._store = ChunkStore(
                 fetch=self.dataset.fetch,
-                arena=Arena(self.config.memory_limit_bytes),
-                num_threads=FETCH_THREADS,
+                arena=Arena(self.config.memory_limit_bytes, shared=False),
+                num_threads=self._fetch_threads(),
                 metrics=self.metrics,
                 changed=threading.Condition(),
             )
             self._finalizer = weakref.finalize(self, self._store.close)
         return self._store
+
+    def _fetch_threads(self) -> int:
+        local = all(scheme_of(url) == "file" for url in self.dataset.shards.urls)
+        return min(FETCH_THREADS, os.cpu_count() or 1) if local else FETCH_THREADS
 
     def _rank_bytes(self, plan: Plan, dp_rank: int) -> int:
         """Bytes of all the chunks that this rank needs in the epoch."""
@@ -303,31 +300,8 @@ class EpochLoop:
         """
         limit = self.config.memory_limit_bytes
         live = plan.live_bytes(self._chunk_bytes, dp_rank)
-        if live > int(limit * _ARENA_SHARE):
-            lanes = -(-plan.settings.lanes // plan.dp_world_size)
-            mean = int(self._chunk_bytes.mean())
-            per_chunk = plan.samples_per_pass / len(plan.chunk_samples)
-            fewer = self._fitting_lanes(plan, dp_rank, int(limit * _ARENA_SHARE))
-            raise MemoryLimitError(
-                f"memory_limit: {format_bytes(limit)} are too little for this plan. Rank {dp_rank} of "
-                f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
-                f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
-                f"needs up to {format_bytes(live)} of chunks at the same time, and chunks get {_ARENA_SHARE:.0%} of "
-                f'the limit. Use memory_limit="{_needed_mib(live)}MiB"'
-                + (f", or fewer lanes: ShuffleConfig(lanes={fewer}), or a smaller window" if fewer else "")
-            )
-        return min(int(limit * _ARENA_SHARE), live + READ_AHEAD_BYTES)
-
-    def _fitting_lanes(self, plan: Plan, dp_rank: int, arena_bytes: int) -> int | None:
-        """A number of lanes, fewer than the plan's, that fits with some room for other epochs; None if none does."""
-        lanes = plan.settings.lanes
-        while lanes > 1:
-            lanes //= 2
-            order = OrderSettings(**{**plan.settings.to_dict(), "lanes": lanes})
-            live = self._plan(0, order).live_bytes(self._chunk_bytes, dp_rank)
-            if live <= arena_bytes * _EPOCHS_VARY:
-                return lanes
-        return None
+        budget.check_whole_chunks(plan, self._chunk_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit)
+        return budget.chunks_bytes(limit, live)
 
     def _slices_bytes(self, plan: Plan) -> int:
         """What of memory_limit the arena uses where batches are read as slices of chunks.
@@ -339,14 +313,8 @@ class EpochLoop:
         table = self.dataset.table
         per_sample = int(((table.byte_end - table.byte_start) / table.num_samples).max())
         rows = -(-plan.global_batch_size // plan.dp_world_size)
-        batch_bytes = rows * per_sample + 2 * PAGE_BYTES
-        if batch_bytes > int(limit * _ARENA_SHARE):
-            raise MemoryLimitError(
-                f"memory_limit: {format_bytes(limit)} are too little for this plan: a batch of {rows} samples of up to "
-                f"{format_bytes(per_sample)} on average takes {format_bytes(batch_bytes)}, and chunks get "
-                f'{_ARENA_SHARE:.0%} of the limit. Use memory_limit="{_needed_mib(batch_bytes)}MiB", or a smaller batch'
-            )
-        return int(limit * _ARENA_SHARE)
+        budget.check_slices(rows, per_sample, memory_limit_bytes=limit)
+        return budget.chunks_limit_bytes(limit)
 
     def _check_enough_samples(self) -> None:
         total = self.config.epoch_size or self.dataset.table.total_samples
@@ -383,12 +351,3 @@ def checked_last_batch(last_batch: str) -> LastBatch:
 def checked_memory_limit(memory_limit: int | str) -> int:
     """``memory_limit`` in bytes."""
     return parse_bytes(memory_limit, name="memory_limit")
-
-
-def _needed_mib(arena_bytes: int) -> int:
-    """A memory_limit, in MiB, in which so many bytes of chunks fit in every epoch."""
-    return math.ceil(arena_bytes / _ARENA_SHARE / _EPOCHS_VARY / (16 << 20)) * 16
-
-
-def _whole_pages(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return -(-sizes // PAGE_BYTES) * PAGE_BYTES

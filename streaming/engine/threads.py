@@ -11,38 +11,31 @@ Job = Callable[[], None]
 
 
 class JobThreads:
-    """``num_threads`` daemon threads, started on first use, running jobs in the order given.
+    """``num_threads`` daemon threads that run jobs in the order given.
 
     A job delivers its own result and its own exception: one that lets an exception out ends up in
     ``threading.excepthook`` and costs nothing but itself. ``stop`` lets running jobs end and drops the rest.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self.num_threads = num_threads
-        self._name = name
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
         self._stopped = False
+        self._threads = [
+            threading.Thread(target=_run, args=(self._jobs,), name=f"{name}-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, job: Job) -> None:
         """Run ``job`` on one of the threads. Dropped in silence after ``stop``."""
-        with self._lock:
-            if self._stopped:
-                return
-            if len(self._threads) < self.num_threads:
-                thread = threading.Thread(
-                    target=_run, args=(self._jobs,), name=f"{self._name}-{len(self._threads)}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
-        self._jobs.put(job)
+        if not self._stopped:
+            self._jobs.put(job)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Drop waiting jobs, let running ones end, and wait for the threads (each at most ``timeout_s``)."""
-        with self._lock:
-            self._stopped = True
-            threads, self._threads = self._threads, []
+        self._stopped = True
+        threads, self._threads = self._threads, []
         while not self._jobs.empty():
             self._jobs.get()
         for _ in threads:
