@@ -415,8 +415,8 @@ class Plan:
         # Each chunk's linear range, cut to the lanes of this rank; chunks that miss them drop out.
         limits = order.lane_starts(np.array(self.rank_lanes(dp_rank)))
         if chunk_ids is None:  # the run of chunks that these lanes hold: a rank of many looks at few chunks
-            run = np.searchsorted(order.chunk_starts, [limits[0] + 1, limits[1]]) + [-1, 0]
-            chunk_ids = np.sort(order.chunk_order[run[0] : run[1]])
+            first, stop = np.searchsorted(order.chunk_starts, [limits[0] + 1, limits[1]]).tolist()
+            chunk_ids = np.sort(order.chunk_order[first - 1 : stop])
         ranks = order.chunk_ranks[chunk_ids]
         starts = np.maximum(order.chunk_starts[ranks], limits[0])
         stops = np.minimum(order.chunk_starts[ranks + 1], limits[1])
