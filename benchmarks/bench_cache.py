@@ -1,18 +1,20 @@
 """The node cache: hits and misses against plain files, by pread and by mmap, and what a large cache costs to scan.
 
 Run: ``python benchmarks/bench_cache.py [--rounds 3] [--chunks 24] [--entries 60000] [--data FOLDER]``. Contestants take
-turns. Chunks are 8 MiB and lie in the page cache, as after writing; the fetch is a copy in memory.
+turns chunk by chunk. Chunks are 8 MiB and lie in the page cache, as after writing; the fetch is a copy in memory.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import random
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import common
@@ -45,65 +47,69 @@ class Bench:
     def fetch(self, view: memoryview) -> None:
         view[:] = self.source.data
 
-    def read(self, *, known_crc: bool = False) -> None:
+    def read(self, start: int, *, known_crc: bool = False) -> None:
         crc = self.source_crc if known_crc else None
-        for start in self.starts:
-            self.cache.read_into(URL, "v1", start, self.out.data, self.fetch, crc32c=crc)
+        self.cache.read_into(URL, "v1", start, self.out.data, self.fetch, crc32c=crc)
 
-    def forget(self) -> None:
-        for start in self.starts:
-            self.cache.invalidate(URL, "v1", start, CHUNK_BYTES)
-        for path in os.scandir(self.folder):
-            if path.is_file():
-                os.unlink(path.path)
+    def forget(self, start: int) -> None:
+        self.cache.invalidate(URL, "v1", start, CHUNK_BYTES)
+        with suppress(FileNotFoundError):
+            os.unlink(self.plain(start))
 
-    def plain_write(self, *, checked: bool) -> None:
-        """Fetch, and write a file; ``checked`` computes the CRC32C that every one of its readers relies on."""
-        for start in self.starts:
-            self.fetch(self.out.data)
-            if checked:
-                crc32c.crc32c(self.out)
-            fd = os.open(f"{self.folder}/{start}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.write(fd, self.out.data)
-            os.close(fd)
+    def plain(self, start: int) -> str:
+        return f"{self.folder}/{start}"
 
-    def entries(self) -> list[str]:
-        return [self.layout.entry(EntryKey.of(URL, "v1", start, CHUNK_BYTES)) for start in self.starts]
+    def entry(self, start: int) -> str:
+        return self.layout.entry(EntryKey.of(URL, "v1", start, CHUNK_BYTES))
 
-    def plain_read(self) -> None:
-        for path in self.entries():
-            fd = os.open(path, os.O_RDONLY)
-            os.preadv(fd, [self.out.data], HEADER_BYTES)
-            os.close(fd)
-
-    def mmap_read(self) -> None:
-        """The same contract with mmap: the reader's own memory filled, and checked there."""
-        for path in self.entries():
-            fd = os.open(path, os.O_RDONLY)
-            with mmap.mmap(fd, file_bytes(CHUNK_BYTES), prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-                self.out.data[:] = view[HEADER_BYTES:]
-            os.close(fd)
+    def plain_write(self, start: int, *, checked: bool) -> None:
+        """Fetch, and write a file; ``checked`` computes the CRC32C that its readers will rely on."""
+        self.fetch(self.out.data)
+        if checked:
             crc32c.crc32c(self.out)
+        fd = os.open(self.plain(start), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.write(fd, self.out.data)
+        os.close(fd)
 
-    def seconds(self, run: Callable[[], None]) -> float:
-        started_s = time.perf_counter()
-        run()
-        return time.perf_counter() - started_s
+    def plain_read(self, start: int) -> None:
+        fd = os.open(self.entry(start), os.O_RDONLY)
+        os.preadv(fd, [self.out.data], HEADER_BYTES)
+        os.close(fd)
+
+    def mmap_read(self, start: int) -> None:
+        """The same contract with mmap: the reader's own memory filled, and checked there."""
+        fd = os.open(self.entry(start), os.O_RDONLY)
+        with mmap.mmap(fd, file_bytes(CHUNK_BYTES), prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
+            self.out.data[:] = view[HEADER_BYTES:]
+        os.close(fd)
+        crc32c.crc32c(self.out)
+
+
+def nothing(start: int) -> None:
+    """Leave everything as it is."""
 
 
 def no_fetch(view: memoryview) -> None:
     """Leave the memory as it is."""
 
 
-def in_turns(bench: Bench, contestants: dict[str, Callable[[], None]], before: Callable[[], None], rounds: int) -> None:
-    """Median and best GB/s of each."""
+def in_turns(
+    bench: Bench, contestants: dict[str, Callable[[int], None]], after: Callable[[int], None], rounds: int
+) -> None:
+    """Median over all chunks; the contestants take turns chunk by chunk, so that noise meets all of them alike."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, run in contestants.items():
-            before()
-            found[name].append(len(bench.starts) * CHUNK_BYTES / bench.seconds(run) / 1e9)
-    for name, rates in found.items():
-        print(f"  {name:34} {statistics.median(rates):7.2f} GB/s  (best {max(rates):.2f})")
+        for start in bench.starts:
+            for name in order.sample(list(contestants), len(contestants)):  # nobody is always first on cold memory
+                started_s = time.perf_counter()
+                contestants[name](start)
+                found[name].append(time.perf_counter() - started_s)
+                after(start)
+    base_s = statistics.median(next(iter(found.values())))
+    for name, times_s in found.items():
+        median_s = statistics.median(times_s)
+        print(f"  {name:34} {CHUNK_BYTES / median_s / 1e9:7.2f} GB/s  time x {median_s / base_s:.2f}")
 
 
 def large_cache(folder: str, num_entries: int) -> None:
@@ -154,15 +160,15 @@ def bench_in(parent: str, num_chunks: int, rounds: int, num_entries: int) -> Non
             "cache: miss, no CRC32C known": bench.read,
         }
         in_turns(bench, writes, bench.forget, rounds)
-        bench.forget()
-        bench.read()
+        for start in bench.starts:
+            bench.read(start)
         print("hits:")
         reads = {
             "plain pread, unchecked": bench.plain_read,
             "mmap, copy and CRC32C": bench.mmap_read,
             "cache: hit": bench.read,
         }
-        in_turns(bench, reads, lambda: None, rounds)
+        in_turns(bench, reads, nothing, rounds)
         small_entries(bench)
         shutil.rmtree(bench.layout.root)
         large_cache(folder, num_entries)
