@@ -528,6 +528,8 @@ def test_nothing_secret_is_written(tmp_path: Path) -> None:
         ("https://user:pass@h/k", "https://h/k", True),
         ("https://H:443/k#x", "https://h/k", True),
         ("https://h:8443/k", "https://h/k", False),
+        ("https://h:port/k", "https://[h/k", False),
+        ("https://h/a@b:80/k", "https://h/b:80/k", False),
         ("http://h/k", "https://h/k", False),
         ("file:///data/a%20b.tar", "/data/a b.tar", True),
         ("/data/../data/x.tar", "/data/x.tar", True),

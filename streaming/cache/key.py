@@ -7,13 +7,12 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from streaming.errors import ConfigError
 from streaming.storage.urls import HTTP_SCHEMES, local_path, scheme_of
 
 DIGEST_BYTES = 32
-_DEFAULT_PORTS = {"http": 80, "https": 443}
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _SIGNED_PREFIXES = ("x-amz-", "x-goog-")
 # Parameters of a signed URL whose names could mean something else: dropped only beside the signature they belong to.
 _SIGNED_WITH = {
@@ -80,14 +79,11 @@ def normalised(url: str) -> str:
         head, _, rest = url.partition("://")
         bucket, slash, path = rest.partition("/")
         return f"{head.lower()}://{bucket.rpartition('@')[2] if ':' in bucket else bucket}{slash}{path}"
-    parts = urlsplit(url)
-    return urlunsplit((scheme, _host(parts), parts.path or "/", _unsigned(parts.query), ""))
-
-
-def _host(parts: SplitResult) -> str:
-    host = parts.hostname or ""
-    port = parts.port
-    return host if port is None or port == _DEFAULT_PORTS[parts.scheme] else f"{host}:{port}"
+    _, _, rest = url.partition("#")[0].partition("://")
+    place, _, query = rest.partition("?")
+    host, _, path = place.partition("/")
+    host = host.rpartition("@")[2].lower().removesuffix(_DEFAULT_PORTS[scheme])
+    return f"{scheme}://{host}/{path}?{_unsigned(query)}"
 
 
 def _unsigned(query: str) -> str:
