@@ -19,6 +19,8 @@ MAX_MEMBER_BYTES = 1 << 56
 
 BytesLike = bytes | bytearray | memoryview | NDArray[np.uint8]
 Int64s = NDArray[np.int64]
+Names = list[bytes] | NDArray[np.bytes_]
+"""Member names: as a NumPy column where all stand in the headers' name fields (junk after a NUL included)."""
 
 REGULAR_TYPES = frozenset(b"0\x007")
 DATALESS_TYPES = frozenset(b"123456")
@@ -51,7 +53,7 @@ class Members:
     ``ended`` says that the end-of-archive mark stands there.
     """
 
-    names: list[bytes]
+    names: Names
     headers: Int64s
     data: Int64s
     sizes: Int64s

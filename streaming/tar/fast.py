@@ -20,6 +20,7 @@ from streaming.tar.blocks import (
     BytesLike,
     Int64s,
     Members,
+    Names,
     Where,
     as_array,
     concerns_us,
@@ -28,6 +29,7 @@ from streaming.tar.blocks import (
 )
 from streaming.tar.walk import walk_members
 
+_HEADERS_AT_ONCE = 512  # 256 KiB: stays in the second cache; 128 and 4096 are slower (2026-11, 2 MiB of L2)
 _LITTLE = sys.byteorder == "little"
 _MAGIC_MASK = 0x0000_FFFF_FFFF_FF00  # bytes 257 to 261 of the eight at 256
 _MAGIC = int.from_bytes(b"\0ustar\0\0", "little")
@@ -141,11 +143,19 @@ def _checksums_match(raw: NDArray[np.uint8], at: Int64s) -> bool:
         return False
     sums = _byte_sums(stored.reshape(-1, 1))
     np.subtract(_fold_octal(stored << np.uint64(16)) + sums, np.uint64(8 * 0x20), out=sums)
-    blocks = raw[: raw.size - raw.size % BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
+    blocks = raw[: raw.size - raw.size % BLOCK_BYTES].view("<u8").reshape(-1, BLOCK_BYTES // 8)
     return all(
-        np.array_equal(_byte_sums(blocks[at[first : first + 256]].view("<u8")), sums[first : first + 256])
-        for first in range(0, at.size, 256)
+        np.array_equal(_header_sums(blocks[at[first : first + _HEADERS_AT_ONCE]]), sums[first : first + _HEADERS_AT_ONCE])
+        for first in range(0, at.size, _HEADERS_AT_ONCE)
     )
+
+
+def _header_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The sum of all bytes in each row of ``words``, ``[n, 64]``: most words are the same in all, and summed once."""
+    flat = words.reshape(-1)
+    differs = (flat[64:] != flat[:-64]).view(np.uint64).reshape(-1, 8)  # uint64 [n - 1, 8]: eight flags each
+    varies = np.bitwise_or.reduce(differs, axis=0).view(np.bool_)
+    return _byte_sums(words.T[varies].T) + _byte_sums(words[:1, ~varies])
 
 
 def _byte_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -258,10 +268,13 @@ def _globals_matter(raw: NDArray[np.uint8], at: Int64s, sizes: Int64s, roles: ND
     )
 
 
-def _names(raw: NDArray[np.uint8], at: Int64s, kept: Int64s, names_at: dict[int, bytes]) -> list[bytes]:
+def _names(raw: NDArray[np.uint8], at: Int64s, kept: Int64s, names_at: dict[int, bytes]) -> Names:
     """Names of the members at blocks ``at``, whose indices in the chain are ``kept``."""
-    names: list[bytes] = _column(raw, "S100", 0)[at].tolist()
+    column = _column(raw, "S100", 0)[at]
     prefixed = (_column(raw, "u1", 345)[at] != 0) & (_column(raw, "u1", 262)[at] == 0)
+    if not names_at and not prefixed.any():
+        return column
+    names: list[bytes] = column.tolist()
     for index in np.flatnonzero(prefixed).tolist():
         start = int(at[index]) * BLOCK_BYTES + 345
         prefix = raw[start : start + 155].tobytes().split(b"\0", 1)[0]

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from operator import eq
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streaming.errors import DuplicateKeyError, TarError
-from streaming.tar.blocks import Int64s, Members, Where
+from streaming.tar.blocks import Int64s, Members, Names, Where
+from streaming.tar.keys import KeyLines, join_lines, rises
 from streaming.tar.names import decode_name, split_name
 
 _MAX_UNIFORM_FIELDS = 64
@@ -40,14 +42,41 @@ class ChunkLayout:
     record_starts: Int64s
 
 
-def group_members(members: Members, where: Where, *, first: int, stop: int) -> ChunkLayout:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLayout:
+    """A :class:`ChunkLayout` whose keys may not be Python objects yet.
+
+    Attributes:
+        first_header: Where the headers of the first sample's first member begin; -1 if there is no sample.
+    """
+
+    keys: KeyLines | list[str]
+    fields: tuple[str, ...]
+    starts: Int64s
+    sizes: Int64s
+    record_starts: Int64s
+    first_header: int
+
+    def unpacked(self) -> ChunkLayout:
+        """The same with keys as text."""
+        keys = self.keys
+        return ChunkLayout(
+            keys=keys.to_list() if isinstance(keys, KeyLines) else keys,
+            fields=self.fields,
+            starts=self.starts,
+            sizes=self.sizes,
+            record_starts=self.record_starts,
+        )
+
+
+def group_members(members: Members, where: Where, *, first: int, stop: int) -> PackedLayout:
     """The samples that ``members`` make up; the records span ``[first, stop)``.
 
     Raises:
         DuplicateKeyError: If one sample holds one field twice.
         TarError: If there are so many distinct extensions that the names cannot be ``key.extension``.
     """
-    uniform = _uniform(members.names) if members.names else None
+    uniform = _uniform(members.names) if len(members.names) else None
     if uniform is None:
         return _group_one_by_one(members, where, first=first, stop=stop)
     keys, fields = uniform
@@ -55,14 +84,20 @@ def group_members(members: Members, where: Where, *, first: int, stop: int) -> C
     record_starts[:-1] = members.headers[:: len(fields)]
     record_starts[0], record_starts[-1] = first, stop
     shape = (len(keys), len(fields))
-    starts, sizes = members.data.reshape(shape), members.sizes.reshape(shape)
-    return ChunkLayout(keys=keys, fields=fields, starts=starts, sizes=sizes, record_starts=record_starts)
+    return PackedLayout(
+        keys=keys,
+        fields=fields,
+        starts=members.data.reshape(shape),
+        sizes=members.sizes.reshape(shape),
+        record_starts=record_starts,
+        first_header=int(members.headers[0]),
+    )
 
 
-def _first_sample(names: Sequence[bytes]) -> tuple[str, list[str]] | None:
+def _first_sample(names: list[bytes]) -> tuple[str, list[str]] | None:
     """Key and extensions, as written, of the leading members with one key; None if they are not plain."""
     key, extensions = None, []
-    for raw in names[: _MAX_UNIFORM_FIELDS + 1]:
+    for raw in names:
         name = decode_name(raw)
         split = split_name(name)
         if split is None or (key is not None and split[0] != key):
@@ -75,32 +110,41 @@ def _first_sample(names: Sequence[bytes]) -> tuple[str, list[str]] | None:
     return key, extensions
 
 
-def _uniform(names: list[bytes]) -> tuple[list[str], tuple[str, ...]] | None:
+def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
     """Keys and fields if all samples have the fields of the first, in its order, and plain names; else None.
 
     Works on the joined names of one field at a time: if every line ends with the extension and holds no dot but the
     extension's (and those of a directory that all lines begin with), the text between two extensions is a key.
     """
-    sample = _first_sample(names)
+    leading = names[: _MAX_UNIFORM_FIELDS + 1]
+    sample = _first_sample(leading if isinstance(leading, list) else leading.tolist())
     if sample is None or len(names) % len(sample[1]):
         return None
     key, extensions = sample
     num_fields, num_samples = len(extensions), len(names) // len(extensions)
     ends = [extension.encode("utf-8", "surrogateescape") + b"\n" for extension in extensions]
-    lines = b"\n".join(names[::num_fields]) + b"\n"
+    lines = join_lines(names, 0, num_fields)
     folder = key[: key.rfind("/") + 1].encode("utf-8", "surrogateescape")
     if not _plain(lines, ends[0], folder, num_samples):
         return None
     for field in range(1, num_fields):
-        other = b"\n".join(names[field::num_fields]) + b"\n"
+        other = join_lines(names, field, num_fields)
         if other.count(ends[field]) != num_samples or other.count(b"\n") != num_samples:
             return None
         if other.replace(ends[field], ends[0]) != lines:
             return None
-    keys = decode_name(lines[: -len(ends[0])]).split(extensions[0] + "\n")
-    if any(map(eq, keys, keys[1:])):
-        return None
+    ends_of = None if isinstance(names, list) else _rising(names[::num_fields])
+    keys = KeyLines(lines, ends[0], num_samples, ends_of)
+    if ends_of is None:
+        listed = lines.split(ends[0])
+        if any(map(eq, listed, listed[1:])):
+            return None
     return keys, tuple(extension[1:].lower() for extension in extensions)
+
+
+def _rising(names: NDArray[np.bytes_]) -> NDArray[np.bytes_] | None:
+    """The first and the last of ``names``, if they rise."""
+    return names[[0, -1]] if rises(names) else None
 
 
 def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
@@ -122,7 +166,7 @@ def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
     return num_dots > 0 or not (lines.startswith(b".") or b"\n." in lines)
 
 
-def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int) -> ChunkLayout:
+def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int) -> PackedLayout:
     keys: list[str] = []
     kept: list[int] = []  # the members that belong to samples, and for each its row and column
     rows: list[int] = []
@@ -131,7 +175,8 @@ def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int) 
     fields: dict[str, int] = {}
     seen: dict[int, int] = {}  # fields of the current sample
     key = None
-    for index, raw in enumerate(members.names):
+    names = members.names if isinstance(members.names, list) else members.names.tolist()
+    for index, raw in enumerate(names):
         split = split_name(decode_name(raw.split(b"\0", 1)[0] if b"\0" in raw else raw))
         if split is None:
             continue
@@ -152,10 +197,18 @@ def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int) 
     sizes = np.zeros((len(keys), len(fields)), np.int64)
     starts[rows, columns] = members.data[kept]
     sizes[rows, columns] = members.sizes[kept]
+    first_header = int(members.headers[heads[0]]) if heads else -1
     record_starts = np.append(members.headers[heads], stop)
     if keys:
         record_starts[0] = first
-    return ChunkLayout(keys=keys, fields=tuple(fields), starts=starts, sizes=sizes, record_starts=record_starts)
+    return PackedLayout(
+        keys=keys,
+        fields=tuple(fields),
+        starts=starts,
+        sizes=sizes,
+        record_starts=record_starts,
+        first_header=first_header,
+    )
 
 
 def _raise_duplicate(members: Members, where: Where, before: int, index: int, split: tuple[str, str]) -> None:

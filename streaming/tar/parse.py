@@ -26,4 +26,4 @@ def parse_chunk(buffer: BytesLike, *, url: str = "", base: int = 0, verify_heade
     """
     where = Where(url, base)
     members = read_members(buffer, where, verify_headers=verify_headers)
-    return group_members(members, where, first=0, stop=members.end)
+    return group_members(members, where, first=0, stop=members.end).unpacked()

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from streaming.tar.blocks import BytesLike, Members, Where, as_array, is_zero
+from streaming.tar.blocks import BytesLike, Members, Names, Where, as_array, is_zero
 from streaming.tar.fast import read_members
-from streaming.tar.group import ChunkLayout, group_members
+from streaming.tar.group import ChunkLayout, PackedLayout, group_members
 from streaming.tar.names import decode_name, split_name
 
 _BRIDGE_BYTES = 4096
@@ -65,6 +65,10 @@ class TarScanner:
             TarError: For a damaged archive.
             DuplicateKeyError: If a sample holds one field twice.
         """
+        return self.feed_packed(piece).unpacked()
+
+    def feed_packed(self, piece: BytesLike) -> PackedLayout:
+        """As :meth:`feed`, without making a Python string of each key."""
         raw = as_array(piece)
         skip = max(0, self._settled - self.num_bytes)
         self.num_bytes += raw.size
@@ -103,13 +107,17 @@ class TarScanner:
         Raises:
             TarError: If the archive ends inside a member, or without the end-of-archive mark.
         """
+        return self.finish_packed().unpacked()
+
+    def finish_packed(self) -> PackedLayout:
+        """As :meth:`finish`, without making a Python string of each key."""
         if not self._ended:
             self._fail_truncated()
         members, self._open = self._open, None
         return self._group(members, self._settled)
 
     def _fail_truncated(self) -> None:
-        last = "" if self._open is None or not self._open.names else decode_name(self._open.names[-1])
+        last = "" if self._open is None or not len(self._open.names) else decode_name(self._open.names[-1])
         if self._settled > self.num_bytes:
             what = f"the archive ends here, but the member before goes on to byte {self._settled}"
         elif self._tail:
@@ -121,9 +129,9 @@ class TarScanner:
     def _where(self) -> Where:
         return Where(self.url, self._settled)
 
-    def _close(self, members: Members | None) -> ChunkLayout:
+    def _close(self, members: Members | None) -> PackedLayout:
         """Join ``members`` to the unfinished sample; group all but the sample that is unfinished now."""
-        if members is None or not members.names:
+        if members is None or not len(members.names):
             return self._group(None, self.record_start)
         joined = _joined(self._open, members)
         last = _last_sample(joined.names)
@@ -132,11 +140,11 @@ class TarScanner:
         self._open = _taken(joined, last)
         return self._group(_taken(joined, slice(0, last[0])), int(self._open.headers[0]))
 
-    def _group(self, members: Members | None, stop: int) -> ChunkLayout:
-        if members is None or not members.names:
+    def _group(self, members: Members | None, stop: int) -> PackedLayout:
+        if members is None or not len(members.names):
             members, stop = _NONE, self.record_start
         layout = group_members(members, Where(self.url), first=self.record_start, stop=stop)
-        if layout.keys:
+        if len(layout.keys):
             self.record_start = stop
         return layout
 
@@ -150,25 +158,36 @@ def _moved(members: Members, offset: int) -> Members:
 
 
 def _taken(members: Members, which: slice | list[int]) -> Members:
-    names = members.names[which] if isinstance(which, slice) else [members.names[index] for index in which]
+    names: Names
+    if isinstance(which, slice) or not isinstance(members.names, list):
+        names = members.names[which]
+    else:
+        names = [members.names[index] for index in which]
     return replace(
         members, names=names, headers=members.headers[which], data=members.data[which], sizes=members.sizes[which]
     )
 
 
 def _joined(first: Members | None, second: Members) -> Members:
-    if first is None or not first.names:
+    if first is None or not len(first.names):
         return second
     return replace(
         second,
-        names=first.names + second.names,
+        names=_joined_names(first.names, second.names),
         headers=np.concatenate((first.headers, second.headers)),
         data=np.concatenate((first.data, second.data)),
         sizes=np.concatenate((first.sizes, second.sizes)),
     )
 
 
-def _last_sample(names: list[bytes]) -> list[int]:
+def _joined_names(first: Names, second: Names) -> Names:
+    if isinstance(first, list) or isinstance(second, list):
+        lists = [names if isinstance(names, list) else names.tolist() for names in (first, second)]
+        return lists[0] + lists[1]
+    return np.concatenate((first, second))
+
+
+def _last_sample(names: Names) -> list[int]:
     """Indices of the members of the last sample."""
     key: str | None = None
     indices: list[int] = []

@@ -1,0 +1,82 @@
+"""Keys of many samples without a Python object for each: the names of one field, line by line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streaming.tar.blocks import Int64s, Names
+from streaming.tar.names import decode_name, encode_name
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLines:
+    """The keys of ``n`` samples: ``lines`` is each key followed by ``end``, which is in no key.
+
+    Attributes:
+        lines: Keys and ends, as in the tar.
+        end: An extension and a line feed.
+        count: ``n``.
+        names: The first name and the last, if all names rise strictly by :func:`rises`; then no key comes twice.
+    """
+
+    lines: bytes
+    end: bytes
+    count: int
+    names: NDArray[np.bytes_] | None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def to_list(self) -> list[str]:
+        """The keys as text."""
+        return decode_name(self.lines[: -len(self.end)]).split(decode_name(self.end))
+
+    def packed(self) -> tuple[bytes, Int64s]:
+        """The keys without anything between them, and where each ends: int64 ``[n]``."""
+        return self.lines.replace(self.end, b""), self._stops()
+
+    def _stops(self) -> Int64s:
+        stops = np.flatnonzero(np.frombuffer(self.lines, np.uint8) == ord("\n")) + 1
+        return stops - len(self.end) * np.arange(1, self.count + 1)
+
+
+def pack_keys(keys: KeyLines | list[str]) -> tuple[bytes, Int64s]:
+    """As :meth:`KeyLines.packed`, for a list of keys too."""
+    if isinstance(keys, KeyLines):
+        return keys.packed()
+    parts = [encode_name(key) for key in keys]
+    return b"".join(parts), np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+
+def rises(names: NDArray[np.bytes_]) -> bool:
+    """Whether each name is greater than the one before."""
+    return bool((names[1:] > names[:-1]).all())
+
+
+def surely_unique(parts: list[KeyLines | list[str]]) -> bool:
+    """Whether the keys of all ``parts`` rise from first to last. False says nothing."""
+    bounds: list[NDArray[np.bytes_]] = []
+    for part in parts:
+        if isinstance(part, list) or part.names is None or part.end != getattr(parts[0], "end", None):
+            return False
+        bounds.append(part.names)
+    return not bounds or all(rises(np.array([a[1], b[0]])) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def join_lines(names: Names, field: int, num_fields: int) -> bytes:
+    """Every ``num_fields``-th name from ``field`` on, each closed by a line feed (in place of a NUL after it)."""
+    if not isinstance(names, list):
+        width = len(names[field])
+        if 0 < width < names.itemsize:
+            rows = names.view(np.uint8).reshape(-1, num_fields * names.itemsize)
+            at = field * names.itemsize
+            lines = rows[:, at : at + width + 1].copy()  # uint8 [n, width + 1]
+            if not lines[:, width].any():
+                lines[:, width] = ord("\n")
+                return lines.tobytes()
+        names = names[field::num_fields].tolist()
+        return b"\n".join(names) + b"\n"
+    return b"\n".join(names[field::num_fields]) + b"\n"
