@@ -38,7 +38,8 @@ class DataLoader:
         dataset: A ``StreamingDataset``, or a callable that makes one.
         batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
-        num_workers: Threads that decode; 0: as many as there are cores, up to 4.
+        num_workers: Processes that decode and collate; 0: threads of this process.
+        num_threads: Threads that do so where ``num_workers`` is 0; None: one per core, up to 4; 0: the caller's.
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: found in the environment.
         last_batch: ``"drop"`` leaves out samples that do not fill a global batch; ``"pad"`` repeats samples and marks
             them False in ``batch["__valid__"]`` (bool [B], in every batch); ``"partial"`` gives smaller batches (of 0
@@ -46,7 +47,7 @@ class DataLoader:
         epoch_size: Samples in a virtual epoch over endless repetition; default: one pass over the data.
         collate_fn: Function of the list of samples (dicts) of one batch; default: equal-shaped arrays and numbers
             become tensors, everything else a list.
-        prefetch_factor: Batches built ahead, per worker.
+        prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
 
@@ -64,6 +65,7 @@ class DataLoader:
         *,
         global_batch_size: int | None = None,
         num_workers: int = 0,
+        num_threads: int | None = None,
         device_mesh: Any = None,
         last_batch: str = "drop",
         epoch_size: int | None = None,
@@ -81,11 +83,13 @@ class DataLoader:
         if not isinstance(pin_memory, bool):
             raise ConfigError(f"pin_memory: expected True or False, got {pin_memory!r}")
         _check_count("num_workers", num_workers, 0)
+        if num_threads is not None:
+            _check_count("num_threads", num_threads, 0)
         _check_count("prefetch_factor", prefetch_factor, 1)
         if epoch_size is not None:
             _check_count("epoch_size", epoch_size, 1)
         mesh = resolve_mesh(device_mesh)
-        builders = 0 if self._inline else num_workers or min(4, os.cpu_count() or 1)
+        threads = 0 if self._inline else min(4, os.cpu_count() or 1) if num_threads is None else num_threads
         recipe = Recipe(
             decoders=dataset.decoders, transform=dataset.transform, collate_fn=collate_fn, on_error=dataset.on_error,
             finish=_pin if pin_memory and torch.cuda.is_available() else None,
@@ -98,8 +102,9 @@ class DataLoader:
             last_batch=checked_last_batch(last_batch),
             epoch_size=epoch_size,
             memory_limit_bytes=checked_memory_limit(memory_limit),
-            num_builders=builders,
-            depth=prefetch_factor * max(1, builders),
+            num_workers=num_workers,
+            num_threads=threads,
+            depth=prefetch_factor * max(1, num_workers or threads),
             recipe=recipe,
         )
         self._loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -18,9 +19,12 @@ from streaming.bad_samples import BadSamples
 from streaming.dataset import StreamingDataset
 from streaming.engine.arena import Arena
 from streaming.engine.build import Recipe
+from streaming.engine.builders import LocalBuilder, WorkerBuilder
 from streaming.engine.chunks import ChunkStore
 from streaming.engine.needs import BatchSlices, Units, WholeChunks
 from streaming.engine.pipeline import Pipeline, Settings
+from streaming.engine.ring import BatchRing
+from streaming.engine.workers import WorkerPool
 from streaming.errors import ConfigError, StateError
 from streaming.metrics import Metrics
 from streaming.order import OrderSettings, checked_int
@@ -43,7 +47,8 @@ class LoopConfig:
         last_batch: What becomes of the epoch's tail.
         epoch_size: Samples of a virtual epoch, or None.
         memory_limit_bytes: For everything that is buffered on this rank.
-        num_builders: Background threads that build batches.
+        num_workers: Processes that build batches; 0: threads of this one.
+        num_threads: Threads that do, without processes; 0: the thread that asks for a batch builds it.
         depth: Batches built ahead.
         recipe: Decode, transform, collate.
     """
@@ -53,7 +58,8 @@ class LoopConfig:
     last_batch: LastBatch
     epoch_size: int | None
     memory_limit_bytes: int
-    num_builders: int
+    num_workers: int
+    num_threads: int
     depth: int
     recipe: Recipe
 
@@ -110,6 +116,7 @@ class EpochLoop:
         self._resume_at = 0
         self.next_seed: int | None = None
         self._store: ChunkStore | None = None
+        self._builder: WorkerBuilder | None = None
         self._running: Pipeline | None = None
         self._bad = BadSamples(dataset.max_bad_samples, self.metrics)
         self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(table.byte_end - table.byte_start)
@@ -227,7 +234,7 @@ class EpochLoop:
         self._drop_store()
 
     def _drop_store(self) -> None:
-        store, self._store = self._store, None
+        store, self._store, self._builder = self._store, None, None
         if store is not None:
             self._finalizer()
 
@@ -258,13 +265,15 @@ class EpochLoop:
         self._bad.start_epoch(plan.num_samples)
         return Pipeline(
             plan=plan,
+            dp_rank=dp_rank,
             units=units,
             source=self.dataset,
             store=store,
             settings=Settings(
                 recipe=self.config.recipe,
+                builder=self._builder or LocalBuilder(self.config.recipe),
                 fields=self.dataset.fields,
-                num_builders=self.config.num_builders,
+                num_builders=self.config.num_workers or self.config.num_threads,
                 depth=self.config.depth,
                 batch_bytes=budget.batches_limit_bytes(self.config.memory_limit_bytes),
             ),
@@ -273,15 +282,25 @@ class EpochLoop:
         )
 
     def _open_store(self) -> ChunkStore:
+        """Store, and worker processes if there are to be any; all end with ``_finalizer``."""
         if self._store is None:
+            num_workers = self.config.num_workers
+            arena = Arena(self.config.memory_limit_bytes, shared=num_workers > 0)
+            closing = ExitStack()
+            if num_workers:
+                ring = BatchRing(self.config.depth + num_workers + 1)
+                closing.callback(ring.close)
+                pool = WorkerPool(num_workers, self.config.recipe, arena, ring=ring)
+                closing.callback(pool.close)
+                self._builder = WorkerBuilder(self.config.recipe, pool)
             self._store = ChunkStore(
                 fetch=self.dataset.fetch,
-                arena=Arena(self.config.memory_limit_bytes, shared=False),
+                arena=arena,
                 num_threads=self._fetch_threads(),
                 metrics=self.metrics,
                 changed=threading.Condition(),
             )
-            self._finalizer = weakref.finalize(self, self._store.close)
+            self._finalizer = weakref.finalize(self, _close_all, closing, self._store)
         return self._store
 
     def _fetch_threads(self) -> int:
@@ -351,3 +370,8 @@ def checked_last_batch(last_batch: str) -> LastBatch:
 def checked_memory_limit(memory_limit: int | str) -> int:
     """``memory_limit`` in bytes."""
     return parse_bytes(memory_limit, name="memory_limit")
+
+
+def _close_all(closing: ExitStack, store: ChunkStore) -> None:
+    closing.close()
+    store.close()

@@ -14,17 +14,20 @@ batch that is built or handed out) also starts what has become possible; there i
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe, Rows, size_of
+from streaming.engine.builders import Builder
 from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import RowTable
@@ -60,13 +63,15 @@ class Settings:
 
     Attributes:
         recipe: Decode, transform, collate.
+        builder: Who does it.
         fields: Fields to read; None: all.
-        num_builders: Background threads that build batches; with 0 the consumer builds them itself.
+        num_builders: Background threads that build batches, or have them built.
         depth: Batches that may be built but not handed out.
         batch_bytes: Bound on these, in bytes; one is always allowed.
     """
 
     recipe: Recipe
+    builder: Builder
     fields: tuple[str, ...] | None
     num_builders: int
     depth: int
@@ -80,6 +85,7 @@ class Pipeline:
 
     Args:
         plan: The plan.
+        dp_rank: Whose share.
         units: What is fetched in one piece.
         source: The data set.
         store: The arena's contents; may outlive the pipeline.
@@ -89,10 +95,11 @@ class Pipeline:
     """
 
     def __init__(
-        self, *, plan: Plan, units: Units, source: Source, store: ChunkStore, settings: Settings,
+        self, *, plan: Plan, dp_rank: int, units: Units, source: Source, store: ChunkStore, settings: Settings,
         metrics: Metrics, report: BadSampleReport,
     ) -> None:  # fmt: skip
         self._plan = plan
+        self._dp_rank = dp_rank
         self._units = units
         self._source = source
         self._store = store
@@ -279,7 +286,7 @@ class Pipeline:
                     if error is not None:
                         raise error
                     return value
-                if batch == self._started and batch < self._frontier():
+                if self._settings.builder.is_local and batch == self._started and batch < self._frontier():
                     self._started += 1
                     break
                 self._wait(batch)
@@ -295,6 +302,8 @@ class Pipeline:
         obstacle = self._obstacle() if waits_for_fetch else None
         if obstacle is not None:
             raise obstacle
+        if self._can_start():
+            self._changed.notify_all()
         started_s = time.perf_counter()
         self._changed.wait()
         waited_s = time.perf_counter() - started_s
@@ -341,16 +350,18 @@ class Pipeline:
             first_rows = self._first_rows[block.units[span]]
             damaged = np.flatnonzero(first_rows < 0).tolist()
             damage = {row: self._damage[int(block.units[low + row])] for row in damaged}
-        builder = BatchBuilder(self._settings.recipe, lambda row: self._substitutes(block, low + row), self._report)
         if low == high:
             prototype = next(self._any_rows(), None)
             if prototype is None:
                 raise TooManyBadSamplesError("no chunk of the data set can be read; see `shard_tools verify`")
-            return builder.empty(prototype)
+            return BatchBuilder(self._settings.recipe, lambda _: iter(()), self._report).empty(prototype)
         chunk_ids = block.rows.chunk_ids[span]
         rows = self._rows(first_rows + block.within[span], chunk_ids, block.rows.offsets[span], damage)
         padded = self._plan.last_batch == "pad"
-        return builder.build(rows, block.rows.valid[span] if padded else None)
+        valid = block.rows.valid[span] if padded else None
+        substitutes = partial(self._substitutes, block, low)
+        seed = batch_seed(self._plan, self._dp_rank, batch)
+        return self._settings.builder.build(rows, valid, substitutes, self._report, seed=seed)
 
     def _rows(self, row_numbers: Ints, chunk_ids: Ints, offsets: Ints, damage: dict[int, DataError]) -> Rows:
         numbers = self._chunk_starts[chunk_ids] + offsets
@@ -372,11 +383,12 @@ class Pipeline:
 
     # --- stand-ins ---
 
-    def _substitutes(self, block: Block, row: int) -> Iterator[Rows]:
+    def _substitutes(self, block: Block, low: int, row: int) -> Iterator[Rows]:
         """Single rows to try in place of a row: its successors in its chunk, then the chunks before it in the order.
 
         The choice depends on the plan's order alone, so it is the same on every world size.
         """
+        row += low
         chunk, offset = int(block.rows.chunk_ids[row]), int(block.rows.offsets[row])
         order = self._plan.order(int(block.rows.passes[row]))
         size = int(self._plan.chunk_samples[chunk])
@@ -407,3 +419,10 @@ class Pipeline:
             keys, fields = table.select(np.array([first + offset]), self._settings.fields)
             yield Rows(memory=data, view=memoryview(data), keys=keys, urls=url, fields=fields, damage={},
                        numbers=self._chunk_starts[[chunk]] + offset)  # fmt: skip
+
+
+def batch_seed(plan: Plan, dp_rank: int, batch: int) -> int:
+    """Seed for what is random in one batch of one rank: of position and seed of the order, not of who builds it."""
+    position = plan.epoch * plan.num_samples + plan.start + batch * plan.global_batch_size
+    digest = hashlib.blake2b(f"{plan.settings.seed} {position} {dp_rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
