@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,8 @@ class Waiting:
         """Sleep a little and return True; False, without sleeping, once the limit has passed."""
         if time.monotonic() >= self._end_s:
             return False
-        time.sleep(self._delay_s * random.uniform(0.5, 1.0))  # noqa: S311  jitter, not a secret
+        jitter = time.monotonic_ns() % 1000 / 2000  # the user's random numbers are not ours to draw
+        time.sleep(self._delay_s * (0.5 + jitter))
         self._delay_s = min(1.5 * self._delay_s, _LAST_DELAY_S)
         return True
 
