@@ -139,6 +139,7 @@ class RetrySampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         """The sampler's indices (or lists of them), each with its substitutes."""
         self._take_reports()
+        self._reports.open()
         self._bad.clear()
         limit, num_samples = self._limit, getattr(self.sampler, "epoch_samples", None) or len(self._dataset)
         self._allowed = limit if isinstance(limit, int) else math.ceil(limit * num_samples)
@@ -165,6 +166,11 @@ class RetrySampler(Sampler[Any]):
                 f"{len(self._bad)} invalid samples in this epoch on this rank, max_bad_samples={self._limit} allows "
                 f"{self._allowed}. The last ones, by index:\n{recent}\nRepair them, or raise max_bad_samples"
             )
+
+    def close(self) -> None:
+        """Give back what it holds, once there are no more worker processes; ``bad`` stays. It can be used again."""
+        self._take_reports()
+        self._reports.close()
 
     @property
     def bad(self) -> list[dict[str, Any]]:
@@ -289,18 +295,33 @@ class Reports:
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self._descriptor = _open_log() if descriptor is None else descriptor
+        self._descriptor = descriptor
         self._taken_bytes = 0
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
+
+    def open(self) -> int:
+        """The descriptor of the log; to be opened before there are child processes."""
+        if self._descriptor is None:
+            self._descriptor, self._taken_bytes = _open_log(), 0
+            self._close = weakref.finalize(self, os.close, self._descriptor)
+        return self._descriptor
+
+    def close(self) -> None:
+        """Forget what was not taken. It can be opened again."""
+        self._descriptor = None
+        if self._close is not None:
+            self._close()
 
     def put(self, number: int, error: Exception, substitute: int | None) -> None:
         """Report a sample."""
         reason = f"{type(error).__name__}: {error}"[:_MAX_REASON]
         line = json.dumps({"number": number, "stage": "get", "reason": reason, "substitute": substitute})
-        os.write(self._descriptor, line.encode() + b"\n")  # appended whole: one write, O_APPEND
+        os.write(self.open(), line.encode() + b"\n")  # appended whole: one write, O_APPEND
 
     def take(self) -> list[dict[str, Any]]:
         """What was reported since the last call."""
+        if self._descriptor is None:
+            return []
         data = b""
         while more := os.pread(self._descriptor, 1 << 20, self._taken_bytes + len(data)):
             data += more
@@ -311,7 +332,7 @@ class Reports:
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is None:
             return Reports, ()
-        return _attach, (reduction.DupFd(self._descriptor),)
+        return _attach, (reduction.DupFd(self.open()),)
 
 
 def may_pass(error: Exception) -> bool:

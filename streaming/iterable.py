@@ -1,0 +1,449 @@
+"""The loop over iterable torch data sets: as many promises as a stream of samples allows.
+
+- Every sample goes to one rank and worker (``streaming.shares`` says how), random numbers are seeded by (seed, epoch).
+- All ranks end together: by ``epoch_size``, or else, where torch.distributed runs, by asking a few batches ahead
+  whether every rank has one more.
+- The position is exact to the batch handed out. Going on is O(1) if the data set (or its iterator) has ``state_dict``,
+  else what was read is read again. In mid-epoch it takes the same number of ranks and workers, and every rank saves
+  and loads a state of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from infra import DeviceMesh
+from streaming.errors import ConfigError, StateError
+from streaming.metrics import Metrics
+from streaming.order import OrderSettings, checked_int
+from streaming.ordinary_config import Collate, OrdinaryConfig, shut_down
+from streaming.permutation import hash_words
+from streaming.shares import (
+    Cursor,
+    Packet,
+    SharedStream,
+    ShareSettings,
+    can_shard,
+    has_sharding_filter,
+    has_state,
+    num_shards,
+)  # fmt: skip
+from streaming.state import LoaderState
+
+UNKNOWN_SIZE = 2**62
+"""``num_samples`` in the state of a data set of which nobody knows how many it has."""
+AHEAD = 2
+"""Batches asked about ahead of the one handed out: the answer is there when it is needed."""
+_PATIENCE = timedelta(hours=24)  # a rank may evaluate or save for hours; a dead one is the launcher's business
+_FINGERPRINT = "iterable"
+_EXTRA = ("cursors", "data_rank", "data_world_size")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterableState(LoaderState):
+    """The state of one rank over an iterable data set.
+
+    Attributes:
+        cursors: Where the part of each worker stands, in the order in which they are to deliver; empty between epochs
+            that are whole passes.
+        data_rank: Whose state this is.
+        data_world_size: Of how many.
+    """
+
+    cursors: tuple[Cursor, ...] = ()
+    data_rank: int = 0
+    data_world_size: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able if the data set's own state is."""
+        return {
+            **LoaderState.to_dict(self),
+            "cursors": [cursor.to_dict() for cursor in self.cursors],
+            "data_rank": self.data_rank,
+            "data_world_size": self.data_world_size,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The state of :meth:`to_dict`.
+
+        Raises:
+            StateError: It is malformed.
+        """
+        if not isinstance(data, Mapping) or not set(_EXTRA) <= set(data):
+            raise StateError("state: expected that of an iterable data set, with the positions of its workers")
+        base = LoaderState.from_dict({name: value for name, value in data.items() if name not in _EXTRA})
+        names = ("version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size")
+        return cls(
+            **{name: getattr(base, name) for name in names},
+            cursors=tuple(Cursor.from_dict(cursor) for cursor in data["cursors"]),
+            data_rank=data["data_rank"],
+            data_world_size=data["data_world_size"],
+        )
+
+
+class IterableLoop:
+    """Epochs over an iterable data set. Used by one thread.
+
+    Without ``epoch_size`` an epoch is one pass; ``dataset.set_epoch``, where there is one, is called with its number.
+    With it, passes follow each other without end, and an epoch is so many samples of them, in whole global batches.
+
+    ``last_batch`` is about the last batch of each worker: ``"drop"`` leaves it out if it is short, ``"partial"`` hands
+    it out, ``"pad"`` fills it up. Ranks that have more batches than others lose them, but for ``"pad"``: there the
+    others repeat their last one, marked as not valid.
+
+    Args:
+        dataset: The user's; iterated in worker processes, if there are any.
+        config: See there.
+
+    Raises:
+        ConfigError: The choices do not go together, or nothing can say when the ranks end together.
+    """
+
+    state_type = IterableState
+
+    def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
+        self.dataset = dataset
+        self.config = config
+        self.metrics = Metrics()
+        self.order = OrderSettings(seed=config.seed, lanes=1, window=0)
+        self.epoch = 0
+        self.samples_seen = 0
+        self.next_seed: int | None = None
+        if config.epoch_size is not None and config.epoch_size < config.global_batch_size:
+            raise ConfigError(
+                f"epoch_size: {config.epoch_size} is less than one global batch of {config.global_batch_size}"
+            )
+        self._group: dist.ProcessGroup | None = None
+        self._agreed = config.epoch_size is None and config.mesh.world_size > 1
+        if self._agreed:
+            _check_can_agree(config.mesh)
+        self._num_workers = self._useful_workers()
+        self._cursors: tuple[Cursor, ...] = ()  # of what was handed out
+        self._begin: tuple[Cursor, ...] = ()  # of the epoch in progress
+        self._resumed = False
+        self._packets: _Packets | None = None
+        self._running: object = None
+        self._warn()
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of a whole epoch.
+
+        Raises:
+            TypeError: Nobody knows; give ``epoch_size``.
+        """
+        if self.config.epoch_size is None:
+            raise TypeError("an iterable data set has no length; give epoch_size to say how long an epoch is")
+        return self.config.epoch_size // self.config.global_batch_size
+
+    def run(self) -> Iterator[Any]:
+        """The rest of the epoch in progress, batch by batch; the position moves on before a batch is handed out.
+
+        A loop that is left early stands where it was left in ``state``, but a new one starts the epoch anew.
+        """
+        self._enter()
+        running = self._running = object()
+        endless = self.config.epoch_size is not None
+        try:
+            packets = self._open()
+            stream = self._agreeing(packets) if self._agreed else packets
+            left = self._batches_left() if endless else -1
+            while left != 0:
+                with self.metrics.timed("wait_for_batch_s"):
+                    packet = next(stream, None)
+                if packet is None:
+                    break
+                self._cursors = packets.advance(packet)
+                self.samples_seen = min(self.samples_seen + self.config.global_batch_size, self._epoch_samples())
+                self.metrics.add("batches")
+                left -= 1
+                yield packet.batch
+                if self._running is not running:
+                    return
+        except BaseException:
+            if self._running is running:
+                self._stop()
+            raise
+        self._running = None
+        self._end_epoch()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; where it is the one in progress, a loaded position is kept."""
+        if checked_int("epoch", epoch, 0, 2**62) != self.epoch:
+            self._stop()
+            self.epoch, self.samples_seen, self._resumed = epoch, 0, False
+            self._cursors = self._begin = ()
+
+    def set_seed(self, seed: int) -> None:
+        """Other random numbers from the next epoch that starts (with ``epoch_size``: that starts a pass anew)."""
+        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+
+    def state(self) -> IterableState:
+        """The position of this rank."""
+        mesh = self.config.mesh
+        return IterableState(
+            epoch=self.epoch, samples_seen=self.samples_seen, order=self.order, next_seed=self.next_seed,
+            fingerprint=_FINGERPRINT, num_samples=self._epoch_samples(), epoch_size=self.config.epoch_size,
+            cursors=self._cursors, data_rank=mesh.data_rank, data_world_size=mesh.data_world_size,
+        )  # fmt: skip
+
+    def load(self, state: LoaderState) -> None:
+        """Go on from a ``state`` of the same rank, and of the same number of ranks and workers.
+
+        Raises:
+            StateError: It belongs to another kind of data set, rank or epoch size.
+        """
+        if not isinstance(state, IterableState) or state.fingerprint != _FINGERPRINT:
+            raise StateError("this state does not belong to an iterable data set")
+        if state.epoch_size != self.config.epoch_size:
+            raise StateError(f"epoch_size: the state has {state.epoch_size}, this loader {self.config.epoch_size}")
+        if state.cursors:
+            self._check_place(state)
+            if not (has_state(self.dataset) or any(cursor.state is not None for cursor in state.cursors)):
+                _log.warning(
+                    "%s has no state_dict: what was read of this pass is read again, and skipped. Cure: give the data "
+                    "set state_dict and load_state_dict", type(self.dataset).__name__,
+                )  # fmt: skip
+        self._stop()
+        self.epoch, self.samples_seen, self.order = state.epoch, state.samples_seen, state.order
+        self.next_seed, self._cursors, self._resumed = state.next_seed, state.cursors, True
+        self._begin = ()
+
+    def report(self) -> dict[str, Any]:
+        """All metrics."""
+        return {**self.metrics.snapshot(), "bad": []}
+
+    def describe(self) -> str:
+        """What the loop waits for at this moment."""
+        if self._running is None:
+            return "not running"
+        return f"{type(self.dataset).__name__} in {self._num_workers} torch worker processes, or the consumer"
+
+    def close(self) -> None:
+        """Stop worker processes. The loop may be used again, from the start of the epoch in progress."""
+        self._stop()
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    # --- epochs ---
+
+    def _enter(self) -> None:
+        """Stand at the start of the epoch, or at the loaded position."""
+        if self._running is not None:  # a loop that was left
+            self._stop()
+        if not self._resumed and self.samples_seen:
+            self._stop()
+            self._cursors, self.samples_seen = self._begin, 0
+        if self.samples_seen == 0 and self.next_seed is not None:
+            self._stop()
+            self.order = OrderSettings(seed=self.next_seed, lanes=1, window=0)
+            self.next_seed, self._cursors = None, ()
+        if self.samples_seen == 0:
+            self._begin = self._cursors
+        self._resumed = False
+
+    def _end_epoch(self) -> None:
+        if self.config.epoch_size is None:
+            self._stop()
+            self._cursors = ()
+        self.epoch, self.samples_seen = self.epoch + 1, 0
+
+    def _batches_left(self) -> int:
+        return self.num_batches - self.samples_seen // self.config.global_batch_size
+
+    def _epoch_samples(self) -> int:
+        return UNKNOWN_SIZE if self.config.epoch_size is None else self.config.epoch_size
+
+    def _open(self) -> _Packets:
+        """The stream from the position on; with ``epoch_size`` it goes on over epochs."""
+        if self._packets is None:
+            config, mesh, workers = self.config, self.config.mesh, max(1, self._num_workers)
+            fresh = tuple(Cursor(worker=number, pass_number=self.epoch) for number in range(workers))
+            settings = ShareSettings(
+                first_part=mesh.data_rank * workers,
+                num_parts=mesh.data_world_size * workers,
+                batch_size=config.rank_batch_size,
+                last_batch=config.last_batch,
+                endless=config.epoch_size is not None,
+                seed=self.order.seed,
+                sharding=config.sharding,
+            )
+            cursors = self._cursors or fresh
+            stream = SharedStream(self.dataset, settings, cursors, Collate(config.collate_fn))
+            seed = hash_words(self.order.seed, self.epoch, mesh.data_rank) >> 1
+            loader: DataLoader[Packet] = DataLoader(
+                stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
+                **config.torch_options(self._num_workers),
+            )  # fmt: skip
+            self._packets = _Packets(iter(loader), cursors)
+        return self._packets
+
+    def _stop(self) -> None:
+        packets, self._packets, self._running = self._packets, None, None
+        if packets is not None:
+            packets.close()
+
+    def _check_place(self, state: IterableState) -> None:
+        mesh, workers = self.config.mesh, max(1, self._num_workers)
+        was = (state.data_rank, state.data_world_size, len(state.cursors))
+        if was != (mesh.data_rank, mesh.data_world_size, workers):
+            raise StateError(
+                f"an iterable data set goes on only where it was: the state is of data rank {was[0]} of {was[1]} with "
+                f"{was[2]} workers, this is rank {mesh.data_rank} of {mesh.data_world_size} with {workers}. Save and "
+                f"load it on every rank, with the same num_workers; or begin an epoch with set_epoch({state.epoch + 1})"
+            )
+
+    # --- parts ---
+
+    def _useful_workers(self) -> int:
+        """No more workers than there are shards for this rank: the others would read for nothing."""
+        wanted, ranks = self.config.num_workers, self.config.mesh.data_world_size
+        shards = num_shards(self.dataset) if callable(getattr(self.dataset, "shard", None)) else None
+        if self.config.sharding != "auto" or shards is None or shards < ranks or wanted <= 1:
+            return wanted
+        return min(wanted, max(1, shards // ranks))
+
+    def _warn(self) -> None:
+        parts = self.config.mesh.data_world_size * max(1, self._num_workers)
+        if self._num_workers < self.config.num_workers:
+            _log.warning(
+                "%s has %s shards for %d ranks: %d of %d workers are used. Cure: more shards",
+                type(self.dataset).__name__, num_shards(self.dataset), self.config.mesh.data_world_size,
+                self._num_workers, self.config.num_workers,
+            )  # fmt: skip
+        if parts == 1 or self.config.sharding != "auto":
+            return
+        if not can_shard(self.dataset, parts) and not has_sharding_filter(self.dataset):
+            _log.warning(
+                "%s cannot be cut (no shard(num_shards, index), or fewer than %d shards): each of %d ranks times "
+                "workers reads all of it and keeps every %dth sample. Cure: more shards, a shard method, or "
+                'sharding="worker_info" if it cuts itself by get_worker_info',
+                type(self.dataset).__name__, parts, parts, parts,
+            )  # fmt: skip
+
+    # --- equal ends ---
+
+    def _agreeing(self, packets: Iterator[Packet]) -> Iterator[Packet]:
+        """Packets while every rank has one; under "pad" while any has one, with stand-ins.
+
+        All ranks ask the same number of times: the question about batch k is asked before batch k - AHEAD is handed
+        out, by those too that have no more.
+        """
+        padded = self.config.last_batch == "pad"
+        asked: deque[_Asked] = deque()
+        last: Packet | None = None
+        ended = False
+        while True:
+            while len(asked) <= AHEAD:
+                packet = None if ended else next(packets, None)
+                ended = packet is None
+                asked.append(self._ask(packet, any_rank=padded))
+            packet, flag, work = asked.popleft()
+            work.wait()
+            if not flag.item():
+                break
+            if packet is None:
+                packet = _stand_in(last, self.config.mesh)
+            last = packet
+            yield packet
+        for one in asked:
+            one.work.wait()
+        lost = sum(one.packet is not None for one in asked) + (packet is not None)
+        if lost:
+            self.metrics.add("discarded_batches", lost)
+            _log.info("rank %d: another rank ran out of data; %d batches read here are left out, and perhaps more",
+                      self.config.mesh.rank, lost)  # fmt: skip
+
+    def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Asked:
+        if self._group is None:
+            ranks = sorted(self.config.mesh.ranks)
+            self._group = dist.new_group(ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=True)
+        flag = torch.tensor([packet is not None], dtype=torch.int32)
+        operation = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
+        work = dist.all_reduce(flag, op=operation, group=self._group, async_op=True)
+        return _Asked(packet, flag, work)
+
+
+class _Asked(NamedTuple):
+    """A question to all ranks that is under way: has everyone (or anyone) this batch."""
+
+    packet: Packet | None
+    flag: torch.Tensor
+    work: Any
+
+
+class _Packets:
+    """Packets from torch's ``DataLoader``, and where its workers stand by what was handed out."""
+
+    def __init__(self, source: Any, cursors: tuple[Cursor, ...]) -> None:
+        self._source, self._cursors, self._next = source, list(cursors), 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Packet:
+        packet: Packet = next(self._source)
+        return packet
+
+    def advance(self, packet: Packet) -> tuple[Cursor, ...]:
+        """The cursors after ``packet``; the worker after the one that made it comes first, for it delivers next."""
+        order = [cursor.worker for cursor in self._cursors]
+        if packet.after.worker in order:
+            place = order.index(packet.after.worker)
+            self._cursors[place] = packet.after
+            self._next = place + 1
+        return (*self._cursors[self._next :], *self._cursors[: self._next])
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        source, self._source = self._source, iter(())
+        shut_down(source)
+
+
+class Again:
+    """An iterable of what a function gives, called once per pass."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
+    """The last packet again, as padding."""
+    if last is None:
+        raise ConfigError(
+            f"rank {mesh.rank} has no sample at all, and so nothing to repeat: the data set has fewer shards or "
+            f"samples than ranks; use fewer ranks"
+        )
+    valid = torch.zeros_like(last.batch["__valid__"])
+    return Packet(batch={**last.batch, "__valid__": valid}, after=last.after)
+
+
+def _check_can_agree(mesh: DeviceMesh) -> None:
+    usable = dist.is_available() and dist.is_initialized()
+    if usable and dist.get_world_size() >= mesh.world_size and dist.get_rank() == mesh.rank:
+        return
+    raise ConfigError(
+        f"an iterable data set on {mesh.world_size} ranks: nobody knows when its parts end, so ranks would end at "
+        f"different batches and the job would hang. Give epoch_size, or call torch.distributed.init_process_group "
+        f"before the loader is made: then ranks ask each other"
+    )
+
+
+def _unchanged(packet: Any) -> Any:
+    return packet

@@ -1,0 +1,144 @@
+"""What the loops over ordinary torch data sets have in common: their choices, and how samples become a batch."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, get_args
+
+import torch
+from torch.utils.data import default_collate as torch_collate
+
+from infra import DeviceMesh
+from streaming.collate import default_collate
+from streaming.errors import ConfigError
+from streaming.order import checked_int
+from streaming.plan import LastBatch
+
+Sharding = Literal["auto", "worker_info", "self"]
+"""How an iterable data set is cut into parts; see ``streaming.shares``."""
+
+
+class OrdinaryOptions(TypedDict, total=False):
+    """What users may choose for ordinary data sets and for no others; see ``OrdinaryConfig``."""
+
+    shuffle: bool
+    seed: int
+    on_error: str
+    max_retries: int
+    max_bad_samples: float
+    sharding: Sharding
+    multiprocessing_context: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrdinaryConfig:
+    """The choices behind a loop over an ordinary data set, checked by who reads them from the user.
+
+    Attributes:
+        global_batch_size: Samples of one batch over all data-parallel ranks.
+        mesh: Where this process is.
+        last_batch: What becomes of the epoch's tail.
+        epoch_size: Samples of a virtual epoch, or None.
+        num_workers: torch worker processes; 0: this process.
+        prefetch_factor: Batches asked for ahead, per worker.
+        pin_memory: Page-lock batches, where there is CUDA.
+        collate_fn: Function of the list of samples of a batch, or None: ``streaming.collate`` for dicts, else torch's.
+        shuffle: Of map-style data sets; iterable ones shuffle themselves.
+        seed: Of the order, and of the random numbers that an iterable data set draws.
+        on_error: ``"substitute"`` or ``"raise"``, for map-style data sets.
+        max_retries: Further attempts after errors that may pass, for map-style data sets.
+        max_bad_samples: A count, or a share of the epoch, for map-style data sets.
+        sharding: How an iterable data set is cut into parts.
+        multiprocessing_context: How workers start; None: torch's default.
+    """
+
+    global_batch_size: int
+    mesh: DeviceMesh
+    last_batch: LastBatch = "drop"
+    epoch_size: int | None = None
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    pin_memory: bool = False
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    shuffle: bool = True
+    seed: int = 0
+    on_error: str = "substitute"
+    max_retries: int = 2
+    max_bad_samples: float = 0.001
+    sharding: Sharding = "auto"
+    multiprocessing_context: str | None = None
+
+    def __post_init__(self) -> None:
+        checked_int("num_workers", self.num_workers, 0, 4096)
+        checked_int("prefetch_factor", self.prefetch_factor, 1, 4096)
+        checked_int("seed", self.seed, 0, 2**64 - 1)
+        if self.epoch_size is not None:
+            checked_int("epoch_size", self.epoch_size, 1, 2**62)
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")
+        for name in ("shuffle", "pin_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        if self.sharding not in get_args(Sharding):
+            raise ConfigError(f"sharding: expected one of {', '.join(get_args(Sharding))}, got {self.sharding!r}")
+        methods = multiprocessing.get_all_start_methods()
+        if self.multiprocessing_context not in {None, *methods}:
+            raise ConfigError(
+                f"multiprocessing_context: expected None or one of {', '.join(methods)}, "
+                f"got {self.multiprocessing_context!r}"
+            )
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Samples of this rank in a full batch."""
+        rank, ranks = self.mesh.data_rank, self.mesh.data_world_size
+        return self.global_batch_size * (rank + 1) // ranks - self.global_batch_size * rank // ranks
+
+    def torch_options(self, num_workers: int) -> dict[str, Any]:
+        """Arguments of ``torch.utils.data.DataLoader`` that depend on nothing else."""
+        return {
+            "num_workers": num_workers,
+            "prefetch_factor": self.prefetch_factor if num_workers else None,
+            "pin_memory": self.pin_memory and torch.cuda.is_available(),
+            "multiprocessing_context": self.multiprocessing_context if num_workers else None,
+        }
+
+
+class Collate:
+    """``collate_fn`` of the config; picklable if the user's is. No samples give an empty dict."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        self._collate_fn = collate_fn
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        """The batch of ``samples``."""
+        if not samples:
+            return {}
+        if self._collate_fn is not None:
+            return self._collate_fn(list(samples))
+        if all(isinstance(sample, Mapping) for sample in samples):
+            return default_collate(samples)
+        return torch_collate(list(samples))
+
+
+def with_valid(batch: Any, valid: torch.Tensor) -> Any:
+    """``batch`` with its mask.
+
+    Raises:
+        ConfigError: It is no dict, so there is no place for one.
+    """
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f'last_batch="pad" puts the mask into batch["__valid__"], and needs batches that are dicts; these are '
+            f'{type(batch).__name__}. Give samples that are dicts, a collate_fn that makes one, or last_batch="partial"'
+        )
+    return {**batch, "__valid__": valid}
+
+
+def shut_down(iterator: object) -> None:
+    """Stop the worker processes behind an iterator of torch's ``DataLoader`` now, not when it is collected."""
+    stop = getattr(iterator, "_shutdown_workers", None)  # torch has no public way; without it, collection does it
+    if stop is not None:
+        stop()

@@ -1,0 +1,321 @@
+"""The worker's side of iterable data sets: which samples belong to this part, and where it stands.
+
+With R data-parallel ranks and W workers each, the data set is cut into R * W *parts*. How, best first:
+
+1. ``dataset.shard(num_shards=, index=)``, as Hugging Face's have it, where there are enough shards; or a
+   ``sharding_filter`` in a graph of torch's DataPipes. A part reads its own shards and nothing else.
+2. ``sharding="worker_info"``: the data set cuts itself by ``torch.utils.data.get_worker_info()``, as torch's
+   documentation shows. It is told that it is worker r * W + w of R * W, so that ranks are cut like workers.
+3. ``sharding="self"``: the data set knows ranks and workers by itself (webdataset's splitters); nothing is left out.
+4. Else every (R * W)-th sample. Every part reads everything, and must get it in the same order: that is why Python's,
+   NumPy's and torch's random numbers are the same in all parts while they read.
+
+Under 1 and 4 the data set does not see that it runs in a worker, so that nothing is cut twice.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
+
+from streaming.errors import ConfigError, DataError, StateError
+from streaming.order import checked_int
+from streaming.ordinary_config import Collate, Sharding, with_valid
+from streaming.permutation import hash_words
+from streaming.plan import LastBatch
+
+_MAX_COUNT = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """Where one worker's part stands.
+
+    Attributes:
+        worker: Number of the worker, from 0.
+        pass_number: Pass over the data set.
+        num_items: What was taken from the data set in this pass, samples of other parts included.
+        state: The data set's own ``state_dict`` there, or None if it has none.
+        ended: The part has no more in this pass, and no other pass follows.
+    """
+
+    worker: int
+    pass_number: int
+    num_items: int = 0
+    state: Any = None
+    ended: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a checkpoint; JSON-able if the data set's own state is."""
+        return {**asdict(replace(self, state=None)), "state": self.state}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Cursor:
+        """The cursor of :meth:`to_dict`.
+
+        Raises:
+            StateError: It is malformed.
+        """
+        if not isinstance(data, Mapping) or set(data) != set(cls.__slots__):
+            raise StateError(f"state: expected the position of a worker, got {data!r}")
+        for name in ("worker", "pass_number", "num_items"):
+            try:
+                checked_int(name, data[name], 0, _MAX_COUNT)
+            except ConfigError as error:
+                raise StateError(f"state: {error}") from error
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packet:
+    """A batch on its way to the training loop.
+
+    Attributes:
+        batch: Collated; pinned by torch where that is wanted.
+        after: Where the worker's part stands after it.
+    """
+
+    batch: Any
+    after: Cursor
+
+    def pin_memory(self) -> Packet:
+        """Called by torch's ``DataLoader``."""
+        from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415  private, and only with CUDA
+
+        return replace(self, batch=pin_memory(self.batch))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSettings:
+    """What all workers of a rank have in common.
+
+    Attributes:
+        first_part: Part of worker 0.
+        num_parts: Over all ranks and workers.
+        batch_size: Samples in a full batch of this rank.
+        last_batch: What becomes of samples that do not fill the last batch of a pass.
+        endless: Passes follow each other without end, and batches span them.
+        seed: Of the random numbers that the data set draws.
+        sharding: How the data set is cut.
+    """
+
+    first_part: int
+    num_parts: int
+    batch_size: int
+    last_batch: LastBatch
+    endless: bool
+    seed: int
+    sharding: Sharding
+
+
+class SharedStream(IterableDataset[Packet]):
+    """Packets of the part that belongs to the worker in which this is iterated.
+
+    Args:
+        dataset: The user's.
+        settings: See there.
+        cursors: Where to begin, one per worker process; ``worker`` says which part that process has.
+        collate: Of samples.
+    """
+
+    def __init__(self, dataset: Any, settings: ShareSettings, cursors: tuple[Cursor, ...], collate: Collate) -> None:
+        self.dataset, self.settings, self.cursors, self.collate = dataset, settings, cursors, collate
+
+    def __iter__(self) -> Iterator[Packet]:
+        info = get_worker_info()
+        cursor = self.cursors[info.id if info is not None else 0]
+        if cursor.ended:
+            return
+        part = _Part(self.dataset, self.settings, cursor)
+        while True:
+            samples = part.take(self.settings.batch_size)
+            if not samples or (len(samples) < self.settings.batch_size and self.settings.last_batch == "drop"):
+                return
+            yield Packet(batch=self._collated(samples), after=part.cursor())
+
+    def _collated(self, samples: list[Any]) -> Any:
+        if self.settings.last_batch != "pad":
+            return self.collate(samples)
+        size = self.settings.batch_size
+        rows = [samples[number % len(samples)] for number in range(size)]
+        return with_valid(self.collate(rows), torch.arange(size) < len(samples))
+
+
+class _Part:
+    """The samples of one part, pass after pass."""
+
+    def __init__(self, dataset: Any, settings: ShareSettings, cursor: Cursor) -> None:
+        self._settings = settings
+        self._worker, self._pass, self._num_items = cursor.worker, cursor.pass_number, cursor.num_items
+        self._number = settings.first_part + cursor.worker
+        self._dataset, own = cut(dataset, self._number, settings)
+        self._stride, self._offset = (1, 0) if own else (settings.num_parts, self._number)
+        self._rng = _Rng()
+        self._ended = False
+        self._samples = self._open(cursor.state)
+
+    def take(self, count: int) -> list[Any]:
+        """The next samples, up to ``count``: fewer only at the end of a pass, or never if passes are endless."""
+        samples: list[Any] = []
+        with self._rng, _seen_as(self._settings.sharding, self._number, self._settings.num_parts, self._dataset):
+            while len(samples) < count:
+                sample = next(self._samples, _END)
+                if sample is not _END:
+                    samples.append(sample)
+                elif not self._settings.endless:
+                    self._ended = True
+                    break
+                else:
+                    self._next_pass()
+        return samples
+
+    def cursor(self) -> Cursor:
+        """Where this part stands."""
+        state = None
+        if self._ended:  # data sets differ in what their state is then
+            pass
+        elif has_state(self._iterator):
+            state = self._iterator.state_dict()
+        elif has_state(self._dataset):
+            state = self._dataset.state_dict()
+        return Cursor(
+            worker=self._worker, pass_number=self._pass, num_items=self._num_items, state=state, ended=self._ended
+        )
+
+    def _open(self, state: Any) -> Iterator[Any]:
+        """The part's samples of this pass from ``_num_items`` on. Lazy: runs inside ``take``."""
+        self._rng.seed(hash_words(self._settings.seed, self._pass, 0))
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self._pass)
+        if state is not None and has_state(self._dataset):
+            self._dataset.load_state_dict(state)
+        self._iterator = iter(self._dataset)
+        if state is not None and has_state(self._iterator) and not has_state(self._dataset):
+            self._iterator.load_state_dict(state)
+        if state is None:
+            for _, _ in zip(range(self._num_items), self._iterator, strict=False):
+                pass
+        self._any = self._num_items > 0
+        for item in self._iterator:
+            mine = self._num_items % self._stride == self._offset
+            self._num_items += 1
+            if mine:
+                self._any = True
+                yield item
+
+    def _next_pass(self) -> None:
+        if not self._any:
+            raise DataError(
+                f"part {self._number} of {self._settings.num_parts} (data-parallel ranks times workers) has no sample "
+                f"in pass {self._pass}: the data set has too few samples or shards; use fewer workers or ranks"
+            )
+        self._pass, self._num_items = self._pass + 1, 0
+        self._samples = self._open(None)
+
+
+def cut(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
+    """The data set of a part; and whether it holds that part alone (else every n-th sample is to be taken)."""
+    if settings.num_parts == 1 or settings.sharding in {"worker_info", "self"}:
+        return dataset, True
+    if has_sharding_filter(dataset):
+        apply_sharding(dataset, settings.num_parts, part)
+        return dataset, True
+    if can_shard(dataset, settings.num_parts):
+        return dataset.shard(num_shards=settings.num_parts, index=part), True
+    return dataset, False
+
+
+def has_state(one: object) -> bool:
+    """Whether ``one`` saves and loads its position, as torchdata's ``Stateful`` does."""
+    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+
+
+def has_sharding_filter(dataset: Any) -> bool:
+    """Whether it is a graph of DataPipes with a ``sharding_filter`` in it."""
+    if not isinstance(dataset, IterDataPipe):
+        return False
+    return any(hasattr(pipe, "apply_sharding") for pipe in get_all_graph_pipes(traverse_dps(dataset)))
+
+
+def num_shards(dataset: Any) -> int | None:
+    """Shards that ``dataset.shard`` can deal out; None if it cannot, or does not say."""
+    for name in ("num_shards", "n_shards"):
+        count = getattr(dataset, name, None)
+        if isinstance(count, int):
+            return count
+    return None
+
+
+def can_shard(dataset: Any, num_parts: int) -> bool:
+    """Whether ``dataset.shard`` can make so many parts; one that does not say how many it has is trusted."""
+    if not callable(getattr(dataset, "shard", None)):
+        return False
+    count = num_shards(dataset)
+    return count is None or count >= num_parts
+
+
+class _End:
+    """No more samples."""
+
+
+_END = _End()
+
+
+class _Rng:
+    """Random numbers of Python, NumPy and torch inside a ``with`` block; those outside go on as they were."""
+
+    def __init__(self) -> None:
+        self._own: tuple[Any, Any, Any] | None = None
+        self._outer: tuple[Any, Any, Any] | None = None
+
+    def seed(self, seed: int) -> None:
+        """Begin anew. Inside the block only."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002  the global generator, as users' code has it
+        torch.default_generator.manual_seed(seed)  # of the CPU alone
+
+    def __enter__(self) -> None:
+        self._outer = _rng_states()
+        if self._own is not None:
+            _set_rng_states(self._own)
+
+    def __exit__(self, *error: object) -> None:
+        self._own = _rng_states()
+        if self._outer is not None:
+            _set_rng_states(self._outer)
+
+
+def _rng_states() -> tuple[Any, Any, Any]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002  as above
+
+
+def _set_rng_states(states: tuple[Any, Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002  as above
+    torch.set_rng_state(states[2])
+
+
+@contextmanager
+def _seen_as(sharding: Sharding, part: int, num_parts: int, dataset: Any) -> Iterator[None]:
+    """What ``get_worker_info`` says inside the block: nothing, or "one of ``num_parts``"; under "self" the truth."""
+    module: Any = torch_worker
+    before = module._worker_info
+    if sharding == "worker_info":
+        seed = torch.initial_seed() if before is None else before.seed
+        module._worker_info = torch_worker.WorkerInfo(id=part, num_workers=num_parts, seed=seed, dataset=dataset)
+    elif sharding == "auto":
+        module._worker_info = None
+    try:
+        yield
+    finally:
+        module._worker_info = before
