@@ -7,16 +7,20 @@ progress and errors to standard error; an error is one message without a traceba
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
+from infra import DeviceMesh
 from shard_tools import render
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
 from shard_tools.inspect import cat_field, describe_sample, info, list_samples
-from shard_tools.options import PAIR, SIZE, as_storage_options, index_option, json_option, with_storage_options
+from shard_tools.options import COUNT, PAIR, SIZE, as_storage_options, index_option, json_option, with_storage_options
+from shard_tools.plan import PlanOptions, plan
+from shard_tools.plan_view import save_plot, show_plan
 from shard_tools.progress import progress_bar
 from shard_tools.reindex import index
 from shard_tools.verify import verify
@@ -229,3 +233,68 @@ def cat_command(
     if sys.stdout.isatty() and render.is_binary(payload):
         raise click.UsageError(f"field {field!r} is binary; send it to a file: ... --field {field} > file.{field}")
     click.echo(payload, nl=False)
+
+
+@cli.command("plan")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.option("--dp", type=COUNT, default=1, show_default=True, help="Data-parallel size.")
+@click.option("--fsdp", type=COUNT, default=1, help="Sharded data-parallel size: other data, like --dp.")
+@click.option("--tp", type=COUNT, default=1, help="Tensor-parallel size: the same data.")
+@click.option("--pp", type=COUNT, default=1, help="Pipeline stages: the same data.")
+@click.option("--cp", type=COUNT, default=1, help="Context-parallel size: the same data.")
+@click.option("--ulysses", type=COUNT, default=1, help="Sequence-parallel (Ulysses) size: the same data.")
+@click.option("--ep", type=COUNT, default=1, help="Expert-parallel size, as an axis of its own: the same data.")
+@click.option("--batch-size", type=COUNT, metavar="N", help="Samples of a batch per data rank.")
+@click.option("--global-batch-size", type=COUNT, metavar="N", help="Samples of a batch over all ranks.")
+@click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Shuffled, or in storage order.")
+@click.option("--lanes", type=COUNT, help="Parts of an epoch read side by side. Default: the loader's.")
+@click.option(
+    "--window", type=click.IntRange(min=0), help="How far a sample may move in its lane. Default: the loader's."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the order.")
+@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="Which epoch.")
+@click.option("--epoch-size", type=COUNT, metavar="N", help="Samples of a virtual epoch. Default: one pass.")
+@click.option(
+    "--last-batch",
+    type=click.Choice(["drop", "pad", "partial"]),
+    default="drop",
+    show_default=True,
+    help="What becomes of the tail of the epoch.",
+)
+@click.option("--memory-limit", type=SIZE, default="4GiB", show_default=True, help="The loader's, of one rank.")
+@click.option("--plot", metavar="FILE.png", help="Also draw bytes and memory of every data rank (needs matplotlib).")
+@index_option
+@json_option
+@with_storage_options
+def plan_command(
+    urls: tuple[str, ...],
+    *,
+    batch_size: int | None,
+    global_batch_size: int | None,
+    plot: str | None,
+    index_url: str | None,
+    as_json: bool,
+    **arguments: Any,
+) -> None:
+    r"""Shows who reads what under a topology: lanes, bytes, requests, memory and read amplification of every data rank.
+
+    Worked out by the planner that training uses, from the index alone. A plan that does not fit into memory or reads
+    much more than once is a warning, with its cure.
+
+    \b
+    Example:
+      shard_tools plan s3://bucket/train/ --dp 8 --batch-size 256
+      shard_tools plan s3://bucket/train/ --dp 16 --fsdp 8 --tp 4 --global-batch-size 4096 --json
+    """
+    storage = Storage(as_storage_options(arguments))
+    if (batch_size is None) == (global_batch_size is None):
+        raise click.UsageError("Give exactly one of --batch-size (per data rank) and --global-batch-size (over all).")
+    sizes = {f"{name}_size": arguments.pop(name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")}
+    mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()))
+    size = global_batch_size or (batch_size or 0) * mesh.data_world_size
+    memory_limit = arguments.pop("memory_limit")
+    options = PlanOptions(mesh=mesh, global_batch_size=size, memory_limit_bytes=memory_limit, **arguments)
+    report = plan(urls, options=options, storage=storage, index_url=index_url)
+    if plot is not None:
+        save_plot(report, plot)
+    _emit(report, as_json=as_json, for_people=show_plan)

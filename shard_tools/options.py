@@ -45,6 +45,7 @@ class PairType(click.ParamType[tuple[str, str]]):
 
 SIZE = SizeType()
 PAIR = PairType()
+COUNT = click.IntRange(min=1)
 _SWITCHES = frozenset({"anon", "requester_pays", "path_style"})
 _NUMBERS = {item.name: int if item.type == "int" else float for item in fields(RetryPolicy)}
 

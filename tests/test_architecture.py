@@ -75,7 +75,7 @@ IMPORT_HELPERS = {"import_module", "__import__", "require"}
 # By exact name: names that load when they are first used, and the helper `require`.
 COMPUTED_IMPORT_MAY = ("streaming", "streaming.decode.values", "streaming.decode.registry")
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")
-OPTIONAL += ("webdataset", "datasets")
+OPTIONAL += ("webdataset", "datasets", "matplotlib")
 
 # What API.md promises. Names that a later release brings stand in COMING; one that arrives must move up.
 PUBLIC: dict[str, tuple[str, ...]] = {

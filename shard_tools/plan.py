@@ -1,0 +1,328 @@
+"""Who reads what under a topology: lanes, bytes, requests, memory and read amplification of every data rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+import numpy as np
+
+from infra import DeviceMesh
+from shard_tools.plan_loads import Loads, RankLoad
+from streaming import budget
+from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
+from streaming.index.chunks import ChunkTable
+from streaming.order import checked_int
+from streaming.plan import LastBatch, Plan
+from streaming.shards import open_shards, sample_table
+from streaming.storage import Storage
+from streaming.units import parse_bytes
+
+MAX_SWEPT_RANKS = 4096
+"""Data ranks worked out one by one; of more, so many are taken at equal distances. Some milliseconds each."""
+_MAX_SWEPT_ROWS = 1 << 27
+"""Bound on (rank, chunk) pairs worked out: some ten seconds. Where every rank reads every chunk, few ranks tell all."""
+_LEAST_SWEPT = 8
+_MUCH_AMPLIFICATION = 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """A topology and the choices of a loader. Defaults are the loader's.
+
+    Attributes:
+        mesh: Sizes and order of the parallel axes; whose view it is does not matter.
+        global_batch_size: G, samples of one batch over all data ranks.
+        shuffle: False: storage order.
+        seed: Seed of the order.
+        lanes: L; None: the loader's default for G.
+        window: W in samples; None: the loader's default.
+        epoch: Number of the epoch.
+        last_batch: ``"drop"``, ``"pad"`` or ``"partial"``.
+        epoch_size: Samples of a virtual epoch, or None.
+        memory_limit_bytes: Of one rank.
+    """
+
+    mesh: DeviceMesh
+    global_batch_size: int
+    shuffle: bool = True
+    seed: int = 0
+    lanes: int | None = None
+    window: int | None = None
+    epoch: int = 0
+    last_batch: LastBatch = "drop"
+    epoch_size: int | None = None
+    memory_limit_bytes: int = field(default_factory=lambda: parse_bytes("4GiB"))
+
+    def __post_init__(self) -> None:
+        checked_int("global_batch_size", self.global_batch_size, 1, 2**31 - 1)
+        if self.global_batch_size < self.mesh.data_world_size:
+            ranks = self.mesh.data_world_size
+            raise ConfigError(
+                f"global_batch_size: {self.global_batch_size} samples cannot be dealt to {ranks} data-parallel ranks; "
+                f"use at least {ranks}, or fewer ranks"
+            )
+        if self.last_batch not in get_args(LastBatch):
+            raise ConfigError(f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {self.last_batch!r}")
+        for name in ("lanes", "epoch_size"):
+            if getattr(self, name) is not None:
+                checked_int(name, getattr(self, name), 1, 2**62)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Least, mean and most of something over data ranks."""
+
+    least: float
+    mean: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """Who reads what in one epoch.
+
+    Attributes:
+        num_shards: Shards of the data set.
+        num_chunks: Its chunks.
+        num_samples: Its samples.
+        num_bytes: Bytes of its chunks.
+        axes: Size of every parallel axis, outermost first.
+        data_world_size: Ranks that get different data.
+        replica_world_size: Processes that get the same batches, for each of them.
+        global_batch_size: G.
+        num_batches: Batches of the epoch, the same on every rank.
+        epoch: Its number.
+        epoch_samples: Samples that are handed out in it.
+        shuffle: Whether it is shuffled.
+        lanes: L.
+        window: W, in samples.
+        unit: What one request fetches: ``"chunk"``, or ``"slice"`` of a chunk (storage order; bytes are then estimated
+            from the mean size of a chunk's samples).
+        memory_limit_bytes: Of one rank.
+        needed_limit_bytes: A ``memory_limit`` that suffices for this epoch and, most likely, for every other.
+        mixed_chunks: Different chunks in one batch of the first rank, in the middle of the epoch: how well it mixes.
+        loads: The data ranks that were worked out, ascending.
+        sampled: They are but some of all, at equal distances: totals are estimates.
+        warnings: What training would refuse, and what costs more than it need; each with its cure.
+    """
+
+    num_shards: int
+    num_chunks: int
+    num_samples: int
+    num_bytes: int
+    axes: dict[str, int]
+    data_world_size: int
+    replica_world_size: int
+    global_batch_size: int
+    num_batches: int
+    epoch: int
+    epoch_samples: int
+    shuffle: bool
+    lanes: int
+    window: int
+    unit: str
+    memory_limit_bytes: int
+    needed_limit_bytes: int
+    mixed_chunks: int
+    loads: tuple[RankLoad, ...]
+    sampled: bool
+    warnings: tuple[str, ...]
+
+    def spread(self, name: str) -> Spread:
+        """Of one attribute of ``RankLoad`` over the ranks that were worked out."""
+        values = [getattr(load, name) for load in self.loads]
+        return Spread(least=min(values), mean=sum(values) / len(values), most=max(values))
+
+    def total(self, name: str) -> int:
+        """Over all data ranks, replicas counted once; an estimate if ``sampled``."""
+        counted = sum(getattr(load, name) for load in self.loads)
+        return round(counted * self.data_world_size / len(self.loads)) if self.sampled else int(counted)
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read per byte delivered, over all data ranks, replicas counted once."""
+        delivered = self.epoch_samples * self.num_bytes / self.num_samples
+        return self.total("read_bytes") / delivered
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in {"loads", "warnings"}}
+        counted = ("num_samples", "num_requests", "read_bytes", "start_requests", "start_bytes", "live_bytes")
+        spreads = {name: self.spread(name) for name in (*counted, "amplification")}
+        return {
+            **own,
+            "total": {
+                "read_bytes": self.total("read_bytes"),
+                "read_bytes_if_every_replica_reads": self.total("read_bytes") * self.replica_world_size,
+                "num_requests": self.total("num_requests"),
+                "start_requests": self.total("start_requests"),
+                "start_bytes": self.total("start_bytes"),
+                "amplification": self.amplification,
+            },
+            "per_data_rank": {
+                name: {"min": spread.least, "mean": spread.mean, "max": spread.most} for name, spread in spreads.items()
+            },
+            "data_ranks": [load.as_dict() for load in self.loads],
+            "warnings": list(self.warnings),
+        }
+
+
+def plan(
+    urls: str | Sequence[str], *, options: PlanOptions, storage: Storage, index_url: str | None = None
+) -> PlanReport:
+    """Works out who reads what of the shards at ``urls``; reads their index, never their data.
+
+    Args:
+        urls: Shards, as ``StreamingDataset`` takes them.
+        options: The topology and the loader's choices.
+        storage: Where the shards are.
+        index_url: Where the index lies, if not beside them.
+
+    Raises:
+        IndexMissingError: There is none, and the set is too large to index on the fly.
+        NotFoundError: Nothing matches ``urls``.
+        ConfigError: Training would refuse this for another reason than memory: an empty epoch.
+    """
+    shards = open_shards(storage, urls, index_url)
+    if shards.table is None:
+        raise IndexMissingError(shards.missing_index)
+    may_slice = not options.shuffle and options.mesh.data_world_size > 1
+    sliced = may_slice and sample_table(storage, shards, 0) is not None
+    return plan_table(shards.table, options=options, sliced=sliced)
+
+
+def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False) -> PlanReport:
+    """Works out who reads what of a data set with this chunk table. Pure.
+
+    Args:
+        table: The chunk table.
+        options: The topology and the loader's choices.
+        sliced: There are sample tables: in storage order, ranks read slices of chunks.
+
+    Raises:
+        ConfigError: The epoch would be empty.
+    """
+    whole = _epoch_plan(table, options)
+    loads = Loads(whole, table, sliced=sliced, memory_limit_bytes=options.memory_limit_bytes)
+    chosen = _swept_ranks(whole, sliced=sliced)
+    replicas = replica_ranks(options.mesh)
+    found = tuple(loads.of(dp_rank, replicas[dp_rank]) for dp_rank in chosen)
+    dropped = whole.num_samples % whole.global_batch_size if options.last_batch == "drop" else 0
+    report = PlanReport(
+        num_shards=len(table.shards),
+        num_chunks=table.num_chunks,
+        num_samples=table.total_samples,
+        num_bytes=table.total_bytes,
+        axes=options.mesh.axis_sizes,
+        data_world_size=whole.dp_world_size,
+        replica_world_size=options.mesh.replica_world_size,
+        global_batch_size=whole.global_batch_size,
+        num_batches=whole.num_batches,
+        epoch=whole.epoch,
+        epoch_samples=whole.num_samples - dropped,
+        shuffle=options.shuffle,
+        lanes=whole.settings.lanes,
+        window=whole.settings.window,
+        unit="slice" if sliced else "chunk",
+        memory_limit_bytes=options.memory_limit_bytes,
+        needed_limit_bytes=budget.needed_mib(max(load.live_bytes for load in found)) << 20,
+        mixed_chunks=_mixed_chunks(whole),
+        loads=found,
+        sampled=len(found) < whole.dp_world_size,
+        warnings=(),
+    )
+    return _with_warnings(report, loads, may_slice=not options.shuffle and whole.dp_world_size > 1)
+
+
+def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+    """The processes that get each share of the data, ``mesh.replicas_of`` for all shares at once."""
+    grid = np.array(mesh.ranks).reshape(mesh.shape)
+    outer = [mesh.axis_names.index(name) for name in (*mesh.data_axes, *mesh.replica_axes)]
+    shares = grid.transpose(outer).reshape(mesh.data_world_size, -1)
+    return tuple(tuple(row) for row in shares.tolist())
+
+
+def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
+    if not table.total_samples:
+        raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
+    order = budget.order_settings(
+        shuffle=options.shuffle,
+        seed=options.seed,
+        lanes=options.lanes,
+        window=options.window,
+        global_batch_size=options.global_batch_size,
+        num_samples=table.total_samples,
+        num_chunks=table.num_chunks,
+    )
+    whole = Plan(
+        table.num_samples,
+        order,
+        global_batch_size=options.global_batch_size,
+        dp_world_size=options.mesh.data_world_size,
+        last_batch=options.last_batch,
+        epoch=options.epoch,
+        epoch_size=options.epoch_size,
+    )
+    if not whole.num_batches or whole.num_samples < whole.dp_world_size:
+        raise ConfigError(
+            f"{whole.num_samples} samples do not fill one global batch of {whole.global_batch_size} "
+            f"({whole.dp_world_size} data ranks) with last_batch={options.last_batch!r}: training would refuse this. "
+            f'Use last_batch="pad" or "partial", a smaller batch, fewer ranks, or epoch_size to repeat the data'
+        )
+    return whole
+
+
+def _swept_ranks(whole: Plan, *, sliced: bool) -> list[int]:
+    """The data ranks to work out: all, or some at equal distances with the first and the last."""
+    low, high = whole.rank_lanes(0)
+    share = 1 / whole.dp_world_size if sliced else (high - low) / whole.settings.lanes
+    rows = max(1, int(len(whole.chunk_samples) * share) * len(whole.passes))
+    most = max(_LEAST_SWEPT, min(MAX_SWEPT_RANKS, _MAX_SWEPT_ROWS // rows))
+    if whole.dp_world_size <= most:
+        return list(range(whole.dp_world_size))
+    last = whole.dp_world_size - 1
+    return [last * number // (most - 1) for number in range(most)]
+
+
+def _mixed_chunks(whole: Plan) -> int:
+    middle = whole.num_batches // 2
+    return len(np.unique(whole.rank_batches(middle, middle + 1, 0).chunk_ids))
+
+
+def _with_warnings(report: PlanReport, loads: Loads, *, may_slice: bool) -> PlanReport:
+    warnings = []
+    worst = max(report.loads, key=lambda load: load.live_bytes)
+    try:
+        loads.check_memory(worst)
+    except MemoryLimitError as error:
+        warnings.append(f"training would refuse this: {error}")
+    if report.amplification > _MUCH_AMPLIFICATION:
+        if may_slice:
+            warnings.append(
+                f"in storage order without sample tables every rank reads whole chunks: {report.amplification:.1f} "
+                f"times the bytes. Index the shards (shard_tools index), or shuffle"
+            )
+        else:
+            warnings.append(_lane_advice(report))
+    return replace(report, warnings=tuple(warnings))
+
+
+def _lane_advice(report: PlanReport) -> str:
+    """Why bytes are read more than once, and what cures it."""
+    ranks, lanes, size = report.data_world_size, report.lanes, report.global_batch_size
+    said = f"{report.amplification:.1f} times the bytes are read"
+    if lanes % ranks == 0:
+        per_lane = report.num_samples / lanes
+        return (
+            f"{said}: a lane holds {per_lane:.0f} samples and a chunk {report.num_samples / report.num_chunks:.0f}, so "
+            f"lanes share chunks. Use fewer lanes (a multiple of {ranks}), or smaller chunks"
+        )
+    why = f"{said}: {ranks} data ranks do not divide {lanes} lanes, and lanes at their borders are read by two or more"
+    if size % ranks:
+        return f"{why}. Use a global batch size that is a multiple of {ranks}: {math.ceil(size / ranks) * ranks}"
+    divisors = [n for n in range(ranks, min(size, 2**20) + 1, ranks) if size % n == 0]
+    better = min((n for n in divisors if n >= lanes), default=divisors[-1])
+    return f"{why}. Use lanes={better}: ShuffleConfig(lanes={better}), which is another order"

@@ -1,0 +1,200 @@
+"""What one data rank reads and holds under a plan: pure arithmetic over the planner that training uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from streaming import budget
+from streaming.index.chunks import ChunkTable
+from streaming.order import Int64Array
+from streaming.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoad:
+    """One data rank's part of an epoch.
+
+    Reads are upper bounds without retries: training may find a chunk still there that it could have dropped.
+
+    Attributes:
+        dp_rank: The data-parallel rank.
+        ranks: The processes that get this share, by replica rank.
+        lanes: Lanes ``[first, last)`` that it goes through.
+        num_samples: Samples that it is handed, padding not counted.
+        num_chunks: Different chunks that it reads from.
+        num_requests: Ranged GETs.
+        read_bytes: Bytes of these.
+        start_requests: Those of them that the first batch waits for.
+        start_bytes: Bytes of these.
+        live_bytes: What must be in memory at the same time, at worst.
+        held_bytes: What chunks take in memory: live ones and read-ahead, or all that the limit leaves for chunks.
+        keeps_all: All its chunks fit: each is fetched once, and kept for the next epoch.
+        amplification: Bytes read per byte delivered (samples times their mean size).
+    """
+
+    dp_rank: int
+    ranks: tuple[int, ...]
+    lanes: tuple[int, int]
+    num_samples: int
+    num_chunks: int
+    num_requests: int
+    read_bytes: int
+    start_requests: int
+    start_bytes: int
+    live_bytes: int
+    held_bytes: int
+    keeps_all: bool
+    amplification: float
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        values: dict[str, object] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**values, "ranks": list(self.ranks), "lanes": list(self.lanes)}
+
+
+class Loads:
+    """Loads of the ranks of one plan. Immutable, as the plan is."""
+
+    def __init__(self, plan: Plan, table: ChunkTable, *, sliced: bool, memory_limit_bytes: int) -> None:
+        """Prepare the columns that all ranks need.
+
+        Args:
+            plan: The plan; its chunks are those of ``table``.
+            table: The chunk table.
+            sliced: Batches are read as slices of chunks, as training does in storage order over several ranks.
+            memory_limit_bytes: Of one rank.
+        """
+        self.plan = plan
+        self.sliced = sliced
+        self.memory_limit_bytes = memory_limit_bytes
+        self.chunk_bytes: Int64Array = table.byte_end - table.byte_start
+        self.room_bytes = budget.whole_pages(self.chunk_bytes)
+        self._mean_sample_bytes = table.total_bytes / table.total_samples
+        self._largest_sample_bytes = int((self.chunk_bytes / np.maximum(table.num_samples, 1)).max())
+
+    def rows_per_batch(self) -> int:
+        """Samples of the largest share of a batch."""
+        return -(-self.plan.global_batch_size // self.plan.dp_world_size)
+
+    def num_samples(self, dp_rank: int) -> int:
+        """Samples that a rank is handed in the whole plan, padding not counted."""
+        plan, ranks = self.plan, self.plan.dp_world_size
+        whole, tail = divmod(plan.num_samples - plan.start, plan.global_batch_size)
+        if plan.last_batch == "drop":
+            tail = 0
+        sizes = ((whole, plan.global_batch_size), (1, tail))
+        return sum(times * (size * (dp_rank + 1) // ranks - size * dp_rank // ranks) for times, size in sizes)
+
+    def of(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
+        """The load of one rank; ``ranks`` are the processes that get its share."""
+        return self._of_slices(dp_rank, ranks) if self.sliced else self._of_chunks(dp_rank, ranks)
+
+    def check_memory(self, load: RankLoad) -> None:
+        """Refuse what training would refuse.
+
+        Raises:
+            MemoryLimitError: What this rank needs at once does not fit; the message holds the cure.
+        """
+        limit = self.memory_limit_bytes
+        if self.sliced:
+            budget.check_slices(self.rows_per_batch(), self._largest_sample_bytes, memory_limit_bytes=limit)
+        else:
+            live = load.live_bytes
+            budget.check_whole_chunks(
+                self.plan, self.room_bytes, load.dp_rank, live_bytes=live, memory_limit_bytes=limit
+            )
+
+    def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
+        live = self.plan.chunk_intervals(dp_rank)
+        live_bytes = live.live_bytes(self.room_bytes)
+        different, first_seen = np.unique(live.chunk_ids, return_index=True)
+        held = min(budget.chunks_bytes(self.memory_limit_bytes, live_bytes), int(self.room_bytes[live.chunk_ids].sum()))
+        # As the loop decides it: with room for all its chunks, a rank fetches each of them once.
+        keeps_all = budget.chunks_bytes(self.memory_limit_bytes, live_bytes) >= int(self.room_bytes[different].sum())
+        fetched = np.sort(first_seen) if keeps_all else slice(None)
+        sizes = self.chunk_bytes[live.chunk_ids[fetched]]
+        at_start = live.first_batches[fetched] == 0
+        return self._load(
+            dp_rank,
+            ranks,
+            num_chunks=len(different),
+            num_requests=len(sizes),
+            read_bytes=int(sizes.sum()),
+            start_requests=int(at_start.sum()),
+            start_bytes=int(sizes[at_start].sum()),
+            live_bytes=live_bytes,
+            held_bytes=held,
+            keeps_all=keeps_all,
+        )
+
+    def _of_slices(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
+        """Batch k takes the stream positions [low, high): one request for each chunk that they touch."""
+        plan, size = self.plan, self.plan.global_batch_size
+        starts = plan.epoch * plan.num_samples + plan.start + np.arange(plan.num_batches, dtype=np.int64) * size
+        end = (plan.epoch + 1) * plan.num_samples
+        sizes = np.minimum(size, end - starts)
+        lows = starts + sizes * dp_rank // plan.dp_world_size
+        highs = starts + sizes * (dp_rank + 1) // plan.dp_world_size
+        if plan.last_batch == "pad":
+            highs = np.maximum(highs, lows + 1)
+        lows, highs = lows[highs > lows], highs[highs > lows]
+        low_chunks, low_bytes = self._along_stream(lows)
+        high_chunks, _ = self._along_stream(highs - 1)
+        _, high_bytes = self._along_stream(highs)
+        requests = high_chunks - low_chunks + 1
+        batch_bytes = self.rows_per_batch() * self._largest_sample_bytes + 2 * budget.PAGE_BYTES
+        return self._load(
+            dp_rank,
+            ranks,
+            num_chunks=_distinct(low_chunks, high_chunks, len(plan.chunk_samples)),
+            num_requests=int(requests.sum()),
+            read_bytes=int((high_bytes - low_bytes).sum()),
+            start_requests=int(requests[:1].sum()),
+            start_bytes=int((high_bytes - low_bytes)[:1].sum()),
+            live_bytes=batch_bytes,
+            held_bytes=budget.chunks_limit_bytes(self.memory_limit_bytes),
+            keeps_all=False,
+        )
+
+    def _along_stream(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Chunk number and bytes before each stream position in storage order, both counted over all passes."""
+        chunk_starts, byte_starts = self.plan.order(0).sample_starts, np.cumsum(self.chunk_bytes)
+        passes, within = np.divmod(positions, self.plan.samples_per_pass)
+        chunks = np.searchsorted(chunk_starts, within, side="right") - 1
+        share = (within - chunk_starts[chunks]) / np.maximum(self.plan.chunk_samples[chunks], 1)
+        num_bytes = byte_starts[chunks] - np.round(self.chunk_bytes[chunks] * (1 - share)).astype(np.int64)
+        return passes * len(self.chunk_bytes) + chunks, passes * int(byte_starts[-1]) + num_bytes
+
+    def _load(self, dp_rank: int, ranks: tuple[int, ...], *, read_bytes: int, **values: int) -> RankLoad:
+        num_samples = self.num_samples(dp_rank)
+        delivered = num_samples * self._mean_sample_bytes
+        return RankLoad(
+            dp_rank=dp_rank,
+            ranks=ranks,
+            lanes=self.plan.rank_lanes(dp_rank),
+            num_samples=num_samples,
+            read_bytes=read_bytes,
+            amplification=read_bytes / delivered if delivered else 0.0,
+            num_chunks=values["num_chunks"],
+            num_requests=values["num_requests"],
+            start_requests=values["start_requests"],
+            start_bytes=values["start_bytes"],
+            live_bytes=values["live_bytes"],
+            held_bytes=values["held_bytes"],
+            keeps_all=bool(values["keeps_all"]),
+        )
+
+
+def _distinct(low_chunks: Int64Array, high_chunks: Int64Array, num_chunks: int) -> int:
+    """Different chunks in the closed ranges [low, high], which ascend; chunk numbers repeat every ``num_chunks``."""
+    if not len(low_chunks):
+        return 0
+    touched = np.zeros(num_chunks + 1, dtype=np.int64)
+    for shift in range(int(high_chunks[-1]) // num_chunks - int(low_chunks[0]) // num_chunks + 1):
+        base = (int(low_chunks[0]) // num_chunks + shift) * num_chunks
+        lows, highs = np.clip(low_chunks - base, 0, num_chunks), np.clip(high_chunks + 1 - base, 0, num_chunks)
+        np.add.at(touched, lows, 1)
+        np.add.at(touched, highs, -1)
+    return int((touched.cumsum()[:-1] > 0).sum())

@@ -1,0 +1,135 @@
+"""A plan for people: text, and a picture where matplotlib is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib import import_module
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from shard_tools.plan import PlanReport
+from shard_tools.plan_loads import RankLoad
+from streaming.errors import ConfigError
+from streaming.units import format_bytes
+
+_SHOWN_RANKS = 16
+_SHOWN_REPLICAS = 8
+
+
+def show_plan(report: PlanReport) -> None:
+    """Totals, spreads, a table of data ranks, warnings."""
+    for line in _summary(report):
+        click.echo(line)
+    _show_spread(report)
+    _show_ranks(report)
+    for warning in report.warnings:
+        click.echo(f"Warning: {warning}", err=True)
+
+
+def save_plot(report: PlanReport, path: str) -> None:
+    """Draws bytes read, requests and memory over data ranks into a new PNG file at ``path``.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or ``path`` cannot be written.
+    """
+    try:
+        backend, drawing = import_module("matplotlib.backends.backend_agg"), import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ConfigError("--plot: needs matplotlib, which is not installed: pip install matplotlib") from error
+    if not path.lower().endswith(".png") or not os.path.isdir(os.path.dirname(path) or "."):
+        raise ConfigError(f"--plot: expected FILE.png in a folder that exists, got {path!r}")
+    figure = drawing.Figure(figsize=(9, 7), layout="constrained")
+    backend.FigureCanvasAgg(figure)
+    ranks = [load.dp_rank for load in report.loads]
+    rows = (
+        ("read, GiB", [load.read_bytes / 2**30 for load in report.loads], None),
+        ("requests", [load.num_requests for load in report.loads], None),
+        ("live, GiB", [load.live_bytes / 2**30 for load in report.loads], report.memory_limit_bytes / 2**30),
+    )
+    for place, (label, values, limit) in enumerate(rows, 1):
+        axes = figure.add_subplot(len(rows), 1, place)
+        axes.bar(ranks, values, width=1.0 if len(ranks) > _SHOWN_RANKS else 0.8)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        if limit is not None:
+            axes.axhline(limit, linestyle="--", color="black", label="memory_limit")
+            axes.legend()
+    axes.set_xlabel("data rank")
+    figure.suptitle(
+        f"{report.data_world_size} data ranks, {report.lanes} lanes: {report.amplification:.2f} times the bytes"
+    )
+    figure.savefig(path)
+
+
+def _summary(report: PlanReport) -> list[str]:
+    axes = " x ".join(f"{name} {size}" for name, size in report.axes.items() if size > 1) or "one process"
+    per_rank = report.global_batch_size / report.data_world_size
+    order = f"{report.lanes:,} lanes, window {report.window:,} samples" if report.shuffle else "storage order"
+    about = "about " if report.sampled else "at most "
+    total = report.total("read_bytes")
+    shards = f"{report.num_chunks:,} chunks of {report.num_shards:,} shards"
+    requests = f"{report.total('num_requests'):,} requests, one per {report.unit}"
+    first = f"{report.total('start_requests'):,} requests before the first batch"
+    limit = format_bytes(report.memory_limit_bytes)
+    lines = [
+        f"data      {report.num_samples:,} samples in {shards}, {format_bytes(report.num_bytes)}",
+        f"mesh      {axes}: {report.data_world_size:,} data ranks, {report.replica_world_size:,} processes each",
+        f"batch     {report.global_batch_size:,} samples, {per_rank:,.6g} a data rank",
+        f"epoch {report.epoch:<3} {report.num_batches:,} batches, {report.epoch_samples:,} samples",
+        f"order     {order}; a rank's batch mixes {report.mixed_chunks:,} chunks",
+        f"read      {about}{format_bytes(total)} in {requests}: {report.amplification:.2f} times the bytes",
+        f"start     {format_bytes(report.total('start_bytes'))} in {first}",
+        f"memory    a memory_limit of {format_bytes(report.needed_limit_bytes)} suffices; it is {limit}",
+    ]
+    if report.replica_world_size > 1:
+        every = format_bytes(total * report.replica_world_size)
+        lines.insert(6, f"replicas  {about}{every} if every process reads for itself, without a shared cache")
+    return lines
+
+
+def _show_spread(report: PlanReport) -> None:
+    shown, every = len(report.loads), report.data_world_size
+    title = f"{shown:,} of {every:,} data ranks, at equal distances" if report.sampled else f"{every:,} data ranks"
+    table = Table(title, "min", "mean", "max", box=None, pad_edge=False)
+    rows = (("samples", "num_samples", False), ("requests", "num_requests", False), ("bytes read", "read_bytes", True))
+    for label, name, is_bytes in (*rows, ("live memory", "live_bytes", True)):
+        spread = report.spread(name)
+        values = (spread.least, spread.mean, spread.most)
+        table.add_row(label, *(format_bytes(value) if is_bytes else f"{value:,.6g}" for value in values))
+    amplification = report.spread("amplification")
+    values = (amplification.least, amplification.mean, amplification.most)
+    table.add_row("amplification", *(f"{value:.2f}" for value in values))
+    _print(table)
+
+
+def _show_ranks(report: PlanReport) -> None:
+    names = ("data rank", "processes", "lanes", "samples", "chunks", "requests", "read", "live", "ampl.")
+    table = Table(*names, box=None, pad_edge=False)
+    for load in report.loads[:_SHOWN_RANKS]:
+        table.add_row(
+            str(load.dp_rank),
+            _processes(load),
+            f"{load.lanes[0]}-{load.lanes[1] - 1}" if load.lanes[1] > load.lanes[0] else "-",
+            f"{load.num_samples:,}",
+            f"{load.num_chunks:,}",
+            f"{load.num_requests:,}",
+            format_bytes(load.read_bytes),
+            format_bytes(load.live_bytes),
+            f"{load.amplification:.2f}",
+        )
+    _print(table)
+    if len(report.loads) > _SHOWN_RANKS:
+        click.echo(f"… {len(report.loads) - _SHOWN_RANKS:,} more; --json lists all that were worked out")
+
+
+def _processes(load: RankLoad) -> str:
+    shown = ",".join(map(str, load.ranks[:_SHOWN_REPLICAS]))
+    return f"{shown},…" if len(load.ranks) > _SHOWN_REPLICAS else shown
+
+
+def _print(table: Table) -> None:
+    click.echo("")
+    Console(width=max(100, shutil.get_terminal_size().columns)).print(table)
