@@ -7,7 +7,8 @@ A scan reads a shard once, front to back, in bounded memory. Whoever cuts chunks
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from crc32c import crc32c
@@ -15,13 +16,17 @@ from numpy.typing import NDArray
 
 from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
+from streaming.index.keys import Keys
 from streaming.index.samples import SampleTable
-from streaming.storage import Storage, redact
-from streaming.tar.group import ChunkLayout, check_density
+from streaming.storage import Storage, redact, scheme_of
+from streaming.tar.group import PackedLayout, check_density
+from streaming.tar.keys import KeyLines, pack_keys, surely_unique
 from streaming.tar.scanner import TarScanner
 
 READ_BYTES = 16 << 20
 """One ranged GET of a scan; two are in memory at a time."""
+LOCAL_READ_BYTES = 2 << 20
+"""One read of a local shard: what it brings is still in a CPU's cache when it is parsed and summed."""
 Progress = Callable[[str, int], None]
 """Called as ``progress(url, num_bytes)`` with the bytes of a shard that were scanned since the last call."""
 
@@ -33,20 +38,21 @@ def scan_shard(
     url: str,
     name: str,
     *,
-    read_bytes: int = READ_BYTES,
+    read_bytes: int | None = None,
     rule: ChunkRule = DEFAULT_RULE,
     progress: Progress | None = None,
 ) -> SampleTable:
     """The sample table, with chunk rows and CRC32C, of the shard at ``url``.
 
     Reads the shard once; holds two pieces of ``read_bytes`` and the table, whatever the size of shard or members.
-    Header checksums are verified. The result depends on the shard's bytes, ``name`` and ``rule`` alone.
+    Reading and CRC32C run in one thread, parsing in the caller's. Header checksums are verified. The result depends
+    on the shard's bytes, ``name`` and ``rule`` alone.
 
     Args:
         storage: Where to read.
         url: The shard.
         name: Its name in the index.
-        read_bytes: Bytes per request.
+        read_bytes: Bytes per request; default: ``LOCAL_READ_BYTES`` for files, else ``READ_BYTES``.
         rule: Where chunks are cut.
         progress: Told about scanned bytes, from the calling thread.
 
@@ -57,75 +63,100 @@ def scan_shard(
         StorageError: If it cannot be read.
     """
     size_bytes = storage.info(url).size_bytes
-    scan = _Scan(redact(url), rule)
-    for piece in _pieces(storage, url, size_bytes, read_bytes):
-        for start in range(0, len(piece), _FEED_BYTES):
-            scan.feed(piece[start : start + _FEED_BYTES])
-        if progress is not None:
-            progress(url, len(piece))
-    return scan.finish(name, size_bytes)
+    part = scan_part(storage, url, 0, size_bytes, read_bytes=read_bytes, rule=rule, progress=progress)
+    return join_parts([part], name, size_bytes, redact(url))
 
 
-def _pieces(storage: Storage, url: str, size_bytes: int, read_bytes: int) -> Iterator[memoryview]:
-    """The bytes of ``url``, the next piece being read while one is used; a piece is valid until the next."""
-    buffers = [np.empty(min(read_bytes, size_bytes), np.uint8).data for _ in range(2)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What the scan of a shard's bytes from ``start`` on found; offsets count from the start of the shard.
+
+    Attributes:
+        layouts: Not empty ones, in order.
+        bounds: The first sample of each chunk, counted within the part, and the number of samples.
+        crcs: CRC32C of each chunk.
+        stop: Where the last record ends.
+        first_header: Where the first header of the first sample begins; -1 without samples.
+    """
+
+    start: int
+    layouts: list[PackedLayout]
+    bounds: list[int]
+    crcs: list[int]
+    stop: int
+    first_header: int
+
+
+def scan_part(
+    storage: Storage,
+    url: str,
+    start: int,
+    stop: int,
+    *,
+    whole: bool = True,
+    read_bytes: int | None = None,
+    rule: ChunkRule = DEFAULT_RULE,
+    progress: Progress | None = None,
+) -> Part:
+    """Scan bytes ``[start, stop)`` of a shard, which begin at a header and, if ``whole``, end as an archive does.
+
+    Arguments and errors as :func:`scan_shard`. Where not ``whole``, a TarError says that the last member does not
+    end at ``stop``.
+    """
+    scan = _Scan(redact(url), start, rule)
+    step = read_bytes or (LOCAL_READ_BYTES if scheme_of(url) == "file" else READ_BYTES)
+    with ThreadPoolExecutor(1, thread_name_prefix="scan-read") as helper:
+        for piece in _pieces(helper, storage, url, start, stop, step):
+            for at in range(0, len(piece), _FEED_BYTES):
+                found = scan.feed(piece[at : at + _FEED_BYTES])
+                helper.submit(scan.sums.add, *found)
+            if progress is not None:
+                progress(url, len(piece))
+    return scan.finish(whole=whole)
+
+
+def _pieces(
+    helper: Executor, storage: Storage, url: str, start: int, stop: int, read_bytes: int
+) -> Iterator[memoryview]:
+    """The bytes of ``url``, the next piece being read while one is used.
+
+    A piece is valid until the next, and for what was handed to ``helper``, which has one thread, before that.
+    """
+    buffers = [np.empty(min(read_bytes, stop - start), np.uint8).data for _ in range(2)]
 
     def read(index: int) -> memoryview:
-        start = index * read_bytes
-        out = buffers[index % 2][: min(read_bytes, size_bytes - start)]
-        storage.read_into(url, start, out)
+        begin = start + index * read_bytes
+        out = buffers[index % 2][: min(read_bytes, stop - begin)]
+        storage.read_into(url, begin, out)
         return out
 
-    num_pieces = -(-size_bytes // read_bytes)
-    with ThreadPoolExecutor(1, thread_name_prefix="scan-read") as reader:
-        ahead = reader.submit(read, 0) if num_pieces else None
-        for index in range(1, num_pieces + 1):
-            piece = ahead.result() if ahead else memoryview(b"")
-            ahead = reader.submit(read, index) if index < num_pieces else None
-            yield piece
+    num_pieces = -(-(stop - start) // read_bytes)
+    ahead = helper.submit(read, 0) if num_pieces else None
+    for index in range(1, num_pieces + 1):
+        piece = ahead.result() if ahead else memoryview(b"")
+        ahead = helper.submit(read, index) if index < num_pieces else None
+        yield piece
 
 
-class _Scan:
-    """The state of one scan: layouts so far, and the CRC32C of the open chunk."""
+class _Sums:
+    """CRC32C of chunk after chunk, over pieces that come in order."""
 
-    def __init__(self, shown_url: str, rule: ChunkRule) -> None:
-        self.url = shown_url
-        self.scanner = TarScanner(shown_url, verify_headers=True)
-        self.cutter = ChunkCutter(rule)
-        self.layouts: list[ChunkLayout] = []
-        self.num_samples = 0
-        self.bounds = [0]  # first sample of each chunk so far
+    def __init__(self, start: int) -> None:
         self.crcs: list[int] = []
         self.crc = 0  # of the open chunk, up to byte `summed`
-        self.summed = 0
+        self.summed = start
         self.kept = b""  # the bytes from `summed` on
 
-    def feed(self, piece: memoryview) -> None:
-        if self.scanner.num_bytes == 0 and bytes(piece[:2]) == b"\x1f\x8b":
-            raise compressed_error(self.url)
-        layout = self.scanner.feed(piece)
-        borders = self._take(layout)
-        start = self.scanner.num_bytes - len(piece)  # where the piece begins
+    def add(self, piece: memoryview, start: int, borders: list[int], settled: int) -> None:
+        """Go on through ``piece``, which begins at byte ``start``, as far as ``settled``; chunks end at ``borders``."""
         for border in borders:
             self._sum(piece, start, border)
             self.crcs.append(self.crc)
             self.crc = 0
-        self._sum(piece, start, min(self.scanner.settled, self.scanner.num_bytes))
+        self._sum(piece, start, min(settled, start + len(piece)))
         self.kept += bytes(piece[max(0, self.summed - start) :])
 
-    def _take(self, layout: ChunkLayout) -> list[int]:
-        """Note the records of ``layout``; the offsets at which chunks end."""
-        if not layout.keys:
-            return []
-        cuts = self.cutter.extend(layout.record_starts)
-        self.layouts.append(layout)
-        self.bounds += (cuts + self.num_samples).tolist()
-        self.num_samples += len(layout.keys)
-        borders: list[int] = layout.record_starts[cuts].tolist()
-        return borders
-
     def _sum(self, piece: memoryview, start: int, stop: int) -> None:
-        """Go on with the CRC32C up to byte ``stop``, through the kept bytes and those of the piece at ``start``."""
         from_kept = min(len(self.kept), stop - self.summed)
         if from_kept > 0:
             self.crc = crc32c(self.kept[:from_kept], self.crc)
@@ -135,28 +166,79 @@ class _Scan:
             self.crc = crc32c(piece[self.summed - start : stop - start], self.crc)
             self.summed = stop
 
-    def finish(self, name: str, size_bytes: int) -> SampleTable:
-        self._take(self.scanner.finish())
+
+class _Scan:
+    """The state of one scan: the layouts so far, and the cutter. The sums are another thread's."""
+
+    def __init__(self, shown_url: str, start: int, rule: ChunkRule) -> None:
+        self.url = shown_url
+        self.start = start
+        self.scanner = TarScanner(shown_url, verify_headers=True, start=start)
+        self.sums = _Sums(start)
+        self.cutter = ChunkCutter(rule)
+        self.layouts: list[PackedLayout] = []
+        self.num_samples = 0
+        self.bounds = [0]  # first sample of each chunk so far
+
+    def feed(self, piece: memoryview) -> tuple[memoryview, int, list[int], int]:
+        """Parse ``piece``; the arguments for the sums."""
+        if self.scanner.num_bytes == 0 and bytes(piece[:2]) == b"\x1f\x8b":
+            raise compressed_error(self.url)
+        borders = self._take(self.scanner.feed_packed(piece))
+        return piece, self.scanner.num_bytes - len(piece), borders, self.scanner.settled
+
+    def _take(self, layout: PackedLayout) -> list[int]:
+        """Note the records of ``layout``; the offsets at which chunks end."""
+        if not len(layout.keys):
+            return []
+        cuts = self.cutter.extend(layout.record_starts)
+        self.layouts.append(layout)
+        self.bounds += (cuts + self.num_samples).tolist()
+        self.num_samples += len(layout.keys)
+        borders: list[int] = layout.record_starts[cuts].tolist()
+        return borders
+
+    def finish(self, *, whole: bool) -> Part:
+        self._take(self.scanner.finish_packed(whole=whole))
         if self.num_samples > self.bounds[-1]:
             self.bounds.append(self.num_samples)
-        if len(self.crcs) < len(self.bounds) - 1:
-            self.crcs.append(self.crc)
-        keys = [key for layout in self.layouts for key in layout.keys]
-        starts = [layout.record_starts[:-1] for layout in self.layouts]
-        record_starts = np.concatenate([*starts, [self.scanner.settled if keys else 0]]).astype(np.int64)
-        _check_unique(keys, record_starts, self.url)
-        return SampleTable.build(
-            name=name,
-            size_bytes=size_bytes,
-            keys=keys,
-            record_starts=record_starts,
-            fields=_join_fields(self.layouts, self.url),
-            chunk_bounds=np.array(self.bounds, np.int64),
-            crc32c=np.array(self.crcs, np.uint32),
+        crcs = self.sums.crcs
+        if len(crcs) < len(self.bounds) - 1:
+            crcs.append(self.sums.crc)
+        return Part(
+            start=self.start,
+            layouts=self.layouts,
+            bounds=self.bounds,
+            crcs=crcs,
+            stop=self.scanner.settled if self.layouts else self.start,
+            first_header=self.layouts[0].first_header if self.layouts else -1,
         )
 
 
-def _join_fields(layouts: Sequence[ChunkLayout], url: str) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def join_parts(parts: Sequence[Part], name: str, size_bytes: int, shown_url: str) -> SampleTable:
+    """The sample table of a shard from its parts, which follow each other.
+
+    Raises:
+        DuplicateKeyError: If a key comes twice.
+    """
+    layouts = [layout for part in parts for layout in part.layouts]
+    record_starts = np.concatenate([*(layout.record_starts[:-1] for layout in layouts), [parts[-1].stop]])
+    record_starts = record_starts.astype(np.int64)
+    bounds = [0]
+    for part in parts:
+        bounds += [bounds[-1] + bound for bound in part.bounds[1:]]
+    return SampleTable.build(
+        name=name,
+        size_bytes=size_bytes,
+        keys=_unique_keys([layout.keys for layout in layouts], record_starts, shown_url),
+        record_starts=record_starts,
+        fields=_join_fields(layouts, shown_url),
+        chunk_bounds=np.array(bounds, np.int64),
+        crc32c=np.array([crc for part in parts for crc in part.crcs], np.uint32),
+    )
+
+
+def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Offsets and sizes of each field over all layouts, -1 and 0 where samples lack it."""
     names = list(dict.fromkeys(name for layout in layouts for name in layout.fields))
     num_samples = sum(len(layout.keys) for layout in layouts)
@@ -170,6 +252,17 @@ def _join_fields(layouts: Sequence[ChunkLayout], url: str) -> dict[str, tuple[ND
             fields[name][1][rows] = layout.sizes[:, column]
         row = rows.stop
     return fields
+
+
+def _unique_keys(parts: list[KeyLines | list[str]], record_starts: NDArray[np.int64], url: str) -> Keys:
+    """All keys; rising ones are known to differ, others are compared."""
+    packed = [pack_keys(part) for part in parts]
+    ends = np.cumsum([0] + [len(data) for data, _ in packed])
+    stops = np.concatenate([np.empty(0, np.int64), *(s + end for (_, s), end in zip(packed, ends, strict=False))])
+    keys = Keys.of_packed(b"".join(data for data, _ in packed), stops)
+    if not surely_unique(parts):
+        _check_unique(keys[:], record_starts, url)
+    return keys
 
 
 def _check_unique(keys: list[str], record_starts: NDArray[np.int64], url: str) -> None:

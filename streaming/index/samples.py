@@ -22,6 +22,7 @@ from streaming.index.chunks import (
     shards_of_rows,
 )
 from streaming.index.files import read_facts, read_table, write_table
+from streaming.index.keys import Keys
 
 KIND = "samples"
 _FIXED_COLUMNS = ("key", "chunk", "record_start", "record_size")
@@ -269,6 +270,8 @@ def _is_utf8(text: str) -> bool:
 
 def _key_column(keys: Sequence[str]) -> pa.Array:
     """Keys as strings, or all of them as bytes if one is not UTF-8 (its odd bytes are surrogates in Python)."""
+    if isinstance(keys, Keys):
+        return keys.array
     try:
         return pa.array(keys, pa.string())
     except (UnicodeEncodeError, pa.ArrowException):

@@ -145,7 +145,9 @@ def _checksums_match(raw: NDArray[np.uint8], at: Int64s) -> bool:
     np.subtract(_fold_octal(stored << np.uint64(16)) + sums, np.uint64(8 * 0x20), out=sums)
     blocks = raw[: raw.size - raw.size % BLOCK_BYTES].view("<u8").reshape(-1, BLOCK_BYTES // 8)
     return all(
-        np.array_equal(_header_sums(blocks[at[first : first + _HEADERS_AT_ONCE]]), sums[first : first + _HEADERS_AT_ONCE])
+        np.array_equal(
+            _header_sums(blocks[at[first : first + _HEADERS_AT_ONCE]]), sums[first : first + _HEADERS_AT_ONCE]
+        )
         for first in range(0, at.size, _HEADERS_AT_ONCE)
     )
 

@@ -1,0 +1,67 @@
+"""The keys of a shard's samples as one Arrow array: no Python object per key until somebody asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+_MAX_STRING_BYTES = (1 << 31) - 1
+
+
+class Keys(Sequence[str]):
+    """Keys as text, over an Arrow array of strings, or of bytes where one key is not UTF-8; immutable."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        """Type ``string`` or ``binary``, no nulls."""
+
+    @classmethod
+    def of_packed(cls, data: bytes, stops: NDArray[np.int64]) -> Keys:
+        """From all keys in one row, of which key ``i`` ends at ``stops[i]``."""
+        large = len(data) > _MAX_STRING_BYTES
+        if data.isascii():
+            return cls(_from_buffers(pa.large_string() if large else pa.string(), data, stops))
+        array = _from_buffers(pa.large_binary() if large else pa.binary(), data, stops)
+        try:
+            return cls(array.cast(pa.large_string() if large else pa.string()))
+        except pa.ArrowInvalid:
+            return cls(array)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [_text(value) for value in self.array[index].to_pylist()]
+        return _text(self.array[int(index)].as_py())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Sequence) and not isinstance(other, str):
+            return len(self) == len(other) and self[:] == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Keys, (self.array,)
+
+
+def _from_buffers(kind: Any, data: bytes, stops: NDArray[np.int64]) -> Any:
+    offsets = np.zeros(stops.size + 1, np.int64 if len(data) > _MAX_STRING_BYTES else np.int32)
+    offsets[1:] = stops
+    return pa.Array.from_buffers(kind, stops.size, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("utf-8", "surrogateescape")
