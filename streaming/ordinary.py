@@ -65,13 +65,16 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
             f"dataset: this {type(dataset).__name__} can be read once only; give the function that makes it"
         )
     if isinstance(dataset, (str, bytes, Mapping)):
-        raise ConfigError(f"dataset: a {type(dataset).__name__} is no data set")
+        raise ConfigError(
+            f"dataset: expected a StreamingDataset or a torch data set; a {type(dataset).__name__} is none"
+        )
     if is_iterable(dataset):
         return IterableLoop(dataset, config)
     if is_map_style(dataset):
         return MapLoop(dataset, config)
     raise ConfigError(
-        f"dataset: {type(dataset).__name__} is neither map-style (__getitem__ and __len__) nor iterable (__iter__)"
+        f"dataset: expected a StreamingDataset, or a map-style (__getitem__ and __len__) or iterable (__iter__) torch "
+        f"data set, or a function that makes one; got {dataset!r}"
     )
 
 

@@ -32,6 +32,19 @@ class OrdinaryOptions(TypedDict, total=False):
     multiprocessing_context: str | None
 
 
+def checked_options(options: OrdinaryOptions) -> OrdinaryOptions:
+    """``options`` themselves.
+
+    Raises:
+        ConfigError: There is one that does not exist.
+    """
+    known = OrdinaryOptions.__annotations__
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"no such option: {', '.join(unknown)}; for ordinary data sets there are {', '.join(known)}")
+    return options
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrdinaryConfig:
     """The choices behind a loop over an ordinary data set, checked by who reads them from the user.

@@ -298,9 +298,12 @@ def _length(dataset: Sized | int) -> int:
     if isinstance(dataset, int):
         return dataset
     try:
-        return len(dataset)
+        length = len(dataset)
     except TypeError as error:
         raise ConfigError(
             f"dataset: expected a map-style data set with a length, or the length; {type(dataset).__name__} has none. "
             f"For iterable data sets use streaming.DataLoader"
         ) from error
+    if length < 1:
+        raise ConfigError(f"dataset: this {type(dataset).__name__} is empty")
+    return length

@@ -234,7 +234,7 @@ def test_partial_gives_empty_batches_to_ranks_beyond_the_last_samples() -> None:
 
 
 def test_what_is_no_data_set_is_named() -> None:
-    for wrong, message in ((3, "neither"), ("s3://x", "no data set"), (iter([1]), "read once")):
+    for wrong, message in ((3, "got 3"), ("s3://x", "a str is none"), (iter([1]), "read once"), ([], "empty")):
         with pytest.raises(ConfigError, match=message):
             open_ordinary(wrong, config())
     assert isinstance(open_ordinary(lambda: Squares(8), config()), MapLoop)
@@ -297,7 +297,7 @@ def test_warnings_are_honest(caplog: pytest.LogCaptureFixture) -> None:
     assert "fewer than 2 shards" in caplog.text
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("epoch_size", [None, 24])
 @pytest.mark.parametrize("make", [Stream, Shuffled, Stateful, lambda size: Sharded(size, 8)])
 def test_iterables_resume_to_the_batch(make: Any, epoch_size: int | None, num_workers: int) -> None:
@@ -474,7 +474,7 @@ def test_ranks_with_uneven_data_end_together(tmp_path: Path, num_workers: int) -
     assert ranks[0]["leftovers"] == ranks[1]["leftovers"] == {}
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [Squares, Stream])
 def test_workers_start_either_way(make: Any, method: str) -> None:
     loop = open_ordinary(make(40), config(num_workers=1, multiprocessing_context=method, epoch_size=40))
@@ -484,8 +484,8 @@ def test_workers_start_either_way(make: Any, method: str) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("num_workers", -1), ("prefetch_factor", 0), ("seed", -1), ("sharding", "other"), ("shuffle", 1), ("pin_memory", 1),
-     ("collate_fn", 3), ("epoch_size", 0), ("multiprocessing_context", "thread")],
+    [("num_workers", -1), ("prefetch_factor", 0), ("seed", -1), ("sharding", "other"), ("shuffle", 1),
+     ("pin_memory", 1), ("collate_fn", 3), ("epoch_size", 0), ("multiprocessing_context", "thread")],
 )  # fmt: skip
 def test_wrong_choices_are_named(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):
