@@ -314,13 +314,15 @@ def _lane_advice(report: PlanReport) -> str:
     """Why bytes are read more than once, and what cures it."""
     ranks, lanes, size = report.data_world_size, report.lanes, report.global_batch_size
     said = f"{report.amplification:.1f} times the bytes are read"
-    if lanes % ranks == 0:
+    if lanes % ranks == 0 and size % lanes == 0:
         per_lane = report.num_samples / lanes
         return (
             f"{said}: a lane holds {per_lane:.0f} samples and a chunk {report.num_samples / report.num_chunks:.0f}, so "
             f"lanes share chunks. Use fewer lanes (a multiple of {ranks}), or smaller chunks"
         )
     why = f"{said}: {ranks} data ranks do not divide {lanes} lanes, and lanes at their borders are read by two or more"
+    if size % lanes:
+        why = f"{said}: {lanes} lanes do not divide the global batch of {size}, so that ranks move over other lanes too"
     if size % ranks:
         return f"{why}. Use a global batch size that is a multiple of {ranks}: {math.ceil(size / ranks) * ranks}"
     divisors = [n for n in range(ranks, min(size, 2**20) + 1, ranks) if size % n == 0]
