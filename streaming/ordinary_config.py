@@ -20,6 +20,9 @@ Sharding = Literal["auto", "worker_info", "self"]
 """How an iterable data set is cut into parts; see ``streaming.shares``."""
 
 
+_FEEDER_S = 5.0  # for a daemon thread that has nothing more to do
+
+
 class OrdinaryOptions(TypedDict, total=False):
     """What users may choose for ordinary data sets and for no others; see ``OrdinaryConfig``."""
 
@@ -153,5 +156,10 @@ def with_valid(batch: Any, valid: torch.Tensor) -> Any:
 def shut_down(iterator: object) -> None:
     """Stop the worker processes behind an iterator of torch's ``DataLoader`` now, not when it is collected."""
     stop = getattr(iterator, "_shutdown_workers", None)  # torch has no public way; without it, collection does it
-    if stop is not None:
-        stop()
+    if stop is None:
+        return
+    stop()
+    for queue in getattr(iterator, "_index_queues", ()):  # their threads close descriptors as they end
+        thread = getattr(queue, "_thread", None)
+        if thread is not None:
+            thread.join(timeout=_FEEDER_S)
