@@ -8,6 +8,7 @@ import fsspec.asyn
 import pytest
 from servers import MiniS3Server, MotoServer, fresh_name
 
+from streaming.engine.fork_server import SHARED
 from streaming.storage import Storage
 
 
@@ -53,3 +54,21 @@ def s3fs_closed() -> Iterator[Callable[[Storage], Storage]]:
                 if hasattr(system, "close_session") and system._s3 is not None:
                     system.close_session(fsspec.asyn.get_loop(), system.s3)
                     system._s3 = None
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> Iterator[None]:
+    """A fork server that outlives its users; the session ends it."""
+    SHARED.linger = True
+    SHARED.give_back(SHARED.borrow())
+    SHARED.linger = False
+    yield
+    SHARED.close()
+
+
+@pytest.fixture
+def one_fork_server(_fork_server: None) -> Iterator[None]:
+    """Loaders of this test find a fork server running: starting one takes seconds."""
+    SHARED.linger = True
+    yield
+    SHARED.linger = False

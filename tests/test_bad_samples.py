@@ -22,6 +22,8 @@ from streaming.index.cutter import ChunkRule
 from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+
 BAD = {7, 50, 51, 99}
 SHUFFLES: list[bool | ShuffleConfig] = [False, True, ShuffleConfig(lanes=3, window=20)]
 

@@ -24,6 +24,8 @@ from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.device import Copied, CpuCopier, CudaCopier, DevicePrefetcher, _is_dense, map_tensors, resolve_device
 from streaming.errors import ConfigError, StateError
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+
 CUDA0 = torch.device("cuda", 0)
 NUM_SAMPLES = 37
 

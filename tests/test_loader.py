@@ -23,6 +23,8 @@ from streaming.errors import ConfigError, DecodeError
 from streaming.fetch import FetchRange
 from streaming.tar import ChunkLayout
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+
 SIZE = 24
 NUM_BATCHES = 202 // SIZE
 

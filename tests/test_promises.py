@@ -32,6 +32,8 @@ from streaming import DataLoader, DeviceMeshFetcher, ShuffleConfig, StreamingDat
 from streaming.errors import MemoryLimitError
 from streaming.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+
 LAST_BATCH = ("drop", "pad", "partial")
 
 

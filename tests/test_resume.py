@@ -33,6 +33,8 @@ from streaming.order import EpochOrder, OrderSettings
 from streaming.plan import Plan
 from streaming.tar import ChunkLayout
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+
 SIZE = 24
 
 

@@ -75,6 +75,10 @@ class ForkServer:
         """Of the server process."""
         return self._process.pid
 
+    def is_alive(self) -> bool:
+        """Whether the process is running."""
+        return self._process.poll() is None
+
     def spawn(self, number: int, sock: socket.socket) -> None:
         """Fork a worker that serves ``sock``; does not wait for it.
 
@@ -126,6 +130,50 @@ class ForkServer:
 
 
 # --- the server process ---
+
+
+class SharedServer:
+    """One fork server for all pools of this process: importing torch takes longer than everything else. Thread-safe.
+
+    Attributes:
+        linger: Keep the server when nobody uses it any more; for programs that make many loaders one after the other.
+    """
+
+    def __init__(self) -> None:
+        self.linger = False
+        self._lock = threading.Lock()
+        self._server: ForkServer | None = None
+        self._path: list[str] = []
+        self._users = 0
+
+    def borrow(self) -> ForkServer:
+        """The server, started if need be: anew, if it has died or was started with another import path."""
+        with self._lock:
+            if self._server is None or self._path != sys.path or not self._server.is_alive():
+                self._server, self._path, self._users = ForkServer(), list(sys.path), 0
+            self._users += 1
+            return self._server
+
+    def give_back(self, server: ForkServer) -> None:
+        """One user less; the last one ends the server, as does every user of one that was replaced."""
+        with self._lock:
+            if server is self._server:
+                self._users -= 1
+                if self._users or self.linger:
+                    return
+                self._server = None
+        server.close()
+
+    def close(self) -> None:
+        """End the server if nobody uses it."""
+        with self._lock:
+            if self._users or self._server is None:
+                return
+            server, self._server = self._server, None
+        server.close()
+
+
+SHARED = SharedServer()
 
 
 def serve(control_fd: int, parent_pid: int) -> None:

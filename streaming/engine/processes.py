@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from streaming.engine.channel import Channel, ChannelClosedError
-from streaming.engine.fork_server import ForkServer, ServerClosedError
+from streaming.engine.fork_server import SHARED, ForkServer, ServerClosedError
 from streaming.engine.worker_main import HELLO, SETUP
 
 _NUMBERS = count()
@@ -46,7 +46,7 @@ class Processes:
         recipe: The pickled recipe, for each of them.
         arena_fd: The arena.
         arena_bytes: Its address range.
-        server: A fork server that others use too, which the caller closes; None: one of its own.
+        server: A fork server that others use too, which the caller closes; None: the one that all pools share.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Processes:
         if server is None:
             return
         if self._owns_server:
-            server.close()
+            SHARED.give_back(server)
             return
         for worker in workers:
             server.status(worker.number, kill=worker not in idle)
@@ -186,8 +186,8 @@ class Processes:
 
     def _start_server(self) -> ForkServer:
         if self._owns_server and self._server is not None:
-            self._server.close()
-        self._server, self._owns_server = ForkServer(), True
+            SHARED.give_back(self._server)
+        self._server, self._owns_server = SHARED.borrow(), True
         return self._server
 
 

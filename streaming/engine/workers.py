@@ -76,7 +76,7 @@ class WorkerPool:
         recipe: What to do; its ``finish`` is done here, in the calling thread.
         arena: Where most rows lie; must stay open while ``build`` runs.
         ring: Where batches go. The caller closes it, after the pool.
-        server: A running fork server to share, which the caller closes after the pool; None: one of its own.
+        server: A running fork server, which the caller closes after the pool; None: the one that all pools share.
 
     Raises:
         ConfigError: ``num_workers`` is not positive, or a function of the recipe cannot be sent to a process.
