@@ -33,11 +33,12 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.index",
         ),
     ),
-    ("I/O", ("streaming.storage",)),
+    ("I/O", ("streaming.storage", "streaming.cache")),
     (
         "work",
         (
             "streaming.scan",
+            "streaming.sidecars",
             "streaming.indexing",
             "streaming.shards",
             "streaming.fetch",
