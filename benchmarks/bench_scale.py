@@ -35,9 +35,8 @@ def main() -> None:
     print(f"{table.total_samples:,} samples, {table.num_chunks:,} chunks, {table.total_bytes / 2**40:.2f} TiB")
     index_bytes = len(table.to_parquet())
     print(f"index: {index_bytes / 2**20:.1f} MiB, read once by each process that opens the set")
-    print(
-        "ranks   lanes    plan_s  read    requests/rank (min mean max)  GiB/rank (mean max)  live MiB  first batch waits for"
-    )
+    columns = "ranks   lanes    plan_s  read    requests/rank (min mean max)  GiB/rank (mean max)  live MiB  "
+    print(f"{columns}first batch waits for")
     for ranks in args.ranks:
         mesh = DeviceMesh.from_sizes(dp_size=ranks, rank=0, world_size=ranks)
         options = PlanOptions(mesh=mesh, global_batch_size=args.batch * ranks, lanes=args.lanes)

@@ -2,16 +2,19 @@
 
 Launchers are asked in this order. The first that knows a rank wins: inner launchers come before outer ones.
 
-====  =========  ========================================================  =================================
- #    launcher   recognised by                                             before the next because it
-====  =========  ========================================================  =================================
- 1    torchrun   ``RANK`` and ``WORLD_SIZE`` (deepspeed, PyTorchJob too)   often runs in srun or mpirun tasks
- 2    openmpi    ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``     starts its daemons by srun
- 3    mpich      ``PMI_RANK`` and ``PMI_SIZE`` (Intel MPI too)             starts its proxies by srun
- 4    slurm      ``SLURM_PROCID`` inside a step that srun started
- 5    single     nothing of the above
-====  =========  ========================================================  =================================
+====  ==========  ========================================================  =================================
+ #    launcher    recognised by                                             before the next because it
+====  ==========  ========================================================  =================================
+ 1    torchrun    ``RANK`` and ``WORLD_SIZE`` (deepspeed, PyTorchJob too)   often runs in srun or mpirun tasks
+ 2    openmpi     ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``     starts its daemons by srun
+ 3    mpich       ``PMI_RANK`` and ``PMI_SIZE`` (Intel MPI too)             starts its proxies by srun
+ 4    slurm       ``SLURM_PROCID`` inside a step that srun started
+ 5    kubernetes  ``JOB_COMPLETION_INDEX`` and ``WORLD_SIZE``, no ``RANK``  runs the others in its pods
+ 6    single      nothing of the above
+====  ==========  ========================================================  =================================
 
+An indexed Job of Kubernetes tells each pod its index, but not how many there are: its manifest has to set
+``WORLD_SIZE`` to its ``completions`` (one process per pod). A pod that starts torchrun needs none of this.
 A batch script or an interactive shell also has ``SLURM_NTASKS``, but is none of those tasks: it is single.
 """
 
@@ -36,7 +39,7 @@ class Launch:
     """What the launcher says about this process. ``None`` where it does not say.
 
     Attributes:
-        launcher: ``"torchrun"``, ``"openmpi"``, ``"mpich"``, ``"slurm"`` or ``"single"``.
+        launcher: ``"torchrun"``, ``"openmpi"``, ``"mpich"``, ``"slurm"``, ``"kubernetes"`` or ``"single"``.
         rank: This process among all, in [0, world_size).
         world_size: Number of processes.
         local_rank: This process among those of its node.
@@ -164,12 +167,36 @@ def _slurm_tasks_on_node(env: Environ) -> int | None:
     return None
 
 
-_READERS: tuple[Callable[[Environ], Launch | None], ...] = (_torchrun, _openmpi, _mpich, _slurm)
+def _kubernetes(env: Environ) -> Launch | None:
+    # With RANK as well, somebody inside the pod numbers the processes: torchrun, deepspeed or the manifest.
+    if not _has(env, "JOB_COMPLETION_INDEX", "WORLD_SIZE") or "RANK" in env:
+        return None
+    return _launch(
+        env,
+        "kubernetes",
+        rank="JOB_COMPLETION_INDEX",
+        world_size="WORLD_SIZE",
+        local_rank=0,
+        local_world_size=1,
+        node_rank="JOB_COMPLETION_INDEX",
+        num_nodes="WORLD_SIZE",
+    )
+
+
+_READERS: tuple[Callable[[Environ], Launch | None], ...] = (_torchrun, _openmpi, _mpich, _slurm, _kubernetes)
 
 
 def _single(env: Environ) -> Launch:
-    """One process; refuses the half of a torchrun environment."""
+    """One process; refuses the half of a torchrun environment, and of that of an indexed Job.
+
+    All pods of such a Job would else take themselves for the only process, and read the same samples.
+    """
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+    if "JOB_COMPLETION_INDEX" in env and rank is None and world_size is None:
+        raise MeshError(
+            f"JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}: a pod of an indexed Job, but WORLD_SIZE is not set: "
+            "set it in the manifest to the Job's completions, or unset JOB_COMPLETION_INDEX where pods work on their own"
+        )
     if rank not in {None, 0} or world_size not in {None, 1}:
         have, lack = ("RANK", "WORLD_SIZE") if rank is not None else ("WORLD_SIZE", "RANK")
         raise MeshError(f"{have}={env[have]} is set but {lack} is not: set both, or unset {have} for a single process")

@@ -46,6 +46,7 @@ MPIRUN = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_NODE_RANK": "1",
 }
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "train-0.train", "MASTER_PORT": "29500"}
 HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
 
@@ -332,6 +333,22 @@ def test_open_mpi_and_hydra_win_over_the_step_that_started_their_daemons() -> No
         assert found == expected
 
 
+def test_indexed_job_of_kubernetes() -> None:
+    launch = discover(INDEXED_JOB)
+    assert (launch.launcher, launch.rank, launch.world_size) == ("kubernetes", 2, 4)
+    assert (launch.local_rank, launch.local_world_size, launch.node_rank, launch.num_nodes) == (0, 1, 2, 4)
+    assert (launch.master_addr, launch.master_port) == ("train-0.train", 29500)
+    assert DeviceMesh.from_sizes(environ=INDEXED_JOB).data_rank == 2
+
+
+def test_launchers_inside_the_pods_of_an_indexed_job_win() -> None:
+    pod = {"JOB_COMPLETION_INDEX": "1"}
+    assert discover(pod | TORCHRUN).rank == 5
+    deepspeed = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert (discover(pod | deepspeed).launcher, discover(pod | deepspeed).rank) == ("torchrun", 5)
+    assert discover(pod | MPIRUN).launcher == "openmpi"
+
+
 def test_torchrun_inside_srun_wins() -> None:
     assert discover(SRUN | TORCHRUN).launcher == "torchrun"
     agents = SRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}
@@ -348,7 +365,7 @@ def test_scripts_that_export_world_size_and_leave_the_rank_to_slurm() -> None:
 
 
 def test_the_processes_own_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, *SRUN, *MPIRUN, *HYDRA):
+    for name in (*TORCHRUN, *SRUN, *MPIRUN, *HYDRA, *INDEXED_JOB):
         monkeypatch.delenv(name, raising=False)
     assert discover().launcher == "single"
     monkeypatch.setenv("RANK", "1")
@@ -371,6 +388,9 @@ def test_the_processes_own_environment_is_the_default(monkeypatch: pytest.Monkey
         (SRUN | {"RANK": "0", "WORLD_SIZE": "7"}, ["RANK=0", "slurm", "rank 6"]),
         (MPIRUN | {"RANK": "0"}, ["RANK=0", "openmpi says 3"]),
         ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}, ["SLURM_NTASKS", "srun"]),
+        ({"JOB_COMPLETION_INDEX": "1"}, ["JOB_COMPLETION_INDEX=1", "WORLD_SIZE", "completions"]),
+        ({"JOB_COMPLETION_INDEX": "1", "RANK": "1"}, ["RANK=1", "WORLD_SIZE is not"]),
+        (INDEXED_JOB | {"JOB_COMPLETION_INDEX": "4"}, ["JOB_COMPLETION_INDEX=4", "WORLD_SIZE=4"]),
         (SRUN | {"SLURM_PROCID": "7"}, ["SLURM_PROCID=7", "SLURM_STEP_NUM_TASKS=7"]),
     ],
 )
