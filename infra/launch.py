@@ -195,7 +195,7 @@ def _single(env: Environ) -> Launch:
     if "JOB_COMPLETION_INDEX" in env and rank is None and world_size is None:
         raise MeshError(
             f"JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}: a pod of an indexed Job, but WORLD_SIZE is not set: "
-            "set it in the manifest to the Job's completions, or unset JOB_COMPLETION_INDEX where pods work on their own"
+            "set it in the manifest to the Job's completions, or unset JOB_COMPLETION_INDEX where pods work alone"
         )
     if rank not in {None, 0} or world_size not in {None, 1}:
         have, lack = ("RANK", "WORLD_SIZE") if rank is not None else ("WORLD_SIZE", "RANK")
