@@ -122,6 +122,7 @@ def convert_command(source: str, target: str, *, as_json: bool, **arguments: Any
 @click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Shards at a time.")
 @click.option("--force", is_flag=True, help="Index anew what has an index.")
 @click.option("--prune", is_flag=True, help="Take shards that are gone out of the index.")
+@click.option("--head-starts/--no-head-starts", default=True, help="Use and check sidecars of Energon, DALI and wids.")
 @json_option
 @with_storage_options
 def index_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:

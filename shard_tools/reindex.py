@@ -86,6 +86,7 @@ def index(
     workers: int = 8,
     force: bool = False,
     prune: bool = False,
+    head_starts: bool = True,
     progress: Progress | None = None,
 ) -> IndexReport:
     """Indexes shards; those whose index is there and fits their size are not read again.
@@ -97,6 +98,7 @@ def index(
         workers: Shards scanned at a time.
         force: Read every shard anew.
         prune: Take shards that are in the index, but no longer in the store, out of it.
+        head_starts: Use what Energon, DALI and wids left beside new shards, and refuse it where it is stale.
         progress: Told of bytes read and shards begun.
 
     Raises:
@@ -118,6 +120,7 @@ def index(
         parallel=workers,
         force=force,
         processes=total_bytes >= _PROCESSES_FROM_BYTES and len(shards) > 1,
+        head_starts=head_starts,
         progress=told,
     )
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))

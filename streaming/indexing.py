@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import get_context
 
 from streaming.errors import (
@@ -21,7 +22,8 @@ from streaming.index.cutter import DEFAULT_RULE, ChunkRule
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import chunk_rows_from_footer
-from streaming.scan import Progress, compressed_error, scan_shard
+from streaming.scan import Progress, compressed_error
+from streaming.sidecars import Sidecars, find_sidecars, scan_with_sidecars
 from streaming.storage import Storage, join_url, redact, split_url
 
 _FOOTER_GUESS_BYTES = 64 << 10
@@ -47,6 +49,7 @@ def index_shards(
     parallel: int | None = None,
     force: bool = False,
     processes: bool = False,
+    head_starts: bool = True,
     rule: ChunkRule = DEFAULT_RULE,
     progress: Progress | None = None,
 ) -> ChunkTable:
@@ -65,12 +68,14 @@ def index_shards(
         force: Scan every shard anew.
         processes: Scan in processes instead of threads: faster for small records, but a script needs its
             ``if __name__ == "__main__":`` guard.
+        head_starts: Use and check what Energon, DALI and wids left beside shards that are scanned.
         rule: Where chunks are cut.
         progress: Told about scanned bytes from any thread; with ``processes`` once per shard.
 
     Raises:
         ConfigError: For a compressed shard, or two shards of one name in one index.
-        DataError: For a damaged shard; see :func:`scan_shard`.
+        DataError: For a damaged shard; see :func:`streaming.scan.scan_shard`.
+        IndexMismatchError: If a sidecar of another tool does not describe its shard.
         StorageError: If a shard cannot be read or the index not be written.
     """
     for url in urls:
@@ -79,7 +84,10 @@ def index_shards(
     known = {home: _read_chunks(storage, home, damaged_is_none=True) for home in _homes(urls, index_url)}
     rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
     todo = [(url, home, shard_name(url, index_url)) for home, group in _homes(urls, index_url).items() for url in group]
-    workers = min(parallel or len(os.sched_getaffinity(0)), max(1, len(todo)))
+    cpus = parallel or len(os.sched_getaffinity(0))
+    workers = min(cpus, max(1, len(todo)))
+    new = [url for url, home, name in todo if force or name not in rows_of[home]] if head_starts else []
+    sidecars = find_sidecars(storage, new)
     executor: Executor = (
         ProcessPoolExecutor(workers, mp_context=get_context("forkserver"))
         if processes and workers > 1
@@ -91,7 +99,16 @@ def index_shards(
         for url, home, name in todo:
             rows = rows_of[home].get(name)
             futures.append(
-                executor.submit(_index_shard, storage, url, home, name, None if force else rows, force, rule, told)
+                executor.submit(
+                    _index_shard,
+                    storage,
+                    _Todo(url=url, home=home, name=name, sidecars=sidecars.get(url, Sidecars())),
+                    None if force else rows,
+                    force,
+                    rule,
+                    told,
+                    cpus // workers,
+                )
             )
         tables = _gather(futures, todo, progress if told is None else None)
     fresh: dict[str, dict[str, ChunkTable]] = {}
@@ -120,18 +137,28 @@ def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
     return {home: list(dict.fromkeys(group)) for home, group in homes.items()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Todo:
+    """A shard, the directory that holds its index, its name there, and what lies beside it."""
+
+    url: str
+    home: str
+    name: str
+    sidecars: Sidecars
+
+
 def _index_shard(
     storage: Storage,
-    url: str,
-    home: str,
-    name: str,
+    todo: _Todo,
     rows: ChunkTable | None,
     force: bool,  # noqa: FBT001 - a positional call through the executor
     rule: ChunkRule,
     progress: Progress | None,
+    parallel: int,
 ) -> ChunkTable:
     """The chunk rows of one shard: those known, those of its sample file, or those of a scan."""
-    samples_url = join_url(home, samples_path(name))
+    url, name = todo.url, todo.name
+    samples_url = join_url(todo.home, samples_path(name))
     if not force:
         size_bytes = storage.info(url).size_bytes
         if rows is None:
@@ -139,7 +166,7 @@ def _index_shard(
                 rows = _read_footer(storage, samples_url)
         if rows is not None and rows.shards[0].size_bytes == size_bytes and rows.shards[0].name == name:
             return rows
-    table = scan_shard(storage, url, name, rule=rule, progress=progress)
+    table = scan_with_sidecars(storage, url, name, todo.sidecars, rule=rule, progress=progress, parallel=parallel)
     storage.put(samples_url, table.to_parquet())
     return table.chunks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +64,7 @@ def surely_unique(parts: list[KeyLines | list[str]]) -> bool:
         if isinstance(part, list) or part.names is None or part.end != getattr(parts[0], "end", None):
             return False
         bounds.append(part.names)
-    return not bounds or all(rises(np.array([a[1], b[0]])) for a, b in zip(bounds, bounds[1:], strict=False))
+    return not bounds or all(rises(np.array([a[1], b[0]])) for a, b in pairwise(bounds))
 
 
 def join_lines(names: Names, field: int, num_fields: int) -> bytes:

@@ -164,11 +164,11 @@ def _moved(members: Members, offset: int) -> Members:
 
 
 def _taken(members: Members, which: slice | list[int]) -> Members:
-    names: Names
-    if isinstance(which, slice) or not isinstance(members.names, list):
-        names = members.names[which]
+    names = members.names
+    if not isinstance(names, list):
+        names = names[which]
     else:
-        names = [members.names[index] for index in which]
+        names = names[which] if isinstance(which, slice) else [names[index] for index in which]
     return replace(
         members, names=names, headers=members.headers[which], data=members.data[which], sizes=members.sizes[which]
     )
