@@ -11,10 +11,15 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import yaml
+from servers import MotoServer
 
 from infra import discover
+from shard_tools import ShardWriter
+from streaming import StreamingDataset
+from streaming.errors import AccessDeniedError
 
 DEPLOY = Path(__file__).resolve().parent.parent / "infra" / "deploy"
 SCRIPTS = ("slurm/train.sbatch", "torchrun/elastic.sh")
@@ -211,6 +216,37 @@ def test_aws_policies_grant_the_prefix_and_nothing_else(name: str) -> None:
         assert granted == READ_ACTIONS
     else:
         assert granted == READ_ACTIONS | {"s3:PutObject", "s3:AbortMultipartUpload", "s3:DeleteObject"}
+
+
+def test_aws_policies_suffice_and_keep_out(moto: MotoServer) -> None:
+    """A server that enforces them: training reads with the one, packing writes with the other, and no further."""
+    admin = {"endpoint_url": moto.url, "region_name": moto.region}
+    admin |= {"aws_access_key_id": moto.key, "aws_secret_access_key": moto.secret}
+    iam = boto3.client("iam", **admin)
+    options = {}
+    for name in ("read", "write"):
+        iam.create_user(UserName=name)
+        policy = (DEPLOY / f"aws/{name}-shards.json").read_text()
+        iam.put_user_policy(UserName=name, PolicyName="shards", PolicyDocument=policy)
+        key = iam.create_access_key(UserName=name)["AccessKey"]
+        options[name] = moto.storage_options | {"key": key["AccessKeyId"], "secret": key["SecretAccessKey"]}
+    moto.create_bucket("BUCKET")
+
+    def pack(prefix: str, who: str) -> None:
+        with ShardWriter(f"s3://BUCKET/{prefix}/{{:06d}}.tar", storage_options=options[who]) as writer:
+            for i in range(9):
+                writer.write({"__key__": f"{i}", "cls": i})
+
+    assert moto.request("POST", "/moto-api/reset-auth", body=b"0")[0] == 200
+    try:
+        pack("train", "write")
+        dataset = StreamingDataset("s3://BUCKET/train/", storage_options=options["read"])
+        assert [sample["cls"] for sample in map(dataset.__getitem__, range(9))] == list(range(9))
+        for prefix, who in (("other", "write"), ("train2", "read")):
+            with pytest.raises(AccessDeniedError):
+                pack(prefix, who)
+    finally:
+        assert moto.request("POST", "/moto-api/reset-auth", body=b"inf")[0] == 200
 
 
 @pytest.mark.parametrize(("kind", "role"), [("read", "shardReader"), ("write", "shardWriter")])
