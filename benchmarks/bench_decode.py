@@ -33,18 +33,12 @@ def photographs(count: int, side: int, num_bytes: int) -> list[bytes]:
         for scale in (2, 4, 8, 16, 32, 64):
             coarse = rng.normal(0, scale**0.7, (side // scale + 2, side // scale + 2, 3))
             plane = [
-                Image.fromarray(coarse[:, :, c].astype(np.float32)).resize(
-                    (side, side), Image.Resampling.BICUBIC
-                )
+                Image.fromarray(coarse[:, :, c].astype(np.float32)).resize((side, side), Image.Resampling.BICUBIC)
                 for c in range(3)
             ]
-            pixels += (
-                0.3 * np.stack([np.asarray(one) for one in plane], -1) + 0.7 * np.asarray(plane[0])[..., None]
-            )
+            pixels += 0.3 * np.stack([np.asarray(one) for one in plane], -1) + 0.7 * np.asarray(plane[0])[..., None]
         picture = Image.fromarray(np.clip(128 + pixels * 3.6, 0, 255).astype(np.uint8))
-        made.append(
-            min((saved(picture, q) for q in range(70, 99, 2)), key=lambda data: abs(len(data) - num_bytes))
-        )
+        made.append(min((saved(picture, q) for q in range(70, 99, 2)), key=lambda data: abs(len(data) - num_bytes)))
     return made
 
 
@@ -55,9 +49,7 @@ def saved(picture: Image.Image, quality: int) -> bytes:
 
 
 def by_pillow(data: bytes) -> np.ndarray:
-    return np.asarray(
-        Image.open(io.BytesIO(data)).convert("RGB").resize((224, 224), Image.Resampling.BILINEAR)
-    )
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB").resize((224, 224), Image.Resampling.BILINEAR))
 
 
 def by_pillow_draft(data: bytes) -> np.ndarray:
@@ -66,9 +58,7 @@ def by_pillow_draft(data: bytes) -> np.ndarray:
     return np.asarray(picture.convert("RGB").resize((224, 224), Image.Resampling.BILINEAR))
 
 
-def rate(
-    function: Callable[[bytes], object], inputs: list[bytes], threads: int, seconds: float
-) -> tuple[float, float]:
+def rate(function: Callable[[bytes], object], inputs: list[bytes], threads: int, seconds: float) -> tuple[float, float]:
     """Calls per second of the clock, all threads together, and per second of CPU time of one thread."""
 
     def work(deadline: float) -> tuple[int, float]:
@@ -95,10 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     inputs = photographs(16, 400, 68_000)
     mean = sum(map(len, inputs)) / len(inputs)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}; "
-        f"JPEGs of {mean:.0f} bytes"
-    )
+    print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}; JPEGs of {mean:.0f} bytes")
     sized = decode.image("rgb8", (224, 224))
     candidates: dict[str, Callable[[bytes], object]] = {
         "rgb8 (400x400)": decode.image("rgb8"),
@@ -123,9 +110,7 @@ def main() -> None:
             default_collate(samples, allocate=allocate)
             count += 1
         each = (time.perf_counter() - start) / count
-        print(
-            f"collate 128 x 224x224x3 into {name}: {each * 1e3:.2f} ms, {slot.nbytes / each / 1e9:.1f} GB/s"
-        )
+        print(f"collate 128 x 224x224x3 into {name}: {each * 1e3:.2f} ms, {slot.nbytes / each / 1e9:.1f} GB/s")
     start = time.perf_counter()
     fields = [{"bin": b"x"} for _ in range(4096)]
     default_collate(fields)

@@ -1,12 +1,13 @@
 """How fast shards are indexed, against reading and summing the same bytes, and how fast chunks are parsed.
 
-Makes its own data in a temporary folder. Run: ``python benchmarks/bench_index.py [--mb 300] [--processes]``
+Makes its own data in a temporary folder. Run: ``python benchmarks/bench_index.py [--mb 100] [--repeats 9]``
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -47,15 +48,6 @@ def write_shard(path: str, num_bytes: int, fields: dict[str, int]) -> int:
     return num_samples
 
 
-def best(run: Callable[[], object], repeats: int = 3) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def read_and_sum(path: str) -> int:
     buffer, crc = memoryview(bytearray(READ_BYTES)), 0
     with open(path, "rb", buffering=0) as file:
@@ -64,10 +56,32 @@ def read_and_sum(path: str) -> int:
     return crc
 
 
+def alternate(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, tuple[float, float]]:
+    """Median wall and CPU seconds of each run; the runs take turns, so that load of the machine hits all alike."""
+    wall: dict[str, list[float]] = {name: [] for name in runs}
+    cpu: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            wall_start, cpu_start = time.perf_counter(), time.process_time()
+            run()
+            wall[name].append(time.perf_counter() - wall_start)
+            cpu[name].append(time.process_time() - cpu_start)
+    return {name: (statistics.median(wall[name]), statistics.median(cpu[name])) for name in runs}
+
+
+def best(run: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mb", type=int, default=300, help="MB per kind of shard")
-    parser.add_argument("--processes", action="store_true", help="index four shards in processes, not threads")
+    parser.add_argument("--mb", type=int, default=100, help="MB per kind of shard")
+    parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     kinds = {
         "430 B, 1 field": {"txt": 430},
@@ -75,29 +89,30 @@ def main() -> None:
         "4 KB, 1 field": {"jpg": 4096},
         "68 KB, 2 fields": {"jpg": 68_000, "cls": 1},
     }
-    print(f"{len(os.sched_getaffinity(0))} CPUs; best of 3")
-    print("         records     read+crc       scan  ratio   samples/s   parse_chunk   4 shards")
+    print(f"{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}; medians of {args.repeats}, alternating")
+    print("         records     read+crc   scan/base wall, cpu   index/base wall, cpu   parse_chunk (best, cpu)")
     storage = Storage()
     with tempfile.TemporaryDirectory() as folder:
         for kind, fields in kinds.items():
             path = os.path.join(folder, "a.tar")
-            num_samples = write_shard(path, args.mb * 10**6, fields)
-            size = os.path.getsize(path)
-            base = best(lambda path=path: read_and_sum(path))
-            scan = best(lambda path=path: scan_shard(storage, path, "a.tar"))
+            write_shard(path, args.mb * 10**6, fields)
+            runs = {
+                "base": lambda path=path: read_and_sum(path),
+                "scan": lambda path=path: scan_shard(storage, path, "a.tar"),
+                "index": lambda path=path: index_shards(storage, [path], force=True),
+            }
+            times = alternate(runs, args.repeats)
+            base = times["base"]
+            ratios = {name: [b / t for b, t in zip(base, times[name], strict=True)] for name in ("scan", "index")}
             with open(path, "rb") as file:
                 chunk = file.read(4 << 20)
             record_bytes = sum(512 - (-size // 512) * 512 for size in fields.values())
             chunk = chunk[: len(chunk) // record_bytes * record_bytes]
-            parse = best(lambda chunk=chunk: parse_chunk(chunk), 20)
-            quarters = [os.path.join(folder, f"q{part}.tar") for part in range(4)]
-            for quarter in quarters:
-                write_shard(quarter, args.mb * 10**6 // 4, fields)
-            four = best(lambda q=quarters: index_shards(storage, q, force=True, processes=args.processes))
+            parse = best(lambda chunk=chunk: parse_chunk(chunk), 30)
             print(
-                f"{kind:>16} {size / base / 1e9:7.2f} GB/s {size / scan / 1e9:5.2f} GB/s {base / scan:6.2f} "
-                f"{num_samples / scan:11,.0f} {len(chunk) / record_bytes / parse:11,.0f}/s "
-                f"{size / four / 1e9:5.2f} GB/s"
+                f"{kind:>16} {os.path.getsize(path) / base[0] / 1e9:7.2f} GB/s   "
+                f"{ratios['scan'][0]:13.2f} {ratios['scan'][1]:5.2f}   {ratios['index'][0]:15.2f} {ratios['index'][1]:5.2f}   "
+                f"{parse / (len(chunk) / record_bytes) * 1e6:8.3f} us/sample"
             )
 
 

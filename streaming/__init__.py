@@ -12,17 +12,31 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from streaming.dataset import ShuffleConfig, StreamingDataset
+    from streaming.device import DevicePrefetcher
     from streaming.fetcher import DeviceMeshFetcher
     from streaming.loader import DataLoader
+    from streaming.retry import RetrySampler
+    from streaming.sampler import DeviceMeshSampler
 
 _HOMES = {
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.fetcher",
+    "DeviceMeshSampler": "streaming.sampler",
+    "DevicePrefetcher": "streaming.device",
+    "RetrySampler": "streaming.retry",
     "ShuffleConfig": "streaming.dataset",
     "StreamingDataset": "streaming.dataset",
 }
 
-__all__ = ["DataLoader", "DeviceMeshFetcher", "ShuffleConfig", "StreamingDataset"]
+__all__ = [
+    "DataLoader",
+    "DeviceMeshFetcher",
+    "DeviceMeshSampler",
+    "DevicePrefetcher",
+    "RetrySampler",
+    "ShuffleConfig",
+    "StreamingDataset",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -63,8 +63,7 @@ def empty_like(batch: Mapping[str, object]) -> Batch:
     The tensors own their (no) memory, so they do not keep the batch alive.
     """
     return {
-        name: torch.empty_like(value[:0]) if isinstance(value, torch.Tensor) else []
-        for name, value in batch.items()
+        name: torch.empty_like(value[:0]) if isinstance(value, torch.Tensor) else [] for name, value in batch.items()
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -20,6 +20,8 @@ from streaming.loop import (
     resolve_batch_size,
     resolve_mesh,
 )  # fmt: skip
+from streaming.ordinary import OrdinaryLoop, open_ordinary, resolve_dataset
+from streaming.ordinary_config import OrdinaryConfig, OrdinaryOptions, checked_options
 from streaming.state import LoaderState
 from streaming.storage import redact
 from streaming.streamed import StreamedLoop
@@ -35,7 +37,7 @@ class DataLoader:
     epoch anew.
 
     Args:
-        dataset: A ``StreamingDataset``, or a callable that makes one.
+        dataset: A ``StreamingDataset``, a map-style or iterable torch data set, or a callable that makes one.
         batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
         num_workers: Processes that decode and collate; 0: threads of this process.
@@ -50,6 +52,9 @@ class DataLoader:
         prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
+        ordinary: For map-style and iterable torch data sets, which ``num_workers`` torch processes read (0: this one):
+            ``shuffle``, ``seed``, ``on_error``, ``max_retries``, ``max_bad_samples``, ``sharding`` and
+            ``multiprocessing_context``; see ``streaming.ordinary_config.OrdinaryConfig``.
 
     Raises:
         ConfigError: An argument, or a combination, cannot work.
@@ -60,7 +65,7 @@ class DataLoader:
 
     def __init__(
         self,
-        dataset: StreamingDataset | Callable[[], StreamingDataset],
+        dataset: Any,
         batch_size: int | None = None,
         *,
         global_batch_size: int | None = None,
@@ -73,11 +78,32 @@ class DataLoader:
         prefetch_factor: int = 2,
         pin_memory: bool = False,
         memory_limit: int | str = "4GiB",
+        **ordinary: Unpack[OrdinaryOptions],
     ) -> None:
-        if callable(dataset) and not isinstance(dataset, StreamingDataset):
-            dataset = dataset()
-        if not isinstance(dataset, StreamingDataset):
+        if isinstance(dataset, str):
             raise _no_dataset(dataset)
+        if not isinstance(dataset, StreamingDataset):
+            dataset = resolve_dataset(dataset)
+        self.dataset = dataset
+        self.device_mesh = mesh = resolve_mesh(device_mesh)
+        global_batch_size = resolve_batch_size(batch_size, global_batch_size, mesh)
+        if not isinstance(dataset, StreamingDataset):
+            if self._inline:
+                raise _no_dataset(dataset)
+            self._loop: EpochLoop | StreamedLoop | OrdinaryLoop = open_ordinary(
+                dataset,
+                OrdinaryConfig(
+                    global_batch_size=global_batch_size, mesh=mesh, last_batch=checked_last_batch(last_batch),
+                    epoch_size=epoch_size, num_workers=num_workers, prefetch_factor=prefetch_factor,
+                    pin_memory=pin_memory, collate_fn=collate_fn, **checked_options(ordinary),
+                ),
+            )  # fmt: skip
+            return
+        if ordinary:
+            raise ConfigError(
+                f"{', '.join(ordinary)}: for map-style and iterable torch data sets only; a StreamingDataset has such "
+                "choices itself"
+            )
         if collate_fn is not None and not callable(collate_fn):
             raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
         if not isinstance(pin_memory, bool):
@@ -88,16 +114,13 @@ class DataLoader:
         _check_count("prefetch_factor", prefetch_factor, 1)
         if epoch_size is not None:
             _check_count("epoch_size", epoch_size, 1)
-        mesh = resolve_mesh(device_mesh)
         threads = 0 if self._inline else min(4, os.cpu_count() or 1) if num_threads is None else num_threads
         recipe = Recipe(
             decoders=dataset.decoders, transform=dataset.transform, collate_fn=collate_fn, on_error=dataset.on_error,
             finish=_pin if pin_memory and torch.cuda.is_available() else None,
         )  # fmt: skip
-        self.dataset = dataset
-        self.device_mesh = mesh
         config = LoopConfig(
-            global_batch_size=resolve_batch_size(batch_size, global_batch_size, mesh),
+            global_batch_size=global_batch_size,
             mesh=mesh,
             last_batch=checked_last_batch(last_batch),
             epoch_size=epoch_size,
@@ -145,7 +168,7 @@ class DataLoader:
         Raises:
             StateError: It is malformed or belongs to another data set.
         """
-        self._loop.load(LoaderState.from_dict(state))
+        self._loop.load(getattr(self._loop, "state_type", LoaderState).from_dict(state))
 
     def metrics(self) -> dict[str, Any]:
         """Counters and waits since the loader was made, by name and unit; ``bad`` lists this epoch's bad samples."""
@@ -159,6 +182,9 @@ class DataLoader:
         """Stop threads and free memory. The loader may be used again, from the start of the epoch in progress."""
         self._loop.close()
 
+    shutdown = close
+    """As DataLoader2 called it."""
+
     def __enter__(self) -> Self:
         return self
 
@@ -169,7 +195,7 @@ class DataLoader:
 
 
 def _no_dataset(given: object) -> ConfigError:
-    what = "dataset: expected a StreamingDataset, or a function that makes one"
+    what = "dataset: expected a StreamingDataset, a torch data set, or a function that makes one"
     if isinstance(given, str):
         url = redact(given)
         return ConfigError(f"{what}, got the string {url!r}; write StreamingDataset({url!r})")

@@ -70,16 +70,12 @@ class ArrayDecoder:
             ValueError: If the length is not a whole number of items, or does not fit the shape.
         """
         if len(data) % self.dtype.itemsize:
-            raise ValueError(
-                f"{len(data)} bytes are not a multiple of the {self.dtype.itemsize} bytes of {self.dtype}"
-            )
+            raise ValueError(f"{len(data)} bytes are not a multiple of the {self.dtype.itemsize} bytes of {self.dtype}")
         array = np.frombuffer(data, self.dtype).astype(self.to)
         return array if self.shape is None else array.reshape(self.shape)
 
 
-def array(
-    dtype: npt.DTypeLike, to: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None
-) -> ArrayDecoder:
+def array(dtype: npt.DTypeLike, to: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> ArrayDecoder:
     """Decoder of raw little-endian ``dtype`` items, converted to ``to`` (default: unchanged) and shaped.
 
     Raises:
@@ -109,9 +105,7 @@ def npy(data: ReadBuffer) -> npt.NDArray[Any]:
     start = 10 if prefix[6] == 1 else 12
     stop = start + int.from_bytes(prefix[8:start], "little")
     if stop > min(len(view), _MAX_HEADER_BYTES):
-        raise ValueError(
-            f".npy header: {stop} bytes announced, {len(view)} here, {_MAX_HEADER_BYTES} allowed"
-        )
+        raise ValueError(f".npy header: {stop} bytes announced, {len(view)} here, {_MAX_HEADER_BYTES} allowed")
     dtype, fortran_order, shape = _npy_header(bytes(view[start:stop]), prefix[6])
     expected, got = math.prod(shape) * dtype.itemsize, len(view) - stop
     if expected != got:
@@ -121,9 +115,7 @@ def npy(data: ReadBuffer) -> npt.NDArray[Any]:
     return result.copy(order="K")
 
 
-@functools.lru_cache(
-    maxsize=128
-)  # fields of one data set share a few headers: parsing costs more than the copy
+@functools.lru_cache(maxsize=128)  # fields of one data set share a few headers: parsing costs more than the copy
 def _npy_header(header: bytes, version: int) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
     """(dtype, Fortran order, shape) of a ``.npy`` header, checked as far as a header can be."""
     try:
@@ -133,9 +125,7 @@ def _npy_header(header: bytes, version: int) -> tuple[np.dtype[Any], bool, tuple
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
         raise ValueError(f".npy header does not parse: {header[:80]!r}") from error
     if dtype.hasobject:
-        raise ValueError(
-            f".npy of {dtype}: Python objects are pickles, which are never loaded; store plain arrays"
-        )
+        raise ValueError(f".npy of {dtype}: Python objects are pickles, which are never loaded; store plain arrays")
     if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f".npy header: {shape!r} is not a shape")
     return dtype, bool(fortran_order), shape
@@ -162,18 +152,13 @@ class NpzDecoder:
         """
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                return {
-                    info.filename.removesuffix(".npy"): npy(archive.read(info))
-                    for info in self._members(archive)
-                }
+                return {info.filename.removesuffix(".npy"): npy(archive.read(info)) for info in self._members(archive)}
         except (zipfile.BadZipFile, EOFError) as error:
             raise ValueError(f"not a sound .npz archive: {error}") from error
 
     def _members(self, archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
         members = archive.infolist()
-        num_bytes = sum(
-            info.file_size for info in members
-        )  # zipfile never reads more than file_size per member
+        num_bytes = sum(info.file_size for info in members)  # zipfile never reads more than file_size per member
         if num_bytes > self.max_bytes:
             raise ValueError(
                 f".npz unpacks to {format_bytes(num_bytes)}, {format_bytes(self.max_bytes)} are allowed; "

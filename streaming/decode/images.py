@@ -101,8 +101,7 @@ class ImageDecoder:
             raise ConfigError(f"image mode {self.mode!r} is unknown; choose one of {', '.join(MODES)}")
         if self.max_pixels < 1 or (self.size is not None and (len(self.size) != 2 or min(self.size) < 1)):
             raise ConfigError(
-                f"image: size must be (height, width) and max_pixels positive, got {self.size} and "
-                f"{self.max_pixels}"
+                f"image: size must be (height, width) and max_pixels positive, got {self.size} and {self.max_pixels}"
             )
 
     @property
@@ -176,9 +175,7 @@ class ImageDecoder:
             )
 
 
-def image(
-    mode: str = "rgb8", size: tuple[int, int] | None = None, *, max_pixels: int = MAX_PIXELS
-) -> ImageDecoder:
+def image(mode: str = "rgb8", size: tuple[int, int] | None = None, *, max_pixels: int = MAX_PIXELS) -> ImageDecoder:
     """Decoder of images into ``mode``, resized to ``size`` (height, width): an :class:`ImageDecoder`.
 
     Raises:

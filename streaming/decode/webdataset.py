@@ -73,9 +73,7 @@ def from_webdataset(*handlers: Handler | str, rest: DecodeSpec = "auto") -> Webd
         ConfigError: If there is no handler, one is not callable, or webdataset is needed and not installed.
     """
     if not handlers or not all(isinstance(handler, str) or callable(handler) for handler in handlers):
-        raise ConfigError(
-            f"from_webdataset: expected handlers (key, data) -> object or names, got {handlers!r}"
-        )
+        raise ConfigError(f"from_webdataset: expected handlers (key, data) -> object or names, got {handlers!r}")
     ready = tuple(_image_handler(handler) if isinstance(handler, str) else handler for handler in handlers)
     return WebdatasetFields(handlers=ready, rest=resolve_decoders(rest))
 
@@ -85,6 +83,4 @@ def _image_handler(name: str) -> Handler:
     try:
         return cast("Handler", autodecode.imagehandler(name))
     except ValueError as error:
-        raise ConfigError(
-            f"from_webdataset: {name!r} is not one of webdataset's image specifications"
-        ) from error
+        raise ConfigError(f"from_webdataset: {name!r} is not one of webdataset's image specifications") from error
