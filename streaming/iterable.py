@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ _PATIENCE = timedelta(hours=24)  # a rank may evaluate or save for hours; a dead
 _FINGERPRINT = "iterable"
 _EXTRA = ("cursors", "data_rank", "data_world_size")
 
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()  # by job, by ranks
 _log = logging.getLogger(__name__)
 
 
@@ -125,7 +127,6 @@ class IterableLoop:
             raise ConfigError(
                 f"epoch_size: {config.epoch_size} is less than one global batch of {config.global_batch_size}"
             )
-        self._group: dist.ProcessGroup | None = None
         self._agreed = config.epoch_size is None and config.mesh.world_size > 1
         if self._agreed:
             _check_can_agree(config.mesh)
@@ -234,9 +235,6 @@ class IterableLoop:
     def close(self) -> None:
         """Stop worker processes. The loop may be used again, from the start of the epoch in progress."""
         self._stop()
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
 
     # --- epochs ---
 
@@ -368,12 +366,9 @@ class IterableLoop:
                       self.config.mesh.rank, lost)  # fmt: skip
 
     def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Asked:
-        if self._group is None:
-            ranks = sorted(self.config.mesh.ranks)
-            self._group = dist.new_group(ranks, timeout=_PATIENCE, backend="gloo", use_local_synchronization=True)
         flag = torch.tensor([packet is not None], dtype=torch.int32)
         operation = dist.ReduceOp.MAX if any_rank else dist.ReduceOp.MIN
-        work = dist.all_reduce(flag, op=operation, group=self._group, async_op=True)
+        work = dist.all_reduce(flag, op=operation, group=_job_group(self.config.mesh), async_op=True)
         return _Asked(packet, flag, work)
 
 
@@ -432,6 +427,23 @@ def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
         )
     valid = torch.zeros_like(last.batch["__valid__"])
     return Packet(batch={**last.batch, "__valid__": valid}, after=last.after)
+
+
+def _job_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A gloo group of the mesh's ranks, made by all of them when first needed and kept as long as the job's own.
+
+    One for all loops, and never destroyed alone: a group made anew under the name of an old one meets its old addresses
+    in the job's store, and hangs.
+    """
+    world: Any = dist.group.WORLD
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = _groups.setdefault(world, {})
+    ranks = tuple(sorted(mesh.ranks))
+    if ranks not in groups:
+        whole = len(ranks) == dist.get_world_size()
+        groups[ranks] = dist.new_group(  # others than the mesh's take no part
+            None if whole else list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=not whole
+        )
+    return groups[ranks]
 
 
 def _check_can_agree(mesh: DeviceMesh) -> None:

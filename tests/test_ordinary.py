@@ -457,11 +457,15 @@ def test_ranks_with_uneven_data_end_together(tmp_path: Path, num_workers: int) -
     """Two processes over gloo; rank 1 has a third of the samples of rank 0."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ran = subprocess.run(
+    with subprocess.Popen(
         [*command, str(HERE / "ordinary_worker.py"), str(tmp_path), str(num_workers)],
-        env=environment, check=False, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-4000:]
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as running:  # fmt: skip
+        try:
+            output, _ = running.communicate(timeout=150)
+        finally:
+            running.terminate()  # torchrun then ends its ranks
+    assert running.returncode == 0, output[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for name in ("drop", "pad"):
         assert {tuple(map(len, one[name])) for one in ranks} == {tuple(map(len, ranks[0][name]))}
