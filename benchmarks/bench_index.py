@@ -111,7 +111,8 @@ def main() -> None:
             parse = best(lambda chunk=chunk: parse_chunk(chunk), 30)
             print(
                 f"{kind:>16} {os.path.getsize(path) / base[0] / 1e9:7.2f} GB/s   "
-                f"{ratios['scan'][0]:13.2f} {ratios['scan'][1]:5.2f}   {ratios['index'][0]:15.2f} {ratios['index'][1]:5.2f}   "
+                f"{ratios['scan'][0]:13.2f} {ratios['scan'][1]:5.2f}   "
+                f"{ratios['index'][0]:15.2f} {ratios['index'][1]:5.2f}   "
                 f"{parse / (len(chunk) / record_bytes) * 1e6:8.3f} us/sample"
             )
 

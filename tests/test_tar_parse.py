@@ -110,7 +110,7 @@ def check_all(archive: bytes) -> Samples:
     assert whole[0] == [key for key, _ in expected]
     assert whole[1] == borders
     for size in PIECES:
-        if len(archive) / size < 50_000:
+        if len(archive) / size < 12_000:  # byte by byte only the smallest archives
             assert scan(archive, size) == whole, size
             assert list(iter_samples(pieces_of(archive, size))) == expected
     return expected
@@ -185,7 +185,7 @@ def archives(draw: st.DrawFn) -> bytes:
 
 
 @given(archive=archives())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_agrees_with_tarfile_on_any_archive(archive: bytes) -> None:
     expected = reference(archive)
     if len({key for key, _ in expected}) == len(expected):
