@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 import os
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import Any, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from streaming.cache import NodeCache
 from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.engine.build import OnError
 from streaming.errors import ConfigError, DecodeError, IndexMissingError
@@ -27,6 +30,7 @@ from streaming.shards import OpenShards, check_fields, open_shards, sample_table
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout
 from streaming.types import Sample, Transform
+from streaming.units import parse_bytes
 
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
@@ -81,6 +85,9 @@ class StreamingDataset:
         shuffle: Whether epochs are shuffled, or a ``ShuffleConfig``.
         seed: Seed of the order.
         storage_options: ``endpoint_url``, ``region``, ``key``, ``secret``, ``token``, ``anon``, ``profile``, …
+        cache_dir: Folder on a local disk or tmpfs in which fetched chunks are kept, shared by the processes of a node,
+            for later epochs and for replicas. It may be lost at any time.
+        cache_limit: Bytes that the cache may take, such as ``"500GB"``; default: four fifths of what is free there now.
         on_error: What becomes of a sample that cannot be read or decoded. ``"substitute"``: a readable neighbour takes
             its place; ``"skip"``: so it does, but marked in ``batch["__valid__"]``; ``"raise"``: the error is raised.
         max_bad_samples: Number (int) or share of the epoch (float) of such samples beyond which a run stops.
@@ -102,6 +109,8 @@ class StreamingDataset:
         shuffle: bool | ShuffleConfig = True,
         seed: int = 0,
         storage_options: Mapping[str, object] | None = None,
+        cache_dir: str | PathLike[str] | None = None,
+        cache_limit: int | str | None = None,
         on_error: OnError = "substitute",
         max_bad_samples: float = 0.001,
     ) -> None:
@@ -135,6 +144,8 @@ class StreamingDataset:
         self.shards: OpenShards = open_shards(self.storage, _checked_urls(urls), _checked_index(index), job_peers())
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields)
+        self.cache = _open_cache(cache_dir, cache_limit)
+        self._versions = _Versions(self.shards, storage_options)
         self._recent = _Recent(self)
 
     @property
@@ -200,6 +211,7 @@ class StreamingDataset:
             num_samples=int(table.num_samples[chunk_id]),
             crc32c=int(table.crc32c[chunk_id]),
             shard_bytes=table.shards[shard].size_bytes,
+            version="" if self.cache is None else self._versions.of(shard),
         )
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
@@ -218,15 +230,52 @@ class StreamingDataset:
             num_samples=stop - first,
             crc32c=None,
             shard_bytes=whole.shard_bytes,
+            version=whole.version,
         )
 
     def fetch(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
         """Fill ``out`` and take it apart."""
-        return fetch_range(self.storage, wanted, out)
+        return fetch_range(self.storage, wanted, out, self.cache)
 
     def has_sample_tables(self) -> bool:
         """Whether the first shard has a sample table (a data set is indexed as a whole)."""
         return self._recent.table(0) is not None
+
+
+class _Versions:
+    """What tells a shard from another one at the same URL: its store, its size and its chunks' checksums."""
+
+    def __init__(self, shards: OpenShards, storage_options: Mapping[str, object] | None) -> None:
+        self._shards = shards
+        options = storage_options or {}
+        self._store = str(options.get("endpoint_url", ""))
+        self._known: dict[int, str] = {}
+
+    def of(self, shard: int) -> str:
+        """The version of one shard; the same in every process."""
+        version = self._known.get(shard)
+        if version is None:
+            table = self._shards.table
+            if table is None:
+                raise IndexMissingError(self._shards.missing_index)
+            low, high = np.searchsorted(table.shard, [shard, shard + 1])
+            sums = hashlib.blake2b(table.crc32c[low:high].tobytes(), digest_size=16).hexdigest()
+            version = self._known[shard] = f"{self._store}|{table.shards[shard].size_bytes}|{sums}"
+        return version
+
+
+def _open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> NodeCache | None:
+    if cache_dir is None:
+        if cache_limit is not None:
+            raise ConfigError(f"cache_limit={cache_limit!r} without a cache_dir: give the folder of the cache, too")
+        return None
+    folder = os.path.abspath(os.fspath(cache_dir))
+    if cache_limit is not None:
+        return NodeCache(folder, parse_bytes(cache_limit, name="cache_limit"))
+    there = folder
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    return NodeCache(folder, max(1, shutil.disk_usage(there).free * 4 // 5))
 
 
 class _Recent:

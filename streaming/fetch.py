@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import crc32c
 
-from streaming.errors import ChecksumError, IndexMismatchError, NotFoundError, StorageError
+from streaming.cache import NodeCache
+from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout, parse_chunk
 
@@ -27,6 +29,7 @@ class FetchRange:
         crc32c: CRC32C of the bytes, or None where the index has none for this range; the tar header checksums are
             verified instead.
         shard_bytes: Size of the whole shard, by the index.
+        version: Tells this shard from others that lie, or lay, at the same URL.
     """
 
     url: str
@@ -35,6 +38,7 @@ class FetchRange:
     num_samples: int
     crc32c: int | None
     shard_bytes: int
+    version: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -47,15 +51,38 @@ class FetchRange:
         return self.url, self.byte_start, self.byte_end
 
 
-def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview) -> ChunkLayout:
+def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview, cache: NodeCache | None = None) -> ChunkLayout:
     """Fill ``out`` (exactly ``wanted.num_bytes`` long) and return where each field lies, relative to ``out``.
+
+    With a cache, the bytes come from there if they can, and go there if they could not.
+
+    Raises:
+        TarError: The bytes match no checksum (there is none) and are not whole samples.
+        IndexMismatchError, ChecksumError, StorageError: As :func:`fetch_bytes`.
+    """
+    if cache is None:
+        fetch_bytes(storage, wanted, out)
+        return layout_of(wanted, out)
+    read = partial(fetch_bytes, storage, wanted)
+    hit = cache.read_into(wanted.url, wanted.version, wanted.byte_start, out, read, crc32c=wanted.crc32c)
+    try:
+        return layout_of(wanted, out)
+    except DataError:
+        if not hit:
+            raise
+        cache.invalidate(wanted.url, wanted.version, wanted.byte_start, wanted.num_bytes)
+        fetch_bytes(storage, wanted, out)
+        return layout_of(wanted, out)
+
+
+def fetch_bytes(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
+    """Fill ``out`` from the store.
 
     Bytes that differ from the index's checksum are fetched once more before they count as damaged.
 
     Raises:
         IndexMismatchError: The shard is missing, or is another one than the index describes.
         ChecksumError: The bytes are damaged, in a shard of the right size.
-        TarError: The bytes match no checksum (there is none) and are not whole samples.
         StorageError: The store did not deliver.
     """
     try:
@@ -71,6 +98,15 @@ def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview) -> ChunkL
     except StorageError as error:
         _check_size(storage, wanted, error)
         raise
+
+
+def layout_of(wanted: FetchRange, out: memoryview) -> ChunkLayout:
+    """Where each field lies in the bytes of ``wanted``.
+
+    Raises:
+        TarError: They are not whole samples.
+        IndexMismatchError: They are another number of samples.
+    """
     layout = parse_chunk(out, url=wanted.url, base=wanted.byte_start, verify_headers=wanted.crc32c is None)
     if len(layout.keys) != wanted.num_samples:
         raise IndexMismatchError(

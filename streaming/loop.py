@@ -221,7 +221,8 @@ class EpochLoop:
 
     def report(self) -> dict[str, Any]:
         """All metrics, and this epoch's bad samples by name."""
-        return {**self.metrics.snapshot(), "bad": self._bad.listing()}
+        cache = {} if self.dataset.cache is None else self.dataset.cache.metrics.snapshot()
+        return {**self.metrics.snapshot(), **cache, "bad": self._bad.listing()}
 
     def describe(self) -> str:
         """What the loop waits for at this moment."""

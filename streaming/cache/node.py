@@ -69,8 +69,8 @@ class NodeCache:
         self._layout = Layout(os.path.abspath(os.fspath(directory)))
         self._limit_bytes = limit_bytes
         self._wait_s = wait_s
-        self._metrics = metrics or Metrics()
-        self._space = Space(self._layout, limit_bytes, self._metrics)
+        self.metrics = metrics or Metrics()
+        self._space = Space(self._layout, limit_bytes, self.metrics)
         self._ready = False
         self._unwarned = threading.Lock()  # taken once and never waited for: a flag that threads cannot both lower
         self._resume_at_s = 0.0
@@ -120,10 +120,10 @@ class NodeCache:
         part = self._claim(key, crc32c, view) if self._may_store(key) else None
         if part is _LOADED:
             return True
-        self._metrics.add("cache_misses")
-        self._metrics.add("cache_miss_bytes", len(view))
+        self.metrics.add("cache_misses")
+        self.metrics.add("cache_miss_bytes", len(view))
         if part is None:
-            self._metrics.add("cache_not_stored")
+            self.metrics.add("cache_not_stored")
             fetch(view)
             return False
         stored = False
@@ -149,7 +149,7 @@ class NodeCache:
         try:
             found = read_entry(path, key, crc32c, out)
             if found is Found.DAMAGED:
-                self._metrics.add("cache_damaged")
+                self.metrics.add("cache_damaged")
                 os.unlink(path)
         except FileNotFoundError:  # deleted by somebody else
             return False
@@ -159,8 +159,8 @@ class NodeCache:
                 self._try_unlink(path)
             return False
         if found is Found.WHOLE:
-            self._metrics.add("cache_hits")
-            self._metrics.add("cache_hit_bytes", len(out))
+            self.metrics.add("cache_hits")
+            self.metrics.add("cache_hit_bytes", len(out))
         return found is Found.WHOLE
 
     def _may_store(self, key: EntryKey) -> bool:
@@ -193,9 +193,9 @@ class NodeCache:
             while (part := self._try_claim(key)) is None:
                 started_s = time.monotonic()
                 if not waiting.pause():
-                    self._metrics.add("cache_wait_timeouts")
+                    self.metrics.add("cache_wait_timeouts")
                     return self._open_part(self._layout.part(key, secrets.token_hex(8)))
-                self._metrics.add("cache_wait_s", time.monotonic() - started_s)
+                self.metrics.add("cache_wait_s", time.monotonic() - started_s)
                 if self._load(key, crc32c, out):
                     return _LOADED
         except OSError as error:
@@ -237,8 +237,8 @@ class NodeCache:
         except OSError as error:
             self._trouble(error)
         if not stored:
-            self._metrics.add("cache_not_stored")
-        self._metrics.add("cache_write_s", time.monotonic() - started_s)
+            self.metrics.add("cache_not_stored")
+        self.metrics.add("cache_write_s", time.monotonic() - started_s)
         return stored
 
     def _rename(self, part: str, entry: str) -> None:
@@ -266,7 +266,7 @@ class NodeCache:
 
     def _trouble(self, error: OSError) -> None:
         """Count a failure of the disk, write nothing for a while, and say so once."""
-        self._metrics.add("cache_errors")
+        self.metrics.add("cache_errors")
         self._resume_at_s = time.monotonic() + RETRY_AFTER_S
         if self._unwarned.acquire(blocking=False):
             _log.warning(
