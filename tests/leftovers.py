@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -20,7 +21,8 @@ def leftovers() -> Counter[str]:
         except FileNotFoundError:  # the one that listed the folder
             continue
     for task in Path("/proc/self/task").iterdir():
-        found.update(f"child {pid}" for pid in (task / "children").read_text().split())
+        with suppress(FileNotFoundError):  # a thread that has just ended
+            found.update(f"child {pid}" for pid in (task / "children").read_text().split())
     for folder in ("/dev/shm", tempfile.gettempdir()):
         own = str(os.getpid())
         found.update(f"file {name}" for name in os.listdir(folder) if "shardstream" in name and own in name)
