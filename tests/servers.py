@@ -219,7 +219,8 @@ class HttpServer(LoopbackServer):
         config = os.path.join(self._folder, "nginx.conf")
         with open(config, "w") as file:
             file.write(
-                "daemon off; worker_processes 2; pid nginx.pid; error_log stderr;\n"
+                ("user root; " if os.getuid() == 0 else "")  # its own user may not enter root's folders
+                + "daemon off; worker_processes 2; pid nginx.pid; error_log stderr;\n"
                 "events { worker_connections 1024; }\n"
                 "http { access_log off; sendfile on; tcp_nopush off; keepalive_requests 1000000;\n"
                 " client_body_temp_path t; proxy_temp_path t; fastcgi_temp_path t;\n"

@@ -27,7 +27,7 @@ from PIL import Image
 from streaming.decode import resolve_decoders
 from streaming.engine.arena import Arena
 from streaming.engine.build import BadSample, BatchBuilder, Recipe, Rows
-from streaming.engine.fork_server import ForkServer
+from streaming.engine.fork_server import ForkServer, SharedServer
 from streaming.engine.ring import BatchRing
 from streaming.engine.rows import FieldRange
 from streaming.engine.workers import MAX_DEATHS, WorkerPool
@@ -431,6 +431,7 @@ def test_a_batch_that_keeps_killing_its_workers_is_named(bench: Bench, death: An
 
 def test_workers_that_do_not_start_are_not_blamed_on_the_batch(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr("streaming.engine.processes.SHARED", SharedServer())  # not one that is running already
     arena, ring = Arena(1 << 20), BatchRing(2)
     bench = Bench.__new__(Bench)
     bench.arena = arena
