@@ -22,6 +22,7 @@ from streaming.index.cutter import ChunkCutter
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable, chunk_rows_from_footer
+from streaming.index.spans import SpanCutter, spans_of
 from streaming.indexing import shard_name
 from streaming.storage import Storage, join_url
 from streaming.tar.group import check_density
@@ -62,6 +63,9 @@ class ShardRecorder:
         self._chunk_bounds = array("q", [0])
         self._crcs: list[int] = []
         self._crc = 0
+        self._span_cutter = SpanCutter()
+        self._span_starts = array("q", [0])
+        self._span_crcs = array("L")
 
     def add(self, record: Record, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
         """Add the next sample; ``pieces`` are the record's bytes."""
@@ -79,7 +83,10 @@ class ShardRecorder:
         self._record_starts.append(start + record.num_bytes)
         for piece in pieces:
             self._crc = crc32c.crc32c(piece, self._crc)
-        if self._cutter.add(record.num_bytes):
+        chunk_closes = self._cutter.add(record.num_bytes)
+        if self._span_cutter.add(record.num_bytes, chunk_closes=chunk_closes):
+            self._close_span()
+        if chunk_closes:
             self._close_chunk()
 
     def table(self, size_bytes: int) -> SampleTable:
@@ -91,18 +98,26 @@ class ShardRecorder:
         """
         num_members = sum(len(rows) for rows, _, _ in self._fields.values())
         check_density(len(self._keys), list(self._fields), num_members, self.name)
+        if self._span_starts[-1] != len(self._keys):
+            self._close_span()
         if self._chunk_bounds[-1] != len(self._keys):
             self._close_chunk()
+        record_starts = np.array(self._record_starts, np.int64)
         return SampleTable.build(
             name=self.name,
             size_bytes=size_bytes,
             keys=self._keys,
-            record_starts=np.array(self._record_starts, np.int64),
+            record_starts=record_starts,
             fields={field: self._ranges(field) for field in self._fields},
             chunk_bounds=np.array(self._chunk_bounds, np.int64),
             crc32c=self._crcs,
             columns={column: self._arrow(column) for column in self._columns},
+            spans=spans_of(record_starts, self._chunk_bounds, self._span_starts, self._span_crcs),
         )
+
+    def _close_span(self) -> None:
+        self._span_starts.append(len(self._keys))
+        self._span_crcs.append(self._crc)
 
     def _close_chunk(self) -> None:
         self._chunk_bounds.append(len(self._keys))

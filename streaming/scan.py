@@ -18,6 +18,7 @@ from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.index.keys import Keys
 from streaming.index.samples import SampleTable
+from streaming.index.spans import SpanCutter, spans_of
 from streaming.storage import Storage, redact, scheme_of
 from streaming.tar.group import PackedLayout, check_density
 from streaming.tar.keys import KeyLines, pack_keys, surely_unique
@@ -75,6 +76,8 @@ class Part:
         layouts: Not empty ones, in order.
         bounds: The first sample of each chunk, counted within the part, and the number of samples.
         crcs: CRC32C of each chunk.
+        span_ends: One past the last sample of each span, counted within the part.
+        span_crcs: CRC32C of its chunk's bytes up to the end of each span.
         stop: Where the last record ends.
         first_header: Where the first header of the first sample begins; -1 without samples.
     """
@@ -83,6 +86,8 @@ class Part:
     layouts: list[PackedLayout]
     bounds: list[int]
     crcs: list[int]
+    span_ends: list[int]
+    span_crcs: list[int]
     stop: int
     first_header: int
 
@@ -139,20 +144,27 @@ def _pieces(
 
 
 class _Sums:
-    """CRC32C of chunk after chunk, over pieces that come in order."""
+    """CRC32C of chunk after chunk, noted at the end of each span too, over pieces that come in order."""
 
     def __init__(self, start: int) -> None:
         self.crcs: list[int] = []
+        self.span_crcs: list[int] = []
         self.crc = 0  # of the open chunk, up to byte `summed`
         self.summed = start
         self.kept = b""  # the bytes from `summed` on
 
-    def add(self, piece: memoryview, start: int, borders: list[int], settled: int) -> None:
-        """Go on through ``piece``, which begins at byte ``start``, as far as ``settled``; chunks end at ``borders``."""
-        for border in borders:
+    def add(self, piece: memoryview, start: int, borders: tuple[list[int], set[int]], settled: int) -> None:
+        """Go on through ``piece``, which begins at byte ``start``, as far as ``settled``.
+
+        ``borders`` are the ends of spans, and which of them are ends of chunks.
+        """
+        span_ends, chunk_ends = borders
+        for border in span_ends:
             self._sum(piece, start, border)
-            self.crcs.append(self.crc)
-            self.crc = 0
+            self.span_crcs.append(self.crc)
+            if border in chunk_ends:
+                self.crcs.append(self.crc)
+                self.crc = 0
         self._sum(piece, start, min(settled, start + len(piece)))
         self.kept += bytes(piece[max(0, self.summed - start) :])
 
@@ -176,27 +188,30 @@ class _Scan:
         self.scanner = TarScanner(shown_url, verify_headers=True, start=start)
         self.sums = _Sums(start)
         self.cutter = ChunkCutter(rule)
+        self.span_cutter = SpanCutter()
         self.layouts: list[PackedLayout] = []
         self.num_samples = 0
         self.bounds = [0]  # first sample of each chunk so far
+        self.span_ends: list[int] = []
 
-    def feed(self, piece: memoryview) -> tuple[memoryview, int, list[int], int]:
+    def feed(self, piece: memoryview) -> tuple[memoryview, int, tuple[list[int], set[int]], int]:
         """Parse ``piece``; the arguments for the sums."""
         if self.scanner.num_bytes == 0 and bytes(piece[:2]) == b"\x1f\x8b":
             raise compressed_error(self.url)
         borders = self._take(self.scanner.feed_packed(piece))
         return piece, self.scanner.num_bytes - len(piece), borders, self.scanner.settled
 
-    def _take(self, layout: PackedLayout) -> list[int]:
-        """Note the records of ``layout``; the offsets at which chunks end."""
+    def _take(self, layout: PackedLayout) -> tuple[list[int], set[int]]:
+        """Note the records of ``layout``; the offsets at which spans end, and at which chunks do."""
         if not len(layout.keys):
-            return []
+            return [], set()
         cuts = self.cutter.extend(layout.record_starts)
         self.layouts.append(layout)
+        span_cuts = np.array(self.span_cutter.extend(layout.record_starts, cuts.tolist()), np.int64)
         self.bounds += (cuts + self.num_samples).tolist()
+        self.span_ends += (span_cuts + self.num_samples).tolist()
         self.num_samples += len(layout.keys)
-        borders: list[int] = layout.record_starts[cuts].tolist()
-        return borders
+        return layout.record_starts[span_cuts].tolist(), set(layout.record_starts[cuts].tolist())
 
     def finish(self, *, whole: bool) -> Part:
         self._take(self.scanner.finish_packed(whole=whole))
@@ -205,11 +220,18 @@ class _Scan:
         crcs = self.sums.crcs
         if len(crcs) < len(self.bounds) - 1:
             crcs.append(self.sums.crc)
+        span_crcs = self.sums.span_crcs
+        if self.num_samples > (self.span_ends[-1] if self.span_ends else 0):
+            self.span_ends.append(self.num_samples)
+        if len(span_crcs) < len(self.span_ends):
+            span_crcs.append(self.sums.crc)
         return Part(
             start=self.start,
             layouts=self.layouts,
             bounds=self.bounds,
             crcs=crcs,
+            span_ends=self.span_ends,
+            span_crcs=span_crcs,
             stop=self.scanner.settled if self.layouts else self.start,
             first_header=self.layouts[0].first_header if self.layouts else -1,
         )
@@ -224,9 +246,11 @@ def join_parts(parts: Sequence[Part], name: str, size_bytes: int, shown_url: str
     layouts = [layout for part in parts for layout in part.layouts]
     record_starts = np.concatenate([*(layout.record_starts[:-1] for layout in layouts), [parts[-1].stop]])
     record_starts = record_starts.astype(np.int64)
-    bounds = [0]
+    bounds, span_starts = [0], [0]
     for part in parts:
+        span_starts += [bounds[-1] + end for end in part.span_ends]
         bounds += [bounds[-1] + bound for bound in part.bounds[1:]]
+    span_crcs = [crc for part in parts for crc in part.span_crcs]
     return SampleTable.build(
         name=name,
         size_bytes=size_bytes,
@@ -235,6 +259,7 @@ def join_parts(parts: Sequence[Part], name: str, size_bytes: int, shown_url: str
         fields=_join_fields(layouts, shown_url),
         chunk_bounds=np.array(bounds, np.int64),
         crc32c=np.array([crc for part in parts for crc in part.crcs], np.uint32),
+        spans=spans_of(record_starts, bounds, span_starts, span_crcs),
     )
 
 

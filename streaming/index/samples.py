@@ -25,7 +25,8 @@ from streaming.index.files import read_facts, read_table, write_table
 from streaming.index.keys import Keys
 
 KIND = "samples"
-_FIXED_COLUMNS = ("key", "chunk", "record_start", "record_size")
+_SPAN_CRC32C = "span_crc32c"
+_FIXED_COLUMNS = ("key", "chunk", "record_start", "record_size", _SPAN_CRC32C)
 _START, _SIZE = "start.", "size."
 
 Int64s = NDArray[np.int64]
@@ -56,6 +57,9 @@ class SampleTable:
             ``[record_starts[i], record_starts[i + 1])``. An empty shard has ``[0]``.
         fields: Per extension the offsets (-1: the sample lacks the field) and sizes of its bytes, each int64 ``[n]``.
         columns: What was lifted from the samples: numbers or strings, Arrow arrays of ``n``, nulls allowed.
+        span_starts: int64 ``[S + 1]``, the first sample of each span (:mod:`streaming.index.spans`), and ``n``. Where
+            the index has no spans (format 1.0), and in an empty shard, ``[0]``.
+        span_crc32c: uint32 ``[S]``, CRC32C of the bytes of each span.
     """
 
     chunks: ChunkTable
@@ -64,6 +68,8 @@ class SampleTable:
     record_starts: Int64s = field(repr=False)
     fields: FieldRanges = field(repr=False)
     columns: Mapping[str, pa.Array] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    span_starts: Int64s = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
+    span_crc32c: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32), repr=False)
 
     @classmethod
     def build(
@@ -77,6 +83,7 @@ class SampleTable:
         chunk_bounds: Int64s,
         crc32c: Sequence[int] | NDArray[np.uint32],
         columns: Mapping[str, pa.Array] | None = None,
+        spans: tuple[Int64s, NDArray[np.uint32]] | None = None,
     ) -> SampleTable:
         """The table of the shard ``name`` of ``size_bytes``, from what a writer or a scanner knows.
 
@@ -89,6 +96,7 @@ class SampleTable:
             chunk_bounds: int64 ``[C + 1]``: chunk ``c`` holds samples ``[chunk_bounds[c], chunk_bounds[c + 1])``.
             crc32c: CRC32C of the bytes of each of the ``C`` chunks.
             columns: As the attribute.
+            spans: ``span_starts`` and ``span_crc32c``, as the attributes; None: no spans.
 
         Raises:
             ConfigError: If a lifted column's name is one that the format uses.
@@ -110,6 +118,7 @@ class SampleTable:
             record_starts=record_starts,
             fields=MappingProxyType(dict(fields)),
             columns=MappingProxyType(dict(columns or {})),
+            **({} if spans is None else {"span_starts": spans[0], "span_crc32c": spans[1]}),
         )
         for column in table.columns:
             if column in _FIXED_COLUMNS or column.startswith((_START, _SIZE)):
@@ -126,6 +135,11 @@ class SampleTable:
     def num_samples(self) -> int:
         """Number of samples."""
         return len(self.keys)
+
+    @property
+    def num_spans(self) -> int:
+        """Number of spans; 0 where the index has none."""
+        return self.span_crc32c.size
 
     def lookup(self, index: int) -> SampleLocation:
         """Where sample ``index`` of the shard lies.
@@ -167,6 +181,7 @@ class SampleTable:
             firsts.size and self.record_starts[-1] != self.chunks.byte_end[-1]
         ):
             raise IndexFormatError(f"{source}: the records do not fill the chunks")
+        self._validate_spans(source)
         begins, ends = self.record_starts[:-1], self.record_starts[1:]
         for name, (starts, sizes) in self.fields.items():
             if starts.shape != (num_samples,) or sizes.shape != (num_samples,):
@@ -177,6 +192,15 @@ class SampleTable:
         for name, column in self.columns.items():
             if len(column) != num_samples:
                 raise IndexFormatError(f"{source}: column {name!r} has {len(column)} rows of {num_samples}")
+
+    def _validate_spans(self, source: str) -> None:
+        starts = self.span_starts
+        if starts.shape != (self.num_spans + 1,) or starts[0] != 0 or (np.diff(starts) <= 0).any():
+            raise IndexFormatError(f"{source}: column {_SPAN_CRC32C!r}: the spans do not follow each other")
+        if self.num_spans and (
+            starts[-1] != len(self.keys) or not np.isin(self.chunks.first_sample, starts, assume_unique=True).all()
+        ):
+            raise IndexFormatError(f"{source}: column {_SPAN_CRC32C!r}: the spans do not fill the chunks")
 
     def to_parquet(self) -> bytes:
         """The table as the bytes of ``samples/<shard>.parquet``: the same table gives the same bytes.
@@ -195,6 +219,8 @@ class SampleTable:
                 raise IndexFormatError(f"shard {self.shard.name!r}: extension {name!r} is not UTF-8; rename the files")
             arrays[_START + name] = pa.array(np.ascontiguousarray(starts))
             arrays[_SIZE + name] = pa.array(np.ascontiguousarray(sizes))
+        if self.num_spans:
+            arrays[_SPAN_CRC32C] = self._span_column()
         plain = list(arrays)
         arrays.update(self.columns)
         facts = {
@@ -206,6 +232,13 @@ class SampleTable:
         }
         return write_table(pa.table(arrays), facts, plain=plain)
 
+    def _span_column(self) -> pa.Array:
+        """The checksums, each at the first sample of its span; null elsewhere."""
+        firsts = self.span_starts[:-1]
+        values, nulls = np.zeros(len(self.keys), np.uint32), np.ones(len(self.keys), np.bool_)
+        values[firsts], nulls[firsts] = self.span_crc32c, False
+        return pa.array(values, mask=nulls)
+
     @classmethod
     def from_parquet(cls, buffer: Any, source: str) -> SampleTable:
         """The table in the bytes of a sample file; ``source`` is its URL, for messages.
@@ -216,6 +249,7 @@ class SampleTable:
         rows, facts = read_table(buffer, KIND, source)
         chunks = _chunks_of_facts(facts, source)
         try:
+            span_starts, span_crc32c = _spans(rows, facts)
             starts = numbers(rows.column("record_start"), np.int64)
             sizes = numbers(rows.column("record_size"), np.int64)
             table = cls(
@@ -235,6 +269,8 @@ class SampleTable:
                     }
                 ),
                 columns=MappingProxyType({name: rows.column(name).combine_chunks() for name in facts["columns"]}),
+                span_starts=span_starts,
+                span_crc32c=span_crc32c,
             )
         except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
             raise IndexFormatError(
@@ -262,6 +298,16 @@ def _chunks_of_facts(facts: Mapping[str, Any], source: str) -> ChunkTable:
         return one_shard_table(shards_of_rows([facts["shard"]])[0], facts["chunks"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise IndexFormatError(f"{source}: damaged footer ({error}); rebuild it with `shard_tools index`") from error
+
+
+def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64s, NDArray[np.uint32]]:
+    """``span_starts`` and ``span_crc32c``; none in a file of format 1.0, where the name may be a lifted column's."""
+    if _SPAN_CRC32C not in rows.column_names or _SPAN_CRC32C in facts["columns"]:
+        return np.zeros(1, np.int64), np.empty(0, np.uint32)
+    column = rows.column(_SPAN_CRC32C)
+    firsts = np.flatnonzero(column.is_valid().to_numpy())
+    starts = np.append(firsts, len(column) if firsts.size else 0).astype(np.int64)
+    return starts, numbers(column.drop_null(), np.uint32)
 
 
 def _is_utf8(text: str) -> bool:

@@ -1,0 +1,121 @@
+"""Spans: runs of records with a checksum of their own, so that a part of a chunk can be read and still be checked.
+
+THE rule, shared by the writer and the indexer: a span closes after the record with which it holds 64 KiB, and where
+its chunk closes. Span checksums cost no second pass over the bytes: whoever sums a chunk notes the CRC32C so far at
+the end of each span, and :func:`separate` makes the spans' own out of these, for a whole shard at once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from functools import cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Int64s = NDArray[np.int64]
+UInt32s = NDArray[np.uint32]
+
+SPAN_BYTES = 64 << 10
+_POLYNOMIAL = 0x82F63B78  # CRC32C, bits reversed
+
+
+class SpanCutter:
+    """Cuts a shard's records into spans as they come, beside a ``ChunkCutter``. One per shard; not thread-safe."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Bytes in the open span."""
+
+    def add(self, record_bytes: int, *, chunk_closes: bool) -> bool:
+        """Add one record; True if the span closes after it."""
+        self.num_bytes += record_bytes
+        if not chunk_closes and self.num_bytes < SPAN_BYTES:
+            return False
+        self.num_bytes = 0
+        return True
+
+    def extend(self, record_starts: Int64s, chunk_cuts: Iterable[int]) -> list[int]:
+        """Add the records ``[record_starts[i], record_starts[i + 1])``: ``add`` for many.
+
+        Args:
+            record_starts: int64 ``[n + 1]``, increasing.
+            chunk_cuts: What ``ChunkCutter.extend`` said of them.
+
+        Returns:
+            Increasing: ``i`` is in it if a span closes after record ``i - 1``. Every chunk cut is.
+        """
+        starts = memoryview(np.ascontiguousarray(record_starts))
+        last = len(starts) - 1
+        cuts: list[int] = []
+        at, begin = 0, starts[0] - self.num_bytes
+        for stop, chunk_closes in [*((cut, True) for cut in chunk_cuts), (last, False)]:
+            while at < stop:
+                cut = bisect_left(starts, begin + SPAN_BYTES, at + 1, stop)
+                if cut == stop and not chunk_closes and starts[stop] - begin < SPAN_BYTES:
+                    break
+                cuts.append(cut)
+                at, begin = cut, starts[cut]
+        self.num_bytes = starts[last] - begin
+        return cuts
+
+
+def spans_of(
+    record_starts: Int64s, chunk_bounds: ArrayLike, span_starts: ArrayLike, running: ArrayLike
+) -> tuple[Int64s, UInt32s]:
+    """``span_starts`` and ``span_crc32c`` of a sample table, from what was noted at the end of each of ``S`` spans.
+
+    Args:
+        record_starts: int64 ``[n + 1]``.
+        chunk_bounds: ``[C + 1]``: the first sample of each chunk, and ``n``.
+        span_starts: ``[S + 1]``: the first sample of each span, and ``n``.
+        running: ``[S]``: CRC32C of the chunk's bytes up to the end of each span.
+    """
+    starts = np.asarray(span_starts, np.int64)
+    firsts = np.isin(starts[:-1], np.asarray(chunk_bounds, np.int64))
+    return starts, separate(np.asarray(running, np.uint32), np.diff(record_starts[starts]), firsts)
+
+
+def separate(running: UInt32s, sizes: Int64s, chunk_firsts: NDArray[np.bool_]) -> UInt32s:
+    """CRC32C of each of ``S`` spans, from the CRC32C of the chunk's bytes up to the end of each.
+
+    Args:
+        running: uint32 ``[S]``.
+        sizes: int64 ``[S]``, bytes of each span.
+        chunk_firsts: bool ``[S]``, whether a span is the first of its chunk.
+    """
+    if not running.size:
+        return running
+    before = np.where(chunk_firsts, np.uint32(0), np.concatenate((running[:1], running[:-1])))
+    return running ^ _followed_by_zeros(before.astype(np.uint32), sizes)
+
+
+def _followed_by_zeros(crcs: UInt32s, num_bytes: Int64s) -> UInt32s:
+    """What is left of a prefix's CRC32C in that of the whole when so many bytes follow."""
+    bit = 0
+    while (num_bytes >> bit).any():
+        chosen = (num_bytes >> bit & 1).astype(np.bool_)
+        if chosen.any():
+            crcs = np.where(chosen, _apply(_operator(bit), crcs), crcs)
+        bit += 1
+    return crcs
+
+
+def _apply(operator: UInt32s, values: UInt32s) -> UInt32s:
+    """A linear map of 32 bits, as its values for each byte alone, uint32 ``[4, 256]``."""
+    parts = [operator[place][values >> np.uint32(8 * place) & np.uint32(255)] for place in range(4)]
+    found: UInt32s = parts[0] ^ parts[1] ^ parts[2] ^ parts[3]
+    return found
+
+
+@cache
+def _operator(bit: int) -> UInt32s:
+    """What ``2 ** bit`` zero bytes do to a CRC32C."""
+    if bit:
+        half = _operator(bit - 1)
+        return _apply(half, half)
+    values = np.arange(256, dtype=np.uint32) << (np.arange(4, dtype=np.uint32) * np.uint32(8))[:, None]
+    for _ in range(8):
+        values = values >> np.uint32(1) ^ (values & np.uint32(1)) * np.uint32(_POLYNOMIAL)
+    return values
