@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import MemoryLimitError
+from streaming.index.spans import SPAN_BYTES
 from streaming.order import Int64Array, OrderSettings, default_lanes, default_window
 from streaming.plan import Plan
 from streaming.units import format_bytes
@@ -123,6 +124,9 @@ def check_whole_chunks(
 def check_slices(rows: int, sample_bytes: int, *, memory_limit_bytes: int) -> int:
     """What a batch that is read as slices of chunks (storage order over several ranks) takes, in bytes.
 
+    Its samples are a run, widened to borders of spans: by less than a span's bytes before it, and by less than these
+    and a sample after it.
+
     Args:
         rows: Samples of one rank in one batch.
         sample_bytes: Bytes of a sample, on average over the chunk whose samples are largest.
@@ -131,7 +135,7 @@ def check_slices(rows: int, sample_bytes: int, *, memory_limit_bytes: int) -> in
     Raises:
         MemoryLimitError: One batch does not fit.
     """
-    batch_bytes = rows * sample_bytes + 2 * PAGE_BYTES
+    batch_bytes = (rows + 1) * sample_bytes + 2 * (SPAN_BYTES + PAGE_BYTES)
     if batch_bytes > chunks_limit_bytes(memory_limit_bytes):
         raise MemoryLimitError(
             f"memory_limit: {format_bytes(memory_limit_bytes)} are too little for this plan: a batch of {rows} samples "

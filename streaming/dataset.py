@@ -10,7 +10,7 @@ import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, TypeAlias, get_args
 
@@ -171,7 +171,8 @@ class StreamingDataset:
     def __getitem__(self, index: int) -> Sample:
         """Sample number ``index`` in storage order, decoded and transformed; negative numbers count from the end.
 
-        Costs one ranged GET of the sample's own bytes where there is a sample table, else one of its chunk.
+        Costs one ranged GET: where there is a sample table, of the span that the sample is in (a run of records that has
+        a checksum: of about 64 KiB, or one large record), else of its chunk.
 
         Raises:
             IndexError: There is no such sample.
@@ -215,7 +216,11 @@ class StreamingDataset:
         )
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
-        """The bytes of samples ``[first, stop)`` of a chunk; less than the whole chunk needs a sample table."""
+        """The bytes of samples ``[first, stop)`` of a chunk; less than the whole chunk needs a sample table.
+
+        What is fetched is made of whole spans, so that it can be checked: it begins with ``lead`` other samples, and
+        may end with some. A sample table of format 1.0 has no spans: then it is these samples alone, unchecked.
+        """
         whole = self.chunk(chunk_id)
         if first == 0 and stop == whole.num_samples:
             return whole
@@ -223,14 +228,19 @@ class StreamingDataset:
         if samples is None:
             raise IndexMissingError(f"{whole.url}: no sample table; build it with shard_tools index {whole.url}")
         begin = int(self.table.first_sample[chunk_id])
-        return FetchRange(
-            url=whole.url,
-            byte_start=int(samples.record_starts[begin + first]),
-            byte_end=int(samples.record_starts[begin + stop]),
-            num_samples=stop - first,
+        low, high, spans = samples.widened(begin + first, begin + stop)
+        lead = begin + first - low
+        if high - low == whole.num_samples:
+            return replace(whole, lead=lead)
+        starts = samples.record_starts
+        return replace(
+            whole,
+            byte_start=int(starts[low]),
+            byte_end=int(starts[high]),
+            num_samples=high - low,
             crc32c=None,
-            shard_bytes=whole.shard_bytes,
-            version=whole.version,
+            spans=spans,
+            lead=lead,
         )
 
     def fetch(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
@@ -319,7 +329,7 @@ class _Recent:
             known = self._chunks.get(chunk)
         if known is None and self.table(int(self._dataset.table.shard[chunk])) is not None:
             wanted = self._dataset.slice(chunk, offset, offset + 1)
-            offset = 0
+            offset = wanted.lead
             known = self._read(wanted)
         elif known is None:
             known = self._read(self._dataset.chunk(chunk))

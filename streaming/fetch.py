@@ -26,10 +26,12 @@ class FetchRange:
         byte_start: First byte in the shard.
         byte_end: One past the last byte.
         num_samples: Samples that the range holds, by the index.
-        crc32c: CRC32C of the bytes, or None where the index has none for this range; the tar header checksums are
-            verified instead.
+        crc32c: CRC32C of the bytes, or None where the index has none for this range.
         shard_bytes: Size of the whole shard, by the index.
         version: Tells this shard from others that lie, or lay, at the same URL.
+        spans: Where ``crc32c`` is None: end (relative to ``byte_start``) and CRC32C of each of the spans that make the
+            range. Empty where the index has none; then the tar header checksums are verified instead.
+        lead: Samples at the beginning that nobody asked for; they are here because a checksum covers them too.
     """
 
     url: str
@@ -39,11 +41,18 @@ class FetchRange:
     crc32c: int | None
     shard_bytes: int
     version: str = ""
+    spans: tuple[tuple[int, int], ...] = ()
+    lead: int = 0
 
     @property
     def num_bytes(self) -> int:
         """Length of the range."""
         return self.byte_end - self.byte_start
+
+    @property
+    def sums(self) -> tuple[tuple[int, int], ...]:
+        """End (relative) and CRC32C of each piece with a checksum; they make the range, or there are none."""
+        return self.spans if self.crc32c is None else ((self.num_bytes, self.crc32c),)
 
     @property
     def key(self) -> UnitKey:
@@ -66,6 +75,8 @@ def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview, cache: No
     read = partial(fetch_bytes, storage, wanted)
     hit = cache.read_into(wanted.url, wanted.version, wanted.byte_start, out, read, crc32c=wanted.crc32c)
     try:
+        if hit and wanted.crc32c is None:  # else the cache compared it
+            _check(storage, wanted, out)
         return layout_of(wanted, out)
     except DataError:
         if not hit:
@@ -87,7 +98,7 @@ def fetch_bytes(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
     """
     try:
         storage.read_into(wanted.url, wanted.byte_start, out)
-        if wanted.crc32c is not None and crc32c.crc32c(out) != wanted.crc32c:
+        if _differing(wanted, out) is not None:
             storage.read_into(wanted.url, wanted.byte_start, out)
             _check(storage, wanted, out)
     except NotFoundError as error:
@@ -107,7 +118,7 @@ def layout_of(wanted: FetchRange, out: memoryview) -> ChunkLayout:
         TarError: They are not whole samples.
         IndexMismatchError: They are another number of samples.
     """
-    layout = parse_chunk(out, url=wanted.url, base=wanted.byte_start, verify_headers=wanted.crc32c is None)
+    layout = parse_chunk(out, url=wanted.url, base=wanted.byte_start, verify_headers=not wanted.sums)
     if len(layout.keys) != wanted.num_samples:
         raise IndexMismatchError(
             f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: {len(layout.keys)} samples where the index "
@@ -116,14 +127,26 @@ def layout_of(wanted: FetchRange, out: memoryview) -> ChunkLayout:
     return layout
 
 
+def _differing(wanted: FetchRange, out: memoryview) -> tuple[int, int, int, int] | None:
+    """The first piece whose bytes do not match: start and end in ``out``, CRC32C found and expected."""
+    start = 0
+    for end, expected in wanted.sums:
+        got = crc32c.crc32c(out[start:end])
+        if got != expected:
+            return start, end, got, expected
+        start = end
+    return None
+
+
 def _check(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
-    got = crc32c.crc32c(out)
-    if got == wanted.crc32c:
+    found = _differing(wanted, out)
+    if found is None:
         return
     _check_size(storage, wanted, None)
+    start, end, got, expected = found
     raise ChecksumError(
-        f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: CRC32C {got:08x}, the index says "
-        f"{wanted.crc32c:08x}, twice in a row. The shard is damaged, or was replaced by one of the same size. "
+        f"{wanted.url}, bytes {wanted.byte_start + start}-{wanted.byte_start + end}: CRC32C {got:08x}, the index says "
+        f"{expected:08x}, twice in a row. The shard is damaged, or was replaced by one of the same size. "
         f"shard_tools verify {wanted.url} lists what differs; shard_tools index --force accepts the shard as it is"
     )
 

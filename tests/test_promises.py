@@ -30,6 +30,7 @@ from servers import MiniS3Server
 from infra import DeviceMesh
 from streaming import DataLoader, DeviceMeshFetcher, ShuffleConfig, StreamingDataset
 from streaming.errors import MemoryLimitError
+from streaming.index.spans import SPAN_BYTES
 from streaming.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -318,12 +319,23 @@ def bytes_read(mini_s3: MiniS3Server, samples: SampleSet, world_size: int, **opt
     return num_bytes
 
 
-def test_unshuffled_ranks_read_nothing_twice(mini_s3: MiniS3Server, s3_samples: SampleSet) -> None:
+def test_unshuffled_ranks_read_twice_only_what_shares_a_checksum(mini_s3: MiniS3Server, s3_samples: SampleSet) -> None:
+    """Chunks here are below 64 KiB, so each is one span: read by every rank that needs a sample of it, and no other."""
     dataset = s3_samples.open(shuffle=False)
-    data = int((dataset.table.byte_end - dataset.table.byte_start).sum())
+    sizes = dataset.table.byte_end - dataset.table.byte_start
+    assert int(sizes.max()) < SPAN_BYTES
+    chunk_ends = np.cumsum(dataset.table.num_samples)
+    options: dict[str, Any] = {"global_batch_size": 48, "last_batch": "partial"}
     for world_size in (1, 2, 3, 8):
-        found = bytes_read(mini_s3, s3_samples, world_size, shuffle=False, global_batch_size=48, last_batch="partial")
-        assert found == data, world_size
+        expected = sum(
+            int(sizes[np.unique(np.searchsorted(chunk_ends, [int(key) for key in keys], side="right"))].sum())
+            for rank in play(dataset, world_size, **options)
+            for keys in rank
+        )
+        found = bytes_read(mini_s3, s3_samples, world_size, shuffle=False, **options)
+        assert found == expected, world_size
+        if world_size < 3:  # whose slices begin and end with chunks
+            assert found == int(sizes.sum())
 
 
 def test_shuffled_ranks_of_whole_lanes_share_only_boundary_chunks(mini_s3: MiniS3Server, s3_samples: SampleSet) -> None:

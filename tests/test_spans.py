@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
+
 import crc32c
 import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from data_sets import mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shard_tools import ShardWriter
+from streaming import DataLoader, StreamingDataset
+from streaming.errors import ChecksumError, ConfigError, IndexMismatchError
 from streaming.index.cutter import ChunkCutter, ChunkRule
+from streaming.index.files import METADATA_KEY
+from streaming.index.samples import SampleTable
 from streaming.index.spans import SPAN_BYTES, SpanCutter, separate
 
 RULE = ChunkRule(target_bytes=300_000, min_bytes=120_000, min_samples=20)
@@ -31,7 +42,7 @@ def test_spans_follow_the_rule_however_records_come(sizes: list[int], stops: lis
     bounds = [0, *sorted(stop for stop in stops if stop < len(sizes)), len(sizes)]
     chunks, spans = ChunkCutter(RULE), SpanCutter()
     found: list[int] = []
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+    for low, high in pairwise(bounds):
         piece = starts[low : high + 1]
         found += [low + cut for cut in spans.extend(piece, chunks.extend(piece).tolist())]
     assert found == spans_by_the_rule(sizes)
@@ -63,3 +74,165 @@ def test_checksums_of_long_spans() -> None:
     running = np.array([crc32c.crc32c(data[:cut]), crc32c.crc32c(data)], np.uint32)
     found = separate(running, np.array([cut, len(data) - cut]), np.array([True, False]))
     assert found.tolist() == [crc32c.crc32c(data[:cut]), crc32c.crc32c(data[cut:])]
+
+
+# Reading
+
+
+def payload(number: int) -> bytes:
+    return bytes([number % 251]) * (9_000 + 700 * (number % 7) + 90_000 * (number % 10 == 9))
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    """600 samples of 10 to 100 KB in chunks of about 256 of them and spans of 1 to 7."""
+    with ShardWriter(f"{tmp_path}/{{:06d}}.tar") as writer:
+        for number in range(600):
+            writer.write({"__key__": f"{number:05d}", "bin": payload(number)})
+    return tmp_path / "000000.tar"
+
+
+def open_at(shard: Path, **options: object) -> StreamingDataset:
+    return StreamingDataset(f"{shard.parent}/", shuffle=False, **options)  # type: ignore[arg-type]
+
+
+def samples_of(shard: Path) -> SampleTable:
+    path = shard.parent / "_shardstream" / "samples" / "000000.tar.parquet"
+    return SampleTable.from_parquet(path.read_bytes(), str(path))
+
+
+def without_spans(shard: Path) -> None:
+    """The sample file as format 1.0 had it."""
+    path = shard.parent / "_shardstream" / "samples" / "000000.tar.parquet"
+    table = pq.read_table(path).drop_columns(["span_crc32c"])
+    facts = table.schema.metadata[METADATA_KEY].replace(b'"version":"1.1"', b'"version":"1.0"')
+    pq.write_table(table.replace_schema_metadata({METADATA_KEY: facts}), path)
+
+
+def damage(shard: Path, sample: int) -> None:
+    """One bit of the payload of a sample."""
+    data = bytearray(shard.read_bytes())
+    data[int(samples_of(shard).record_starts[sample]) + 512 + 77] ^= 16
+    shard.write_bytes(data)
+
+
+def test_the_index_has_the_checksum_of_every_span(shard: Path) -> None:
+    table, data = samples_of(shard), shard.read_bytes()
+    sizes = np.diff(table.record_starts)
+    ends, num_bytes = [], 0
+    for number, size in enumerate(sizes.tolist()):
+        num_bytes += size
+        if num_bytes >= 65536 or number + 1 in {*table.chunks.first_sample.tolist(), 600}:
+            ends.append(number + 1)
+            num_bytes = 0
+    assert table.chunks.num_chunks > 1
+    assert table.span_starts.tolist() == [0, *ends]
+    borders = table.record_starts[table.span_starts].tolist()
+    assert table.span_crc32c.tolist() == [crc32c.crc32c(data[low:high]) for low, high in pairwise(borders)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_slice_is_the_fewest_spans_of_it(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    dataset, table = _shared(tmp_path_factory)
+    chunk = data.draw(st.integers(0, dataset.table.num_chunks - 1))
+    count = int(dataset.table.num_samples[chunk])
+    first = data.draw(st.integers(0, count - 1))
+    stop = data.draw(st.integers(first + 1, count))
+    wanted, begin = dataset.slice(chunk, first, stop), int(dataset.table.first_sample[chunk])
+    low = max(start for start in table.span_starts.tolist() if start <= begin + first)
+    high = min(start for start in table.span_starts.tolist() if start >= begin + stop)
+    assert (wanted.byte_start, wanted.byte_end) == tuple(table.record_starts[[low, high]].tolist())
+    assert (wanted.lead, wanted.num_samples) == (begin + first - low, high - low)
+    assert wanted.sums[-1][0] == wanted.num_bytes
+    with memoryview(bytearray(wanted.num_bytes)) as out:
+        keys = dataset.fetch(wanted, out).keys[wanted.lead : wanted.lead + stop - first]
+    assert list(keys) == [f"{number:05d}" for number in range(begin + first, begin + stop)]
+
+
+_SHARED: list[tuple[StreamingDataset, SampleTable]] = []
+
+
+def _shared(factory: pytest.TempPathFactory) -> tuple[StreamingDataset, SampleTable]:
+    if not _SHARED:
+        path = factory.mktemp("spans")
+        with ShardWriter(f"{path}/{{:06d}}.tar") as writer:
+            for number in range(600):
+                writer.write({"__key__": f"{number:05d}", "bin": payload(number)})
+        _SHARED.append((open_at(path / "000000.tar"), samples_of(path / "000000.tar")))
+    return _SHARED[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("old", [False, True])
+def test_ranks_get_their_samples_out_of_wider_slices(shard: Path, world_size: int, old: bool) -> None:
+    if old:
+        without_spans(shard)
+    dataset, found = open_at(shard), {}
+    for rank in range(world_size):
+        mesh = mesh_of(world_size, rank)
+        with DataLoader(dataset, global_batch_size=50, last_batch="partial", device_mesh=mesh) as loader:
+            for batch in loader:
+                found |= dict(zip(batch["__key__"], map(bytes, batch["bin"]), strict=True))
+    assert found == {f"{number:05d}": payload(number) for number in range(600)}
+
+
+def test_random_access_is_checked(shard: Path) -> None:
+    damage(shard, 333)
+    table, dataset = samples_of(shard), open_at(shard)
+    span = int(np.searchsorted(table.span_starts, 333, side="right")) - 1
+    low, high = table.record_starts[table.span_starts[[span, span + 1]]].tolist()
+    with pytest.raises(ChecksumError, match=rf"000000\.tar, bytes {low}-{high}: CRC32C"):
+        dataset[333]
+    beside = int(table.span_starts[span + 1])
+    assert dataset[beside]["bin"] == payload(beside)
+    without_spans(shard)
+    assert open_at(shard)[333]["bin"] != payload(333)  # format 1.0: nothing to check it by
+
+
+def test_bytes_that_come_wrong_once_are_read_again(shard: Path) -> None:
+    dataset = open_at(shard)
+    read_into, seen = dataset.storage.read_into, []
+
+    def unreliable(url: str, start: int, out: memoryview) -> None:
+        read_into(url, start, out)
+        seen.append(start)
+        if len(seen) == 1:
+            out[600] ^= 255
+
+    dataset.storage.read_into = unreliable  # type: ignore[method-assign]
+    assert dataset[100]["bin"] == payload(100)
+    assert len(seen) == 2
+
+
+def test_a_shard_of_another_size_is_told_apart(shard: Path) -> None:
+    damage(shard, 333)
+    dataset = open_at(shard)
+    with shard.open("ab") as out:
+        out.write(bytes(512))
+    with pytest.raises(IndexMismatchError, match="the shard was replaced or"):
+        dataset[333]
+
+
+def test_a_slice_that_was_cached_unchecked_is_checked_and_fetched_anew(shard: Path, tmp_path: Path) -> None:
+    whole = shard.read_bytes()
+    dataset = open_at(shard, cache_dir=tmp_path / "cache")
+    wanted = dataset.slice(0, 20, 21)
+    damage(shard, 20)
+    bad = shard.read_bytes()[wanted.byte_start : wanted.byte_end]
+    shard.write_bytes(whole)
+
+    def fill(out: memoryview) -> None:
+        out[:] = bad
+
+    assert dataset.cache is not None
+    with memoryview(bytearray(wanted.num_bytes)) as out:
+        dataset.cache.read_into(wanted.url, wanted.version, wanted.byte_start, out, fill, crc32c=None)
+    assert dataset[20]["bin"] == payload(20)
+
+
+def test_the_name_of_the_column_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="choose another"):
+        ShardWriter(f"{tmp_path}/{{:06d}}.tar", columns={"span_crc32c": len})

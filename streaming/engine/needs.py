@@ -38,7 +38,7 @@ class Block:
         last: One past the last batch.
         rows: The n rows of these batches.
         units: int64 [n], the unit that holds each row.
-        within: int64 [n], the row's sample within its unit.
+        within: int64 [n], the row's sample within its unit, counted behind the ``lead`` of the unit's ``wanted``.
     """
 
     first: int
@@ -61,7 +61,7 @@ class Units(Protocol):
         """Every need of the rank's remaining batches, sorted by ``first_batch``."""
 
     def wanted(self, unit: int) -> FetchRange:
-        """The bytes of a unit."""
+        """The bytes of a unit, which may begin with samples beside it (``FetchRange.lead``)."""
 
 
 class WholeChunks:

@@ -113,7 +113,7 @@ class Pipeline:
         self._planned = 0
         self._needs = units.needs()
         self._next_need: Need | None = next(self._needs, None)
-        self._coming: deque[tuple[Need, Unit]] = deque()
+        self._coming: deque[tuple[Need, Unit, int]] = deque()
         self._first_rows = np.full(len(plan.chunk_samples) + 1, -1, np.int64)
         self._chunk_starts = np.concatenate([[0], np.cumsum(plan.chunk_samples)])
         self._damage: dict[int, DataError] = {}
@@ -178,7 +178,8 @@ class Pipeline:
             if thread is not threading.current_thread():
                 thread.join()
         with self._changed:
-            for unit in [unit for _, unit in self._coming] + [one for some in self._releases.values() for one in some]:
+            released = [one for some in self._releases.values() for one in some]
+            for unit in [unit for _, unit, _ in self._coming] + released:
                 self._store.release(unit)
             self._coming.clear()
             self._releases.clear()
@@ -188,7 +189,7 @@ class Pipeline:
     def describe(self) -> str:
         """What the next batch waits for, for people."""
         with self._changed:
-            pending = [unit for _, unit in self._coming if not unit.ready]
+            pending = [unit for _, unit, _ in self._coming if not unit.ready]
             oldest = min(pending, key=lambda unit: unit.asked_at_s, default=None)
             text = (
                 f"batch {self._handed_out} of {self._plan.num_batches}: units are here up to batch {self._frontier()}, "
@@ -211,10 +212,11 @@ class Pipeline:
     def _advance(self) -> None:
         """Start every fetch that has room, note every unit that has come; one that failed stops the frontier."""
         while (need := self._next_need) is not None:
-            unit = self._store.admit(self._units.wanted(need.unit))
+            wanted = self._units.wanted(need.unit)
+            unit = self._store.admit(wanted)
             if unit is None:
                 break
-            self._coming.append((need, unit))
+            self._coming.append((need, unit, wanted.lead))
             self._next_need = next(self._needs, None)
         while self._coming and self._coming[0][1].ready and self._coming[0][1].failure is None:
             self._arrived(*self._coming.popleft())
@@ -222,12 +224,12 @@ class Pipeline:
         while self._planned < min(self._plan.num_batches, self._frontier(), limit):
             self._plan_block()
 
-    def _arrived(self, need: Need, unit: Unit) -> None:
+    def _arrived(self, need: Need, unit: Unit, lead: int) -> None:
         if need.unit >= len(self._first_rows):
             grown = np.full(2 * need.unit + 1, -1, np.int64)
             grown[: len(self._first_rows)] = self._first_rows
             self._first_rows = grown
-        self._first_rows[need.unit] = unit.first_row
+        self._first_rows[need.unit] = -1 if unit.first_row < 0 else unit.first_row + lead
         if unit.damage is not None:
             self._damage[need.unit] = unit.damage
         if need.last_batch < self._num_built:

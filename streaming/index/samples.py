@@ -141,6 +141,25 @@ class SampleTable:
         """Number of spans; 0 where the index has none."""
         return self.span_crc32c.size
 
+    def widened(self, first: int, stop: int) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+        """The spans that hold samples ``[first, stop)``, which must be some.
+
+        Returns:
+            First sample, one past the last, and per span its end (in bytes from the first sample's record on) and
+            CRC32C. Without spans: ``first``, ``stop`` and none.
+        """
+        if not self.num_spans:
+            return first, stop, ()
+        low = int(np.searchsorted(self.span_starts, first, side="right")) - 1
+        high = int(np.searchsorted(self.span_starts, stop, side="left"))
+        borders = self.span_starts[low : high + 1]
+        ends = self.record_starts[borders[1:]] - self.record_starts[borders[0]]
+        return (
+            int(borders[0]),
+            int(borders[-1]),
+            tuple(zip(ends.tolist(), self.span_crc32c[low:high].tolist(), strict=True)),
+        )
+
     def lookup(self, index: int) -> SampleLocation:
         """Where sample ``index`` of the shard lies.
 
