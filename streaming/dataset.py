@@ -171,8 +171,8 @@ class StreamingDataset:
     def __getitem__(self, index: int) -> Sample:
         """Sample number ``index`` in storage order, decoded and transformed; negative numbers count from the end.
 
-        Costs one ranged GET: where there is a sample table, of the span that the sample is in (a run of records that has
-        a checksum: of about 64 KiB, or one large record), else of its chunk.
+        Costs one ranged GET: where there is a sample table, of the span that the sample is in (a run of records with a
+        checksum: of about 64 KiB, or one large record), else of its chunk.
 
         Raises:
             IndexError: There is no such sample.

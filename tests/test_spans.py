@@ -133,9 +133,7 @@ def test_the_index_has_the_checksum_of_every_span(shard: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_slice_is_the_fewest_spans_of_it(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_slice_is_the_fewest_spans_of_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     dataset, table = _shared(tmp_path_factory)
     chunk = data.draw(st.integers(0, dataset.table.num_chunks - 1))
     count = int(dataset.table.num_samples[chunk])

@@ -118,7 +118,8 @@ class SampleTable:
             record_starts=record_starts,
             fields=MappingProxyType(dict(fields)),
             columns=MappingProxyType(dict(columns or {})),
-            **({} if spans is None else {"span_starts": spans[0], "span_crc32c": spans[1]}),
+            span_starts=np.zeros(1, np.int64) if spans is None else spans[0],
+            span_crc32c=np.empty(0, np.uint32) if spans is None else spans[1],
         )
         for column in table.columns:
             if column in _FIXED_COLUMNS or column.startswith((_START, _SIZE)):

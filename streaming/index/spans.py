@@ -46,7 +46,7 @@ class SpanCutter:
         Returns:
             Increasing: ``i`` is in it if a span closes after record ``i - 1``. Every chunk cut is.
         """
-        starts = memoryview(np.ascontiguousarray(record_starts))
+        starts = np.ascontiguousarray(record_starts).data
         last = len(starts) - 1
         cuts: list[int] = []
         at, begin = 0, starts[0] - self.num_bytes
