@@ -52,7 +52,7 @@ class ToolGroup(click.Group):
 @click.group(cls=ToolGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="shardstream", prog_name="shard_tools")
 def cli() -> None:
-    r"""Packs, indexes, checks and shows WebDataset tar shards, in any store.
+    """Packs, indexes, checks and shows WebDataset tar shards, in any store.
 
     \b
     Example:
@@ -97,7 +97,7 @@ def _finish(*, failed: bool) -> None:
 @json_option
 @with_storage_options
 def convert_command(source: str, target: str, *, as_json: bool, **arguments: Any) -> None:
-    r"""Packs SOURCE (a folder of images, JSONL, Parquet, CSV, text, tars) into indexed tar shards in TARGET.
+    """Packs SOURCE (a folder of images, JSONL, Parquet, CSV, text, tars) into indexed tar shards in TARGET.
 
     The same source gives the same bytes. A conversion that was stopped goes on where it was when run again.
 
@@ -126,7 +126,7 @@ def convert_command(source: str, target: str, *, as_json: bool, **arguments: Any
 @json_option
 @with_storage_options
 def index_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
-    r"""Builds the index of existing shards, beside them or at --index. Goes on where it was stopped.
+    """Builds the index of existing shards, beside them or at --index. Goes on where it was stopped.
 
     \b
     Example:
@@ -149,7 +149,7 @@ def index_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> 
 def verify_command(
     urls: tuple[str, ...], *, index_url: str | None, decode: bool, workers: int, as_json: bool, **arguments: Any
 ) -> None:
-    r"""Checks every promise of the index against every byte of the shards; lists all that fails.
+    """Checks every promise of the index against every byte of the shards; lists all that fails.
 
     \b
     Example:
@@ -168,7 +168,7 @@ def verify_command(
 @json_option
 @with_storage_options
 def info_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
-    r"""Shows what a data set holds: shards, samples, bytes, fields, index.
+    """Shows what a data set holds: shards, samples, bytes, fields, index.
 
     \b
     Example:
@@ -190,7 +190,7 @@ def info_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool,
 def ls_command(
     urls: tuple[str, ...], *, index_url: str | None, limit: int | None, long: bool, as_json: bool, **arguments: Any
 ) -> None:
-    r"""Lists samples: key and fields. --json prints one object a line.
+    """Lists samples: key and fields. --json prints one object a line.
 
     \b
     Example:
@@ -214,7 +214,7 @@ def ls_command(
 def cat_command(
     url: str, sample: str, *, index_url: str | None, field: str | None, as_json: bool, **arguments: Any
 ) -> None:
-    r"""Shows one SAMPLE, given by its key or its number; --field writes that field's bytes as they are.
+    """Shows one SAMPLE, given by its key or its number; --field writes that field's bytes as they are.
 
     A key made of digits is taken as a key first, and as a number if there is no such key.
 
@@ -277,7 +277,7 @@ def plan_command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    r"""Shows who reads what under a topology: lanes, bytes, requests, memory and read amplification of every data rank.
+    """Shows who reads what under a topology: lanes, bytes, requests, memory and read amplification of every data rank.
 
     Worked out by the planner that training uses, from the index alone. A plan that does not fit into memory or reads
     much more than once is a warning, with its cure.

@@ -440,3 +440,11 @@ def test_sources_in_a_bucket_give_the_bytes_of_local_ones(mini_s3: MiniS3Server,
         names = sorted(path.relative_to(ours) for path in ours.rglob("*") if path.is_file())
         assert names == sorted(path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file())
         assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize("verb", ["", "convert", "index", "verify", "info", "ls", "cat", "plan"])
+def test_help_shows_its_example_line_by_line(verb: str) -> None:
+    shown = CliRunner().invoke(cli, [*filter(None, [verb]), "--help"]).output
+    example = shown.partition("Example:\n")[2]
+    assert example.startswith("    shard_tools"), shown
+    assert "\\b" not in shown
