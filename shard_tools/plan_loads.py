@@ -8,6 +8,7 @@ import numpy as np
 
 from streaming import budget
 from streaming.index.chunks import ChunkTable
+from streaming.index.spans import SPAN_BYTES
 from streaming.order import Int64Array
 from streaming.plan import Plan
 
@@ -142,9 +143,9 @@ class Loads:
         lows, highs = lows[highs > lows], highs[highs > lows]
         low_chunks, low_bytes = self._along_stream(lows)
         high_chunks, _ = self._along_stream(highs - 1)
-        _, high_bytes = self._along_stream(highs)
+        _, high_bytes = self._along_stream(highs, up=True)
         requests = high_chunks - low_chunks + 1
-        batch_bytes = self.rows_per_batch() * self._largest_sample_bytes + 2 * budget.PAGE_BYTES
+        batch_bytes = budget.slices_bytes(self.rows_per_batch(), self._largest_sample_bytes)
         return self._load(
             dp_rank,
             ranks,
@@ -158,12 +159,19 @@ class Loads:
             keeps_all=False,
         )
 
-    def _along_stream(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Chunk number and bytes before each stream position in storage order, both counted over all passes."""
+    def _along_stream(self, positions: Int64Array, *, up: bool = False) -> tuple[Int64Array, Int64Array]:
+        """Chunk number of each stream position in storage order, and the bytes before the span border there.
+
+        The border is the one at or before the position, or at or behind it (``up``), as if the records of a chunk were
+        equal. Both are counted over all passes.
+        """
         chunk_starts, byte_starts = self.plan.order(0).sample_starts, np.cumsum(self.chunk_bytes)
         passes, within = np.divmod(positions, self.plan.samples_per_pass)
         chunks = np.searchsorted(chunk_starts, within, side="right") - 1
-        share = (within - chunk_starts[chunks]) / np.maximum(self.plan.chunk_samples[chunks], 1)
+        counts, offsets = np.maximum(self.plan.chunk_samples[chunks], 1), within - chunk_starts[chunks]
+        per_span = np.maximum(-(-SPAN_BYTES * counts // np.maximum(self.chunk_bytes[chunks], 1)), 1)
+        offsets = np.minimum(-(-offsets // per_span) * per_span, counts) if up else offsets // per_span * per_span
+        share = offsets / counts
         num_bytes = byte_starts[chunks] - np.round(self.chunk_bytes[chunks] * (1 - share)).astype(np.int64)
         return passes * len(self.chunk_bytes) + chunks, passes * int(byte_starts[-1]) + num_bytes
 

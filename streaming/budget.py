@@ -121,11 +121,17 @@ def check_whole_chunks(
     )
 
 
+def slices_bytes(rows: int, sample_bytes: int) -> int:
+    """What a batch of ``rows`` samples takes that is read as slices of chunks.
+
+    Its samples are a run, widened to borders of spans: by less than 64 KiB before it, and by less than 64 KiB and a
+    sample after it.
+    """
+    return (rows + 1) * sample_bytes + 2 * (SPAN_BYTES + PAGE_BYTES)
+
+
 def check_slices(rows: int, sample_bytes: int, *, memory_limit_bytes: int) -> int:
     """What a batch that is read as slices of chunks (storage order over several ranks) takes, in bytes.
-
-    Its samples are a run, widened to borders of spans: by less than a span's bytes before it, and by less than these
-    and a sample after it.
 
     Args:
         rows: Samples of one rank in one batch.
@@ -135,7 +141,7 @@ def check_slices(rows: int, sample_bytes: int, *, memory_limit_bytes: int) -> in
     Raises:
         MemoryLimitError: One batch does not fit.
     """
-    batch_bytes = (rows + 1) * sample_bytes + 2 * (SPAN_BYTES + PAGE_BYTES)
+    batch_bytes = slices_bytes(rows, sample_bytes)
     if batch_bytes > chunks_limit_bytes(memory_limit_bytes):
         raise MemoryLimitError(
             f"memory_limit: {format_bytes(memory_limit_bytes)} are too little for this plan: a batch of {rows} samples "

@@ -184,8 +184,8 @@ def test_loads_agree_with_the_plan_for_any_topology(
 def test_slices_are_counted_as_training_cuts_them(
     chunks: list[tuple[int, int]], ranks: int, size: int, last_batch: Any, epoch: int, epoch_size: int | None
 ) -> None:
-    # Equal records in every chunk, so that the estimate of a slice's bytes is exact.
-    table = table_of([num for num, _ in chunks], [num * 512 for num, _ in chunks])
+    # Equal records in every chunk, so that the estimate of a slice's bytes is exact: four of 20 KiB make a span.
+    table = table_of([num for num, _ in chunks], [num * 20_480 for num, _ in chunks])
     options = PlanOptions(
         mesh=flat(ranks), global_batch_size=size, shuffle=False, last_batch=last_batch, epoch=epoch,
         epoch_size=epoch_size,
@@ -195,16 +195,17 @@ def test_slices_are_counted_as_training_cuts_them(
     report = plan_table(table, options=options, sliced=True)
     training = _epoch_plan(table, options)
     for load in report.loads:
-        requests = samples = 0
+        requests = read = 0
         seen: set[int] = set()
         for batch in range(training.num_batches):
             rows = training.rank_batches(batch, batch + 1, load.dp_rank)
             pairs = sorted({(int(p), int(c), int(o)) for p, c, o in zip(rows.passes, rows.chunk_ids, rows.offsets)})  # noqa: B905
             requests += len({pair[:2] for pair in pairs})
-            samples += len(pairs)
+            spans = {(pass_, chunk, offset // 4) for pass_, chunk, offset in pairs}
+            read += sum(min(4, chunks[chunk][0] - 4 * span) for _, chunk, span in spans)
             seen |= {pair[1] for pair in pairs}
         assert load.num_requests == requests
-        assert load.read_bytes == samples * 512
+        assert load.read_bytes == read * 20_480
         assert load.num_chunks == len(seen)
 
 
