@@ -34,7 +34,7 @@ Progress = Callable[[str, int], None]
 _FEED_BYTES = 4 << 20  # parsed at a time, so that header blocks are still in the CPU's cache when CRC32C reads them
 
 
-_ALONE_BYTES = 1 << 20  # summed without the GIL
+_ALONE_BYTES = 1 << 20  # from here on a span is summed without the GIL
 
 
 def scan_shard(
@@ -163,7 +163,11 @@ class _Sums:
         """
         span_ends, chunk_ends = borders
         for border in span_ends:
-            self._sum(piece, start, border)
+            if self.kept or border - self.summed >= _ALONE_BYTES:
+                self._sum(piece, start, border)
+            else:  # A span takes 3 us: giving up the GIL for it, with a parser waiting to take it, costs more.
+                self.crc = crc32c(piece[self.summed - start : border - start], self.crc, 0)
+                self.summed = border
             self.span_crcs.append(self.crc)
             if border in chunk_ends:
                 self.crcs.append(self.crc)
@@ -178,9 +182,7 @@ class _Sums:
             self.kept = self.kept[from_kept:]
             self.summed += from_kept
         if stop > self.summed:
-            # A span takes 3 us: to give up the GIL for it costs more than that, with a parser waiting to take it.
-            alone = stop - self.summed >= _ALONE_BYTES
-            self.crc = crc32c(piece[self.summed - start : stop - start], self.crc, gil_release_mode=int(alone))
+            self.crc = crc32c(piece[self.summed - start : stop - start], self.crc)
             self.summed = stop
 
 

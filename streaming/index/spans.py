@@ -18,6 +18,7 @@ Int64s = NDArray[np.int64]
 UInt32s = NDArray[np.uint32]
 
 SPAN_BYTES = 64 << 10
+_MAX_RECORDS = SPAN_BYTES // 512  # in one span: a record takes a block of 512 bytes at least
 _POLYNOMIAL = 0x82F63B78  # CRC32C, bits reversed
 
 
@@ -52,7 +53,7 @@ class SpanCutter:
         at, begin = 0, starts[0] - self.num_bytes
         for stop, chunk_closes in [*((cut, True) for cut in chunk_cuts), (last, False)]:
             while at < stop:
-                cut = bisect_left(starts, begin + SPAN_BYTES, at + 1, stop)
+                cut = bisect_left(starts, begin + SPAN_BYTES, at + 1, min(stop, at + _MAX_RECORDS))
                 if cut == stop and not chunk_closes and starts[stop] - begin < SPAN_BYTES:
                     break
                 cuts.append(cut)
