@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from infra import DeviceMesh, as_device_mesh
 from streaming import budget
-from streaming.bad_samples import BadSamples
+from streaming.base_loop import BaseLoop
 from streaming.dataset import StreamingDataset
 from streaming.engine.arena import Arena
 from streaming.engine.build import Recipe
@@ -26,8 +25,6 @@ from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.ring import BatchRing
 from streaming.engine.workers import WorkerPool
 from streaming.errors import ConfigError, StateError
-from streaming.metrics import Metrics
-from streaming.order import OrderSettings, checked_int
 from streaming.plan import LastBatch, Plan
 from streaming.state import LoaderState
 from streaming.storage import redact, scheme_of
@@ -88,13 +85,10 @@ def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, me
     return value
 
 
-class EpochLoop:
-    """Position, plan and engine of one rank. Used by one thread, but for ``metrics`` and ``close``."""
+class EpochLoop(BaseLoop):
+    """Plan and engine of one rank, over a set with an index."""
 
     def __init__(self, dataset: StreamingDataset, config: LoopConfig) -> None:
-        self.dataset = dataset
-        self.config = config
-        self.metrics = Metrics()
         table = dataset.table
         if not table.total_samples:
             raise ConfigError(
@@ -102,7 +96,7 @@ class EpochLoop:
                 f"Check the URLs, and look at what is there with `shard_tools info`"
             )
         shuffle = dataset.shuffle_config
-        self.order = budget.order_settings(
+        order = budget.order_settings(
             shuffle=dataset.shuffle,
             seed=dataset.seed,
             lanes=shuffle.lanes,
@@ -111,82 +105,29 @@ class EpochLoop:
             num_samples=table.total_samples,
             num_chunks=table.num_chunks,
         )
-        self.epoch = 0
-        self.samples_seen = 0
-        self._resume_at = 0
-        self.next_seed: int | None = None
+        super().__init__(dataset, order, config.global_batch_size)
+        self.config = config
         self._store: ChunkStore | None = None
         self._builder: WorkerBuilder | None = None
-        self._running: Pipeline | None = None
-        self._bad = BadSamples(dataset.max_bad_samples, self.metrics)
         self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(table.byte_end - table.byte_start)
         self._check_enough_samples()
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        return self.config.epoch_size or self.dataset.table.total_samples
+
+    @property
     def num_batches(self) -> int:
         """Batches of a whole epoch."""
-        total = self.config.epoch_size or self.dataset.table.total_samples
-        size = self.config.global_batch_size
+        total, size = self.samples_per_epoch, self.config.global_batch_size
         return total // size if self.config.last_batch == "drop" else -(-total // size)
-
-    def run(self) -> Iterator[Any]:
-        """The rest of the epoch in progress, batch by batch; the position moves on before a batch is handed out.
-
-        A loop that is left early stands where it was left in ``state``, but a new one starts the epoch anew.
-        """
-        self._stop_running()
-        start, self._resume_at = self._resume_at, 0
-        self.samples_seen = start
-        if start == 0 and self.next_seed is not None:
-            self.order = OrderSettings(**{**self.order.to_dict(), "seed": self.next_seed})
-            self.next_seed = None
-        plan = self._plan(start)
-        if plan.num_batches:
-            pipeline = self._running = self._pipeline(plan)
-            try:
-                for batch in self._guarded(pipeline):
-                    self.samples_seen = min(self.samples_seen + plan.global_batch_size, plan.num_samples)
-                    self.metrics.add("batches")
-                    yield batch
-                if self._running is not pipeline:
-                    return
-            finally:
-                pipeline.close()
-                if self._running is pipeline:
-                    self._running = None
-        self.epoch += 1
-        self.samples_seen = 0
-
-    def _guarded(self, pipeline: Pipeline) -> Iterator[Any]:
-        """``pipeline``; an interrupt in the middle of its book-keeping costs the store, not the next loop."""
-        while True:
-            try:
-                batch = next(pipeline)
-            except StopIteration:
-                return
-            except Exception:
-                raise
-            except BaseException:
-                self._running = None
-                self._drop_store()
-                raise
-            yield batch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; where it is the one in progress, a loaded position is kept."""
-        if checked_int("epoch", epoch, 0, 2**62) != self.epoch:
-            self._stop_running()
-            self.epoch, self.samples_seen, self._resume_at = epoch, 0, 0
-
-    def set_seed(self, seed: int) -> None:
-        """A new order from the next epoch that starts."""
-        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
 
     def state(self) -> LoaderState:
         """The position; the same on every rank."""
         return LoaderState(
             epoch=self.epoch,
-            samples_seen=self.samples_seen or self._resume_at,
+            samples_seen=self._position,
             order=self.order,
             next_seed=self.next_seed,
             fingerprint=self.dataset.table.fingerprint,
@@ -215,34 +156,13 @@ class EpochLoop:
             raise StateError(
                 f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
             )
-        self._stop_running()
-        self.epoch, self.samples_seen, self._resume_at = state.epoch, state.samples_seen, state.samples_seen
+        self._go_to(state.epoch, state.samples_seen)
         self.order, self.next_seed = state.order, state.next_seed
 
-    def report(self) -> dict[str, Any]:
-        """All metrics, and this epoch's bad samples by name."""
-        cache = {} if self.dataset.cache is None else self.dataset.cache.metrics.snapshot()
-        return {**self.metrics.snapshot(), **cache, "bad": self._bad.listing()}
-
-    def describe(self) -> str:
-        """What the loop waits for at this moment."""
-        running = self._running
-        return "not running" if running is None else running.describe()
-
-    def close(self) -> None:
-        """Stop threads, free memory. The loop may be used again; it starts them anew."""
-        self._stop_running()
-        self._drop_store()
-
-    def _drop_store(self) -> None:
+    def _drop_machinery(self) -> None:
         store, self._store, self._builder = self._store, None, None
         if store is not None:
             self._finalizer()
-
-    def _stop_running(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.close()
 
     def _plan(self, start: int) -> Plan:
         return Plan(
@@ -256,7 +176,10 @@ class EpochLoop:
             start=start,
         )
 
-    def _pipeline(self, plan: Plan) -> Pipeline:
+    def _start(self, start: int) -> Pipeline | None:
+        plan = self._plan(start)
+        if not plan.num_batches:
+            return None
         dp_rank = self.config.mesh.data_rank
         sliced = not self.order.shuffle and plan.dp_world_size > 1 and self.dataset.has_sample_tables()
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset.slice)
@@ -337,7 +260,7 @@ class EpochLoop:
         return budget.chunks_limit_bytes(limit)
 
     def _check_enough_samples(self) -> None:
-        total = self.config.epoch_size or self.dataset.table.total_samples
+        total = self.samples_per_epoch
         ranks, size = self.config.mesh.data_world_size, self.config.global_batch_size
         if total < ranks:
             raise ConfigError(

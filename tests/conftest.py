@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import fsspec.asyn
 import pytest
-from servers import MiniS3Server, MotoServer, fresh_name
+from servers import AzuriteServer, MiniS3Server, MotoServer, fresh_name
 
 from streaming.engine.fork_server import SHARED
 from streaming.storage import Storage
@@ -36,6 +36,21 @@ def moto_bucket(moto: MotoServer) -> str:
 def s3_bucket(mini_s3: MiniS3Server) -> str:
     """URL of a new bucket in our own server."""
     return mini_s3.create_bucket(fresh_name())
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[AzuriteServer]:
+    """Microsoft's emulator of Azure's blob storage."""
+    if not AzuriteServer.installed():
+        pytest.skip("azurite-blob is not on PATH; it needs Node: npm install -g azurite")
+    with AzuriteServer() as server:
+        yield server
+
+
+@pytest.fixture
+def azure_container(azurite: AzuriteServer) -> str:
+    """URL of a new container in azurite."""
+    return azurite.create_container(fresh_name())
 
 
 @pytest.fixture

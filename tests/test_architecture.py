@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("streaming", "shard_tools", "infra")
 
 SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device")
-SURFACE += ("streaming.loop", "streaming.streamed", "streaming.bad_samples", "streaming.peers")
+SURFACE += ("streaming.loop", "streaming.streamed", "streaming.base_loop", "streaming.bad_samples", "streaming.peers")
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
 SURFACE += ("streaming.iterable", "streaming.shares")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.

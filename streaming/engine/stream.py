@@ -54,6 +54,10 @@ class StreamSettings:
         dp_rank: Whose share.
         window_bytes: Bound on the samples in the window, whatever their number.
         fields: Fields to keep; None: all.
+        batch_size: Rows of each batch of this rank.
+        first_batch: Batches before this one are read again, but neither decoded nor delivered.
+        num_batches: Batches of the epoch.
+        depth: Batches built ahead.
     """
 
     urls: tuple[str, ...]
@@ -62,6 +66,10 @@ class StreamSettings:
     dp_rank: int
     window_bytes: int
     fields: tuple[str, ...] | None
+    batch_size: int
+    first_batch: int
+    num_batches: int
+    depth: int
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
@@ -124,14 +132,12 @@ def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator
 
 
 class ShardStream:
-    """One rank's batches of one epoch, built on a background thread, ``depth`` ahead. Used once, then closed.
+    """One rank's batches of one epoch, built on a background thread. Used once, then closed.
 
     Args:
         storage: Where the shards are.
         settings: What to read.
-        batch_sizes: Rows of each batch to deliver.
         recipe: How to build it.
-        depth: Batches built ahead.
         report: Told of every bad sample; may raise to stop the run.
     """
 
@@ -139,17 +145,14 @@ class ShardStream:
         self,
         storage: Storage,
         settings: StreamSettings,
-        batch_sizes: Iterator[int],
         recipe: Recipe,
-        depth: int,
         report: BadSampleReport,
     ) -> None:
         self._storage = storage
         self._settings = settings
-        self._batch_sizes = batch_sizes
         self._recipe = recipe
         self._report = report
-        self._ready: Queue[tuple[Any, BaseException | None] | None] = Queue(depth)
+        self._ready: Queue[tuple[Any, BaseException | None] | None] = Queue(settings.depth)
         self._stopped = threading.Event()
         self.reading = ""
         self._thread = threading.Thread(target=self._produce, name="shardstream-stream", daemon=True)
@@ -209,9 +212,11 @@ class ShardStream:
     def _produce(self) -> None:
         try:
             samples = shuffled(self._samples(), self._settings)
-            for size in self._batch_sizes:
-                batch = [sample for _, sample in zip(range(size), samples, strict=False)]
-                if self._stopped.is_set() or not self._put((self._build(batch), None)):
+            for number in range(self._settings.num_batches):
+                batch = [sample for _, sample in zip(range(self._settings.batch_size), samples, strict=False)]
+                if self._stopped.is_set():
+                    return
+                if number >= self._settings.first_batch and not self._put((self._build(batch), None)):
                     return
             self._put(None)
         except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it

@@ -105,7 +105,7 @@ class ObjectAdapter:
                     ObjectInfo(
                         url=f"{base}/{meta['path']}",
                         size_bytes=meta["size"],
-                        version=meta["e_tag"] or meta["version"],
+                        version=_quoted(meta["e_tag"]) or meta["version"],
                     )
                     for meta in page
                 )
@@ -238,6 +238,11 @@ class ObjectAdapter:
                 "base": 2,
             },
         }
+
+
+def _quoted(tag: str | None) -> str | None:
+    """An ETag as headers carry it; Azure's listings leave its quotation marks out."""
+    return tag if not tag or tag.endswith('"') else f'"{tag}"'
 
 
 def _writable(url: str) -> None:

@@ -32,6 +32,7 @@ from streaming.storage.urls import redact
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
+_DELETE_FAILED = re.compile(r"request failed for key .*?: ([^\n]{0,300}) \(code: ([A-Za-z0-9]{1,60})\)\s*$", re.DOTALL)
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]{1,40})'|<Region>([a-z0-9-]{1,40})</Region>")
 _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
@@ -42,6 +43,7 @@ _DENIED_CODES = {
     "ExpiredToken",
     "InvalidToken",
 }
+_PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 _PASSING_STATUS = {408, 409, 425, 429}
 _ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
 
@@ -92,6 +94,8 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     status = int(found[1]) if (found := _STATUS.search(head)) else 0
     code = found[1] if (found := _CODE.search(text)) else ""
     said = _said(status, code, text)
+    if undeleted := _DELETE_FAILED.search(head.rstrip()):
+        status, code, said = _bulk_delete(undeleted[1].strip(), undeleted[2])
     where = f"{doing} {place}"
     if any(host in head for host in _ROLE_HOSTS) and not any(host in place.endpoint for host in _ROLE_HOSTS):
         return AccessDeniedError(_no_credentials(where, place))
@@ -117,6 +121,18 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     if isinstance(error, ValueError):
         return ConfigError(f"{where}: {head.strip()[:300]}")
     return _transfer_error(where, place, status, said, debug)
+
+
+def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
+    """Status, code and words for one key that a delete of several left: the answer as a whole was a 200."""
+    said = f" ({code}: {message})" if message else f" ({code})"
+    if code.isdigit():  # Azure names the status
+        return int(code), "", said
+    if code in {"NoSuchKey", "NoSuchVersion"}:
+        return 404, code, said
+    if code in _DENIED_CODES:
+        return 403, code, said
+    return 503 if code in _PASSING_CODES else 400, code, said
 
 
 def _transfer_error(where: str, place: Place, status: int, said: str, debug: str) -> StorageError:

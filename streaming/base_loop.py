@@ -1,0 +1,140 @@
+"""What both loops over a ``StreamingDataset`` share: epochs, a position, and one run at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+from streaming.bad_samples import BadSamples
+from streaming.dataset import StreamingDataset
+from streaming.metrics import Metrics
+from streaming.order import OrderSettings, checked_int
+
+
+class Run(Protocol):
+    """The batches of the rest of one epoch, being produced in the background."""
+
+    def __next__(self) -> Any:
+        """The next batch."""
+
+    def close(self) -> None:
+        """Stop producing."""
+
+    def describe(self) -> str:
+        """What it is at, for people."""
+
+
+class BaseLoop(ABC):
+    """Epochs one after the other. Used by one thread, but for ``metrics`` and ``close``.
+
+    Attributes:
+        epoch: The epoch in progress, or the next to start.
+        samples_seen: Samples of it, over all ranks, that were handed out.
+        order: The order settings of that epoch.
+        next_seed: Seed from the next epoch on, where it was changed.
+        metrics: Where everything is counted.
+    """
+
+    def __init__(self, dataset: StreamingDataset, order: OrderSettings, global_batch_size: int) -> None:
+        self.dataset = dataset
+        self.order = order
+        self.metrics = Metrics()
+        self.epoch = 0
+        self.samples_seen = 0
+        self.next_seed: int | None = None
+        self._global_batch_size = global_batch_size
+        self._resume_at = 0
+        self._running: Run | None = None
+        self._bad = BadSamples(dataset.max_bad_samples, self.metrics)
+
+    @property
+    @abstractmethod
+    def samples_per_epoch(self) -> int:
+        """Samples of an epoch, over all ranks."""
+
+    @abstractmethod
+    def _start(self, start: int) -> Run | None:
+        """Begin to produce the epoch's batches after its first ``start`` samples; None if there are none."""
+
+    def run(self) -> Iterator[Any]:
+        """The rest of the epoch in progress, batch by batch; the position moves on before a batch is handed out.
+
+        A loop that is left early keeps its position for a checkpoint, but a new one starts the epoch anew.
+        """
+        self._stop_running()
+        start, self._resume_at = self._resume_at, 0
+        self.samples_seen = start
+        if start == 0 and self.next_seed is not None:
+            self.order, self.next_seed = replace(self.order, seed=self.next_seed), None
+        running = self._running = self._start(start)
+        if running is not None:
+            try:
+                for batch in self._guarded(running):
+                    self.samples_seen = min(self.samples_seen + self._global_batch_size, self.samples_per_epoch)
+                    self.metrics.add("batches")
+                    yield batch
+                if self._running is not running:
+                    return
+            finally:
+                running.close()
+                if self._running is running:
+                    self._running = None
+        self.epoch += 1
+        self.samples_seen = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; where it is the one in progress, a loaded position is kept."""
+        if checked_int("epoch", epoch, 0, 2**62) != self.epoch:
+            self._go_to(epoch, 0)
+
+    def set_seed(self, seed: int) -> None:
+        """A new order from the next epoch that starts."""
+        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+
+    def report(self) -> dict[str, Any]:
+        """All metrics, and this epoch's bad samples by name."""
+        cache = {} if self.dataset.cache is None else self.dataset.cache.metrics.snapshot()
+        return {**self.metrics.snapshot(), **cache, "bad": self._bad.listing()}
+
+    def describe(self) -> str:
+        """What the loop waits for at this moment."""
+        running = self._running
+        return "not running" if running is None else running.describe()
+
+    def close(self) -> None:
+        """Stop threads and processes, free memory. The loop may be used again; it starts them anew."""
+        self._stop_running()
+        self._drop_machinery()
+
+    @property
+    def _position(self) -> int:
+        return self.samples_seen or self._resume_at
+
+    def _go_to(self, epoch: int, samples_seen: int) -> None:
+        self._stop_running()
+        self.epoch, self.samples_seen, self._resume_at = epoch, samples_seen, samples_seen
+
+    def _guarded(self, running: Run) -> Iterator[Any]:
+        """``running``; an interrupt in the middle of its book-keeping costs the machinery, not the next loop."""
+        while True:
+            try:
+                batch = next(running)
+            except StopIteration:
+                return
+            except Exception:
+                raise
+            except BaseException:
+                self._running = None
+                self._drop_machinery()
+                raise
+            yield batch
+
+    def _stop_running(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def _drop_machinery(self) -> None:  # noqa: B027  not every loop has something to give back
+        """Give back what outlives a run."""
