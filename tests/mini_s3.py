@@ -2,7 +2,8 @@
 
 It speaks what loaders and writers use: signature version 4 in the header and in the query, ranged and conditional
 GET, HEAD, conditional PUT, uploads in parts, ListObjectsV2 with paging and delimiter, DELETE, buckets. Anonymous
-requests may read buckets whose names begin with ``public-``. Objects are files (sent by ``sendfile``), their table is
+requests may read buckets whose names begin with ``public-``; nobody may do anything in those that begin with
+``locked-``. Objects are files (sent by ``sendfile``), their table is
 in memory, so a server starts empty. ``GET /_log`` returns every request since the last ``DELETE /_log`` as JSON.
 
 Run ``python mini_s3.py --root DIR``; it prints its port when it listens, and ends when its standard input does.
@@ -133,6 +134,8 @@ class Handler(BaseHTTPRequestHandler):
         objects = state.buckets.get(bucket)
         if objects is None:
             raise Refused(404, "NoSuchBucket", "The specified bucket does not exist")
+        if bucket.startswith("locked-") and "delete" not in query:
+            raise Refused(403, "AccessDenied", "Access Denied")
         if not key:
             return self._bucket(bucket, objects)
         if self.command in {"GET", "HEAD"}:
@@ -351,6 +354,10 @@ class Handler(BaseHTTPRequestHandler):
             self.body_read = True
             tree = ET.fromstring(b"".join(self._body()))
             keys = [node.text or "" for node in tree.iter() if node.tag.endswith("Key")]
+            if bucket.startswith("locked-"):  # the answer as a whole is a 200, as AWS's is
+                denied = "<Code>AccessDenied</Code><Message>Access Denied</Message>"
+                rows = "".join(f"<Error><Key>{escape(key)}</Key>{denied}</Error>" for key in keys)
+                return self._xml("DeleteResult", rows)
             for key in keys:
                 self._remove(objects, key)
             return self._xml("DeleteResult", "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys))

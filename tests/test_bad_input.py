@@ -650,7 +650,7 @@ class TestLoaderArguments:
     def test_pin_memory(self, dataset: StreamingDataset, value: Any) -> None:
         refused(ConfigError, lambda: DataLoader(dataset, 4, pin_memory=value), "pin_memory", "True or False")
 
-    @pytest.mark.parametrize("wrong", ["s3://bucket/train/", 3, None, [1, 2, 3], dict])
+    @pytest.mark.parametrize("wrong", ["s3://bucket/train/", 3, None, dict])
     def test_dataset_of_another_type(self, wrong: Any) -> None:
         text = refused(ConfigError, lambda: DataLoader(wrong, 4), "dataset", "StreamingDataset")
         if isinstance(wrong, str):

@@ -15,6 +15,7 @@ from servers import HttpServer
 
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage
+from streaming.storage.base import PassingError
 from streaming.storage.object_errors import Place, object_errors
 
 MIB = 1 << 20
@@ -218,6 +219,23 @@ class TestRefusals:
             assert "oh-so-wrong" not in text
             assert isinstance(caught.value, PermissionError)
 
+    def test_what_may_not_be_done_is_refused_at_once(self, mini_s3) -> None:
+        mini_s3.create_bucket("locked-box")
+        url, storage = "s3://locked-box/a b/x (code: 1).tar", Storage(mini_s3.storage_options)
+        for call in (
+            storage.delete,  # a 200 that lists what was not deleted
+            storage.read,
+            storage.info,
+            storage.exists,
+            lambda u: list(storage.list("s3://locked-box/a b")),
+            lambda u: storage.put(u, b"x"),
+            lambda u: storage.put(u, bytes(20 << 20)),  # in parts
+        ):
+            mini_s3.clear_log()
+            with pytest.raises(AccessDeniedError, match=r"locked-box.*AccessDenied: Access Denied"):
+                call(url)
+            assert 1 <= len(mini_s3.log()) <= 2  # no retries; a refused HEAD is asked again by GET, for the reason
+
     def test_an_unknown_key_and_no_key(self, mini_s3, url: str) -> None:
         with pytest.raises(AccessDeniedError, match="InvalidAccessKeyId"):
             Storage({**mini_s3.storage_options, "key": "who"}).read(url)
@@ -302,6 +320,25 @@ class TestMessages:
         place = Place(url="s3://b/x", endpoint="e", source="s", region="us-east-1 (from the default)")
         text = "Received redirect without LOCATION, this normally indicates an incorrectly configured region"
         assert "not in region us-east-1 (from the default)" in str(self.raised(GenericError(text), place))
+
+    @pytest.mark.parametrize(
+        ("code", "kind"),
+        [
+            ("AccessDenied", AccessDeniedError),
+            ("403", AccessDeniedError),  # Azure's
+            ("NoSuchKey", NotFoundError),
+            ("SlowDown", PassingError),
+            ("503", PassingError),
+            ("MalformedXML", StorageError),
+        ],
+    )
+    def test_a_key_that_a_delete_left(self, code: str, kind: type[Exception]) -> None:
+        what = f"DeleteObjects request failed for key a: b: why\nit did (code: {code})"
+        text = f"Generic S3 error: {what}\n\nDebug source:\nGeneric {{}}"
+        error = self.raised(GenericError(text))
+        assert type(error) is kind
+        if kind is StorageError:
+            assert f"({code}: b: why\nit did)" in str(error)
 
     def test_a_session_token_in_the_stores_answer_is_not_repeated(self) -> None:
         body = "<Code>SignatureDoesNotMatch</Code><CanonicalRequest>x-amz-security-token:t0k3n</CanonicalRequest>"

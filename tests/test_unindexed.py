@@ -162,6 +162,10 @@ def test_the_window_is_bounded_in_bytes() -> None:
         dp_rank=0,
         window_bytes=5000,
         fields=None,
+        batch_size=1,
+        first_batch=0,
+        num_batches=1,
+        depth=1,
     )
     held_bytes, places = 0, []
 
