@@ -221,7 +221,7 @@ class TestRefusals:
 
     def test_what_may_not_be_done_is_refused_at_once(self, mini_s3) -> None:
         mini_s3.create_bucket("locked-box")
-        url, storage = "s3://locked-box/a b/x (code: 1).tar", Storage(mini_s3.storage_options)
+        url, storage = "s3://locked-box/a b/x: (code: 1).tar", Storage(mini_s3.storage_options)
         for call in (
             storage.delete,  # a 200 that lists what was not deleted
             storage.read,
@@ -256,15 +256,16 @@ class TestRefusals:
                 call(url)
 
     def test_a_refused_endpoint(self, s3fs_closed) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s", "unreachable_s": 0.3}
-        for client in ("obstore", "fsspec"):
-            storage = s3fs_closed(Storage({**options, "client": client}))
-            with pytest.raises(TransferError, match=f"cannot reach http://127.0.0.1:{port}"):
-                storage.read("s3://b/x")
-        with pytest.raises(TransferError, match="connection refused"):
-            Storage(options).read(f"http://127.0.0.1:{port}/x.tar")
+        with socket.socket() as held:  # bound, so that nobody else takes the port, but not listening
+            held.bind(("127.0.0.1", 0))
+            port = held.getsockname()[1]
+            options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "k", "secret": "s", "unreachable_s": 0.3}
+            for client in ("obstore", "fsspec"):
+                storage = s3fs_closed(Storage({**options, "client": client}))
+                with pytest.raises(TransferError, match=f"cannot reach http://127.0.0.1:{port}"):
+                    storage.read("s3://b/x")
+            with pytest.raises(TransferError, match="connection refused"):
+                Storage(options).read(f"http://127.0.0.1:{port}/x.tar")
 
     def test_a_name_that_does_not_resolve(self) -> None:
         options = {"endpoint_url": "http://store.invalid", "key": "k", "secret": "s", "unreachable_s": 0.1}
@@ -338,7 +339,7 @@ class TestMessages:
         error = self.raised(GenericError(text))
         assert type(error) is kind
         if kind is StorageError:
-            assert f"({code}: b: why\nit did)" in str(error)
+            assert f"({code}: why\nit did)" in str(error)
 
     def test_a_session_token_in_the_stores_answer_is_not_repeated(self) -> None:
         body = "<Code>SignatureDoesNotMatch</Code><CanonicalRequest>x-amz-security-token:t0k3n</CanonicalRequest>"

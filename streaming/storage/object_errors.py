@@ -32,7 +32,7 @@ from streaming.storage.urls import redact
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
-_DELETE_FAILED = re.compile(r"request failed for key .*?: ([^\n]{0,300}) \(code: ([A-Za-z0-9]{1,60})\)\s*$", re.DOTALL)
+_DELETE_FAILED = re.compile(r"request failed for key .*: (.*?) \(code: ([A-Za-z0-9]{1,60})\)\s*$", re.DOTALL)
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]{1,40})'|<Region>([a-z0-9-]{1,40})</Region>")
 _REGION_CODES = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
@@ -95,7 +95,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     code = found[1] if (found := _CODE.search(text)) else ""
     said = _said(status, code, text)
     if undeleted := _DELETE_FAILED.search(head.rstrip()):
-        status, code, said = _bulk_delete(undeleted[1].strip(), undeleted[2])
+        status, code, said = _bulk_delete(undeleted[1].strip()[:300], undeleted[2])
     where = f"{doing} {place}"
     if any(host in head for host in _ROLE_HOSTS) and not any(host in place.endpoint for host in _ROLE_HOSTS):
         return AccessDeniedError(_no_credentials(where, place))
