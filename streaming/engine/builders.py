@@ -23,6 +23,10 @@ class Builder(Protocol):
     def is_local(self) -> bool:
         """Whether the calling thread does the work, so that the consumer may as well do it itself."""
 
+    @property
+    def holds_gil(self) -> bool:
+        """Whether building is nothing but Python: several threads at it only wait for each other."""
+
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *, seed: int | None = None
     ) -> Any:
@@ -36,6 +40,7 @@ class LocalBuilder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        self.holds_gil = False
 
     def build(
         self,
@@ -47,6 +52,8 @@ class LocalBuilder:
         seed: int | None = None,  # noqa: ARG002  this process's generators are the user's
     ) -> Any:
         """See ``Builder``."""
+        if not self.holds_gil:
+            self.holds_gil = is_trivial(self._recipe, rows)
         return BatchBuilder(self._recipe, substitutes, report).build(rows, valid)
 
 
@@ -62,6 +69,11 @@ class WorkerBuilder:
         self._pool = pool
         self._local = LocalBuilder(recipe)
         self.is_local = False
+
+    @property
+    def holds_gil(self) -> bool:
+        """See ``Builder``."""
+        return self.is_local
 
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *, seed: int | None = None
