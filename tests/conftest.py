@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import fsspec.asyn
 import pytest
-from servers import AzuriteServer, MiniS3Server, MotoServer, fresh_name
+from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
 from streaming.engine.fork_server import SHARED
 from streaming.storage import Storage
@@ -36,6 +36,19 @@ def moto_bucket(moto: MotoServer) -> str:
 def s3_bucket(mini_s3: MiniS3Server) -> str:
     """URL of a new bucket in our own server."""
     return mini_s3.create_bucket(fresh_name())
+
+
+@pytest.fixture(scope="session")
+def mini_gcs() -> Iterator[MiniGcsServer]:
+    """Our own Google Cloud Storage server, which checks its token and logs requests."""
+    with MiniGcsServer() as server:
+        yield server
+
+
+@pytest.fixture
+def gcs_bucket(mini_gcs: MiniGcsServer) -> str:
+    """URL of a new bucket in our own Google server."""
+    return mini_gcs.create_bucket(fresh_name())
 
 
 @pytest.fixture(scope="session")

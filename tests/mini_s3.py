@@ -435,8 +435,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, port: int, state: State) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self, port: int, state: State, handler: type[Handler] = Handler) -> None:
+        super().__init__(("127.0.0.1", port), handler)
         self.state = state
 
     def handle_error(self, request: object, client_address: object) -> None:

@@ -205,6 +205,35 @@ class MiniS3Server(LoopbackServer):
         self.request("DELETE", "/_log")
 
 
+class MiniGcsServer(LoopbackServer):
+    """Our own small Google Cloud Storage: checks its bearer token, logs requests; see mini_gcs.py."""
+
+    token = "mini-token"
+
+    @property
+    def storage_options(self) -> dict[str, str]:
+        return {"endpoint_url": self.url, "token": self.token}
+
+    def _start(self) -> None:
+        program, objects = os.path.join(_HERE, "mini_gcs.py"), os.path.join(self._folder, "objects")
+        self._spawn(sys.executable, program, "--root", objects, announces=True)
+
+    def create_bucket(self, name: str) -> str:
+        """Create the bucket; its URL."""
+        status, body = self.request("PUT", f"/{name}", b"", Authorization=f"Bearer {self.token}")
+        if status != 200:
+            raise RuntimeError(f"mini_gcs answered {status} to create {name}: {body[:500]!r}")
+        return f"gs://{name}"
+
+    def log(self) -> list[dict[str, object]]:
+        """Every request since the last :meth:`clear_log`, as :meth:`MiniS3Server.log`."""
+        found: list[dict[str, object]] = json.loads(self.request("GET", "/_log")[1])
+        return found
+
+    def clear_log(self) -> None:
+        self.request("DELETE", "/_log")
+
+
 class HttpServer(LoopbackServer):
     """A plain web server over ``root`` that answers ranges: nginx where installed, else our own small one."""
 

@@ -27,7 +27,7 @@ class Store:
     base: str
 
 
-@pytest.fixture(params=["local", "file-url", "memory", "s3-moto", "s3-mini", "s3fs", "azure"])
+@pytest.fixture(params=["local", "file-url", "memory", "s3-moto", "s3-mini", "s3fs", "azure", "gcs"])
 def store(request: pytest.FixtureRequest, tmp_path) -> Iterator[Store]:
     kind = request.param
     if kind == "local":
@@ -44,6 +44,11 @@ def store(request: pytest.FixtureRequest, tmp_path) -> Iterator[Store]:
         yield Store(
             Storage(request.getfixturevalue("mini_s3").storage_options),
             request.getfixturevalue("s3_bucket") + "/a/base",
+        )
+    elif kind == "gcs":
+        yield Store(
+            Storage(request.getfixturevalue("mini_gcs").storage_options),
+            request.getfixturevalue("gcs_bucket") + "/a/base",
         )
     elif kind == "azure":
         yield Store(
