@@ -6,6 +6,7 @@ import socket
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -42,6 +43,20 @@ def spans(proxy: FaultProxy) -> list[tuple[int, int]]:
     asked = [span for _, _, span in proxy.log if span is not None]
     pairs = (span.removeprefix("bytes=").split("-") for span in asked)
     return [(int(first), int(last) + 1) for first, last in pairs]
+
+
+def calls(storage: Storage, bucket: str) -> list[Callable[[], object]]:
+    """Everything that a store may refuse."""
+    url = bucket + "/a b/x: (code: 1).tar"
+    return [
+        lambda: storage.delete(url),  # on s3 a 200 that lists what was not deleted
+        lambda: storage.read(url),
+        lambda: storage.info(url),
+        lambda: storage.exists(url),
+        lambda: list(storage.list(bucket + "/a b")),
+        lambda: storage.put(url, b"x"),
+        lambda: storage.put(url, bytes(20 * MIB)),  # in parts
+    ]
 
 
 @pytest.mark.parametrize("kind", ["status", "reset_before"])
@@ -221,19 +236,10 @@ class TestRefusals:
 
     def test_what_may_not_be_done_is_refused_at_once(self, mini_s3) -> None:
         mini_s3.create_bucket("locked-box")
-        url, storage = "s3://locked-box/a b/x: (code: 1).tar", Storage(mini_s3.storage_options)
-        for call in (
-            storage.delete,  # a 200 that lists what was not deleted
-            storage.read,
-            storage.info,
-            storage.exists,
-            lambda u: list(storage.list("s3://locked-box/a b")),
-            lambda u: storage.put(u, b"x"),
-            lambda u: storage.put(u, bytes(20 << 20)),  # in parts
-        ):
+        for call in calls(Storage(mini_s3.storage_options), "s3://locked-box"):
             mini_s3.clear_log()
             with pytest.raises(AccessDeniedError, match=r"locked-box.*AccessDenied: Access Denied"):
-                call(url)
+                call()
             assert 1 <= len(mini_s3.log()) <= 2  # no retries; a refused HEAD is asked again by GET, for the reason
 
     def test_an_unknown_key_and_no_key(self, mini_s3, url: str) -> None:
@@ -356,6 +362,46 @@ def test_google_buckets_are_read_from_an_endpoint_of_ones_own(tmp_path) -> None:
         assert storage.info("gs://bucket/x.tar").size_bytes == len(DATA)
         with pytest.raises(NotFoundError, match=r"gs://bucket/y\.tar"):
             storage.read("gs://bucket/y.tar")
+
+
+def test_google_refuses_at_once_and_says_why(mini_gcs) -> None:
+    mini_gcs.create_bucket("locked-box")
+    mini_gcs.create_bucket("public-box")
+    good = Storage(mini_gcs.storage_options)
+    good.put("gs://public-box/x", b"free")
+    wrong = Storage({**mini_gcs.storage_options, "token": "oh-so-wrong"})
+    for storage, bucket in ((good, "gs://locked-box"), (wrong, "gs://public-box")):
+        for call in calls(storage, bucket):
+            mini_gcs.clear_log()
+            with pytest.raises(AccessDeniedError, match=r"box.*the storage option token") as caught:
+                call()
+            assert "oh-so-wrong" not in "".join(traceback.format_exception(caught.value))
+            assert 1 <= len(mini_gcs.log()) <= 2
+    anonymous = Storage({"endpoint_url": mini_gcs.url, "anon": True})
+    assert bytes(anonymous.read("gs://public-box/x")) == b"free"
+    with pytest.raises(NotFoundError, match="no bucket 'nowhere'"):
+        good.read("gs://nowhere/x.tar")
+
+
+def test_an_aborted_upload_to_google_is_given_up(mini_gcs, gcs_bucket: str) -> None:
+    writer = Storage(mini_gcs.storage_options).open_write(gcs_bucket + "/x", 5 * MIB)
+    writer.write(bytes(15 * MIB))
+    writer.abort()
+    queries = [(entry["method"], entry["query"]) for entry in mini_gcs.log()]
+    assert ("POST", ["uploads"]) in queries
+    assert ("DELETE", ["uploadId"]) in queries
+
+
+def test_azure_refuses_at_once_and_says_why(azurite, azure_container: str) -> None:
+    storage = Storage({**azurite.storage_options, "account_key": "b2gtc28td3Jvbmc="})
+    began_s = time.monotonic()
+    for call in calls(storage, azure_container):
+        with pytest.raises(AccessDeniedError, match=r"the storage option account_key") as caught:
+            call()
+        assert "b2gtc28td3Jvbmc=" not in "".join(traceback.format_exception(caught.value))
+    assert time.monotonic() - began_s < 3
+    with pytest.raises(NotFoundError, match="no bucket 'nowhere'"):
+        Storage(azurite.storage_options).read("az://nowhere/x.tar")
 
 
 def test_azure_names_its_account_and_endpoint() -> None:
