@@ -20,7 +20,7 @@ from data_sets import WORLD_SIZES, loaders, mesh_of
 
 from streaming import DataLoader, StreamingDataset
 from streaming.index.cutter import ChunkRule
-from streaming.scan import index_shards
+from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
 GNU_TAR = shutil.which("tar")

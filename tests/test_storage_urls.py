@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.errors import ConfigError, NotFoundError
+from streaming.errors import AccessDeniedError, ConfigError, NotFoundError
 from streaming.storage import RetryPolicy, Storage, expand_urls, join_url, redact, split_url
 from streaming.storage.base import PassingError, UnreachableError
 from streaming.storage.credentials import azure_config, gcs_config, s3_access
+from streaming.storage.fs import _translate
 from streaming.storage.options import StorageOptions, parse_options
 from streaming.storage.retry import retrying
 
@@ -266,3 +267,11 @@ def test_importing_reads_no_environment_and_starts_no_thread() -> None:
         "assert threading.active_count() == 1\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=os.path.dirname(os.path.dirname(__file__)))
+
+
+def test_status_codes_inside_names_are_no_status_codes() -> None:
+    missing = _translate("looking at memory://bucket-240118/x", parse_options({}), FileNotFoundError("bucket-240118/x"))
+    assert type(missing) is NotFoundError
+    other = _translate("reading memory://b/404a", parse_options({}), OSError("memory://b/x403x/401st went away"))
+    assert not isinstance(other, (NotFoundError, AccessDeniedError))
+    assert isinstance(_translate("reading x", parse_options({}), OSError("HTTP 403: no")), AccessDeniedError)

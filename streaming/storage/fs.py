@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import io
+import re
 import shutil
 import tempfile
 import threading
@@ -203,6 +204,11 @@ def _make_parents(system: Any, path: str) -> None:
         system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
 
 
+def _says(text: str, words: tuple[str, ...]) -> bool:
+    """Whether one of ``words`` is in ``text``; a status code only where it stands alone, not inside a name."""
+    return any(re.search(rf"(?<!\w){word}(?!\w)", text) if word.isdigit() else word in text for word in words)
+
+
 def _translate(  # noqa: PLR0911 (one return for each kind)
     where: str, options: StorageOptions, error: Exception
 ) -> StorageError:
@@ -213,22 +219,23 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         cause = cause.__cause__ or cause.__context__
     text = " ".join(chain).lower()
     endpoint = options.endpoint_url or "the store's own endpoint"
-    if any(word in text for word in _REGION_WORDS):
+    if _says(text, _REGION_WORDS):
         return AccessDeniedError(
             f"{where}: the bucket is not in region {options.region}; give region= in storage_options"
         )
-    if isinstance(error, PermissionError) or any(word in text for word in _DENIED_WORDS):
+    missing = isinstance(error, FileNotFoundError)
+    if isinstance(error, PermissionError) or (not missing and _says(text, _DENIED_WORDS)):
         source = (
             "storage_options" if options.key or options.token else "the file system's own chain (environment, files)"
         )
         return AccessDeniedError(f"{where}: access denied; the credentials came from {source}; endpoint {endpoint}")
-    if isinstance(error, FileNotFoundError) or any(word in text for word in _MISSING_WORDS):
+    if missing or _says(text, _MISSING_WORDS):
         return NotFoundError(f"{where}: no such bucket or object at {endpoint}; check the URL")
-    if any(word in text for word in _UNREACHABLE_WORDS):
+    if _says(text, _UNREACHABLE_WORDS):
         return UnreachableError(
             f"{where}: cannot reach {endpoint}; check endpoint_url, the network, and that it is running"
         )
-    if any(word in text for word in ("416", "invalidrange", "not satisfiable")):
+    if _says(text, ("416", "invalidrange", "not satisfiable")):
         return TransferError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
     if isinstance(error, (NotImplementedError, TypeError, AttributeError)):
         return StorageError(f"{where}: this file system cannot do that ({type(error).__name__})")
