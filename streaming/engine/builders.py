@@ -25,7 +25,7 @@ class Builder(Protocol):
 
     @property
     def holds_gil(self) -> bool:
-        """Whether building is nothing but Python: several threads at it only wait for each other."""
+        """Whether building is nothing but Python: then the consumer does it, and no thread in between."""
 
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *, seed: int | None = None

@@ -127,7 +127,7 @@ class Pipeline:
         self._depth = settings.depth
         self._closed = False
         self._builders = [
-            threading.Thread(target=self._build_loop, args=(i,), name=f"shardstream-build-{i}", daemon=True)
+            threading.Thread(target=self._build_loop, name=f"shardstream-build-{i}", daemon=True)
             for i in range(settings.num_builders)
         ]
         for thread in self._builders:
@@ -313,10 +313,10 @@ class Pipeline:
         if batch == 0:
             self._metrics.add("first_batch_wait_s", waited_s)
 
-    def _build_loop(self, number: int) -> None:
+    def _build_loop(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and not (self._can_start() and self._may_build(number)):
+                while not self._closed and not self._can_start():
                     self._changed.wait()
                 if self._closed:
                     return
@@ -341,11 +341,10 @@ class Pipeline:
         fitting = self._settings.batch_bytes // max(1, size_of(batch))
         self._depth = max(1, min(self._depth, fitting))
 
-    def _may_build(self, number: int) -> bool:
-        """One builder is enough for work that only one thread can do at a time."""
-        return number == 0 or not self._settings.builder.holds_gil
-
     def _can_start(self) -> bool:
+        """Whether a builder may begin with a batch: never with what only one thread can do at a time anyway."""
+        if self._settings.builder.holds_gil:
+            return False
         return self._started < min(self._frontier(), self._planned, self._handed_out + self._depth)
 
     def _build(self, batch: int) -> Any:
