@@ -51,6 +51,8 @@ class ShuffleConfig:
             with which a lane draws from about three chunks at a time.
         lanes: L: into how many equal parts an epoch is cut, each going through its chunks on its own. None: the largest
             divisor of the global batch size up to max(64, an eighth of it).
+        scope: ``"global"``: every epoch permutes all chunks. (``"lane"``, which keeps each chunk in its lane so that a
+            node's cache stays warm, is to come.)
 
     Raises:
         ConfigError: One of them is no integer, or out of range.
@@ -59,8 +61,11 @@ class ShuffleConfig:
     seed: int | None = None
     window: int | None = None
     lanes: int | None = None
+    scope: str = "global"
 
     def __post_init__(self) -> None:
+        if self.scope != "global":
+            raise ConfigError(f'ShuffleConfig: scope: this release has "global" alone, got {self.scope!r}')
         for name, low, high in (("seed", 0, _MAX_SEED), ("window", 0, MAX_WINDOW), ("lanes", 1, MAX_LANES)):
             value = getattr(self, name)
             if value is not None:

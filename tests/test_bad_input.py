@@ -646,6 +646,10 @@ class TestLoaderArguments:
     def test_collate_fn(self, dataset: StreamingDataset) -> None:
         refused(ConfigError, lambda: DataLoader(dataset, 4, collate_fn="stack"), "collate_fn", "function", "stack")  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize("value", ["lane", None, "everything"])
+    def test_scope_of_a_shuffle(self, value: Any) -> None:
+        refused(ConfigError, lambda: ShuffleConfig(scope=value), "scope", "global")
+
     @pytest.mark.parametrize("value", ["yes", None, 1])
     def test_pin_memory(self, dataset: StreamingDataset, value: Any) -> None:
         refused(ConfigError, lambda: DataLoader(dataset, 4, pin_memory=value), "pin_memory", "True or False")
