@@ -26,7 +26,8 @@ class Arena:
     Args:
         budget_bytes: The budget.
         shared: Whether other processes are to map it, by ``fd``. Memory of this process alone gets huge pages where the
-            system grants them: first touch then costs a third (0.07 against 0.22 s for 400 MB, measured once by hand, 2026-11).
+            system grants them: first touch then costs a third (0.07 against 0.22 s for
+            400 MB, measured once by hand, 2026-11).
     """
 
     def __init__(self, budget_bytes: int, *, shared: bool = True) -> None:
