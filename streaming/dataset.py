@@ -20,10 +20,10 @@ import numpy.typing as npt
 from streaming.cache import NodeCache
 from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.engine.build import OnError
-from streaming.errors import ConfigError, DecodeError, IndexMissingError
+from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
 from streaming.fetch import FetchRange, fetch_range
 from streaming.index.chunks import ChunkTable
-from streaming.index.samples import SampleTable
+from streaming.index.samples import SampleLocation, SampleTable
 from streaming.order import MAX_LANES, MAX_WINDOW, checked_int
 from streaming.peers import job_peers
 from streaming.shards import OpenShards, check_fields, open_shards, sample_table
@@ -251,6 +251,14 @@ class StreamingDataset:
     def fetch(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
         """Fill ``out`` and take it apart."""
         return fetch_range(self.storage, wanted, out, self.cache)
+
+    def locate(self, chunk_id: int, offset: int) -> SampleLocation | None:
+        """Where a sample of a chunk lies in its shard; None if the shard's sample table is missing or unreadable."""
+        try:
+            samples = self._recent.table(int(self.table.shard[chunk_id]))
+        except (DataError, StorageError):
+            return None
+        return None if samples is None else samples.lookup(int(self.table.first_sample[chunk_id]) + offset)
 
     def has_sample_tables(self) -> bool:
         """Whether the first shard has a sample table (a data set is indexed as a whole)."""

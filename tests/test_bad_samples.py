@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,6 +127,21 @@ def test_bad_samples_are_accounted_for_by_name(images: str) -> None:
             assert {one["stage"] for one in bad} == {"decode"}
             assert all(Path(one["url"]).is_file() for one in bad)
             assert all("jpg" in one["reason"] for one in bad)
+            for one in bad:  # the range is that of the sample's record, which begins with its first header
+                record = Path(one["url"]).read_bytes()[one["byte_start"] : one["byte_end"]]
+                assert record.startswith(f"{one['key']}.cls\0".encode())
+                assert record.count(b"\0ustar\0") == 2
+
+
+def test_without_sample_tables_nobody_knows_where_a_bad_sample_lies(images: str, tmp_path: Path) -> None:
+    shutil.copytree(images, tmp_path / "set")
+    shutil.rmtree(tmp_path / "set" / "_shardstream" / "samples")
+    dataset = StreamingDataset(f"{tmp_path}/set/", max_bad_samples=len(BAD))
+    with DataLoader(dataset, batch_size=10, device_mesh=mesh_of(1, 0)) as loader:
+        for _ in loader:
+            pass
+        places = {(one["key"], one["byte_start"], one["byte_end"]) for one in loader.metrics()["bad"]}
+    assert places == {(f"{number:05d}", -1, -1) for number in BAD}
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,13 @@ class BadSample:
 
     Attributes:
         url: Shard.
-        key: Sample; "" where even the key could not be read.
+        key: Sample; "" where even the key could not be read, and no sample table names it.
         stage: ``"fetch"``, ``"decode"`` or ``"transform"``.
         reason: The error's message.
         dropped: The user's transform dropped it: nothing is wrong with it.
         number: Of the sample in the data set; -1 where nobody knows it.
+        byte_start: First byte of its record in the shard; -1 where there is no sample table.
+        byte_end: One past the last; -1 where there is no sample table.
     """
 
     url: str
@@ -66,6 +68,8 @@ class BadSample:
     reason: str
     dropped: bool = False
     number: int = -1
+    byte_start: int = -1
+    byte_end: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

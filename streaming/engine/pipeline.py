@@ -19,20 +19,21 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe, Rows, size_of
+from streaming.engine.build import BadSample, BadSampleReport, BatchBuilder, Recipe, Rows, size_of
 from streaming.engine.builders import Builder
 from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import RowTable
 from streaming.errors import DataError, MemoryLimitError, TooManyBadSamplesError
 from streaming.fetch import FetchRange
+from streaming.index.samples import SampleLocation
 from streaming.metrics import Metrics
 from streaming.plan import Plan
 from streaming.tar import ChunkLayout
@@ -55,6 +56,9 @@ class Source(Protocol):
 
     def fetch(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
         """Fill ``out`` and take it apart."""
+
+    def locate(self, chunk_id: int, offset: int) -> SampleLocation | None:
+        """Where a sample of a chunk lies in its shard; None if no sample table says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,7 @@ class Pipeline:
         self._store = store
         self._settings = settings
         self._metrics = metrics
-        self._report = report
+        self._tell = report
         self._changed = store.changed
         self._blocks: deque[Block] = deque()
         rows_per_batch = max(1, -(-plan.global_batch_size // plan.dp_world_size))
@@ -367,6 +371,15 @@ class Pipeline:
         substitutes = partial(self._substitutes, block, low)
         seed = batch_seed(self._plan, self._dp_rank, batch)
         return self._settings.builder.build(rows, valid, substitutes, self._report, seed=seed)
+
+    def _report(self, bad: BadSample) -> None:
+        """Tell of a bad sample, by its key and place where they can be known."""
+        if bad.number >= 0 and not bad.dropped:
+            chunk = int(np.searchsorted(self._chunk_starts, bad.number, side="right")) - 1
+            place = self._source.locate(chunk, bad.number - int(self._chunk_starts[chunk]))
+            if place is not None:
+                bad = replace(bad, key=place.key, byte_start=place.record_start, byte_end=place.record_end)
+        self._tell(bad)
 
     def _rows(self, row_numbers: Ints, chunk_ids: Ints, offsets: Ints, damage: dict[int, DataError]) -> Rows:
         numbers = self._chunk_starts[chunk_ids] + offsets
