@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import traceback
 from collections import Counter
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from fault_proxy import Fault, FaultProxy
 from obstore.exceptions import GenericError, PermissionDeniedError
-from servers import HttpServer
+from servers import HttpServer, with_port
 
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage
@@ -84,6 +85,47 @@ def test_after_a_break_only_the_missing_bytes_are_asked_for(mini_s3, url: str, k
         assert starts[1] > 5 + 2 * MIB - (512 << 10)
         assert starts[2] > starts[1] + MIB - (512 << 10)
     assert counts["bytes"] == len(out)  # every byte was taken once
+
+
+def test_what_is_under_way_can_be_asked_for(mini_s3, url: str) -> None:
+    began = threading.Event()
+
+    def observe(name: str, amount: int) -> None:
+        if name == "retries":
+            began.set()
+
+    with FaultProxy(mini_s3.port, Fault(kind="truncate", at_bytes=MIB), Fault(kind="stall", at_bytes=0)) as proxy:
+        given = {**mini_s3.storage_options, "endpoint_url": proxy.url, **QUICK}
+        storage = Storage(given, observer=observe)
+        assert storage.in_flight() == []
+        reading = threading.Thread(target=storage.read, args=(url, 10, 3 * MIB))
+        reading.start()
+        assert began.wait(10)
+        (found,) = storage.in_flight()
+        reading.join()
+    assert (found.url, found.byte_start, found.byte_end) == (url, 10, 3 * MIB)
+    assert found.attempt in {1, 2}
+    assert 0 < found.num_bytes_received <= MIB
+    assert 0 < found.age_s < 10
+    assert storage.in_flight() == []
+
+
+def test_what_is_under_way_shows_no_secret(mini_s3) -> None:
+    began, shown = threading.Event(), []
+    signed = mini_s3.presign("faults", "x.tar")
+    with FaultProxy(mini_s3.port, Fault(kind="reset_before")) as proxy:
+
+        def observe(name: str, amount: int) -> None:
+            if name == "retries":
+                shown.extend(storage.in_flight())
+                began.set()
+
+        storage = Storage({**QUICK, "max_retries": 1}, observer=observe)
+        with pytest.raises(AccessDeniedError):  # the signature is of another host
+            storage.read(with_port(signed, proxy.port), 0, 10)
+    assert began.is_set()
+    assert "x.tar" in shown[0].url
+    assert "X-Amz" not in shown[0].url
 
 
 def test_reading_to_the_end_goes_on_after_a_break_too(mini_s3, url: str) -> None:

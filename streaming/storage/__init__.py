@@ -1,5 +1,6 @@
 """Objects and files by URL: ranged reads, listings and atomic writes over local disks, s3, gs, az, http and fsspec."""
 
+from streaming.storage.active import ActiveRequest
 from streaming.storage.base import DEFAULT_PART_BYTES, ObjectInfo, Observer, ReadBuffer, StoreWriter
 from streaming.storage.expand import expand_urls
 from streaming.storage.facade import Storage
@@ -9,6 +10,7 @@ from streaming.storage.urls import join_url, redact, scheme_of, split_url
 
 __all__ = [
     "DEFAULT_PART_BYTES",
+    "ActiveRequest",
     "ObjectInfo",
     "Observer",
     "ReadBuffer",

@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from streaming.errors import ConfigError, NotFoundError, TransferError
+from streaming.storage.active import ActiveCalls, ActiveRequest, Call
 from streaming.storage.base import (
     DEFAULT_PART_BYTES,
     Adapter,
@@ -53,6 +54,7 @@ class Storage:
         self._observer = observer
         self._lock = threading.Lock()
         self._adapters: dict[type, Adapter] = {}
+        self._active = ActiveCalls()
 
     def __reduce__(self) -> tuple[type[Storage], tuple[dict[str, object]]]:
         return Storage, (self._given,)
@@ -60,9 +62,13 @@ class Storage:
     def __repr__(self) -> str:
         return f"Storage(options=<{', '.join(sorted(self._given)) or 'none'}>)"  # names only: values may be secret
 
+    def in_flight(self) -> list[ActiveRequest]:
+        """The calls under way in all threads, oldest first: for reports on what is being waited for."""
+        return self._active.snapshot()
+
     def info(self, url: str) -> ObjectInfo:
         """Size and version of the object or file at ``url``."""
-        return self._retrying(lambda: self._adapter(url).info(url))
+        return self._call(url, lambda: self._adapter(url).info(url))
 
     def exists(self, url: str) -> bool:
         """Whether there is an object or file at ``url``; a missing bucket is False too."""
@@ -81,8 +87,7 @@ class Storage:
         Raises:
             TransferError: If the object is shorter, or its bytes did not come within the limits.
         """
-        transfer = _Transfer(self._adapter(url), url, start, stop, self._count)
-        return transfer.run(self._retrying)
+        return self._transfer(_Transfer(self._adapter(url), url, start, stop, self._count))
 
     def read_into(self, url: str, start: int, out: memoryview) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
@@ -96,7 +101,7 @@ class Storage:
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
         if view.readonly:
             raise ConfigError("read_into: out is read-only; give writable memory")
-        _Transfer(self._adapter(url), url, start, start + len(view), self._count, view).run(self._retrying)
+        self._transfer(_Transfer(self._adapter(url), url, start, start + len(view), self._count, view))
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.
@@ -104,7 +109,7 @@ class Storage:
         Raises:
             NotFoundError: If the bucket does not exist.
         """
-        found = self._retrying(lambda: self._adapter(url).list(url))
+        found = self._call(url, lambda: self._adapter(url).list(url))
         return iter(sorted(found, key=lambda info: info.url))
 
     def put(self, url: str, data: bytes | bytearray | memoryview) -> None:
@@ -114,7 +119,7 @@ class Storage:
             with self.open_write(url) as writer:
                 writer.write(view)
             return
-        self._retrying(lambda: self._adapter(url).put(url, view))
+        self._call(url, lambda: self._adapter(url).put(url, view))
 
     def open_write(self, url: str, part_bytes: int = DEFAULT_PART_BYTES) -> StoreWriter:
         """A writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
@@ -126,7 +131,7 @@ class Storage:
 
     def delete(self, url: str) -> None:
         """Remove ``url``; nothing happens when there is no such object."""
-        self._retrying(lambda: self._adapter(url).delete(url))
+        self._call(url, lambda: self._adapter(url).delete(url))
 
     def _adapter(self, url: str | os.PathLike[str]) -> Adapter:
         scheme = scheme_of(as_url(url))
@@ -141,12 +146,28 @@ class Storage:
                 self._adapters[kind] = kind() if kind is LocalAdapter else kind(self._options)
             return self._adapters[kind]
 
-    def _retrying(self, attempt: Callable[[], _T], progress: Callable[[], int] = lambda: 0) -> _T:
+    def _transfer(self, transfer: _Transfer) -> memoryview:
+        if transfer.out is None or len(transfer.out):
+            with self._active.under_way(transfer.url, transfer.start, transfer.stop) as call:
+                self._retrying(call, lambda: transfer.attempt(call))
+        return memoryview(b"") if transfer.out is None else transfer.out
+
+    def _call(self, url: str, attempt: Callable[[], _T]) -> _T:
+        with self._active.under_way(url) as call:
+            return self._retrying(call, attempt)
+
+    def _retrying(self, call: Call, attempt: Callable[[], _T]) -> _T:
         def counted() -> _T:
+            call.attempt += 1
             self._count("requests", 1)
             return attempt()
 
-        return retrying(self._options.retry, counted, progress=progress, on_retry=lambda: self._count("retries", 1))
+        return retrying(
+            self._options.retry,
+            counted,
+            progress=lambda: call.received,
+            on_retry=lambda: self._count("retries", 1),
+        )
 
     def _count(self, name: str, amount: int) -> None:
         if self._observer is not None:
@@ -167,40 +188,34 @@ class _Transfer:
     ) -> None:
         if start < 0 or (stop is not None and stop < start):
             raise ConfigError(f"reading {redact(url)}: [{start}, {stop}) is not a range; 0 <= start <= stop is needed")
+        self.url = url
+        self.start = start
+        self.stop = stop
+        self.out = _memory(stop - start) if out is None and stop is not None else out
         self._adapter = adapter
-        self._url = url
-        self._start = start
-        self._stop = stop
         self._count = count
-        self._out = _memory(stop - start) if out is None and stop is not None else out
-        self._filled = 0
         self._version: str | None = None
 
-    def run(self, retry: Callable[[Callable[[], None], Callable[[], int]], None]) -> memoryview:
-        """The bytes, all of them."""
-        if self._out is None or len(self._out):
-            retry(self._attempt, lambda: self._filled)
-        return memoryview(b"") if self._out is None else self._out
-
-    def _attempt(self) -> None:
-        first = self._start + self._filled
-        with closing(self._adapter.open_range(self._url, first, self._stop, self._version)) as body:
+    def attempt(self, call: Call) -> None:
+        """Ask for what is missing and take what comes; ``call.received`` says how far it is."""
+        first = self.start + call.received
+        with closing(self._adapter.open_range(self.url, first, self.stop, self._version)) as body:
             self._version = self._version or body.version
-            if self._out is None:  # the end is known only now
-                self._stop = self._start + body.num_bytes
-                self._out = _memory(body.num_bytes)
-            rest = self._out[self._filled :]
+            if self.out is None:  # the end is known only now
+                self.stop = call.stop = self.start + body.num_bytes
+                self.out = _memory(body.num_bytes)
+            rest = self.out[call.received :]
             if body.num_bytes < len(rest):  # the store's own word: asking again would not help
                 raise TransferError(self._short(first, body.num_bytes, "was the object truncated or replaced?"))
             for count in body.fill(rest):
-                self._filled += count
+                call.received += count
                 self._count("bytes", count)
-        if self._filled != len(self._out):
-            raise PassingError(self._short(first, self._start + self._filled - first, "the answer ended early"))
+        if call.received != len(self.out):
+            raise PassingError(self._short(first, self.start + call.received - first, "the answer ended early"))
 
     def _short(self, first: int, got: int, why: str) -> str:
-        where = f"reading {redact(self._url)} bytes [{first}, {self._stop})"
-        return f"{where}: got {got} bytes, expected {(self._stop or first) - first}; {why}"
+        where = f"reading {redact(self.url)} bytes [{first}, {self.stop})"
+        return f"{where}: got {got} bytes, expected {(self.stop or first) - first}; {why}"
 
 
 def _memory(num_bytes: int) -> memoryview:

@@ -1,0 +1,81 @@
+"""What a storage is doing at this moment: the calls under way, for whoever asks why nothing comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from streaming.storage.urls import redact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveRequest:
+    """One call under way, over all its attempts; between two of them it waits.
+
+    Attributes:
+        url: What it is about, without user, password and query.
+        byte_start: First byte asked for; 0 for calls that are no reads.
+        byte_end: One past the last one; None: to the end, or no read.
+        attempt: The attempt at work (or waited for), from 1; 0: the first has not begun.
+        num_bytes_received: Bytes that came so far, of the range as a whole.
+        age_s: Since the call began.
+    """
+
+    url: str
+    byte_start: int
+    byte_end: int | None
+    attempt: int
+    num_bytes_received: int
+    age_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call under way, as those who work on it see it; they change ``attempt`` and ``received``."""
+
+    url: str
+    start: int = 0
+    stop: int | None = None
+    attempt: int = 0
+    received: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
+
+class ActiveCalls:
+    """The calls of one storage that have not ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[int, Call] = {}
+
+    @contextmanager
+    def under_way(self, url: str, start: int = 0, stop: int | None = None) -> Iterator[Call]:
+        """A call, listed until the block ends."""
+        call = Call(url, start, stop)
+        with self._lock:
+            self._calls[id(call)] = call
+        try:
+            yield call
+        finally:
+            with self._lock:
+                del self._calls[id(call)]
+
+    def snapshot(self) -> list[ActiveRequest]:
+        """The calls under way, oldest first."""
+        with self._lock:
+            calls = list(self._calls.values())
+        now_s = time.monotonic()
+        return [
+            ActiveRequest(
+                url=redact(call.url),
+                byte_start=call.start,
+                byte_end=call.stop,
+                attempt=call.attempt,
+                num_bytes_received=call.received,
+                age_s=now_s - call.began_s,
+            )
+            for call in sorted(calls, key=lambda call: call.began_s)
+        ]
