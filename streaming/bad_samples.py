@@ -4,30 +4,57 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import asdict
+import time
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from streaming.bad_file import BadFile, BadRecord, shown_url
 from streaming.engine.build import BadSample
 from streaming.errors import TooManyBadSamplesError
+from streaming.index.chunks import ChunkTable
 from streaming.metrics import Metrics
 
 _LISTED = 5
 
 
 class BadSamples:
-    """This epoch's bad samples on this rank, each counted once. Thread-safe."""
+    """This epoch's bad samples on this rank, each counted once. Thread-safe.
 
-    def __init__(self, limit: float, metrics: Metrics) -> None:
+    Args:
+        limit: A count (int) or a share of the epoch (float), beyond which the run stops.
+        metrics: Where they are counted.
+        table: The data set's chunk table, if it has one.
+        file: Where they are written down too, or None.
+        rank: Of this process in the world.
+    """
+
+    def __init__(
+        self,
+        limit: float,
+        metrics: Metrics,
+        *,
+        table: ChunkTable | None = None,
+        file: str | None = None,
+        rank: int = 0,
+    ) -> None:
         self._limit = limit
         self._metrics = metrics
+        self._table = table
+        self._rank = rank
+        self._file = None if file is None else BadFile(file, rank)
         self._lock = threading.Lock()
         self._allowed = 0
-        self._seen: dict[tuple[str, str, int], BadSample] = {}
+        self._epoch = 0
+        self._seen: dict[tuple[str, str, int], BadRecord] = {}
 
-    def start_epoch(self, num_samples: int) -> None:
+    def start_epoch(self, num_samples: int, epoch: int) -> None:
         """Begin anew, with an epoch of so many samples; a share of them is rounded up."""
         with self._lock:
             self._seen.clear()
+            self._epoch = epoch
             self._allowed = self._limit if isinstance(self._limit, int) else math.ceil(self._limit * num_samples)
 
     def report(self, bad: BadSample) -> None:
@@ -43,8 +70,10 @@ class BadSamples:
             name = (bad.url, bad.key, bad.number)
             if name in self._seen:
                 return
-            self._seen[name] = bad
+            record = self._seen[name] = self._record(bad)
             self._metrics.add("bad_samples")
+            if self._file is not None:
+                self._file.add(record)
             if len(self._seen) <= self._allowed:
                 return
             recent = list(self._seen.values())[-_LISTED:]
@@ -55,7 +84,35 @@ class BadSamples:
                 f"Check the shards with `shard_tools verify`, or raise max_bad_samples"
             )
 
+    def _record(self, bad: BadSample) -> BadRecord:
+        shown = shown_url(bad.url)
+        return BadRecord(
+            url=shown,
+            key=bad.key,
+            number=bad.number,
+            sample_in_shard=self._sample_in_shard(bad.number),
+            byte_start=bad.byte_start,
+            byte_end=bad.byte_end,
+            stage=bad.stage,
+            reason=bad.reason.replace(bad.url, shown),
+            epoch=self._epoch,
+            rank=self._rank,
+            time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+
+    def _sample_in_shard(self, number: int) -> int:
+        if self._table is None or number < 0:
+            return -1
+        chunk = int(np.searchsorted(self._chunk_starts, number, side="right")) - 1
+        return number - int(self._chunk_starts[chunk]) + int(self._table.first_sample[chunk])
+
+    @cached_property
+    def _chunk_starts(self) -> npt.NDArray[np.int64]:
+        """Number, in the data set, of the first sample of each chunk."""
+        counts = self._table.num_samples if self._table is not None else np.empty(0, np.int64)
+        return np.cumsum(counts) - counts
+
     def listing(self) -> list[dict[str, Any]]:
         """All of them, as plain dicts."""
         with self._lock:
-            return [asdict(bad) for bad in self._seen.values()]
+            return [record.as_dict() for record in self._seen.values()]

@@ -37,7 +37,7 @@ class BaseLoop(ABC):
         metrics: Where everything is counted.
     """
 
-    def __init__(self, dataset: StreamingDataset, order: OrderSettings, global_batch_size: int) -> None:
+    def __init__(self, dataset: StreamingDataset, order: OrderSettings, global_batch_size: int, rank: int) -> None:
         self.dataset = dataset
         self.order = order
         self.metrics = Metrics()
@@ -47,7 +47,9 @@ class BaseLoop(ABC):
         self._global_batch_size = global_batch_size
         self._resume_at = 0
         self._running: Run | None = None
-        self._bad = BadSamples(dataset.max_bad_samples, self.metrics)
+        self._bad = BadSamples(
+            dataset.max_bad_samples, self.metrics, table=dataset.shards.table, file=dataset.bad_samples_file, rank=rank
+        )
 
     @property
     @abstractmethod

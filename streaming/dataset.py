@@ -96,6 +96,10 @@ class StreamingDataset:
         on_error: What becomes of a sample that cannot be read or decoded. ``"substitute"``: a readable neighbour takes
             its place; ``"skip"``: so it does, but marked in ``batch["__valid__"]``; ``"raise"``: the error is raised.
         max_bad_samples: Number (int) or share of the epoch (float) of such samples beyond which a run stops.
+        bad_samples_file: Path of a file that lists them, one JSON object a line, as ``loader.metrics()["bad"]`` does;
+            ``{rank}`` stands for this process's rank. It is appended to, each sample once an epoch, by all processes
+            of a machine that name it; on a network file system give each its own. ``shard_tools verify --bad`` and
+            ``reshard --drop`` take it.
 
     Raises:
         NotFoundError, AccessDeniedError, TransferError: The shards cannot be listed or read.
@@ -103,7 +107,7 @@ class StreamingDataset:
         ConfigError: An argument cannot work.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the contract of API.md
         self,
         urls: Urls,
         *,
@@ -118,6 +122,7 @@ class StreamingDataset:
         cache_limit: int | str | None = None,
         on_error: OnError = "substitute",
         max_bad_samples: float = 0.001,
+        bad_samples_file: str | PathLike[str] | None = None,
     ) -> None:
         if on_error not in get_args(OnError):
             raise ConfigError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
@@ -140,6 +145,7 @@ class StreamingDataset:
         self.seed = checked_int("seed", seed, 0, _MAX_SEED)
         self.on_error: OnError = on_error
         self.max_bad_samples = max_bad_samples
+        self.bad_samples_file = _checked_path("bad_samples_file", bad_samples_file)
         if storage_options is not None and not isinstance(storage_options, Mapping):
             raise ConfigError(
                 f'storage_options: expected a mapping such as {{"endpoint_url": "http://…"}}, '
@@ -404,6 +410,12 @@ def _checked_index(index: str | PathLike[str] | None) -> str | None:
     if not isinstance(index, (str, os.PathLike)) or not os.fspath(index):
         raise ConfigError(f"index: expected the URL or path of the directory that holds it, got {index!r}")
     return os.fspath(index)
+
+
+def _checked_path(name: str, path: str | PathLike[str] | None) -> str | None:
+    if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
+        raise ConfigError(f"{name}: expected a path, got {path!r}")
+    return None if path is None else os.path.abspath(os.fspath(path))
 
 
 def _is_limit(value: object) -> bool:

@@ -105,7 +105,7 @@ class EpochLoop(BaseLoop):
             num_samples=table.total_samples,
             num_chunks=table.num_chunks,
         )
-        super().__init__(dataset, order, config.global_batch_size)
+        super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
         self.config = config
         self._store: ChunkStore | None = None
         self._builder: WorkerBuilder | None = None
@@ -186,7 +186,7 @@ class EpochLoop(BaseLoop):
         store = self._open_store()
         store.limit_bytes = self._slices_bytes(plan) if sliced else self._arena_bytes(plan, dp_rank)
         store.retain = not sliced and store.limit_bytes >= self._rank_bytes(plan, dp_rank)
-        self._bad.start_epoch(plan.num_samples)
+        self._bad.start_epoch(plan.num_samples, self.epoch)
         return Pipeline(
             plan=plan,
             dp_rank=dp_rank,

@@ -45,7 +45,7 @@ class StreamedLoop(BaseLoop):
             window=(DEFAULT_WINDOW if window is None else window) if dataset.shuffle else 0,
             shuffle=dataset.shuffle,
         )
-        super().__init__(dataset, order, config.global_batch_size)
+        super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
         self.config = config
         self._size = config.epoch_size
         digest = hashlib.sha256("\n".join(dataset.shards.urls).encode())
@@ -95,7 +95,7 @@ class StreamedLoop(BaseLoop):
     def _start(self, start: int) -> ShardStream:
         config, rank, ranks = self.config, self.config.mesh.data_rank, self.config.mesh.data_world_size
         size = config.global_batch_size * (rank + 1) // ranks - config.global_batch_size * rank // ranks
-        self._bad.start_epoch(self._size)
+        self._bad.start_epoch(self._size, self.epoch)
         settings = StreamSettings(
             urls=self.dataset.shards.urls,
             order=self.order,

@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.fetch",
             "streaming.decode",
             "streaming.collate",
+            "streaming.bad_file",
         ),
     ),
     ("run", ("streaming.engine",)),

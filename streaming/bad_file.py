@@ -1,0 +1,177 @@
+"""The list of bad samples on disk: one JSON object a line, which ``shard_tools verify`` and ``reshard`` take."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeAlias
+
+from streaming.errors import DataError
+from streaming.storage import redact, scheme_of
+from streaming.storage.urls import local_path
+
+_log = logging.getLogger(__name__)
+
+Name: TypeAlias = tuple[str, str, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRecord:
+    """One sample (or a range of a shard) that could not be delivered. What nobody knows is -1 or ``""``.
+
+    Attributes:
+        url: The shard, by :func:`shown_url`.
+        key: The sample.
+        number: Of the sample in the data set that was read.
+        sample_in_shard: Of the sample in its shard.
+        byte_start: Where its record begins in the shard.
+        byte_end: Where it ends, exclusive.
+        stage: ``"fetch"``, ``"decode"`` or ``"transform"``.
+        reason: What was wrong.
+        epoch: In which it was found.
+        rank: Of the process that found it, in the world.
+        time: When, in UTC, as in ``"2026-01-31T23:59:59Z"``.
+    """
+
+    url: str
+    key: str = ""
+    number: int = -1
+    sample_in_shard: int = -1
+    byte_start: int = -1
+    byte_end: int = -1
+    stage: str
+    reason: str
+    epoch: int = -1
+    rank: int = -1
+    time: str = ""
+
+    @property
+    def name(self) -> Name:
+        """What tells the sample from every other one; the same in every run."""
+        return self.url, self.key, self.sample_in_shard, -1 if self.key else self.byte_start
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return asdict(self)
+
+    def to_line(self) -> bytes:
+        """One line, ASCII, with its newline."""
+        return json.dumps(asdict(self)).encode("ascii") + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> BadRecord:
+        """The inverse of :meth:`to_line`; names that this release does not know are left out.
+
+        Raises:
+            DataError: It is no such line.
+        """
+        try:
+            content = json.loads(line)
+            record = cls(**{name: content[name] for name in _TYPES if name in content})
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DataError(f"not a record of a bad sample ({error}): {line[:80]!r}") from error
+        for name, kind in _TYPES.items():
+            if type(getattr(record, name)) is not kind:
+                raise DataError(f"not a record of a bad sample: {name!r} is no {kind.__name__}: {line[:80]!r}")
+        return record
+
+
+_TYPES = {item.name: str if item.type == "str" else int for item in fields(BadRecord)}
+
+
+def shown_url(url: str) -> str:
+    """The name under which records know a shard: without secrets, and absolute if it is a local path."""
+    return os.path.abspath(local_path(url)) if scheme_of(url) == "file" else redact(url)
+
+
+def iter_records(content: bytes) -> Iterator[BadRecord | DataError]:
+    """The records of a whole file, line by line; an error where a line is none (a full disk cut it off, say)."""
+    for line in content.splitlines():
+        if line.strip():
+            try:
+                yield BadRecord.from_line(line)
+            except DataError as error:
+                yield error
+
+
+class BadFile:
+    """Appends records to a file that several processes of one machine may share. Thread-safe.
+
+    A record is one ``write`` with O_APPEND, under a lock (flock, where the file system has it), so that lines never
+    mix. A sample that the file lists already for the same epoch is not listed again: restarts and replicas add
+    nothing. A disk that fails costs the record and, once, a warning; never the run.
+
+    Args:
+        path: The file; ``{rank}`` in it stands for ``rank``. It and its folder are made when first needed.
+        rank: Of this process in the world.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.path = path.replace("{rank}", str(rank))
+        self._lock = threading.Lock()
+        self._epoch = -1
+        self._listed: set[Name] = set()
+        self._read_bytes = 0
+        self._warned = False
+
+    def add(self, record: BadRecord) -> None:
+        """Append ``record`` unless the file lists its sample already for its epoch."""
+        with self._lock:
+            try:
+                self._append(record)
+            except OSError as error:
+                if not self._warned:
+                    _log.warning("bad_samples_file: %s: %s; samples may be missing in it", self.path, error.strerror)
+                self._warned = True
+
+    def _append(self, record: BadRecord) -> None:
+        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        try:
+            locked = _lock(file)
+            size_bytes = self._catch_up(file, record.epoch)
+            if record.name in self._listed:
+                return
+            # A line that was cut off elsewhere must not swallow this one.
+            line = b"\n" * (size_bytes != self._read_bytes) + record.to_line()
+            if os.write(file, line) < len(line):
+                if locked:
+                    os.ftruncate(file, size_bytes)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._listed.add(record.name)
+        finally:
+            os.close(file)
+
+    def _catch_up(self, file: int, epoch: int) -> int:
+        """Read what was appended since last time; the file's size. ``_read_bytes`` counts whole lines only."""
+        size_bytes = os.fstat(file).st_size
+        if epoch != self._epoch or size_bytes < self._read_bytes:
+            self._epoch, self._read_bytes = epoch, 0
+            self._listed.clear()
+        content = b""
+        while self._read_bytes + len(content) < size_bytes:
+            piece = os.pread(file, size_bytes - self._read_bytes - len(content), self._read_bytes + len(content))
+            if not piece:
+                break
+            content += piece
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        self._listed |= {
+            found.name for found in iter_records(whole) if isinstance(found, BadRecord) and found.epoch == epoch
+        }
+        return size_bytes
+
+
+def _lock(file: int) -> bool:
+    """Whether ``file`` could be locked; closing it unlocks."""
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return True
+    return False
