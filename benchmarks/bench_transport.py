@@ -21,9 +21,9 @@ import torch
 
 from streaming.decode import resolve_decoders
 from streaming.engine.arena import Arena
-from streaming.engine.build import BadSample, BatchBuilder, Recipe, Rows
+from streaming.engine.build import BadSample, BatchBuilder, Recipe
 from streaming.engine.ring import BatchRing
-from streaming.engine.rows import FieldRange
+from streaming.engine.rows import FieldRange, Rows
 from streaming.engine.workers import WorkerPool
 
 SHAPE = (3, 224, 224)

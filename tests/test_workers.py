@@ -26,10 +26,10 @@ from PIL import Image
 
 from streaming.decode import resolve_decoders
 from streaming.engine.arena import Arena
-from streaming.engine.build import BadSample, BatchBuilder, Recipe, Rows
+from streaming.engine.build import BadSample, BatchBuilder, Recipe
 from streaming.engine.fork_server import ForkServer, SharedServer
 from streaming.engine.ring import BatchRing
-from streaming.engine.rows import FieldRange
+from streaming.engine.rows import FieldRange, Rows
 from streaming.engine.workers import MAX_DEATHS, WorkerPool
 from streaming.errors import ChecksumError, ConfigError, DecodeError, WorkerDiedError, WorkerError
 

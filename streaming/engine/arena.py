@@ -90,8 +90,8 @@ class Arena:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-        self.view.release()
         try:
+            self.view.release()
             self.memory.close()
         except BufferError:  # somebody still reads from it: the mapping goes with its last user
             return

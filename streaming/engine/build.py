@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -11,40 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.collate import Allocate, collate_field, default_collate, empty_like
-from streaming.decode import ArrayDecoder, FieldDecoder, decode_field, raw
-from streaming.engine.rows import FieldRange
-from streaming.errors import ConfigError, DataError, DecodeError, TooManyBadSamplesError
-from streaming.types import Batch, Decoder, Sample, Transform
+from streaming.collate import Allocate, default_collate, empty_like
+from streaming.decode import FieldDecoder, decode_field, raw
+from streaming.engine.columns import Columns
+from streaming.engine.rows import Rows
+from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
+from streaming.types import Batch, Sample, Transform
 
 OnError: TypeAlias = Literal["substitute", "skip", "raise"]
-_COPY_ROWS_BYTES = 8 << 10
-"""From this size on copying row by row costs less than a gather of blocks."""
+Mask: TypeAlias = "npt.NDArray[np.bool_] | None"
 MAX_SUBSTITUTES = 256
 """Neighbours tried in place of one unreadable sample before the search is given up: a few chunks of damage."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """The samples of one batch, as places in a buffer.
-
-    Attributes:
-        memory: The buffer; slicing gives ``bytes`` of its own (``bytes`` or an ``mmap``).
-        view: The same buffer; slicing gives a view.
-        keys: ``__key__`` of each of n rows.
-        urls: ``__url__`` of each row.
-        fields: Where each field lies in the buffer.
-        damage: Rows whose bytes could not be fetched intact, and why; their other entries are meaningless.
-        numbers: int64 [n], number of each row's sample in the data set; None where nobody knows them.
-    """
-
-    memory: Any
-    view: memoryview
-    keys: list[str]
-    urls: list[str]
-    fields: Mapping[str, FieldRange]
-    damage: Mapping[int, DataError]
-    numbers: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +67,23 @@ class Recipe:
     on_error: OnError = "substitute"
     finish: Callable[[Any], Any] | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a batch is made of columns, each on its own: no function of the user sees whole samples."""
+        return self.transform is None and self.collate_fn is None
+
+    def mask_of(self, num_rows: int, valid: Mask) -> Mask:
+        """What becomes ``__valid__`` of a batch of so many rows: ``valid``, or all True, or None."""
+        if valid is not None:
+            return valid.copy()
+        return np.ones(num_rows, np.bool_) if self.on_error == "skip" else None
+
+    def whole(self, batch: Batch, mask: Mask) -> Any:
+        """A default batch, with its mask and after its last step."""
+        if mask is not None:
+            batch["__valid__"] = torch.from_numpy(mask)
+        return self.finished(batch)
+
     def finished(self, batch: Any) -> Any:
         """The batch, after its last step."""
         return batch if self.finish is None else self.finish(batch)
@@ -130,23 +124,17 @@ class BatchBuilder:
         self._substitutes = substitutes
         self._report = report
 
-    def build(self, rows: Rows, valid: npt.NDArray[np.bool_] | None) -> Any:
+    def build(self, rows: Rows, valid: Mask) -> Any:
         """The batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
         recipe = self._recipe
-        mask = np.ones(len(rows.keys), np.bool_) if valid is None and recipe.on_error == "skip" else valid
-        if mask is not None:
-            mask = mask.copy()
-        plain = recipe.transform is None and recipe.collate_fn is None and not rows.damage
-        columns = self._columns(rows) if plain else None
-        if columns is not None:
-            batch = _collate_columns(rows, columns, self._allocate)
-            if mask is not None:
-                batch["__valid__"] = _tensor(mask)
-            return recipe.finished(batch)
+        mask = recipe.mask_of(len(rows.keys), valid)
+        if recipe.is_plain and not rows.damage:
+            with suppress(DecodeError):  # row by row it will say which value
+                return recipe.whole(Columns(rows, recipe.decoders, self._allocate).batch(0, len(rows.keys)), mask)
         samples = [self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
         return self.collate(samples, mask)
 
-    def collate(self, samples: list[Sample], mask: npt.NDArray[np.bool_] | None) -> Any:
+    def collate(self, samples: list[Sample], mask: Mask) -> Any:
         """The batch of samples, by the user's function or the default one."""
         if self._recipe.collate_fn is not None:
             if mask is not None:
@@ -154,10 +142,7 @@ class BatchBuilder:
                     if isinstance(sample, dict):
                         sample["__valid__"] = valid
             return self._recipe.finished(self._collated(self._recipe.collate_fn, samples))
-        batch = default_collate(samples, allocate=self._allocate)
-        if mask is not None:
-            batch["__valid__"] = _tensor(mask)
-        return self._recipe.finished(batch)
+        return self._recipe.whole(default_collate(samples, allocate=self._allocate), mask)
 
     @staticmethod
     def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Sample]) -> Any:
@@ -181,30 +166,7 @@ class BatchBuilder:
         """The decoded, transformed samples of ``rows``, not collated."""
         return [self._sample_or_substitute(rows, i, None) for i in range(len(rows.keys))]
 
-    def _columns(self, rows: Rows) -> dict[str, Any] | None:
-        """Every field decoded as a column; None if any value does not decode (row by row it will say which)."""
-        try:
-            return {name: self._column(rows, name, where) for name, where in rows.fields.items()}
-        except DecodeError:
-            return None
-
-    def _column(self, rows: Rows, name: str, where: FieldRange) -> Any:
-        decoder = self._recipe.decoders.decoder_for(name)
-        complete = bool((where.sizes >= 0).all())
-        if complete and isinstance(decoder, ArrayDecoder):
-            gathered = _gather(rows.view, where, decoder, self._allocate)
-            if gathered is not None:
-                return gathered
-        starts = where.starts.tolist()
-        stops = (where.starts + where.sizes).tolist()
-        if decoder is raw:
-            memory = rows.memory
-            if complete:
-                return [memory[a:b] for a, b in zip(starts, stops, strict=True)]
-            return [memory[a:b] if b >= a else None for a, b in zip(starts, stops, strict=True)]
-        return _decode_column(rows.view, decoder, starts, stops)
-
-    def _sample_or_substitute(self, rows: Rows, i: int, mask: npt.NDArray[np.bool_] | None) -> Sample:
+    def _sample_or_substitute(self, rows: Rows, i: int, mask: Mask) -> Sample:
         try:
             return self._sample(rows, i)
         except _Bad as bad:
@@ -291,71 +253,6 @@ class BatchBuilder:
                 f"None to drop the sample); other types need a collate_fn that takes them"
             )
         return changed
-
-
-def _decode_column(view: memoryview, decoder: Decoder, starts: list[int], stops: list[int]) -> list[Any]:
-    try:
-        return [decoder(view[a:b]) if b >= a else None for a, b in zip(starts, stops, strict=True)]
-    except (ConfigError, MemoryError):
-        raise
-    except Exception as error:
-        raise DecodeError("a value of the column does not decode") from error
-
-
-def _collate_columns(rows: Rows, columns: Mapping[str, Any], allocate: Allocate | None) -> Batch:
-    """The default batch of decoded columns."""
-    batch: Batch = {"__key__": rows.keys, "__url__": rows.urls}
-    for name, values in columns.items():
-        batch[name] = values if isinstance(values, torch.Tensor) else collate_field(values, allocate=allocate)
-    return batch
-
-
-def _tensor(array: npt.NDArray[Any]) -> Any:
-    return torch.from_numpy(array)
-
-
-def _gather(
-    view: memoryview, where: FieldRange, decoder: ArrayDecoder, allocate: Allocate | None
-) -> torch.Tensor | None:
-    """Equal-sized fixed-type payloads as one tensor [n, ...], or None where the values are not alike.
-
-    Payloads of a tar start at multiples of 512 bytes, so a batch of small ones is one gather of 512-byte blocks.
-    """
-    size = int(where.sizes[0]) if len(where.sizes) else 0
-    if not size or size % decoder.dtype.itemsize or (where.sizes != size).any() or (where.starts % 512).any():
-        return None
-    num_items = size // decoder.dtype.itemsize
-    shape = _shape_of(num_items, decoder)
-    if shape is None:
-        return None
-    dtype = torch.from_numpy(np.empty(0, decoder.to)).dtype
-    shape = (len(where.sizes), *shape)
-    tensor = torch.empty(shape, dtype=dtype) if allocate is None else allocate(shape, dtype)
-    out = tensor.numpy().reshape(-1, num_items)
-    if size >= _COPY_ROWS_BYTES:
-        for row, start in zip(out, where.starts.tolist(), strict=True):
-            row[:] = np.frombuffer(view, decoder.dtype, num_items, start)
-        return tensor
-    blocks = np.frombuffer(view, np.uint8).reshape(-1, 512)
-    wanted = (where.starts // 512)[:, None] + np.arange(-(-size // 512))
-    if size % 512 == 0 and decoder.dtype == decoder.to:
-        np.take(blocks, wanted.reshape(-1), 0, out.view(np.uint8).reshape(-1, 512), "clip")
-        return tensor
-    gathered = blocks[wanted].reshape(len(out), -1)[:, :size]
-    out[:] = np.ascontiguousarray(gathered).view(decoder.dtype)
-    return tensor
-
-
-def _shape_of(num_items: int, decoder: ArrayDecoder) -> tuple[int, ...] | None:
-    """The shape of a payload of that many items; None if it does not fit (the decoder says why)."""
-    if decoder.shape is None:
-        return (num_items,)
-    known = math.prod(length for length in decoder.shape if length >= 0)
-    if -1 not in decoder.shape:
-        return decoder.shape if known == num_items else None
-    if not known or num_items % known:
-        return None
-    return tuple(num_items // known if length < 0 else length for length in decoder.shape)
 
 
 def size_of(batch: Any) -> int:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.decode import ArrayDecoder, integer, raw, text
-from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe, Rows
+from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe
+from streaming.engine.rows import Rows
 from streaming.engine.workers import WorkerPool
 
 Substitutes = Callable[[int], Iterator[Rows]]

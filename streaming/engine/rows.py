@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.engine.extents import Extents
+from streaming.errors import DataError
 from streaming.tar import ChunkLayout
 
 Ints = npt.NDArray[np.int64]
@@ -25,6 +28,29 @@ class FieldRange:
 
     starts: Ints
     sizes: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The samples of one batch, as places in a buffer.
+
+    Attributes:
+        memory: The buffer; slicing gives ``bytes`` of its own (``bytes`` or an ``mmap``).
+        view: The same buffer; slicing gives a view.
+        keys: ``__key__`` of each of n rows.
+        urls: ``__url__`` of each row.
+        fields: Where each field lies in the buffer.
+        damage: Rows whose bytes could not be fetched intact, and why; their other entries are meaningless.
+        numbers: int64 [n], number of each row's sample in the data set; None where nobody knows them.
+    """
+
+    memory: Any
+    view: memoryview
+    keys: list[str]
+    urls: list[str]
+    fields: Mapping[str, FieldRange]
+    damage: Mapping[int, DataError]
+    numbers: npt.NDArray[np.int64] | None = None
 
 
 class RowTable:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe, Rows
-from streaming.engine.rows import FieldRange
+from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe
+from streaming.engine.rows import FieldRange, Rows
 from streaming.errors import ConfigError
 from streaming.order import EpochOrder, OrderSettings
 from streaming.storage import Storage

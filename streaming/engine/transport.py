@@ -20,9 +20,8 @@ import numpy.typing as npt
 import torch
 
 from streaming.engine.arena import Arena
-from streaming.engine.build import Rows
 from streaming.engine.ring import Memory, SlotWriter, tensor_on
-from streaming.engine.rows import FieldRange
+from streaming.engine.rows import FieldRange, Rows
 from streaming.errors import WorkerError
 
 _IN_SLOT_BYTES = 32 << 10

@@ -27,9 +27,10 @@ import numpy.typing as npt
 import torch
 
 from streaming.decode import use_one_thread
-from streaming.engine.build import BadSample, BatchBuilder, Recipe, Rows
+from streaming.engine.build import BadSample, BatchBuilder, Recipe
 from streaming.engine.channel import Channel, ChannelClosedError
 from streaming.engine.ring import Slot, SlotWriter
+from streaming.engine.rows import Rows
 from streaming.engine.transport import WireRows, error_to_wire, pack, rows_from_wire
 from streaming.errors import ConfigError
 

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.engine.arena import Arena
-from streaming.engine.build import BadSampleReport, Recipe, Rows
+from streaming.engine.build import BadSampleReport, Recipe
 from streaming.engine.channel import ChannelClosedError
 from streaming.engine.fork_server import ForkServer
 from streaming.engine.processes import Processes, Worker
 from streaming.engine.ring import BatchRing, Slot
+from streaming.engine.rows import Rows
 from streaming.engine.transport import Parcel, error_from_wire, rows_to_wire, unpack
 from streaming.engine.worker_main import (
     ABORT,

@@ -1,0 +1,185 @@
+"""Values of one field for many rows at once, where they are only cut out of memory or decoded one after the other.
+
+What is common to the rows (are they complete, are they of one size, which blocks hold them) is looked up once, for the
+rows of several batches; then each batch is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streaming.collate import Allocate, collate_field
+from streaming.decode import ArrayDecoder, FieldDecoder, raw
+from streaming.engine.rows import FieldRange, Rows
+from streaming.errors import ConfigError, DecodeError
+from streaming.types import Batch, Decoder
+
+Cut: TypeAlias = Callable[[int, int], Any]
+"""The collated values of rows [low, high)."""
+
+_BLOCK_BYTES = 512
+_GATHER_BYTES = 1 << 10
+"""Up to this mean size bytes are gathered first and cut then: rows that lie far apart keep the memory waiting one after
+the other if each is cut where it lies (256 records of 430 bytes: 56 against 144 us, benchmarks/bench_cut.py)."""
+_COPY_ROWS_BYTES = 8 << 10
+"""From this size on copying row by row costs less than a gather of blocks."""
+
+
+class Columns:
+    """Batches of rows, by the default collation. For one thread.
+
+    Args:
+        rows: All of them; none damaged.
+        decoders: Decoder of every field.
+        allocate: Where the memory of tensors comes from; None: fresh memory.
+    """
+
+    def __init__(self, rows: Rows, decoders: FieldDecoder, allocate: Allocate | None = None) -> None:
+        self._rows = rows
+        self._cuts = [
+            (name, _cut_of(rows, decoders.decoder_for(name), where, allocate)) for name, where in rows.fields.items()
+        ]
+
+    def batch(self, low: int, high: int) -> Batch:
+        """The batch of rows ``[low, high)``.
+
+        Raises:
+            DecodeError: A value does not decode; which one is to be found out row by row.
+        """
+        rows = self._rows
+        batch: Batch = {"__key__": rows.keys[low:high], "__url__": rows.urls[low:high]}
+        for name, cut in self._cuts:
+            batch[name] = cut(low, high)
+        return batch
+
+
+def _cut_of(rows: Rows, decoder: Decoder, where: FieldRange, allocate: Allocate | None) -> Cut:
+    complete = bool((where.sizes >= 0).all())
+    if complete and isinstance(decoder, ArrayDecoder):
+        gathered = _gatherer(rows.view, where, decoder, allocate)
+        if gathered is not None:
+            return gathered
+    if decoder is raw and complete and where.sizes.mean() <= _GATHER_BYTES and not (where.starts % _BLOCK_BYTES).any():
+        return gathered_bytes(rows.view, where)
+    if decoder is raw:
+        return cut_in_place(rows.memory, where)
+    starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
+    return lambda low, high: collate_field(
+        _decoded(rows.view, decoder, starts[low:high], stops[low:high]), allocate=allocate
+    )
+
+
+def cut_in_place(memory: Any, where: FieldRange) -> Cut:
+    """Payloads as bytes, each cut where it lies; None where the sample lacks the field."""
+    starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
+    if (where.sizes >= 0).all():
+        return lambda low, high: [memory[a:b] for a, b in zip(starts[low:high], stops[low:high], strict=True)]
+    return lambda low, high: [
+        memory[a:b] if b >= a else None for a, b in zip(starts[low:high], stops[low:high], strict=True)
+    ]
+
+
+def gathered_bytes(view: memoryview, where: FieldRange) -> Cut:
+    """Payloads that begin at multiples of 512 as bytes, by one gather of the blocks that they lie in."""
+    blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
+    counts = -(-where.sizes // _BLOCK_BYTES)
+    splits = np.concatenate([[0], np.cumsum(counts)])
+    wanted = np.repeat(where.starts // _BLOCK_BYTES - splits[:-1], counts) + np.arange(splits[-1])
+
+    def cut(low: int, high: int) -> list[bytes]:
+        data = blocks.take(wanted[splits[low] : splits[high]], 0).tobytes()
+        starts = (splits[low:high] - splits[low]) * _BLOCK_BYTES
+        stops = starts + where.sizes[low:high]
+        return [data[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+
+    return cut
+
+
+def _decoded(view: memoryview, decoder: Decoder, starts: list[int], stops: list[int]) -> list[Any]:
+    try:
+        return [decoder(view[a:b]) if b >= a else None for a, b in zip(starts, stops, strict=True)]
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        raise DecodeError("a value of the column does not decode") from error
+
+
+def _gatherer(view: memoryview, where: FieldRange, decoder: ArrayDecoder, allocate: Allocate | None) -> Cut | None:
+    """Equal-sized fixed-type payloads as tensors [n, ...], or None where the values are not alike."""
+    size = int(where.sizes[0]) if len(where.sizes) else 0
+    if not size or size % decoder.dtype.itemsize or (where.sizes != size).any() or (where.starts % _BLOCK_BYTES).any():
+        return None
+    num_items = size // decoder.dtype.itemsize
+    shape = _shape_of(num_items, decoder)
+    if shape is None:
+        return None
+    dtype = torch.from_numpy(np.empty(0, decoder.to)).dtype
+    fill = (
+        _copied_rows(view, where, decoder, num_items)
+        if size >= _COPY_ROWS_BYTES
+        else _gathered_blocks(view, where, decoder, size)
+    )
+
+    def cut(low: int, high: int) -> torch.Tensor:
+        whole = (high - low, *shape)
+        if allocate is None:
+            array = np.empty(whole, decoder.to)
+            tensor = torch.from_numpy(array)
+        else:
+            tensor = allocate(whole, dtype)
+            array = tensor.numpy()
+        fill(low, high, array.reshape(high - low, num_items))
+        return tensor
+
+    return cut
+
+
+Fill: TypeAlias = Callable[[int, int, npt.NDArray[Any]], None]
+"""Write rows [low, high) into an array [high - low, items]."""
+
+
+def _copied_rows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num_items: int) -> Fill:
+    starts = where.starts.tolist()
+
+    def fill(low: int, high: int, out: npt.NDArray[Any]) -> None:
+        for row, start in zip(out, starts[low:high], strict=True):
+            row[:] = np.frombuffer(view, decoder.dtype, num_items, start)
+
+    return fill
+
+
+def _gathered_blocks(view: memoryview, where: FieldRange, decoder: ArrayDecoder, size: int) -> Fill:
+    """Payloads of a tar start at multiples of 512 bytes, so a batch of small ones is one gather of 512-byte blocks."""
+    blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
+    num_blocks = -(-size // _BLOCK_BYTES)
+    wanted = ((where.starts // _BLOCK_BYTES)[:, None] + np.arange(num_blocks)).reshape(-1)
+    as_they_are = size % _BLOCK_BYTES == 0 and decoder.dtype == decoder.to
+    num_items = size // decoder.dtype.itemsize
+
+    def fill(low: int, high: int, out: npt.NDArray[Any]) -> None:
+        chosen = wanted[low * num_blocks : high * num_blocks]
+        if as_they_are:
+            np.take(blocks, chosen, 0, out.view(np.uint8).reshape(-1, _BLOCK_BYTES), "clip")
+            return
+        items = blocks.take(chosen, 0).reshape(high - low, -1)[:, :size]
+        out[:] = np.ascontiguousarray(items).view(decoder.dtype).reshape(high - low, num_items)
+
+    return fill
+
+
+def _shape_of(num_items: int, decoder: ArrayDecoder) -> tuple[int, ...] | None:
+    """The shape of a payload of that many items; None if it does not fit (the decoder says why)."""
+    if decoder.shape is None:
+        return (num_items,)
+    known = math.prod(length for length in decoder.shape if length >= 0)
+    if -1 not in decoder.shape:
+        return decoder.shape if known == num_items else None
+    if not known or num_items % known:
+        return None
+    return tuple(num_items // known if length < 0 else length for length in decoder.shape)
