@@ -29,7 +29,7 @@ import numpy.typing as npt
 from streaming.engine.build import BadSample, BadSampleReport, BatchBuilder, Recipe, size_of
 from streaming.engine.builders import Builder
 from streaming.engine.chunks import ChunkStore, Unit
-from streaming.engine.columns import Columns
+from streaming.engine.groups import Group, Groups
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import Rows, RowTable
 from streaming.errors import DataError, DecodeError, MemoryLimitError, TooManyBadSamplesError
@@ -41,11 +41,6 @@ from streaming.tar import ChunkLayout
 from streaming.units import format_bytes
 
 Ints = npt.NDArray[np.int64]
-
-_GROUP_ROWS = 2_048
-_GROUP_BYTES = 4 << 20
-"""Batches that are only cut out of memory are looked up in groups of so many rows and bytes: the book-keeping of a
-batch then costs less than cutting it, and units are given back hardly later."""
 
 _BLOCKS_AHEAD = 16
 """Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
@@ -86,22 +81,6 @@ class Settings:
     num_builders: int
     depth: int
     batch_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Batches ``[first, last)``, looked up together; batch ``first + i`` is rows ``[splits[i], splits[i + 1])``."""
-
-    first: int
-    last: int
-    splits: list[int]
-    columns: Columns
-    valid: npt.NDArray[np.bool_] | None
-
-    def batch(self, batch: int, recipe: Recipe) -> Any:
-        low, high = self.splits[batch - self.first : batch - self.first + 2]
-        valid = None if self.valid is None else self.valid[low:high]
-        return recipe.whole(self.columns.batch(low, high), recipe.mask_of(high - low, valid))
 
 
 class Pipeline:
@@ -150,8 +129,8 @@ class Pipeline:
         self._built: set[int] = set()
         self._num_built = 0
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
-        self._group: _Group | None = None
-        self._group_batches = 1  # of the next one; 0: the samples are too different for groups
+        self._groups = Groups(settings.recipe, padded=plan.last_batch == "pad")
+        self._group: Group | None = None
         self._depth = settings.depth
         self._closed = False
         self._builders = [
@@ -323,7 +302,7 @@ class Pipeline:
                         raise error
                     return value
                 if self._settings.builder.is_local and batch == self._started and batch < self._frontier():
-                    self._group = group = self._open_group(batch) if self._settings.builder.holds_gil else None
+                    self._group = group = self._open_group(batch)
                     self._started = batch + 1 if group is None else group.last
                     break
                 self._wait(batch)
@@ -335,7 +314,7 @@ class Pipeline:
             self._finish(batch)
         return value
 
-    def _cut(self, group: _Group, batch: int) -> Any:
+    def _cut(self, group: Group, batch: int) -> Any:
         """The batch, out of its group; after the last one the group is given back."""
         with self._metrics.timed("build_in_consumer_s"):
             try:
@@ -349,32 +328,17 @@ class Pipeline:
                     self._finish(one)
         return value
 
-    def _open_group(self, first: int) -> _Group | None:
-        """The rows of the batches from ``first`` on that can be cut now; None if they are to be built one by one.
+    def _open_group(self, first: int) -> Group | None:
+        if not self._settings.builder.holds_gil:
+            return None
+        return self._groups.open(self._block_of(first), first, self._frontier(), self._intact_rows)
 
-        What a batch holds does not depend on the group that it is in: rows that lack a field or are damaged, and
-        batches without rows, make no group.
-        """
-        if not self._group_batches:
-            return None
-        block = self._block_of(first)
-        last = min(first + self._group_batches, block.last, self._frontier())
-        splits = block.rows.row_splits[first - block.first : last - block.first + 1]
-        span = slice(int(splits[0]), int(splits[-1]))
+    def _intact_rows(self, block: Block, span: slice) -> Rows | None:
         first_rows = self._first_rows[block.units[span]]
-        if (first_rows < 0).any() or (np.diff(splits) == 0).any():
+        if (first_rows < 0).any():
             return None
-        row_numbers = first_rows + block.within[span]
-        rows = self._rows(row_numbers, block.rows.chunk_ids[span], block.rows.offsets[span], {})
-        if any((where.sizes < 0).any() for where in rows.fields.values()):
-            self._group_batches = 0
-            return None
-        num_bytes = sum(int(where.sizes.sum()) for where in rows.fields.values())
-        fitting = min(_GROUP_ROWS / len(rows.keys), _GROUP_BYTES / max(1, num_bytes))
-        self._group_batches = max(1, int((last - first) * fitting))
-        valid = block.rows.valid[span] if self._plan.last_batch == "pad" else None
-        columns = Columns(rows, self._settings.recipe.decoders)
-        return _Group(first=first, last=last, splits=(splits - splits[0]).tolist(), columns=columns, valid=valid)
+        numbers = first_rows + block.within[span]
+        return self._rows(numbers, block.rows.chunk_ids[span], block.rows.offsets[span], {})
 
     def _wait(self, batch: int) -> None:
         """Wait for a change, and say what the consumer waited for."""

@@ -1,0 +1,83 @@
+"""Batches that are only cut out of memory, looked up in groups.
+
+The book-keeping of such a batch would cost more than cutting it. So the rows of as many batches as lie ready, up to a
+bound, are looked up at once; units are given back hardly later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from streaming.engine.build import Mask, Recipe
+from streaming.engine.columns import Columns
+from streaming.engine.needs import Block
+from streaming.engine.rows import Rows
+
+_GROUP_ROWS = 2_048
+_GROUP_BYTES = 4 << 20
+"""Bounds on a group; what is looked up should still be in the caches when it is cut."""
+
+Select = Callable[[Block, slice], Rows | None]
+"""The rows of a span of a block; None if any of them is damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Batches ``[first, last)``; batch ``first + i`` is rows ``[splits[i], splits[i + 1])`` of the columns."""
+
+    first: int
+    last: int
+    splits: list[int]
+    columns: Columns
+    valid: Mask
+
+    def batch(self, number: int, recipe: Recipe) -> Any:
+        """One of the batches.
+
+        Raises:
+            DecodeError: A value does not decode; which one is to be found out row by row.
+        """
+        low, high = self.splits[number - self.first : number - self.first + 2]
+        valid = None if self.valid is None else self.valid[low:high]
+        return recipe.whole(self.columns.batch(low, high), recipe.mask_of(high - low, valid))
+
+
+class Groups:
+    """Opens one group after the other, each as large as the size of the last one suggests. Not thread-safe."""
+
+    def __init__(self, recipe: Recipe, *, padded: bool) -> None:
+        self._recipe = recipe
+        self._padded = padded
+        self._num_batches = 1  # of the next group; 0: the samples are too different for groups
+
+    def open(self, block: Block, first: int, frontier: int, select: Select) -> Group | None:
+        """The group of the batches from ``first`` on, below ``frontier``; None if they are to be built one by one.
+
+        What a batch holds does not depend on the group that it is in: rows that lack a field or are damaged, and
+        batches without rows, make no group.
+        """
+        last = min(first + self._num_batches, block.last, frontier)
+        if last == first:
+            return None
+        splits = block.rows.row_splits[first - block.first : last - block.first + 1]
+        span = slice(int(splits[0]), int(splits[-1]))
+        rows = select(block, span) if (np.diff(splits) > 0).all() else None
+        if rows is None:
+            return None
+        if any((where.sizes < 0).any() for where in rows.fields.values()):
+            self._num_batches = 0
+            return None
+        num_bytes = sum(int(where.sizes.sum()) for where in rows.fields.values())
+        fitting = min(_GROUP_ROWS / len(rows.keys), _GROUP_BYTES / max(1, num_bytes))
+        self._num_batches = max(1, int((last - first) * fitting))
+        return Group(
+            first=first,
+            last=last,
+            splits=(splits - splits[0]).tolist(),
+            columns=Columns(rows, self._recipe.decoders),
+            valid=block.rows.valid[span] if self._padded else None,
+        )
