@@ -16,14 +16,16 @@ import click
 
 from infra import DeviceMesh
 from shard_tools import render
+from shard_tools.bad_list import load_bad_list, records_of
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
 from shard_tools.inspect import cat_field, describe_sample, info, list_samples
 from shard_tools.options import COUNT, PAIR, SIZE, as_storage_options, index_option, json_option, with_storage_options
 from shard_tools.plan import PlanOptions, plan
 from shard_tools.plan_view import save_plot, show_plan
 from shard_tools.progress import progress_bar
+from shard_tools.recheck import RecheckReport, recheck
 from shard_tools.reindex import index
-from shard_tools.verify import verify
+from shard_tools.verify import VerifyReport, verify
 from streaming.errors import ConfigError, ShardstreamError
 from streaming.storage import Storage
 
@@ -140,25 +142,45 @@ def index_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> 
 
 
 @cli.command("verify")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.argument("urls", nargs=-1, metavar="URL...")
 @index_option
 @click.option("--decode", is_flag=True, help="Decode every field too.")
+@click.option(
+    "--bad",
+    multiple=True,
+    metavar="FILE",
+    help="Check only the samples on this list (a loader's bad_samples_file), and decode them; '*' for several files.",
+)
+@click.option("--write-bad", metavar="FILE", help="Write the samples found bad to such a list, for reshard --drop.")
 @click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Shards at a time.")
 @json_option
 @with_storage_options
 def verify_command(
-    urls: tuple[str, ...], *, index_url: str | None, decode: bool, workers: int, as_json: bool, **arguments: Any
+    urls: tuple[str, ...], *, bad: tuple[str, ...], write_bad: str | None, decode: bool, as_json: bool, **arguments: Any
 ) -> None:
     """Checks every promise of the index against every byte of the shards; lists all that fails.
+
+    With --bad, only the samples on a list, of these shards or (without URL) of all shards on it: which are still
+    bad, and why.
 
     \b
     Example:
       shard_tools verify s3://bucket/train/ --json > findings.json
+      shard_tools verify --bad 'bad-*.jsonl'
     """
     storage = Storage(as_storage_options(arguments))
+    if not urls and not bad:
+        raise click.UsageError("Give the URL of shards, or a list of bad samples with --bad.")
+    report: VerifyReport | RecheckReport
     with progress_bar("verify", "shards") as progress:
-        report = verify(urls, storage=storage, index_url=index_url, decode=decode, workers=workers, progress=progress)
-    _emit(report, as_json=as_json, for_people=render.show_verify)
+        if bad:
+            report = recheck(urls, load_bad_list(bad, storage), storage=storage, progress=progress, **arguments)
+        else:
+            report = verify(urls, storage=storage, decode=decode, progress=progress, **arguments)
+    if write_bad is not None:
+        storage.put(write_bad, b"".join(record.to_line() for record in records_of(report.findings)))
+    show = render.show_verify if isinstance(report, VerifyReport) else render.show_recheck
+    _emit(report, as_json=as_json, for_people=show)
     _finish(failed=bool(report.findings))
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from shard_tools.convert import ConvertReport
 from shard_tools.inspect import DataSetInfo, SampleEntry, SampleView
+from shard_tools.recheck import RecheckReport
 from shard_tools.reindex import IndexReport
 from shard_tools.verify import VerifyReport
 from streaming.units import format_bytes
@@ -62,6 +63,20 @@ def show_verify(report: VerifyReport) -> None:
     click.echo(
         f"{report.num_shards:,} shards, {report.num_samples:,} samples, {format_bytes(report.num_bytes)} "
         f"in {report.seconds:.1f} s ({_rate(report.num_bytes, report.seconds)}): {found}"
+    )
+
+
+def show_recheck(report: RecheckReport) -> None:
+    """Every sample that is still bad, and the sum."""
+    for finding in report.findings:
+        click.echo(str(finding))
+    if report.num_unreadable:
+        click.echo(f"{report.num_unreadable:,} lines of the list are cut off or no records", err=True)
+    if report.num_elsewhere:
+        click.echo(f"{report.num_elsewhere:,} records are of other shards than those named", err=True)
+    click.echo(
+        f"{report.num_listed:,} records, {report.num_samples:,} samples read ({format_bytes(report.num_bytes)}) "
+        f"in {report.seconds:.1f} s: {report.num_good:,} are good now, {len(report.findings):,} findings"
     )
 
 

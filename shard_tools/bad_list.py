@@ -1,0 +1,133 @@
+"""Lists of bad samples: reading them, finding their samples in a shard, and making one of what ``verify`` found."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shard_tools.findings import Finding
+from streaming.bad_file import BadRecord, iter_records, shown_url
+from streaming.errors import ConfigError, DataError, NotFoundError
+from streaming.index.samples import SampleTable
+from streaming.storage import Storage, scheme_of
+
+# Findings that say which samples cannot be delivered; the others are about the index, or bytes behind the samples.
+_SAMPLE_KINDS = frozenset({"missing", "size", "checksum", "tar", "samples", "decode", "duplicate", "read"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadList:
+    """What files of bad samples say.
+
+    Attributes:
+        by_shard: The records of each shard, by :func:`~streaming.bad_file.shown_url`; each sample once.
+        num_unreadable: Lines that are no records.
+    """
+
+    by_shard: Mapping[str, tuple[BadRecord, ...]]
+    num_unreadable: int = 0
+
+    @property
+    def num_records(self) -> int:
+        """Records of all shards."""
+        return sum(map(len, self.by_shard.values()))
+
+
+def load_bad_list(specs: Sequence[str], storage: Storage) -> BadList:
+    """The records in these files; local paths may be patterns with ``*``.
+
+    Raises:
+        NotFoundError: There is no such file, or none fits a pattern.
+        DataError: A file holds lines, but not one record.
+    """
+    found: dict[str, dict[object, BadRecord]] = {}
+    num_unreadable = 0
+    for url in (url for spec in specs for url in _files(spec)):
+        content = bytes(storage.read(url))
+        records = list(iter_records(content))
+        errors = [record for record in records if isinstance(record, DataError)]
+        if records and len(errors) == len(records):
+            raise DataError(
+                f"{url}: no list of bad samples: {errors[0]}; give what bad_samples_file or --write-bad wrote"
+            )
+        num_unreadable += len(errors)
+        for record in records:
+            if isinstance(record, BadRecord):
+                found.setdefault(record.url, {}).setdefault(record.name, record)
+    by_shard = {url: tuple(records.values()) for url, records in sorted(found.items())}
+    return BadList(by_shard=by_shard, num_unreadable=num_unreadable)
+
+
+def _files(spec: str) -> list[str]:
+    if scheme_of(spec) != "file" or not glob.has_magic(spec):
+        return [spec]
+    names = sorted(glob.glob(spec))
+    if not names:
+        raise NotFoundError(f"{spec}: no file fits this pattern")
+    return names
+
+
+def shards_by_shown_url(urls: Iterable[str]) -> dict[str, str]:
+    """The URL of each shard by the name that records know it under.
+
+    Raises:
+        ConfigError: Two URLs differ in their secrets alone: a record could mean either.
+    """
+    found: dict[str, str] = {}
+    for url in urls:
+        shown = shown_url(url)
+        if found.setdefault(shown, url) != url:
+            raise ConfigError(
+                f"{shown}: two of the shards have this name once secrets are left out; give one at a time"
+            )
+    return found
+
+
+def rows_of(record: BadRecord, table: SampleTable, keys: Mapping[str, int]) -> list[int]:
+    """Numbers, in the shard of ``table``, of the samples that ``record`` means; none where the shard lacks them.
+
+    Its key counts; without one its number in the shard; without that every sample that its byte range touches (to
+    the end of the shard where only the beginning is known).
+
+    Args:
+        record: Of this shard.
+        table: The shard's samples.
+        keys: Number of the sample with each key, as ``table.keys`` has them.
+    """
+    if record.key:
+        return [keys[record.key]] if record.key in keys else []
+    if record.sample_in_shard >= 0:
+        return [record.sample_in_shard] if record.sample_in_shard < table.num_samples else []
+    if record.byte_start < 0:
+        return []
+    starts, ends = table.record_starts[:-1], table.record_starts[1:]
+    touched = ends > record.byte_start
+    if record.byte_end >= 0:
+        touched &= starts < record.byte_end
+    return [int(row) for row in np.flatnonzero(touched)]
+
+
+def records_of(findings: Iterable[Finding]) -> list[BadRecord]:
+    """The findings that are about samples, as records; each sample or range once."""
+    records: dict[object, BadRecord] = {}
+    for finding in findings:
+        if finding.kind not in _SAMPLE_KINDS:
+            continue
+        whole = finding.key is None and finding.byte_start is None
+        record = BadRecord(
+            url=shown_url(finding.shard),
+            key=finding.key or "",
+            byte_start=0 if whole else _known(finding.byte_start),
+            byte_end=_known(finding.byte_end),
+            stage="decode" if finding.kind == "decode" else "fetch",
+            reason=finding.what.replace(finding.shard, shown_url(finding.shard)),
+        )
+        records.setdefault(record.name, record)
+    return list(records.values())
+
+
+def _known(value: int | None) -> int:
+    return -1 if value is None else value

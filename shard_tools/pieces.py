@@ -1,0 +1,82 @@
+"""Reading any samples of a shard by its index: in checked pieces, which are spans, or chunks where there are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.fetch import FetchRange, fetch_range
+from streaming.index.samples import SampleTable
+from streaming.storage import Storage
+from streaming.tar import ChunkLayout
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardPieces:
+    """The ``P`` pieces of one shard of ``n`` samples: runs of samples whose bytes have a checksum.
+
+    Attributes:
+        url: The shard.
+        size_bytes: Its size as a file.
+        record_starts: int64 ``[n + 1]``, where each sample's record begins, and where the last one ends.
+        bounds: int64 ``[P + 1]``, first sample of each piece, and ``n``.
+        crc32c: uint32 ``[P]``, of the bytes of each piece.
+    """
+
+    url: str
+    size_bytes: int
+    record_starts: Int64s
+    bounds: Int64s
+    crc32c: npt.NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, url: str, table: SampleTable) -> ShardPieces:
+        """The pieces of the shard at ``url``, which ``table`` describes."""
+        chunks = table.chunks
+        spans = table.num_spans > 0
+        return cls(
+            url=url,
+            size_bytes=table.shard.size_bytes,
+            record_starts=table.record_starts,
+            bounds=table.span_starts if spans else np.append(chunks.first_sample, table.num_samples),
+            crc32c=table.span_crc32c if spans else chunks.crc32c,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the shard."""
+        return self.record_starts.size - 1
+
+    def piece_of(self, rows: Int64s) -> Int64s:
+        """The piece that holds each of these samples."""
+        return np.searchsorted(self.bounds, rows, side="right").astype(np.int64) - 1
+
+    def range(self, first: int, stop: int) -> FetchRange:
+        """The bytes of pieces ``[first, stop)``."""
+        borders = self.record_starts[self.bounds[first : stop + 1]]
+        ends = (borders[1:] - borders[0]).tolist()
+        return FetchRange(
+            url=self.url,
+            byte_start=int(borders[0]),
+            byte_end=int(borders[-1]),
+            num_samples=int(self.bounds[stop] - self.bounds[first]),
+            crc32c=None,
+            shard_bytes=self.size_bytes,
+            spans=tuple(zip(ends, self.crc32c[first:stop].tolist(), strict=True)),
+        )
+
+
+def read_pieces(storage: Storage, wanted: FetchRange) -> tuple[bytearray, ChunkLayout]:
+    """The bytes of ``wanted`` and where each field lies in them.
+
+    Raises:
+        ChecksumError, TarError, IndexMismatchError, StorageError: As :func:`streaming.fetch.fetch_range`.
+    """
+    buffer = bytearray(wanted.num_bytes)
+    with memoryview(buffer) as out:
+        layout = fetch_range(storage, wanted, out)
+    return buffer, layout

@@ -1,0 +1,190 @@
+"""``verify --bad``: whether the samples on a list are still bad; only their bytes are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shard_tools.bad_list import BadList, rows_of, shards_by_shown_url
+from shard_tools.convert.records import map_ordered
+from shard_tools.findings import Finding
+from shard_tools.pieces import ShardPieces, read_pieces
+from shard_tools.progress import NoProgress, Progress
+from shard_tools.tables import load_samples
+from streaming.bad_file import BadRecord
+from streaming.decode import FieldDecoder, decode_field, resolve_decoders
+from streaming.errors import (
+    ChecksumError,
+    ConfigError,
+    DataError,
+    DecodeError,
+    IndexMismatchError,
+    IndexMissingError,
+    StorageError,
+)
+from streaming.index.samples import SampleTable
+from streaming.storage import Storage, expand_urls
+
+_CURE = "restore the shard, or write the set without it: `shard_tools reshard --drop`"
+
+_KINDS = ((ChecksumError, "checksum"), (IndexMismatchError, "size"), (DataError, "tar"), (StorageError, "read"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecheckReport:
+    """What became of the samples on a list.
+
+    Attributes:
+        findings: Those that are still bad, each with its reason.
+        num_listed: Records on the list.
+        num_samples: Samples read.
+        num_good: Samples that are read and decoded now; what a user's transform does to them is not looked at.
+        num_elsewhere: Records of shards that were not named.
+        num_unreadable: Lines of the list that are no records.
+        num_bytes: Bytes read.
+        seconds: Wall time.
+    """
+
+    findings: tuple[Finding, ...]
+    num_listed: int
+    num_samples: int
+    num_good: int
+    num_elsewhere: int
+    num_unreadable: int
+    num_bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        return {
+            "ok": not self.findings,
+            "num_listed": self.num_listed,
+            "num_samples": self.num_samples,
+            "num_good": self.num_good,
+            "num_elsewhere": self.num_elsewhere,
+            "num_unreadable": self.num_unreadable,
+            "num_bytes": self.num_bytes,
+            "seconds": round(self.seconds, 3),
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+
+def recheck(
+    urls: Sequence[str],
+    bad: BadList,
+    *,
+    storage: Storage,
+    index_url: str | None = None,
+    workers: int = 8,
+    progress: Progress | None = None,
+) -> RecheckReport:
+    """Reads the samples on a list again, checks their bytes against the index, and decodes every field.
+
+    Args:
+        urls: Shards to look at, as in ``StreamingDataset``; none: those of the list.
+        bad: The list.
+        storage: Where the shards lie.
+        index_url: Where the index lies, if not beside the shards.
+        workers: Shards checked at a time.
+        progress: Told of shards.
+
+    Raises:
+        NotFoundError: Nothing matches ``urls``.
+        ConfigError: Two shards look alike once secrets are left out.
+    """
+    started = time.monotonic()
+    progress = progress or NoProgress()
+    shards = shards_by_shown_url(expand_urls(list(urls), storage)) if urls else {url: url for url in bad.by_shard}
+    todo = [(shards[shown], records) for shown, records in bad.by_shard.items() if shown in shards]
+    progress.start(total_bytes=None, total=len(todo))
+    decoder = resolve_decoders("auto")
+    totals = [0, 0, 0]
+    findings: list[Finding] = []
+
+    def check(item: tuple[str, Sequence[BadRecord]]) -> _Shard:
+        shard = _Shard(item[0], storage, decoder)
+        shard.check(item[1], index_url)
+        progress.advance(num=1)
+        return shard
+
+    for shard in map_ordered(check, todo, workers):
+        findings += shard.findings
+        totals = [a + b for a, b in zip(totals, (shard.num_samples, shard.num_good, shard.num_bytes), strict=True)]
+    return RecheckReport(
+        findings=tuple(findings),
+        num_listed=bad.num_records,
+        num_samples=totals[0],
+        num_good=totals[1],
+        num_elsewhere=bad.num_records - sum(len(records) for _, records in todo),
+        num_unreadable=bad.num_unreadable,
+        num_bytes=totals[2],
+        seconds=time.monotonic() - started,
+    )
+
+
+class _Shard:
+    """One shard's part of a list; used once, by one thread."""
+
+    def __init__(self, url: str, storage: Storage, decoder: FieldDecoder) -> None:
+        self.findings: list[Finding] = []
+        self.num_samples = self.num_good = self.num_bytes = 0
+        self._url, self._storage, self._decoder = url, storage, decoder
+
+    def check(self, records: Sequence[BadRecord], index_url: str | None) -> None:
+        """Check the samples of all records."""
+        try:
+            table = load_samples(self._storage, self._url, index_url)
+        except DataError as error:
+            self._find("index", f"the sample table is damaged: {error}")
+            return
+        if table is None:
+            raise IndexMissingError(
+                f"{self._url}: the index has no sample table of it; run `shard_tools index --force {self._url}`"
+            )
+        keys = {key: row for row, key in enumerate(table.keys)} if any(record.key for record in records) else {}
+        rows: dict[int, None] = {}
+        for record in records:
+            found = rows_of(record, table, keys)
+            rows.update(dict.fromkeys(found))
+            if not found:
+                self._find("samples", "the index has no such sample", key=record.key or None)
+        pieces = ShardPieces.of(self._url, table)
+        for row in sorted(rows):
+            self.num_samples += 1
+            self.num_good += self._check_sample(row, table, pieces)
+
+    def _find(self, kind: str, what: str, **facts: object) -> None:
+        self.findings.append(Finding(kind=kind, shard=self._url, what=what, cure=_CURE, **facts))  # type: ignore[arg-type]
+
+    def _check_sample(self, row: int, table: SampleTable, pieces: ShardPieces) -> bool:
+        piece = int(pieces.piece_of(np.array([row]))[0])
+        wanted = pieces.range(piece, piece + 1)
+        key = table.keys[row]
+        begin, end = table.record_starts[row : row + 2].tolist()
+        self.num_bytes += wanted.num_bytes
+        try:
+            buffer, layout = read_pieces(self._storage, wanted)
+        except (DataError, StorageError) as error:
+            kind = next(kind for type_, kind in _KINDS if isinstance(error, type_))
+            self._find(kind, f"cannot be read: {error}", key=key, byte_start=begin, byte_end=end)
+            return False
+        number, good = row - int(pieces.bounds[piece]), True
+        for column, name in enumerate(layout.fields):
+            start, size = int(layout.starts[number, column]), int(layout.sizes[number, column])
+            if start < 0:
+                continue
+            try:
+                decode = self._decoder.decoder_for(name)
+            except ConfigError:  # a pickle and the like: safe to store, not to open
+                continue
+            try:
+                decode_field(decode, memoryview(buffer)[start : start + size], url=self._url, key=key, field=name)
+            except DecodeError as error:
+                self._find(
+                    "decode", f"field {name!r} does not decode: {error}", key=key, byte_start=begin, byte_end=end
+                )
+                good = False
+        return good
