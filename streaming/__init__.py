@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from streaming.device import DevicePrefetcher
     from streaming.fetcher import DeviceMeshFetcher
     from streaming.loader import DataLoader
+    from streaming.portion import StageFields
     from streaming.retry import RetrySampler
     from streaming.sampler import DeviceMeshSampler
+    from streaming.sequence import SequenceSlice
 
 _HOMES = {
     "DataLoader": "streaming.loader",
@@ -24,7 +26,9 @@ _HOMES = {
     "DeviceMeshSampler": "streaming.sampler",
     "DevicePrefetcher": "streaming.device",
     "RetrySampler": "streaming.retry",
+    "SequenceSlice": "streaming.sequence",
     "ShuffleConfig": "streaming.dataset",
+    "StageFields": "streaming.portion",
     "StreamingDataset": "streaming.dataset",
 }
 
@@ -34,7 +38,9 @@ __all__ = [
     "DeviceMeshSampler",
     "DevicePrefetcher",
     "RetrySampler",
+    "SequenceSlice",
     "ShuffleConfig",
+    "StageFields",
     "StreamingDataset",
 ]
 

@@ -21,7 +21,8 @@ from streaming.loop import (
     resolve_mesh,
 )  # fmt: skip
 from streaming.ordinary import OrdinaryLoop, open_ordinary, resolve_dataset
-from streaming.ordinary_config import OrdinaryConfig, OrdinaryOptions, checked_options
+from streaming.ordinary_config import OrdinaryConfig, checked_options
+from streaming.replicas import MoreOptions, split_options
 from streaming.state import LoaderState
 from streaming.storage import redact
 from streaming.streamed import StreamedLoop
@@ -52,9 +53,11 @@ class DataLoader:
         prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
-        ordinary: For map-style and iterable torch data sets, which ``num_workers`` torch processes read (0: this one):
-            ``shuffle``, ``seed``, ``on_error``, ``max_retries``, ``max_bad_samples``, ``sharding`` and
-            ``multiprocessing_context``; see ``streaming.ordinary_config.OrdinaryConfig``.
+        more: About replicas: ``stage_fields``, a ``StageFields``: what the first and the last pipeline stage use of a
+            batch; stages in between get batches without payload and read nothing. ``sequence``, a ``SequenceSlice``:
+            context-parallel peers get their slices of the sequence. For map-style and iterable torch data sets, which
+            ``num_workers`` torch processes read (0: this one): ``shuffle``, ``seed``, ``on_error``, ``max_retries``,
+            ``max_bad_samples``, ``sharding`` and ``multiprocessing_context``; see ``OrdinaryConfig``.
 
     Raises:
         ConfigError: An argument, or a combination, cannot work.
@@ -78,7 +81,7 @@ class DataLoader:
         prefetch_factor: int = 2,
         pin_memory: bool = False,
         memory_limit: int | str = "4GiB",
-        **ordinary: Unpack[OrdinaryOptions],
+        **more: Unpack[MoreOptions],
     ) -> None:
         if isinstance(dataset, str):
             raise _no_dataset(dataset)
@@ -87,9 +90,11 @@ class DataLoader:
         self.dataset = dataset
         self.device_mesh = mesh = resolve_mesh(device_mesh)
         global_batch_size = resolve_batch_size(batch_size, global_batch_size, mesh)
+        replicas, ordinary = split_options(more)
         if not isinstance(dataset, StreamingDataset):
             if self._inline:
                 raise _no_dataset(dataset)
+            replicas.check_plain()
             self._loop: EpochLoop | StreamedLoop | OrdinaryLoop = open_ordinary(
                 dataset,
                 OrdinaryConfig(
@@ -114,9 +119,11 @@ class DataLoader:
         _check_count("prefetch_factor", prefetch_factor, 1)
         if epoch_size is not None:
             _check_count("epoch_size", epoch_size, 1)
+        replicas.check(dataset.on_error)
         threads = 0 if self._inline else min(4, os.cpu_count() or 1) if num_threads is None else num_threads
         recipe = Recipe(
             decoders=dataset.decoders, transform=dataset.transform, collate_fn=collate_fn, on_error=dataset.on_error,
+            portion=replicas.portion(mesh),
             finish=_pin if pin_memory and torch.cuda.is_available() else None,
         )  # fmt: skip
         config = LoopConfig(
@@ -129,6 +136,7 @@ class DataLoader:
             num_threads=threads,
             depth=prefetch_factor * max(1, num_workers or threads),
             recipe=recipe,
+            replicas=replicas,
         )
         self._loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from infra import DeviceMesh, as_device_mesh
 from streaming import budget
-from streaming.base_loop import BaseLoop
+from streaming.base_loop import BaseLoop, Run
 from streaming.dataset import StreamingDataset
 from streaming.engine.arena import Arena
 from streaming.engine.build import Recipe
@@ -26,6 +26,7 @@ from streaming.engine.ring import BatchRing
 from streaming.engine.workers import WorkerPool
 from streaming.errors import ConfigError, StateError
 from streaming.plan import LastBatch, Plan
+from streaming.replicas import CountedRun, Replicas
 from streaming.state import LoaderState
 from streaming.storage import redact, scheme_of
 from streaming.units import parse_bytes
@@ -48,6 +49,7 @@ class LoopConfig:
         num_threads: Threads that do, without processes; 0: the thread that asks for a batch builds it.
         depth: Batches built ahead.
         recipe: Decode, transform, collate.
+        replicas: Who of the ranks of one share reads, and what each gets.
     """
 
     global_batch_size: int
@@ -59,6 +61,7 @@ class LoopConfig:
     num_threads: int
     depth: int
     recipe: Recipe
+    replicas: Replicas = Replicas()  # noqa: RUF009  frozen
 
 
 def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, mesh: DeviceMesh) -> int:
@@ -176,11 +179,13 @@ class EpochLoop(BaseLoop):
             start=start,
         )
 
-    def _start(self, start: int) -> Pipeline | None:
+    def _start(self, start: int) -> Run | None:
         plan = self._plan(start)
         if not plan.num_batches:
             return None
         dp_rank = self.config.mesh.data_rank
+        if self.config.recipe.portion.is_count:
+            return CountedRun(plan, dp_rank)
         sliced = not self.order.shuffle and plan.dp_world_size > 1 and self.dataset.has_sample_tables()
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset.slice)
         store = self._open_store()

@@ -174,6 +174,11 @@ class Plan:
         self._check_range(batch, batch + 1, dp_rank)
         return int(self._slices(np.array([batch]), dp_rank).rows[0])
 
+    def num_valid(self, batch: int, dp_rank: int) -> int:
+        """Rows of one rank in one batch, padding left out: the first ones."""
+        self._check_range(batch, batch + 1, dp_rank)
+        return int(self._slices(np.array([batch]), dp_rank).counts[0])
+
     def rank_batches(self, first: int, last: int, dp_rank: int) -> RankBatches:
         """The rows of one rank in batches ``[first, last)``; cheapest in blocks of some ten thousand rows.
 

@@ -48,6 +48,11 @@ class StreamedLoop(BaseLoop):
         super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
         self.config = config
         self._size = config.epoch_size
+        if config.replicas.stage_fields is not None:
+            raise ConfigError(
+                f"stage_fields: {dataset.shards.missing_index}, and without an index stages cannot tell how many "
+                f"samples a batch has. Index the shards (shard_tools index URL), or leave stage_fields out"
+            )
         digest = hashlib.sha256("\n".join(dataset.shards.urls).encode())
         self._fingerprint = f"stream:{digest.hexdigest()}"
         _log.warning(

@@ -19,7 +19,7 @@ PACKAGES = ("streaming", "shard_tools", "infra")
 SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device")
 SURFACE += ("streaming.loop", "streaming.streamed", "streaming.base_loop", "streaming.bad_samples", "streaming.peers")
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
-SURFACE += ("streaming.iterable", "streaming.shares")
+SURFACE += ("streaming.iterable", "streaming.shares", "streaming.replicas")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),
@@ -48,6 +48,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.decode",
             "streaming.collate",
             "streaming.bad_file",
+            "streaming.sequence",
+            "streaming.portion",
         ),
     ),
     ("run", ("streaming.engine",)),
@@ -57,6 +59,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 LAYER_OF = {prefix: level for level, (_, prefixes) in enumerate(LAYERS) for prefix in prefixes}
 
 TORCH_MAY = (*(name for name in SURFACE if name != "streaming"), "streaming.engine", "streaming.collate")
+TORCH_MAY += ("streaming.sequence", "streaming.portion")
 # infra asks where the program runs; credentials come the way people have them, the environment too.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.credentials")
 INFRA_MAY = SURFACE
@@ -92,6 +95,8 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "DeviceMeshSampler",
         "DevicePrefetcher",
         "RetrySampler",
+        "SequenceSlice",
+        "StageFields",
     ),
     "shard_tools": ("ShardWriter",),
 }

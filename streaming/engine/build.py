@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -16,6 +16,7 @@ from streaming.decode import FieldDecoder, decode_field, raw
 from streaming.engine.columns import Columns
 from streaming.engine.rows import Rows
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
+from streaming.portion import Portion
 from streaming.types import Batch, Sample, Transform
 
 OnError: TypeAlias = Literal["substitute", "skip", "raise"]
@@ -58,6 +59,7 @@ class Recipe:
         transform: Function of one sample, or None.
         collate_fn: Function of a list of samples, or None: the default.
         on_error: What becomes of samples that cannot be delivered.
+        portion: What this rank uses of a batch; cut out where the batch is built.
         finish: Last step of every batch, such as page-locking it, or None.
     """
 
@@ -65,6 +67,7 @@ class Recipe:
     transform: Transform | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     on_error: OnError = "substitute"
+    portion: Portion = Portion()  # noqa: RUF009  frozen
     finish: Callable[[Any], Any] | None = None
 
     @property
@@ -78,11 +81,15 @@ class Recipe:
             return valid.copy()
         return np.ones(num_rows, np.bool_) if self.on_error == "skip" else None
 
-    def whole(self, batch: Batch, mask: Mask) -> Any:
-        """A default batch, with its mask and after its last step."""
+    def whole(self, batch: Batch, mask: Mask, num_rows: int) -> Any:
+        """A default batch of so many rows, with its mask, cut down to this rank's portion and after its last step."""
         if mask is not None:
             batch["__valid__"] = torch.from_numpy(mask)
-        return self.finished(batch)
+        return self.cut(batch, num_rows)
+
+    def cut(self, batch: Any, num_rows: int) -> Any:
+        """This rank's portion of a batch, after its last step."""
+        return self.finished(self.portion(batch, num_rows))
 
     def finished(self, batch: Any) -> Any:
         """The batch, after its last step."""
@@ -109,7 +116,8 @@ class BatchBuilder:
         recipe: What to do.
         substitutes: For row i of the batch, single-row ``Rows`` to try in its place, in order.
         report: Told of every sample that could not be delivered; may raise to stop the run.
-        allocate: Where the memory of the default batch's tensors comes from; None: fresh memory.
+        allocate: Where the memory of the default batch's tensors comes from; None: fresh memory. Not used for a batch
+            of which only a portion is kept.
     """
 
     def __init__(
@@ -119,7 +127,7 @@ class BatchBuilder:
         report: BadSampleReport,
         allocate: Allocate | None = None,
     ) -> None:
-        self._allocate = allocate
+        self._allocate = allocate if recipe.portion.is_whole else None
         self._recipe = recipe
         self._substitutes = substitutes
         self._report = report
@@ -130,7 +138,9 @@ class BatchBuilder:
         mask = recipe.mask_of(len(rows.keys), valid)
         if recipe.is_plain and not rows.damage:
             with suppress(DecodeError):  # row by row it will say which value
-                return recipe.whole(Columns(rows, recipe.decoders, self._allocate).batch(0, len(rows.keys)), mask)
+                return recipe.whole(
+                    Columns(rows, recipe.decoders, self._allocate).batch(0, len(rows.keys)), mask, len(rows.keys)
+                )
         samples = [self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
         return self.collate(samples, mask)
 
@@ -141,8 +151,8 @@ class BatchBuilder:
                 for sample, valid in zip(samples, mask.tolist(), strict=True):
                     if isinstance(sample, dict):
                         sample["__valid__"] = valid
-            return self._recipe.finished(self._collated(self._recipe.collate_fn, samples))
-        return self._recipe.whole(default_collate(samples, allocate=self._allocate), mask)
+            return self._recipe.cut(self._collated(self._recipe.collate_fn, samples), len(samples))
+        return self._recipe.whole(default_collate(samples, allocate=self._allocate), mask, len(samples))
 
     @staticmethod
     def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Sample]) -> Any:
@@ -159,8 +169,10 @@ class BatchBuilder:
     def empty(self, prototype: Rows) -> Any:
         """A batch of no rows, shaped like a batch of ``prototype`` (one row)."""
         if self._recipe.collate_fn is not None:
-            return self._recipe.collate_fn([])
-        return empty_like(self.build(prototype, None))
+            return self._recipe.portion(self._recipe.collate_fn([]), 0)
+        whole = replace(self._recipe, portion=Portion(), finish=None)
+        row = BatchBuilder(whole, self._substitutes, self._report).build(prototype, None)
+        return self._recipe.portion(empty_like(row), 0)
 
     def samples(self, rows: Rows) -> list[Sample]:
         """The decoded, transformed samples of ``rows``, not collated."""

@@ -43,7 +43,7 @@ class Group:
         """
         low, high = self.splits[number - self.first : number - self.first + 2]
         valid = None if self.valid is None else self.valid[low:high]
-        return recipe.whole(self.columns.batch(low, high), recipe.mask_of(high - low, valid))
+        return recipe.whole(self.columns.batch(low, high), recipe.mask_of(high - low, valid), high - low)
 
 
 class Groups:

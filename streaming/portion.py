@@ -1,0 +1,114 @@
+"""What of a batch one rank uses: all of it, some fields (pipeline stages), a slice of the sequence (context parallel).
+
+A portion is cut where the batch is built, before it goes into shared or page-locked memory or to another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streaming.errors import ConfigError
+from streaming.sequence import SequencePeer, SequenceSlice, checked_names, cut_sequence
+from streaming.types import Batch
+
+NUM_SAMPLES = "__num_samples__"
+"""Rows of a batch, an int; in every batch of a loader with ``stage_fields``."""
+
+_ALWAYS = ("__key__", "__url__", "__valid__", NUM_SAMPLES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFields:
+    """The batch entries that pipeline stages use; each stage gets its own and no others.
+
+    The first and the last stage also get ``__key__``, ``__url__`` and, where there is one, ``__valid__``. Stages in
+    between get a batch without payload: ``{"__num_samples__": int}``, with ``"__valid__"`` (bool [B]) under
+    ``last_batch="pad"``. All stages have ``__num_samples__``. Where one rank holds both ends (no pipeline axis, or
+    a schedule that folds back: name both sets then) it gets both.
+
+    Attributes:
+        first: Entries for the first stage, such as ``("input_ids",)``.
+        last: Entries for the last stage, such as ``("labels",)``.
+    """
+
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for where in ("first", "last"):
+            object.__setattr__(self, where, checked_names(f"StageFields: {where}", getattr(self, where)))
+
+    def of_stage(self, *, is_first: bool, is_last: bool) -> tuple[str, ...]:
+        """The entries of one stage; none for those in between."""
+        return tuple(dict.fromkeys((self.first if is_first else ()) + (self.last if is_last else ())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portion:
+    """A function of a batch; hashable, and picklable for worker processes.
+
+    Attributes:
+        fields: Entries to keep, beside those that stand for rows; None: all. Empty: no payload at all.
+        sequence: How to cut sequences, or None.
+        peer: Whose slice.
+    """
+
+    fields: tuple[str, ...] | None = None
+    sequence: SequenceSlice | None = None
+    peer: SequencePeer = SequencePeer()  # noqa: RUF009  frozen
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the batch stays as it is."""
+        return self.fields is None and self.sequence is None
+
+    @property
+    def is_count(self) -> bool:
+        """Whether nothing is kept but the number of rows and their mask."""
+        return self.fields == ()
+
+    def __call__(self, batch: Any, num_samples: int) -> Any:
+        """The portion of a batch of so many rows.
+
+        Raises:
+            ConfigError: The batch is no dict, or lacks a field of this stage or a sequence to cut.
+        """
+        if self.is_whole:
+            return batch
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"stage_fields and sequence need batches that are dicts; this one is a {type(batch).__name__}. Have "
+                "collate_fn make a dict"
+            )
+        if self.is_count:
+            return count_only(num_samples, batch.get("__valid__"))
+        kept: Batch = dict(batch)
+        if self.fields is not None:
+            missing = [name for name in self.fields if name not in batch]
+            if missing and num_samples:
+                raise ConfigError(
+                    f"stage_fields: the batch has no entry {missing[0]!r}; there are {', '.join(map(str, batch))}"
+                )
+            kept = {name: value for name, value in batch.items() if name in self.fields or name in _ALWAYS}
+            kept[NUM_SAMPLES] = num_samples
+        return kept if self.sequence is None else self._cut(kept)
+
+    def _cut(self, batch: Batch) -> Batch:
+        wanted = self.sequence
+        if wanted is None:
+            return batch
+        dropped = self.fields is not None
+        names = tuple(name for name in wanted.fields if name in batch or not dropped)
+        if not names or not batch:  # another stage has them; or a user's batch of no rows
+            return batch
+        return cut_sequence(batch, wanted, self.peer, names)
+
+
+def count_only(num_samples: int, valid: object = None) -> Batch:
+    """A batch without payload."""
+    batch: Batch = {NUM_SAMPLES: num_samples}
+    if valid is not None:
+        batch["__valid__"] = valid
+    return batch
