@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from typing import Any, TypeAlias, get_args
 
@@ -24,11 +25,11 @@ from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingEr
 from streaming.fetch import FetchRange, fetch_range
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleLocation, SampleTable
+from streaming.layout import UnitLayout
 from streaming.order import MAX_LANES, MAX_WINDOW, checked_int
 from streaming.peers import job_peers
 from streaming.shards import OpenShards, check_fields, open_shards, sample_table
 from streaming.storage import Storage
-from streaming.tar import ChunkLayout
 from streaming.types import Sample, Transform
 from streaming.units import parse_bytes
 
@@ -220,6 +221,7 @@ class StreamingDataset:
             url=self.shards.urls[shard],
             byte_start=int(table.byte_start[chunk_id]),
             byte_end=int(table.byte_end[chunk_id]),
+            first_sample=int(table.first_sample[chunk_id]),
             num_samples=int(table.num_samples[chunk_id]),
             crc32c=int(table.crc32c[chunk_id]),
             shard_bytes=table.shards[shard].size_bytes,
@@ -248,23 +250,31 @@ class StreamingDataset:
             whole,
             byte_start=int(starts[low]),
             byte_end=int(starts[high]),
+            first_sample=low,
             num_samples=high - low,
             crc32c=None,
             spans=spans,
             lead=lead,
         )
 
-    def fetch(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
+    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
         """Fill ``out`` and take it apart."""
-        return fetch_range(self.storage, wanted, out, self.cache)
+        return fetch_range(self.storage, wanted, out, self.cache, partial(self._samples_at, wanted.url))
 
     def locate(self, chunk_id: int, offset: int) -> SampleLocation | None:
         """Where a sample of a chunk lies in its shard; None if the shard's sample table is missing or unreadable."""
         try:
-            samples = self._recent.table(int(self.table.shard[chunk_id]))
-        except (DataError, StorageError):
+            samples = self._samples_at(self.shards.urls[int(self.table.shard[chunk_id])])
+        except StorageError:
             return None
         return None if samples is None else samples.lookup(int(self.table.first_sample[chunk_id]) + offset)
+
+    def _samples_at(self, url: str) -> SampleTable | None:
+        """The sample table of a shard; None if it is missing, or of no use."""
+        try:
+            return self._recent.table(self.shards.urls.index(url))
+        except DataError:
+            return None
 
     def has_sample_tables(self) -> bool:
         """Whether the first shard has a sample table (a data set is indexed as a whole)."""
@@ -313,7 +323,7 @@ class _Recent:
     def __init__(self, dataset: StreamingDataset) -> None:
         self._dataset = dataset
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[int, tuple[bytes, ChunkLayout]] = OrderedDict()
+        self._chunks: OrderedDict[int, tuple[bytes, UnitLayout]] = OrderedDict()
         self._tables: OrderedDict[int, SampleTable | None] = OrderedDict()
 
     def sample(self, index: int) -> Sample:
@@ -357,6 +367,8 @@ class _Recent:
                 while len(self._chunks) > _RECENT_CHUNKS:
                     self._chunks.popitem(last=False)
         data, layout = known
+        if offset in layout.damage:
+            raise layout.damage[offset]
         fields = {}
         for column, name in enumerate(layout.fields):
             start = int(layout.starts[offset, column])
@@ -364,7 +376,7 @@ class _Recent:
                 fields[name] = data[start : start + int(layout.sizes[offset, column])]
         return layout.keys[offset], fields
 
-    def _read(self, wanted: FetchRange) -> tuple[bytes, ChunkLayout]:
+    def _read(self, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
         buffer = bytearray(wanted.num_bytes)
         with memoryview(buffer) as out:
             layout = self._dataset.fetch(wanted, out)

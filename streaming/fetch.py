@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -10,8 +11,11 @@ import crc32c
 
 from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
+from streaming.index.samples import SampleTable
+from streaming.layout import UnitLayout
+from streaming.narrow import checksum_error, narrowed
 from streaming.storage import Storage
-from streaming.tar import ChunkLayout, parse_chunk
+from streaming.tar import parse_chunk
 
 UnitKey: TypeAlias = tuple[str, int, int]
 """URL, first byte, one past the last byte."""
@@ -25,6 +29,7 @@ class FetchRange:
         url: The shard.
         byte_start: First byte in the shard.
         byte_end: One past the last byte.
+        first_sample: Number, within the shard, of the first sample of the range.
         num_samples: Samples that the range holds, by the index.
         crc32c: CRC32C of the bytes, or None where the index has none for this range.
         shard_bytes: Size of the whole shard, by the index.
@@ -37,6 +42,7 @@ class FetchRange:
     url: str
     byte_start: int
     byte_end: int
+    first_sample: int
     num_samples: int
     crc32c: int | None
     shard_bytes: int
@@ -60,15 +66,42 @@ class FetchRange:
         return self.url, self.byte_start, self.byte_end
 
 
-def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview, cache: NodeCache | None = None) -> ChunkLayout:
+def fetch_range(
+    storage: Storage,
+    wanted: FetchRange,
+    out: memoryview,
+    cache: NodeCache | None = None,
+    samples: Callable[[], SampleTable | None] = lambda: None,
+) -> UnitLayout:
     """Fill ``out`` (exactly ``wanted.num_bytes`` long) and return where each field lies, relative to ``out``.
 
-    With a cache, the bytes come from there if they can, and go there if they could not.
+    With a cache, the bytes come from there if they can, and go there if they could not. Where they are damaged, but
+    the sample table has checksums for parts of them, the layout says which samples are bad.
+
+    Args:
+        storage: Where the shard is.
+        wanted: The range.
+        out: Where to.
+        cache: The node's cache, if there is one.
+        samples: The sample table of the shard, or None; asked for only if bytes are damaged.
 
     Raises:
+        ChecksumError: The bytes are damaged, and nobody knows which of them.
         TarError: The bytes match no checksum (there is none) and are not whole samples.
-        IndexMismatchError, ChecksumError, StorageError: As :func:`fetch_bytes`.
+        IndexMismatchError, StorageError: As :func:`fetch_bytes`.
     """
+    try:
+        return _fetched(storage, wanted, out, cache)
+    except ChecksumError:
+        table = samples()
+        stop = wanted.first_sample + wanted.num_samples
+        found = None if table is None else narrowed(table, wanted.first_sample, stop, out, wanted.url)
+        if found is None:
+            raise
+        return found
+
+
+def _fetched(storage: Storage, wanted: FetchRange, out: memoryview, cache: NodeCache | None) -> UnitLayout:
     if cache is None:
         fetch_bytes(storage, wanted, out)
         return layout_of(wanted, out)
@@ -93,7 +126,7 @@ def fetch_bytes(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
 
     Raises:
         IndexMismatchError: The shard is missing, or is another one than the index describes.
-        ChecksumError: The bytes are damaged, in a shard of the right size.
+        ChecksumError: The bytes are damaged, in a shard of the right size; ``out`` holds them as they are.
         StorageError: The store did not deliver.
     """
     try:
@@ -111,7 +144,7 @@ def fetch_bytes(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
         raise
 
 
-def layout_of(wanted: FetchRange, out: memoryview) -> ChunkLayout:
+def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
     """Where each field lies in the bytes of ``wanted``.
 
     Raises:
@@ -124,7 +157,7 @@ def layout_of(wanted: FetchRange, out: memoryview) -> ChunkLayout:
             f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: {len(layout.keys)} samples where the index "
             f"says {wanted.num_samples}. Rebuild the index: shard_tools index --force {wanted.url}"
         )
-    return layout
+    return UnitLayout(keys=layout.keys, fields=layout.fields, starts=layout.starts, sizes=layout.sizes)
 
 
 def _differing(wanted: FetchRange, out: memoryview) -> tuple[int, int, int, int] | None:
@@ -144,11 +177,7 @@ def _check(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
         return
     _check_size(storage, wanted, None)
     start, end, got, expected = found
-    raise ChecksumError(
-        f"{wanted.url}, bytes {wanted.byte_start + start}-{wanted.byte_start + end}: CRC32C {got:08x}, the index says "
-        f"{expected:08x}, twice in a row. The shard is damaged, or was replaced by one of the same size. "
-        f"shard_tools verify {wanted.url} lists what differs; shard_tools index --force accepts the shard as it is"
-    )
+    raise checksum_error(wanted.url, wanted.byte_start + start, wanted.byte_start + end, got, expected)
 
 
 def _check_size(storage: Storage, wanted: FetchRange, cause: Exception | None) -> None:

@@ -34,6 +34,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.state",
             "streaming.tar",
             "streaming.index",
+            "streaming.layout",
+            "streaming.narrow",
         ),
     ),
     ("I/O", ("streaming.storage", "streaming.cache")),

@@ -109,7 +109,7 @@ class NodeCache:
 
         Raises:
             ConfigError: If the memory or the range cannot work.
-            BaseException: What ``fetch`` raises, and nothing else; what ``out`` holds is then undefined.
+            BaseException: What ``fetch`` raises, and nothing else; ``out`` is then as ``fetch`` left it.
         """
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
         if view.readonly:

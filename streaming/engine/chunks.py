@@ -14,13 +14,13 @@ from streaming.engine.rows import RowTable
 from streaming.engine.threads import JobThreads
 from streaming.errors import DataError, IndexMismatchError
 from streaming.fetch import FetchRange, UnitKey
+from streaming.layout import UnitLayout
 from streaming.metrics import Metrics
-from streaming.tar import ChunkLayout
 
 _STOP_S = 1.0
 """How long closing waits for each thread's fetch under way: its memory stays mapped until it has ended."""
 
-Fetch = Callable[[FetchRange, memoryview], ChunkLayout]
+Fetch = Callable[[FetchRange, memoryview], UnitLayout]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +32,8 @@ class Unit:
         start: Where its bytes lie in the arena.
         users: Pieces of the plan that still need it; at 0 it may be dropped.
         ready: The fetch has ended, well or badly.
-        first_row: Row of its first sample in the row table; -1 while not ready, or if its bytes are damaged.
-        damage: Why its samples cannot be read, if they cannot.
+        first_row: Row of its first sample in the row table; -1 while not ready, or if none of it can be read.
+        damage: Why nothing of it can be read, if that is so. (Of single samples the row table knows it.)
         failure: Why the fetch failed altogether, if it did.
     """
 
@@ -90,8 +90,25 @@ class ChunkStore:
     def release(self, unit: Unit) -> None:
         """One user less. Without users a unit is dropped, or kept as long as the room is not needed."""
         unit.users -= 1
-        if unit.users == 0 and unit.ready:
+        if unit.users == 0 and unit.ready and not self._closed:
             self._retire(unit)
+
+    def hold(self, wanted: FetchRange) -> list[Unit]:
+        """Units that have come and share samples with ``wanted``, each with one more user."""
+        first, stop = wanted.first_sample, wanted.first_sample + wanted.num_samples
+        found = [
+            unit
+            for unit in self._units.values()
+            if unit.ready
+            and unit.failure is None
+            and unit.wanted.url == wanted.url
+            and unit.wanted.first_sample < stop
+            and first < unit.wanted.first_sample + unit.wanted.num_samples
+        ]
+        for unit in found:
+            self._cold.pop(unit.wanted.key, None)
+            unit.users += 1
+        return found
 
     def pending(self) -> list[Unit]:
         """Units whose fetch has not ended yet."""
@@ -136,7 +153,7 @@ class ChunkStore:
         if self._closed:
             return
         started_s = time.monotonic()
-        layout: ChunkLayout | None = None
+        layout: UnitLayout | None = None
         out = self.arena.view[unit.start : unit.start + unit.wanted.num_bytes]
         try:
             layout = self._fetch(unit.wanted, out)

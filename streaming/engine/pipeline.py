@@ -20,8 +20,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,35 +30,18 @@ from streaming.engine.builders import Builder
 from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.groups import Group, Groups
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
-from streaming.engine.rows import Rows, RowTable
+from streaming.engine.rows import Rows
+from streaming.engine.source import Source
+from streaming.engine.substitutes import Substitutes
 from streaming.errors import DataError, DecodeError, MemoryLimitError, TooManyBadSamplesError
-from streaming.fetch import FetchRange
-from streaming.index.samples import SampleLocation
 from streaming.metrics import Metrics
 from streaming.plan import Plan
-from streaming.tar import ChunkLayout
 from streaming.units import format_bytes
 
 Ints = npt.NDArray[np.int64]
 
 _BLOCKS_AHEAD = 16
 """Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
-
-
-class Source(Protocol):
-    """The data set, as the pipeline sees it. Thread-safe."""
-
-    def urls_of(self, chunk_ids: Ints) -> list[str]:
-        """URL of the shard of each chunk."""
-
-    def chunk(self, chunk_id: int) -> FetchRange:
-        """The bytes of a whole chunk."""
-
-    def fetch(self, wanted: FetchRange, out: memoryview) -> ChunkLayout:
-        """Fill ``out`` and take it apart."""
-
-    def locate(self, chunk_id: int, offset: int) -> SampleLocation | None:
-        """Where a sample of a chunk lies in its shard; None if no sample table says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +320,8 @@ class Pipeline:
         if (first_rows < 0).any():
             return None
         numbers = first_rows + block.within[span]
-        return self._rows(numbers, block.rows.chunk_ids[span], block.rows.offsets[span], {})
+        rows = self._rows(numbers, block.rows.chunk_ids[span], block.rows.offsets[span], {})
+        return None if rows.damage else rows
 
     def _wait(self, batch: int) -> None:
         """Wait for a change, and say what the consumer waited for."""
@@ -395,20 +378,28 @@ class Pipeline:
             low, high = block.rows.row_splits[batch - block.first : batch - block.first + 2].tolist()
             span = slice(low, high)
             first_rows = self._first_rows[block.units[span]]
-            damaged = np.flatnonzero(first_rows < 0).tolist()
-            damage = {row: self._damage[int(block.units[low + row])] for row in damaged}
-        if low == high:
-            prototype = next(self._any_rows(), None)
-            if prototype is None:
-                raise TooManyBadSamplesError("no chunk of the data set can be read; see `shard_tools verify`")
-            return BatchBuilder(self._settings.recipe, lambda _: iter(()), self._report).empty(prototype)
-        chunk_ids = block.rows.chunk_ids[span]
-        rows = self._rows(first_rows + block.within[span], chunk_ids, block.rows.offsets[span], damage)
-        padded = self._plan.last_batch == "pad"
-        valid = block.rows.valid[span] if padded else None
-        substitutes = partial(self._substitutes, block, low)
-        seed = batch_seed(self._plan, self._dp_rank, batch)
-        return self._settings.builder.build(rows, valid, substitutes, self._report, seed=seed)
+            lost = np.flatnonzero(first_rows < 0).tolist()
+            damage = {row: self._damage[int(block.units[low + row])] for row in lost}
+        with self._stand_ins() as stand_ins:
+            if low == high:
+                prototype = next(stand_ins.any(), None)
+                if prototype is None:
+                    raise TooManyBadSamplesError("no chunk of the data set can be read; see `shard_tools verify`")
+                return BatchBuilder(self._settings.recipe, lambda _: iter(()), self._report).empty(prototype)
+            chunk_ids, offsets, passes = (
+                column[span] for column in (block.rows.chunk_ids, block.rows.offsets, block.rows.passes)
+            )
+
+            def substitutes(row: int) -> Iterator[Rows]:
+                return stand_ins.of(int(chunk_ids[row]), int(offsets[row]), int(passes[row]))
+
+            rows = self._rows(first_rows + block.within[span], chunk_ids, offsets, damage)
+            valid = block.rows.valid[span] if self._plan.last_batch == "pad" else None
+            seed = batch_seed(self._plan, self._dp_rank, batch)
+            return self._settings.builder.build(rows, valid, substitutes, self._report, seed=seed)
+
+    def _stand_ins(self) -> Substitutes:
+        return Substitutes(self._plan, self._chunk_starts, self._source, self._store, self._settings.fields)
 
     def _report(self, bad: BadSample) -> None:
         """Tell of a bad sample, by its key and place where they can be known."""
@@ -419,62 +410,25 @@ class Pipeline:
                 bad = replace(bad, key=place.key, byte_start=place.record_start, byte_end=place.record_end)
         self._tell(bad)
 
-    def _rows(self, row_numbers: Ints, chunk_ids: Ints, offsets: Ints, damage: dict[int, DataError]) -> Rows:
+    def _rows(self, row_numbers: Ints, chunk_ids: Ints, offsets: Ints, lost: dict[int, DataError]) -> Rows:
+        """The rows of a batch; of those ``lost`` nothing is in the arena, and nothing stands in the row table."""
         numbers = self._chunk_starts[chunk_ids] + offsets
         arena = self._store.arena
-        if damage:
+        if lost:
             row_numbers = row_numbers.copy()
-            good = [row for row in range(len(row_numbers)) if row not in damage]
-            row_numbers[list(damage)] = row_numbers[good[0]] if good else 0
+            good = [row for row in range(len(row_numbers)) if row not in lost]
+            row_numbers[list(lost)] = row_numbers[good[0]] if good else 0
             if not good:
                 keys = [""] * len(row_numbers)
                 return Rows(memory=b"", view=memoryview(b""), keys=keys, urls=self._source.urls_of(chunk_ids),
-                            fields={}, damage=damage, numbers=numbers)  # fmt: skip
+                            fields={}, damage=lost, numbers=numbers)  # fmt: skip
         keys, fields = self._store.rows.select(row_numbers, self._settings.fields)
-        for row in damage:
+        for row in lost:
             keys[row] = ""
+        damage = self._store.rows.damage(row_numbers) | lost
         urls = self._source.urls_of(chunk_ids)
         return Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage,
                     numbers=numbers)  # fmt: skip
-
-    # --- stand-ins ---
-
-    def _substitutes(self, block: Block, low: int, row: int) -> Iterator[Rows]:
-        """Single rows to try in place of a row: its successors in its chunk, then the chunks before it in the order.
-
-        The choice depends on the plan's order alone, so it is the same on every world size.
-        """
-        row += low
-        chunk, offset = int(block.rows.chunk_ids[row]), int(block.rows.offsets[row])
-        order = self._plan.order(int(block.rows.passes[row]))
-        size = int(self._plan.chunk_samples[chunk])
-        yield from self._single_rows(chunk, [(offset + step) % size for step in range(1, size)])
-        place = int(order.chunk_ranks[chunk])
-        for back in range(1, len(order.chunk_order)):
-            other = int(order.chunk_order[place - back])
-            yield from self._single_rows(other, range(int(self._plan.chunk_samples[other])))
-
-    def _any_rows(self) -> Iterator[Rows]:
-        """One readable row of the epoch, for the shape of a batch without rows."""
-        for chunk in range(len(self._plan.chunk_samples)):
-            yield from self._single_rows(chunk, range(int(self._plan.chunk_samples[chunk])))
-
-    def _single_rows(self, chunk: int, offsets: Any) -> Iterator[Rows]:
-        """Samples of a chunk as single rows; fetched apart from the arena, since it may not be there any more."""
-        wanted = self._source.chunk(chunk)
-        memory = bytearray(wanted.num_bytes)
-        table = RowTable()
-        url = self._source.urls_of(np.array([chunk]))
-        try:
-            with memoryview(memory) as out:
-                first = table.add(self._source.fetch(wanted, out), 0)
-        except DataError:
-            return
-        data = bytes(memory)
-        for offset in offsets:
-            keys, fields = table.select(np.array([first + offset]), self._settings.fields)
-            yield Rows(memory=data, view=memoryview(data), keys=keys, urls=url, fields=fields, damage={},
-                       numbers=self._chunk_starts[[chunk]] + offset)  # fmt: skip
 
 
 def batch_seed(plan: Plan, dp_rank: int, batch: int) -> int:

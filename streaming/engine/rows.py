@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from streaming.engine.extents import Extents
 from streaming.errors import DataError
-from streaming.tar import ChunkLayout
+from streaming.layout import UnitLayout
 
 Ints = npt.NDArray[np.int64]
 
@@ -61,8 +61,9 @@ class RowTable:
         self._extents = Extents(0)
         self._keys: npt.NDArray[np.object_] = np.empty(0, np.object_)
         self._fields: dict[str, tuple[Ints, Ints]] = {}
+        self._damage: dict[int, DataError] = {}
 
-    def add(self, layout: ChunkLayout, base: int) -> int:
+    def add(self, layout: UnitLayout, base: int) -> int:
         """Enter a chunk whose bytes start at ``base`` in the arena; returns the row of its first sample."""
         num_samples = len(layout.keys)
         with self._lock:
@@ -80,12 +81,23 @@ class RowTable:
                     sizes[rows] = np.where(layout.starts[:, column] < 0, -1, layout.sizes[:, column])
                 else:
                     sizes[rows] = -1
+            self._damage.update((first + number, error) for number, error in layout.damage.items())
         return first
 
     def remove(self, first: int, num_samples: int) -> None:
         """Give back the rows of a chunk."""
         with self._lock:
             self._extents.give(first, num_samples)
+            for row in [row for row in self._damage if first <= row < first + num_samples]:
+                del self._damage[row]
+
+    def damage(self, rows: Ints) -> dict[int, DataError]:
+        """Which of some rows, by their place among them, hold damaged bytes, and why."""
+        with self._lock:
+            if not self._damage:
+                return {}
+            known = self._damage
+            return {place: known[row] for place, row in enumerate(rows.tolist()) if row in known}
 
     def select(self, rows: Ints, fields: tuple[str, ...] | None) -> tuple[list[str], dict[str, FieldRange]]:
         """Keys, and the places of the fields (all that any of the rows has, or those asked for), of some rows."""

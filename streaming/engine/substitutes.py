@@ -1,0 +1,147 @@
+"""Stand-ins for samples that cannot be delivered: which ones, in which order, and where their bytes come from.
+
+Which ones depends on the plan's order and on what is damaged in the store, so it is the same on every world size. Their
+bytes come from the arena where they are there, else from the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.engine.chunks import ChunkStore, Unit
+from streaming.engine.rows import Rows, RowTable
+from streaming.engine.source import Source
+from streaming.errors import DataError
+from streaming.plan import Plan
+
+
+class Substitutes:
+    """The stand-ins for the rows of one batch; a context that gives back what it held. Used by one thread.
+
+    Keeps one chunk beside the arena: the last one that was not there.
+
+    Args:
+        plan: The plan.
+        chunk_starts: int64 [C + 1], number of the first sample of each chunk, in the data set.
+        source: The data set.
+        store: The arena's contents.
+        fields: Fields to read; None: all.
+    """
+
+    def __init__(
+        self, plan: Plan, chunk_starts: npt.NDArray[np.int64], source: Source, store: ChunkStore,
+        fields: tuple[str, ...] | None,
+    ) -> None:  # fmt: skip
+        self._plan = plan
+        self._chunk_starts = chunk_starts
+        self._source = source
+        self._store = store
+        self._fields = fields
+        self._held: dict[int, list[Unit]] = {}
+        self._apart: tuple[int, _Apart | None] = (-1, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        held = [unit for units in self._held.values() for unit in units]
+        if held:
+            with self._store.changed:
+                for unit in held:
+                    self._store.release(unit)
+                self._store.changed.notify_all()
+
+    def of(self, chunk: int, offset: int, pass_number: int) -> Iterator[Rows]:
+        """Single rows to try in place of a sample: its successors in its chunk, then the chunks before it."""
+        order = self._plan.order(pass_number)
+        size = int(self._plan.chunk_samples[chunk])
+        yield from self._rows(chunk, [(offset + step) % size for step in range(1, size)])
+        place = int(order.chunk_ranks[chunk])
+        for back in range(1, len(order.chunk_order)):
+            other = int(order.chunk_order[place - back])
+            yield from self._rows(other, range(int(self._plan.chunk_samples[other])))
+
+    def any(self) -> Iterator[Rows]:
+        """Readable rows of the epoch, for the shape of a batch without rows."""
+        for chunk in range(len(self._plan.chunk_samples)):
+            yield from self._rows(chunk, range(int(self._plan.chunk_samples[chunk])))
+
+    def _rows(self, chunk: int, offsets: Iterable[int]) -> Iterator[Rows]:
+        """The intact samples of a chunk, as single rows."""
+        wanted = self._source.chunk(chunk)
+        units = self._hold(chunk)
+        if any(unit.damage is not None and unit.wanted.key == wanted.key for unit in units):
+            return
+        arena, table = self._store.arena, self._store.rows
+        for offset in offsets:
+            sample = wanted.first_sample + offset
+            unit = next((unit for unit in units if _has(unit, sample)), None)
+            if unit is not None:
+                row = unit.first_row + sample - unit.wanted.first_sample
+                found = self._row(table, row, chunk, offset, arena.memory, arena.view)
+            else:
+                apart = self._fetch_apart(chunk)
+                if apart is None:
+                    return
+                found = self._row(
+                    apart.rows, apart.first_row + offset, chunk, offset, apart.data, memoryview(apart.data)
+                )
+            if found is not None:
+                yield found
+
+    def _row(self, table: RowTable, row: int, chunk: int, offset: int, memory: object, view: memoryview) -> Rows | None:
+        where = np.array([row])
+        if table.damage(where):
+            return None
+        keys, fields = table.select(where, self._fields)
+        chunk_ids = np.array([chunk])
+        number = int(self._chunk_starts[chunk]) + offset
+        return Rows(memory=memory, view=view, keys=keys, urls=self._source.urls_of(chunk_ids), fields=fields,
+                    damage={}, numbers=np.array([number]))  # fmt: skip
+
+    def _hold(self, chunk: int) -> list[Unit]:
+        if chunk not in self._held:
+            wanted = self._source.chunk(chunk)
+            with self._store.changed:
+                self._held[chunk] = self._store.hold(wanted)
+        return self._held[chunk]
+
+    def _fetch_apart(self, chunk: int) -> _Apart | None:
+        if self._apart[0] != chunk:
+            self._apart = (-1, None)  # its memory goes before the next comes
+            self._apart = (chunk, self._read(chunk))
+        return self._apart[1]
+
+    def _read(self, chunk: int) -> _Apart | None:
+        wanted = self._source.chunk(chunk)
+        memory = bytearray(wanted.num_bytes)
+        rows = RowTable()
+        try:
+            with memoryview(memory) as out:
+                first_row = rows.add(self._source.fetch(wanted, out), 0)
+        except DataError:
+            return None
+        return _Apart(bytes(memory), rows, first_row)
+
+
+class _Apart:
+    """A chunk in memory of its own."""
+
+    def __init__(self, data: bytes, rows: RowTable, first_row: int) -> None:
+        self.data = data
+        self.rows = rows
+        self.first_row = first_row
+
+
+def _has(unit: Unit, sample: int) -> bool:
+    """Whether a sample of the shard lies in a unit, in bytes that a checksum vouches for."""
+    if unit.first_row < 0 or not unit.wanted.sums:
+        return False
+    return 0 <= sample - unit.wanted.first_sample < unit.wanted.num_samples

@@ -1,0 +1,30 @@
+"""Where the samples of a fetched range lie in memory, and which of them are damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streaming.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitLayout:
+    """The ``n`` samples of a fetched range. Offsets count from the start of its memory.
+
+    Attributes:
+        keys: The key of each sample.
+        fields: The ``F`` extensions.
+        starts: int64 ``[n, F]``, where each field's bytes begin; -1 where the sample lacks the field.
+        sizes: int64 ``[n, F]``, their number.
+        damage: Samples whose bytes are not those of the index, and why; all others are intact.
+    """
+
+    keys: Sequence[str]
+    fields: tuple[str, ...]
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    damage: Mapping[int, DataError] = field(default_factory=dict)
