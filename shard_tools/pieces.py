@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from streaming.fetch import FetchRange, fetch_range
 from streaming.index.samples import SampleTable
+from streaming.layout import UnitLayout
 from streaming.storage import Storage
-from streaming.tar import ChunkLayout
 
 Int64s = npt.NDArray[np.int64]
 
@@ -63,6 +63,7 @@ class ShardPieces:
             url=self.url,
             byte_start=int(borders[0]),
             byte_end=int(borders[-1]),
+            first_sample=int(self.bounds[first]),
             num_samples=int(self.bounds[stop] - self.bounds[first]),
             crc32c=None,
             shard_bytes=self.size_bytes,
@@ -70,7 +71,7 @@ class ShardPieces:
         )
 
 
-def read_pieces(storage: Storage, wanted: FetchRange) -> tuple[bytearray, ChunkLayout]:
+def read_pieces(storage: Storage, wanted: FetchRange) -> tuple[bytearray, UnitLayout]:
     """The bytes of ``wanted`` and where each field lies in them.
 
     Raises:
