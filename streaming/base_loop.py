@@ -98,7 +98,8 @@ class BaseLoop(ABC):
     def report(self) -> dict[str, Any]:
         """All metrics, and this epoch's bad samples by name."""
         cache = {} if self.dataset.cache is None else self.dataset.cache.metrics.snapshot()
-        return {**self.metrics.snapshot(), **cache, "bad": self._bad.listing()}
+        storage = self.dataset.storage.metrics.snapshot()
+        return {**self.metrics.snapshot(), **storage, **cache, "bad": self._bad.listing()}
 
     def describe(self) -> str:
         """What the loop waits for at this moment."""

@@ -1,7 +1,8 @@
 """A proxy between a client and a loopback server that breaks chosen answers in chosen ways.
 
 It passes ``Host`` on, so signatures made for the proxy's address still verify. Faults are used up in the order given,
-one per matching request; later requests pass untouched. Threads are daemons and end with the context.
+one per matching request; where none is left or fits, ``choose`` may pick one. Other requests pass untouched. Threads
+are daemons and end with the context.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import socket
 import struct
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -20,6 +22,7 @@ Kind = Literal[
     "reset",  # reset after ``at_bytes`` of the body
     "truncate",  # close in good order after ``at_bytes`` of the body
     "stall",  # send ``at_bytes`` of the body, then nothing, for as long as the client stays
+    "silent",  # answer nothing at all, for as long as the client stays
     "slow",  # wait ``seconds`` before the first byte
     "flip",  # invert the byte at ``at_bytes`` of the body
     "ignore_range",  # answer with the whole object (zeros) and status 200
@@ -41,8 +44,11 @@ class Fault:
 class FaultProxy:
     """Listens on a free port while the context lasts; ``log`` has (method, path, range) of each request."""
 
-    def __init__(self, port: int, *faults: Fault) -> None:
+    def __init__(
+        self, port: int, *faults: Fault, choose: Callable[[str, str, str | None], Fault | None] | None = None
+    ) -> None:
         self._upstream = port
+        self._choose = choose
         self._lock = threading.Lock()
         self._faults = deque(faults)
         self._open: set[socket.socket] = set()
@@ -119,6 +125,9 @@ class FaultProxy:
             return True
         if kind == "reset_before":
             return _reset(client)
+        if kind == "silent":
+            client.recv(1)  # returns when the client gives up
+            return False
         if kind == "slow":
             assert fault is not None
             self._stopping.wait(fault.seconds)
@@ -132,7 +141,7 @@ class FaultProxy:
             self.log.append((method, path, span))
             if self._faults and self._faults[0].method == method and self._faults[0].path in path:
                 return self._faults.popleft()
-        return None
+        return self._choose(method, path, span) if self._choose is not None else None
 
     def _relay(  # noqa: C901 (one branch for each fault)
         self, client: socket.socket, answers, method: str, fault: Fault | None

@@ -6,10 +6,10 @@ types here tell the retry loop what another attempt may cure; anything else is f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from streaming.errors import TransferError
 
@@ -17,7 +17,8 @@ ReadBuffer = memoryview
 """What a read returns: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""
 
 Observer = Callable[[str, int], None]
-"""Called as ``observer(name, amount)`` with "requests", "bytes" or "retries"; from any thread, so it must be quick."""
+"""Called as ``observer(name, amount)``, from any thread, so it must be quick. The names: "requests", "bytes",
+"retries", "throttled" (answers that said "too busy"), "hedges", "hedges_won", "mirror_reads"."""
 
 DEFAULT_PART_BYTES = 16 << 20
 """Part size of multipart uploads: 10,000 parts (the S3 limit) make 160 GB, and four in flight stay at 64 MiB."""
@@ -25,6 +26,14 @@ DEFAULT_PART_BYTES = 16 << 20
 
 class PassingError(TransferError):
     """A fault that tends to pass: throttling, 5xx, a reset, short or stalled transfer. The retry loop tries again."""
+
+
+class ThrottledError(PassingError):
+    """The store says that it gets too many requests. Fewer are sent at once, and the retry loop tries again."""
+
+
+class ChangedError(TransferError):
+    """The object is another one than at the first contact. Final: more attempts would mix the two."""
 
 
 class UnreachableError(PassingError):
@@ -44,6 +53,16 @@ class ObjectInfo:
     version: str | None
 
 
+class Sink(Protocol):
+    """Where the bytes of an answer go, in order."""
+
+    def take(self, put: Callable[[memoryview], int]) -> None:
+        """Let ``put`` write bytes to the beginning of the room that is left, and return how many it wrote.
+
+        The room is only ``put``'s while it runs: the memory is the caller's, who may be gone a moment later.
+        """
+
+
 class RangeBody(Protocol):
     """An answer whose bytes are still on their way. Used by one thread; ``fill`` is called at most once."""
 
@@ -55,11 +74,11 @@ class RangeBody(Protocol):
     def version(self) -> str | None:
         """What to pass as ``version`` to go on with the same object; None if the store cannot promise that."""
 
-    def fill(self, out: memoryview) -> Iterator[int]:
-        """Write the bytes to ``out`` in order; yield each number of bytes as soon as they are there.
+    def fill(self, sink: Sink) -> None:
+        """Give the bytes to ``sink``, each piece as soon as it is there.
 
-        ``out`` holds ``num_bytes``. Yields less in total when the answer ends early; raises when it breaks, and what
-        was yielded before stays valid.
+        They are less than ``num_bytes`` when the answer ends early; raises when it breaks, and what the sink took
+        before stays valid. Exceptions of the sink pass through.
         """
 
     def close(self) -> None:
@@ -103,3 +122,10 @@ class Adapter(Protocol):
 
     def delete(self, url: str) -> None:
         """Remove one object; nothing happens when there is none."""
+
+
+def copy_piece(piece: Any, room: memoryview) -> int:
+    """Copy what fits of ``piece`` (a buffer) to the beginning of ``room``; its number of bytes."""
+    count = min(len(piece), len(room))
+    room[:count] = piece[:count] if count < len(piece) else piece
+    return count

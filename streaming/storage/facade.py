@@ -5,30 +5,27 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import nullcontext
 from typing import TypeVar
 
-import numpy as np
-
-from streaming.errors import ConfigError, NotFoundError, TransferError
+from streaming.errors import ConfigError, NotFoundError
+from streaming.metrics import Metrics
 from streaming.storage.active import ActiveCalls, ActiveRequest, Call
-from streaming.storage.base import (
-    DEFAULT_PART_BYTES,
-    Adapter,
-    ObjectInfo,
-    Observer,
-    PassingError,
-    ReadBuffer,
-    StoreWriter,
-)
+from streaming.storage.base import DEFAULT_PART_BYTES, Adapter, ObjectInfo, Observer, ReadBuffer, StoreWriter
+from streaming.storage.crew import Crew
 from streaming.storage.fs import FsspecAdapter
 from streaming.storage.local import LocalAdapter
 from streaming.storage.object import OBJECT_SCHEMES, ObjectAdapter
 from streaming.storage.options import parse_options
 from streaming.storage.retry import retrying
-from streaming.storage.urls import as_url, redact, scheme_of
+from streaming.storage.traffic import Traffic
+from streaming.storage.transfer import Transfer
+from streaming.storage.urls import as_url, scheme_of, split_query
 
 _T = TypeVar("_T")
+
+COUNTED = ("requests", "bytes", "retries", "throttled", "hedges", "hedges_won", "mirror_reads")
+_METRICS = {"bytes": "storage_bytes"}
 
 
 class Storage:
@@ -45,7 +42,10 @@ class Storage:
 
     Args:
         options: See :class:`~streaming.storage.options.StorageOptions`; unknown names are a ``ConfigError``.
-        observer: Called with ("requests" | "bytes" | "retries", amount) from the calling threads.
+        observer: Called with a name and an amount, as :data:`~streaming.storage.base.Observer` says.
+
+    Attributes:
+        metrics: The same counts, under the same names but for ``storage_bytes``.
     """
 
     def __init__(self, options: Mapping[str, object] | None = None, *, observer: Observer | None = None) -> None:
@@ -55,6 +55,11 @@ class Storage:
         self._lock = threading.Lock()
         self._adapters: dict[type, Adapter] = {}
         self._active = ActiveCalls()
+        self._crew = Crew()
+        self._traffic: dict[str, Traffic] = {}
+        self.metrics = Metrics()
+        for name in COUNTED:
+            self.metrics.add(_METRICS.get(name, name), 0)
 
     def __reduce__(self) -> tuple[type[Storage], tuple[dict[str, object]]]:
         return Storage, (self._given,)
@@ -68,7 +73,7 @@ class Storage:
 
     def info(self, url: str) -> ObjectInfo:
         """Size and version of the object or file at ``url``."""
-        return self._call(url, lambda: self._adapter(url).info(url))
+        return self._call(url, lambda adapter: adapter.info(url))
 
     def exists(self, url: str) -> bool:
         """Whether there is an object or file at ``url``; a missing bucket is False too."""
@@ -87,7 +92,7 @@ class Storage:
         Raises:
             TransferError: If the object is shorter, or its bytes did not come within the limits.
         """
-        return self._transfer(_Transfer(self._adapter(url), url, start, stop, self._count))
+        return self._transfer(url, start, stop)
 
     def read_into(self, url: str, start: int, out: memoryview) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
@@ -101,7 +106,7 @@ class Storage:
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
         if view.readonly:
             raise ConfigError("read_into: out is read-only; give writable memory")
-        self._transfer(_Transfer(self._adapter(url), url, start, start + len(view), self._count, view))
+        self._transfer(url, start, start + len(view), view)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.
@@ -109,7 +114,7 @@ class Storage:
         Raises:
             NotFoundError: If the bucket does not exist.
         """
-        found = self._call(url, lambda: self._adapter(url).list(url))
+        found = self._call(url, lambda adapter: adapter.list(url))
         return iter(sorted(found, key=lambda info: info.url))
 
     def put(self, url: str, data: bytes | bytearray | memoryview) -> None:
@@ -119,7 +124,7 @@ class Storage:
             with self.open_write(url) as writer:
                 writer.write(view)
             return
-        self._call(url, lambda: self._adapter(url).put(url, view))
+        self._call(url, lambda adapter: adapter.put(url, view))
 
     def open_write(self, url: str, part_bytes: int = DEFAULT_PART_BYTES) -> StoreWriter:
         """A writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
@@ -131,7 +136,7 @@ class Storage:
 
     def delete(self, url: str) -> None:
         """Remove ``url``; nothing happens when there is no such object."""
-        self._call(url, lambda: self._adapter(url).delete(url))
+        self._call(url, lambda adapter: adapter.delete(url))
 
     def _adapter(self, url: str | os.PathLike[str]) -> Adapter:
         scheme = scheme_of(as_url(url))
@@ -146,78 +151,55 @@ class Storage:
                 self._adapters[kind] = kind() if kind is LocalAdapter else kind(self._options)
             return self._adapters[kind]
 
-    def _transfer(self, transfer: _Transfer) -> memoryview:
-        if transfer.out is None or len(transfer.out):
-            with self._active.under_way(transfer.url, transfer.start, transfer.stop) as call:
-                self._retrying(call, lambda: transfer.attempt(call))
-        return memoryview(b"") if transfer.out is None else transfer.out
+    def _transfer(self, url: str, start: int, stop: int | None, out: memoryview | None = None) -> memoryview:
+        adapter, traffic = self._adapter(url), self._traffic_of(url)
+        transfer = Transfer(adapter, url, start, stop, count=self._count, out=out)
+        hedging = traffic if isinstance(adapter, ObjectAdapter) and self._options.hedging.hedge else None
+        with self._active.under_way(url, start, stop) as call, self._crew if hedging else nullcontext():
+            try:
+                if not transfer.is_done:
+                    self._retrying(call, lambda until_s: transfer.attempt(call, hedging, until_s), traffic)
+                return transfer.result()
+            finally:
+                transfer.forget()
 
-    def _call(self, url: str, attempt: Callable[[], _T]) -> _T:
+    def _call(self, url: str, attempt: Callable[[Adapter], _T]) -> _T:
+        adapter = self._adapter(url)
         with self._active.under_way(url) as call:
-            return self._retrying(call, attempt)
+            return self._retrying(call, lambda _: attempt(adapter), self._traffic_of(url))
 
-    def _retrying(self, call: Call, attempt: Callable[[], _T]) -> _T:
+    def _retrying(self, call: Call, attempt: Callable[[float], _T], traffic: Traffic | None) -> _T:
+        policy = self._options.retry
+        until_s = call.began_s + policy.deadline_s
+
         def counted() -> _T:
             call.attempt += 1
             self._count("requests", 1)
-            return attempt()
+            with nullcontext() if traffic is None else traffic.request(until_s):
+                return attempt(until_s)
 
+        if traffic is not None:
+            traffic.retries.earn()
         return retrying(
-            self._options.retry,
+            policy,
             counted,
             progress=lambda: call.received,
             on_retry=lambda: self._count("retries", 1),
+            allowance=None if traffic is None else traffic.retries,
         )
 
+    def _traffic_of(self, url: str) -> Traffic | None:
+        """What is known of the bucket or host of ``url``; None for files."""
+        scheme = scheme_of(url)
+        if scheme == "file":
+            return None
+        name = f"{scheme}://{split_query(url)[0].partition('://')[2].partition('/')[0]}"
+        with self._lock:
+            if name not in self._traffic:
+                self._traffic[name] = Traffic(name, self._options, self._crew, self._count)
+            return self._traffic[name]
+
     def _count(self, name: str, amount: int) -> None:
+        self.metrics.add(_METRICS.get(name, name), amount)
         if self._observer is not None:
             self._observer(name, amount)
-
-
-class _Transfer:
-    """One range on its way into memory. What came stays; an attempt asks for the rest, of the same version."""
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        url: str,
-        start: int,
-        stop: int | None,
-        count: Callable[[str, int], None],
-        out: memoryview | None = None,
-    ) -> None:
-        if start < 0 or (stop is not None and stop < start):
-            raise ConfigError(f"reading {redact(url)}: [{start}, {stop}) is not a range; 0 <= start <= stop is needed")
-        self.url = url
-        self.start = start
-        self.stop = stop
-        self.out = _memory(stop - start) if out is None and stop is not None else out
-        self._adapter = adapter
-        self._count = count
-        self._version: str | None = None
-
-    def attempt(self, call: Call) -> None:
-        """Ask for what is missing and take what comes; ``call.received`` says how far it is."""
-        first = self.start + call.received
-        with closing(self._adapter.open_range(self.url, first, self.stop, self._version)) as body:
-            self._version = self._version or body.version
-            if self.out is None:  # the end is known only now
-                self.stop = call.stop = self.start + body.num_bytes
-                self.out = _memory(body.num_bytes)
-            rest = self.out[call.received :]
-            if body.num_bytes < len(rest):  # the store's own word: asking again would not help
-                raise TransferError(self._short(first, body.num_bytes, "was the object truncated or replaced?"))
-            for count in body.fill(rest):
-                call.received += count
-                self._count("bytes", count)
-        if call.received != len(self.out):
-            raise PassingError(self._short(first, self.start + call.received - first, "the answer ended early"))
-
-    def _short(self, first: int, got: int, why: str) -> str:
-        where = f"reading {redact(self.url)} bytes [{first}, {self.stop})"
-        return f"{where}: got {got} bytes, expected {(self.stop or first) - first}; {why}"
-
-
-def _memory(num_bytes: int) -> memoryview:
-    """Writable bytes that nobody has zeroed: they are about to be overwritten."""
-    return np.empty(num_bytes, np.uint8).data

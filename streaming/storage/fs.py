@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import fsspec
@@ -22,7 +23,17 @@ from streaming.errors import (
     StorageError,
     TransferError,
 )
-from streaming.storage.base import ObjectInfo, PassingError, RangeBody, StoreWriter, UnreachableError
+from streaming.storage.base import (
+    ChangedError,
+    ObjectInfo,
+    PassingError,
+    RangeBody,
+    Sink,
+    StoreWriter,
+    ThrottledError,
+    UnreachableError,
+    copy_piece,
+)
 from streaming.storage.credentials import s3_endpoint_of_process
 from streaming.storage.options import StorageOptions
 from streaming.storage.urls import redact, scheme_of, split_query
@@ -33,6 +44,7 @@ _MISSING_WORDS = ("nosuchbucket", "nosuchkey", "404", "does not exist", "not fou
 _REGION_WORDS = ("authorizationheadermalformed", "permanentredirect", "is wrong; expecting")
 _UNREACHABLE_WORDS = ("cannot connect", "could not connect", "connection refused", "name or service not known",
                       "getaddrinfo failed", "nameresolutionerror")  # fmt: skip
+_BUSY_WORDS = ("429", "503", "slowdown", "slow down", "throttl", "too many requests", "reduce your request rate")
 _VERSION_NAMES = (
     "ETag",
     "etag",
@@ -68,7 +80,7 @@ class FsspecAdapter:
         """See :class:`Adapter`. fsspec has no conditional reads: ``version`` is compared by asking again."""
         system, path = self._at(url)
         if version is not None and self.info(url).version != version:
-            raise TransferError(f"reading {redact(url)}: the object changed while it was read; use new names")
+            raise ChangedError(f"reading {redact(url)}: the object changed while it was read; use new names")
         with self._errors(url, f"reading bytes [{start}, {'end' if stop is None else stop}) of"):
             data = system.cat_file(path, start=start or None, end=stop)
         if stop is not None and len(data) > stop - start:
@@ -239,6 +251,8 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         return TransferError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
     if isinstance(error, (NotImplementedError, TypeError, AttributeError)):
         return StorageError(f"{where}: this file system cannot do that ({type(error).__name__})")
+    if _says(text, _BUSY_WORDS):
+        return ThrottledError(f"{where}: the store is too busy ({type(error).__name__}); endpoint {endpoint}")
     return PassingError(f"{where}: {type(error).__name__} from fsspec; endpoint {endpoint}")
 
 
@@ -251,10 +265,9 @@ class _Bytes:
         self._data = data
         self.num_bytes = len(data)
 
-    def fill(self, out: memoryview) -> Iterator[int]:
+    def fill(self, sink: Sink) -> None:
         """See :meth:`RangeBody.fill`."""
-        out[: len(self._data)] = self._data
-        yield len(self._data)
+        sink.take(partial(copy_piece, self._data))
 
     def close(self) -> None:
         """See :meth:`RangeBody.close`."""

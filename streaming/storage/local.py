@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import Self
 from urllib.parse import quote
 
-from streaming.errors import AccessDeniedError, NotFoundError, StorageError, TransferError
-from streaming.storage.base import ObjectInfo, StoreWriter
+from streaming.errors import AccessDeniedError, NotFoundError, StorageError
+from streaming.storage.base import ChangedError, ObjectInfo, Sink, StoreWriter
 from streaming.storage.urls import join_url, local_path, scheme_of
 
 _TEMPORARY = ".~shardstream-"  # listings leave such names out: they are writers at work, or killed ones
@@ -61,17 +61,20 @@ class _FileRange:
         self._start = start
         self.num_bytes = num_bytes
         self.version = version
+        self._done = 0
 
-    def fill(self, out: memoryview) -> Iterator[int]:
-        """See :meth:`RangeBody.fill`."""
-        filled = 0
-        while filled < len(out):
+    def fill(self, sink: Sink) -> None:
+        """See :meth:`RangeBody.fill`; the bytes go straight into the room."""
+        before = -1
+        while before < self._done < self.num_bytes:
+            before = self._done
             with _os_errors(self._url, "reading"):
-                count = os.preadv(self._descriptor, [out[filled : filled + _READ_BYTES]], self._start + filled)
-            if count == 0:
-                return
-            filled += count
-            yield count
+                sink.take(self._read)
+
+    def _read(self, room: memoryview) -> int:
+        count = os.preadv(self._descriptor, [room[:_READ_BYTES]], self._start + self._done)
+        self._done += count
+        return count
 
     def close(self) -> None:
         """See :meth:`RangeBody.close`."""
@@ -140,7 +143,7 @@ class LocalAdapter:
 
 def _check_version(url: str, found: str, wanted: str | None) -> None:
     if wanted is not None and wanted != found:
-        raise TransferError(f"reading {url}: the file changed while it was read; write shards under new names")
+        raise ChangedError(f"reading {url}: the file changed while it was read; write shards under new names")
 
 
 def _is_url(url: str) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -18,7 +18,7 @@ import obstore
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from streaming.errors import ConfigError, NotFoundError, StorageError
-from streaming.storage.base import ObjectInfo, RangeBody, StoreWriter
+from streaming.storage.base import ObjectInfo, RangeBody, Sink, StoreWriter, copy_piece
 from streaming.storage.credentials import azure_config, gcs_config, s3_access
 from streaming.storage.object_errors import Place, object_errors
 from streaming.storage.object_writer import ObjectWriter
@@ -41,15 +41,11 @@ class _ObjectRange:
         tag = result.meta["e_tag"]
         self.version: str | None = tag if tag and not tag.startswith("W/") else None
 
-    def fill(self, out: memoryview) -> Iterator[int]:
+    def fill(self, sink: Sink) -> None:
         """See :meth:`RangeBody.fill`."""
-        filled = 0
         with object_errors(self._place, "reading"):
             for piece in self._result.stream(min_chunk_size=_PIECE_BYTES):
-                count = min(len(piece), len(out) - filled)
-                out[filled : filled + count] = piece[:count] if count < len(piece) else piece
-                filled += count
-                yield count
+                sink.take(partial(copy_piece, piece))
 
     def close(self) -> None:
         """See :meth:`RangeBody.close`; dropping the answer ends the request."""

@@ -27,7 +27,7 @@ from streaming.errors import (
     StorageError,
     TransferError,
 )
-from streaming.storage.base import PassingError, UnreachableError
+from streaming.storage.base import ChangedError, PassingError, ThrottledError, UnreachableError
 from streaming.storage.urls import redact
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -45,6 +45,8 @@ _DENIED_CODES = {
 }
 _PASSING_CODES = {"InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 _PASSING_STATUS = {408, 409, 425, 429}
+_BUSY_STATUS = {429, 503}
+_BUSY_CODES = ("SlowDown", "Throttling", "ServerBusy", "TooManyRequests")
 _ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "fd00:ec2::254")
 
 
@@ -110,7 +112,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
             "Check that they are right and may do this; storage_options takes key and secret, profile, or anon=True"
         )
     if isinstance(error, PreconditionError) or status == 412:
-        return TransferError(f"{where}: the object changed while it was read; write shards under new names")
+        return ChangedError(f"{where}: the object changed while it was read; write shards under new names")
     if isinstance(error, NotSupportedError) or "NotPartial" in debug or "UnexpectedRange" in debug:
         return TransferError(
             f"{where}: the server does not answer byte ranges as asked; use a server or proxy that supports Range "
@@ -138,9 +140,9 @@ def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
 def _transfer_error(where: str, place: Place, status: int, said: str, debug: str) -> StorageError:
     """For what is left: faults of the way, and answers that nobody foresaw."""
     if status in _PASSING_STATUS or (status >= 500 and status not in {501, 505}):
-        return PassingError(
-            f"{where}: the store is busy or failing{said}; endpoint {place.endpoint}; lower the concurrency"
-        )
+        busy = status in _BUSY_STATUS or any(f" {code}" in said for code in _BUSY_CODES)
+        kind = ThrottledError if busy else PassingError
+        return kind(f"{where}: the store is busy or failing{said}; endpoint {place.endpoint}")
     if status:
         return StorageError(f"{where}: the store refused{said}; endpoint {place.endpoint}")
     if "kind: Connect" in debug:

@@ -3,11 +3,38 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from streaming.errors import ConfigError
 from streaming.storage.retry import RetryPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HedgePolicy:
+    """When a read that stands still gets a second request, for the bytes that are missing; object stores only.
+
+    Attributes:
+        hedge: Whether at all.
+        hedge_quantile: Of the longest silences of recent answers; three times that is silent for too long.
+        hedge_least_s: Shorter silences are none.
+        hedge_share: Second requests, as a share of all; a few can be saved up.
+    """
+
+    hedge: bool = True
+    hedge_quantile: float = 0.95
+    hedge_least_s: float = 0.5
+    hedge_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hedge, bool):
+            raise ConfigError(f"storage option hedge: expected True or False, got {self.hedge!r}")
+        for name, most in (("hedge_quantile", 1.0), ("hedge_least_s", math.inf), ("hedge_share", 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+                raise ConfigError(f"storage option {name}: expected a number from 0 to {most:g}, got {value!r}")
+
 
 _ALIASES = {
     "region_name": "region",
@@ -41,6 +68,7 @@ class StorageOptions:
         client: "fsspec" to use fsspec where obstore is the default.
         fsspec: More keyword arguments for the fsspec file system.
         retry: Time-outs and retries; their names are options of their own, see :class:`RetryPolicy`.
+        hedging: Second requests; the names are options of their own, too, see :class:`HedgePolicy`.
     """
 
     endpoint_url: str | None = None
@@ -60,6 +88,7 @@ class StorageOptions:
     client: str | None = None
     fsspec: Mapping[str, object] = field(default_factory=dict, repr=False)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
+    hedging: HedgePolicy = field(default_factory=HedgePolicy)
 
     def __post_init__(self) -> None:
         if self.client not in {None, "fsspec", "obstore"}:
@@ -73,7 +102,8 @@ class StorageOptions:
 
 _BOOLEANS = {"anon", "requester_pays", "path_style"}
 _TIMES = tuple(item.name for item in fields(RetryPolicy))
-_NAMES = tuple(item.name for item in fields(StorageOptions) if item.name != "retry")
+_HEDGES = tuple(item.name for item in fields(HedgePolicy))
+_NAMES = tuple(item.name for item in fields(StorageOptions) if item.name not in {"retry", "hedging"})
 
 
 def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
@@ -85,17 +115,21 @@ def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
     """
     values: dict[str, object] = {}
     times: dict[str, object] = {}
+    hedges: dict[str, object] = {}
     for given, value in (options or {}).items():
         name = _ALIASES.get(given, given)
-        if name in values or name in times:
+        if name in values or name in times or name in hedges:
             raise ConfigError(f"storage option {name} is given twice, as {given} too; give it once")
         if name in _TIMES:
             times[name] = value
+        elif name in _HEDGES:
+            hedges[name] = value
         elif name in _NAMES:
             values[name] = _checked(name, value)
         else:
             raise ConfigError(_unknown(given))
-    return StorageOptions(**values, retry=RetryPolicy(**times))  # type: ignore[arg-type] # checked above
+    policies = {"retry": RetryPolicy(**times), "hedging": HedgePolicy(**hedges)}  # type: ignore[arg-type] # they check
+    return StorageOptions(**values, **policies)  # type: ignore[arg-type] # checked above
 
 
 def _checked(name: str, value: object) -> object:
@@ -109,7 +143,7 @@ def _checked(name: str, value: object) -> object:
 
 
 def _unknown(name: str) -> str:
-    known = sorted((*_NAMES, *_TIMES))
+    known = sorted((*_NAMES, *_TIMES, *_HEDGES))
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from streaming.errors import ConfigError
+from streaming.storage.allowance import Allowance
 from streaming.storage.base import PassingError, UnreachableError
 
 _T = TypeVar("_T")
@@ -29,6 +30,8 @@ class RetryPolicy:
         max_retries: Attempts in a row that bring no new byte before the call fails.
         first_backoff_s: Upper bound of the first delay; doubles with each attempt.
         max_backoff_s: Where the doubling ends.
+        retry_share: Retries that follow no progress, as a share of the calls; beyond it, and some that can be saved up,
+            they wait for each other (two a second), so that a store that fails everything is not hammered.
         unreachable_s: How long to go on when there is no connection at all: long enough for a restart behind a load
             balancer, short enough that a wrong endpoint is reported at once.
     """
@@ -40,6 +43,7 @@ class RetryPolicy:
     first_backoff_s: float = 0.1
     max_backoff_s: float = 10.0
     unreachable_s: float = 3.0
+    retry_share: float = 0.2
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -55,6 +59,8 @@ def retrying(
     *,
     progress: Callable[[], int] = lambda: 0,
     on_retry: Callable[[], None] = lambda: None,
+    allowance: Allowance | None = None,
+    hopeless: Callable[[], bool] = lambda: False,
 ) -> _T:
     """The result of ``attempt``, called again after a :class:`PassingError` as ``policy`` allows.
 
@@ -63,6 +69,8 @@ def retrying(
         attempt: Does one attempt; keeps what it achieved.
         progress: A number that grows when an attempt achieved something; then the count of attempts starts anew.
         on_retry: Called before each further attempt.
+        allowance: Bounds the retries of all calls together; those after progress are free.
+        hopeless: Whether there is a better way by now than to try again.
 
     Raises:
         PassingError: The last one, with the number of attempts as a note, when the policy's limits are reached.
@@ -77,7 +85,8 @@ def retrying(
         except PassingError as error:
             now_s = time.monotonic()
             total += 1
-            failures = failures + 1 if progress() == done else 1
+            stuck = progress() == done
+            failures = failures + 1 if stuck else 1
             done = progress()
             delay_s = random.uniform(0, min(policy.max_backoff_s, policy.first_backoff_s * 2 ** (failures - 1)))  # noqa: S311
             end_s = began_s + policy.deadline_s
@@ -86,8 +95,14 @@ def retrying(
                 end_s = min(end_s, unreachable_since_s + policy.unreachable_s)
             else:
                 unreachable_since_s = None
-            if failures > policy.max_retries or now_s + delay_s > end_s:
+            wait_s = allowance.reserve() if allowance is not None and stuck else 0.0
+            if failures > policy.max_retries or now_s + max(delay_s, wait_s) > end_s or hopeless():
                 error.add_note(f"gave up after {total} attempts in {now_s - began_s:.1f} s")
+                if wait_s:
+                    error.add_note(f"most requests fail: retries had to wait for each other, this one {wait_s:.1f} s")
+                if allowance is not None and stuck:
+                    allowance.give_back()
                 raise
+            delay_s = max(delay_s, wait_s)
         on_retry()
         time.sleep(delay_s)

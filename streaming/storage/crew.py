@@ -1,0 +1,74 @@
+"""Threads that make requests for others, so that whoever waits for a request need not wait for its end."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+Job = Callable[[], Callable[[], None]]
+
+
+class Crew:
+    """Threads that exist while there is something to read.
+
+    Use it as a context around the time in which requests may be made; it may be entered by many threads at once. When
+    the last one leaves, idle threads are gone; one that still waits for an answer ends by itself after it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._idle: set[threading.Thread] = set()
+        self._users = 0
+
+    def __enter__(self) -> Self:
+        with self._changed:
+            self._users += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._users -= 1
+            if self._users:
+                return
+            dismissed, self._idle = self._idle, set()
+            self._changed.notify_all()
+        for thread in dismissed:
+            thread.join()
+
+    def run(self, job: Job) -> None:
+        """Have ``job`` done at once by a thread; it must not raise. Where no thread can be started: right here.
+
+        What ``job`` returns is called when the thread counts as idle again, so that whoever is told by it may leave.
+        """
+        with self._changed:
+            if len(self._idle) > len(self._jobs):
+                self._jobs.append(job)
+                self._changed.notify()
+                return
+        try:
+            threading.Thread(target=self._work, args=([job],), name="shardstream-request", daemon=True).start()
+        except RuntimeError:
+            job()()
+
+    def _work(self, jobs: list[Job]) -> None:
+        me = threading.current_thread()
+        while True:
+            tell = jobs.pop()()
+            with self._changed:
+                if self._users:
+                    self._idle.add(me)
+            tell()
+            del tell
+            with self._changed:
+                while not self._jobs and me in self._idle:
+                    self._changed.wait()
+                if me not in self._idle:
+                    return
+                self._idle.discard(me)
+                jobs.append(self._jobs.popleft())

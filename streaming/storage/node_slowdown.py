@@ -1,0 +1,108 @@
+"""A slowdown that the processes of one user on one node share: two numbers in a file that only a refusal creates.
+
+No locks to clean up, no process that owns it: flock ends with its holder, a file that is damaged, of another boot or
+older than a recovery is the same as none, and wherever the file cannot be had the process is on its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+import struct
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from streaming.storage.throttle import LEAST_SHARE, RECOVERY_S, Slowdown, SlowdownState
+
+_LAYOUT = struct.Struct("<ddI")  # share, seconds of the monotonic clock, CRC32 of the two
+_BOOT = "/proc/sys/kernel/random/boot_id"
+
+
+class NodeSlowdown(SlowdownState):
+    """The slowdown of one store on this node.
+
+    Args:
+        store: Names endpoint and bucket.
+        folder: Where the folder of this user goes; default: the system's temporary one.
+    """
+
+    def __init__(self, store: str, folder: str | None = None) -> None:
+        super().__init__()
+        self._store = store
+        self._parent = folder
+        self._name: str | None = None
+
+    def read(self) -> Slowdown:
+        """See :class:`SlowdownState`."""
+        with suppress(OSError), self._open(os.O_RDONLY) as file:
+            return _later(_parse(os.pread(file, _LAYOUT.size, 0)), self._state)
+        return self._state
+
+    def halve(self, now_s: float, asked_s: float) -> Slowdown:
+        """See :class:`SlowdownState`. Whoever finds the file locked leaves it to the holder, who does the same."""
+        with suppress(OSError), self._open(os.O_RDWR | os.O_CREAT) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._state = _later(_parse(os.pread(file, _LAYOUT.size, 0)), self._state).halved(now_s, asked_s)
+            numbers = _LAYOUT.pack(self._state.share, self._state.at_s, 0)[:16]
+            os.pwrite(file, numbers + struct.pack("<I", zlib.crc32(numbers)), 0)
+            return self._state
+        return super().halve(now_s, asked_s)
+
+    @contextmanager
+    def _open(self, flags: int) -> Iterator[int]:
+        """The file, in a folder that nobody else can write to.
+
+        Raises:
+            OSError: There is none, or it is not ours alone.
+        """
+        user = os.getuid()
+        parent = self._parent or tempfile.gettempdir()
+        path = os.path.join(parent, f"shardstream-of-{user}")
+        if flags & os.O_CREAT:
+            with suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+        if self._name is None:
+            self._name = f"busy-{_digest(self._store)}"
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _check_private(os.fstat(folder), user, stat.S_IFDIR)
+            file = os.open(self._name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        finally:
+            os.close(folder)
+        try:
+            _check_private(os.fstat(file), user, stat.S_IFREG)
+            yield file
+        finally:
+            os.close(file)
+
+
+def _check_private(found: os.stat_result, user: int, kind: int) -> None:
+    if stat.S_IFMT(found.st_mode) != kind or found.st_uid != user or found.st_mode & 0o077:
+        raise PermissionError("not this user's alone")
+
+
+def _digest(store: str) -> str:
+    """Names the store and this boot of this machine; holds no secret."""
+    boot = b""
+    with suppress(OSError), open(_BOOT, "rb") as file:
+        boot = file.read().strip()
+    return hashlib.blake2b(boot + store.encode(), digest_size=16).hexdigest()
+
+
+def _parse(data: bytes) -> Slowdown:
+    """What a file says, if it can be believed."""
+    if len(data) == _LAYOUT.size:
+        share, at_s, crc = _LAYOUT.unpack(data)
+        age_s = time.monotonic() - at_s
+        if zlib.crc32(data[:16]) == crc and LEAST_SHARE <= share <= 1 and 0 <= age_s <= RECOVERY_S:
+            return Slowdown(share, at_s)
+    return Slowdown()
+
+
+def _later(one: Slowdown, other: Slowdown) -> Slowdown:
+    return one if one.at_s >= other.at_s else other

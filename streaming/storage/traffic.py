@@ -1,0 +1,76 @@
+"""All that is known of one bucket (or host) from its recent answers, and what follows for the next requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from streaming.storage.allowance import Allowance
+from streaming.storage.base import ThrottledError
+from streaming.storage.crew import Crew
+from streaming.storage.node_slowdown import NodeSlowdown
+from streaming.storage.options import StorageOptions
+from streaming.storage.patience import Patience
+from streaming.storage.throttle import Gate
+
+_RETRIES_SAVED = 40
+_RETRIES_PER_S = 2.0
+_HEDGES_SAVED = 8
+_HEDGES_PER_S = 0.1
+
+
+class Traffic:
+    """Requests to one bucket. Thread-safe.
+
+    Attributes:
+        retries: How many retries may be made.
+    """
+
+    def __init__(self, name: str, options: StorageOptions, crew: Crew, count: Callable[[str, int], None]) -> None:
+        policy, hedging = options.retry, options.hedging
+        self.retries = Allowance(share=policy.retry_share, burst=_RETRIES_SAVED, per_s=_RETRIES_PER_S)
+        self.crew = crew
+        self.patience = Patience(
+            quantile=hedging.hedge_quantile, least_s=hedging.hedge_least_s, unknown_s=policy.read_timeout_s / 4
+        )
+        self._gate = Gate(NodeSlowdown(f"{options.endpoint_url or ''}|{name}"))
+        self._hedges = Allowance(share=hedging.hedge_share, burst=_HEDGES_SAVED, per_s=_HEDGES_PER_S)
+        self._count = count
+
+    @contextmanager
+    def request(self, until_s: float) -> Iterator[None]:
+        """A request: begins when there is room for it, and what becomes of it is noted.
+
+        Raises:
+            ThrottledError: There is no room before ``until_s`` (monotonic).
+        """
+        self._gate.enter(until_s)
+        asked_s = time.monotonic()
+        try:
+            yield
+        except ThrottledError:
+            self._count("throttled", 1)
+            self._gate.refused(asked_s)
+            raise
+        else:
+            self._hedges.earn()
+            self._gate.answered()
+        finally:
+            self._gate.leave()
+
+    def begin(self, until_s: float) -> bool:
+        """See :class:`~streaming.storage.transfer.Hedging`."""
+        if time.monotonic() >= until_s or not self._gate.try_enter():
+            return False
+        if not self._hedges.take():
+            self._gate.leave()
+            return False
+        self._count("hedges", 1)
+        return True
+
+    def end(self, *, won: bool) -> None:
+        """See :class:`~streaming.storage.transfer.Hedging`."""
+        self._gate.leave()
+        if won:
+            self._count("hedges_won", 1)

@@ -1,0 +1,255 @@
+"""One byte range on its way into the caller's memory: what came stays, and a silent request gets a rival.
+
+Who may write, normative: the request that brought the last byte, or, right after a rival was started, whichever brings
+the next one. From that moment the other is *lost*: it gets no room any more, and its thread ends with its answer. When
+the attempt ends all its requests are lost, so nothing is written once the caller has his memory back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from streaming.errors import ConfigError, TransferError
+from streaming.storage.active import Call
+from streaming.storage.base import Adapter, PassingError, RangeBody
+from streaming.storage.crew import Crew
+from streaming.storage.patience import Patience
+from streaming.storage.urls import redact
+
+
+class Hedging(Protocol):
+    """What a transfer needs for second requests."""
+
+    patience: Patience
+    crew: Crew
+
+    def begin(self, until_s: float) -> bool:
+        """Whether a second request may be made now, for a call that ends at ``until_s``; if so, it counts."""
+
+    def end(self, *, won: bool) -> None:
+        """A second request is over, for us."""
+
+
+class _LostError(Exception):
+    """Another request is ahead."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request of an attempt, for the bytes from ``first`` on."""
+
+    transfer: Transfer
+    first: int
+    version: str | None
+    rival: bool = False
+    lost: bool = False
+    ended: bool = False
+    error: BaseException | None = None
+    heard_s: float = field(default_factory=time.monotonic)
+    silence_s: float = 0.0
+
+    def take(self, put: Callable[[memoryview], int]) -> None:
+        """See :class:`Sink`."""
+        self.transfer.take(self, put)
+
+    def hear(self) -> None:
+        """A sign of life."""
+        now_s = time.monotonic()
+        self.silence_s = max(self.silence_s, now_s - self.heard_s)
+        self.heard_s = now_s
+
+
+class Transfer:
+    """Bytes [start, stop) of one object. An attempt asks for what is missing, of the same version.
+
+    Args:
+        adapter: Makes the requests.
+        url: Of what.
+        start: First byte.
+        stop: One past the last one; None: to the end.
+        count: Told of "bytes", and of "requests" beyond the first of an attempt.
+        out: Memory of that length; default: made when it is known.
+        version: What must not have changed, if known.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        url: str,
+        start: int,
+        stop: int | None,
+        *,
+        count: Callable[[str, int], None],
+        out: memoryview | None = None,
+        version: str | None = None,
+    ) -> None:
+        if start < 0 or (stop is not None and stop < start):
+            raise ConfigError(f"reading {redact(url)}: [{start}, {stop}) is not a range; 0 <= start <= stop is needed")
+        self.url = url
+        self.start = start
+        self.stop = stop
+        self.version = version
+        self._out = _memory(stop - start) if out is None and stop is not None else out
+        self._adapter = adapter
+        self._count = count
+        self._received = 0
+        self._changed = threading.Condition()
+        self._requests: list[_Request] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every byte is there."""
+        return self._out is not None and self._received == len(self._out)
+
+    def result(self) -> memoryview:
+        """The bytes; all of them, once the transfer is done."""
+        return memoryview(b"") if self._out is None else self._out
+
+    def forget(self) -> None:
+        """Let go of the caller's memory: a lost request may keep the transfer itself alive for a while."""
+        self._out = None
+
+    def attempt(self, call: Call, hedging: Hedging | None, until_s: float) -> None:
+        """Ask for what is missing, at once; ``call`` is kept up to date. No rival is started after ``until_s``.
+
+        Raises:
+            PassingError: Some of it did not come. What came is kept.
+        """
+        self._call = call
+        self._requests = [self._next()]
+        try:
+            if hedging is None:
+                self._serve(self._requests[0])
+            else:
+                self._race(hedging, until_s)
+        finally:
+            with self._changed:
+                for request in self._requests:
+                    request.lost = True
+
+    def take(self, request: _Request, put: Callable[[memoryview], int]) -> None:
+        """Room for a request's bytes, if it is still ahead; the others fall behind.
+
+        Raises:
+            _LostError: It is not.
+        """
+        with self._changed:
+            if request.lost:
+                raise _LostError
+            for other in self._requests:
+                other.lost = other is not request
+            self.version = self.version or request.version
+            count = put(self.result()[self._received :])
+            self._received += count
+            self._call.received = self._received
+            request.hear()
+        self._count("bytes", count)
+
+    def _next(self, *, rival: bool = False) -> _Request:
+        return _Request(self, self.start + self._received, self.version, rival)
+
+    def _serve(self, request: _Request) -> None:
+        """Make one request and take what it brings, on whichever thread this is."""
+        body = self._adapter.open_range(self.url, request.first, self.stop, request.version)
+        with closing(body):
+            self._opened(request, body)
+            body.fill(request)
+        with self._changed:
+            if not request.lost and not self.is_done:
+                got = self.start + self._received - request.first
+                raise PassingError(self._short(request.first, got, "the answer ended early"))
+
+    def _opened(self, request: _Request, body: RangeBody) -> None:
+        with self._changed:
+            if request.lost:
+                raise _LostError
+            request.hear()
+            request.version = request.version or body.version
+            if self._out is None:  # the end is known only now
+                self.stop = self._call.stop = self.start + body.num_bytes
+                self._out = _memory(body.num_bytes)
+            missing = self.start + len(self._out) - request.first
+            if body.num_bytes < missing:  # the store's own word: asking again would not help
+                raise TransferError(self._short(request.first, body.num_bytes, "was the object truncated or replaced?"))
+
+    # --- with rivals ---
+
+    def _race(self, hedging: Hedging, until_s: float) -> None:
+        """The first request on a thread of the crew; another one whenever the only one left is silent for too long."""
+        hedging.crew.run(partial(self._work, self._requests[0]))
+        with self._changed:
+            try:
+                while not self._is_over():
+                    left = [request for request in self._requests if not request.lost and not request.ended]
+                    if len(left) > 1:
+                        self._changed.wait()
+                        continue
+                    limit_s = hedging.patience.limit_s
+                    patient_s = limit_s - (time.monotonic() - left[0].heard_s)
+                    if patient_s > 0:
+                        self._changed.wait(patient_s)
+                    elif hedging.begin(until_s):
+                        self._requests.append(self._next(rival=True))
+                        self._count("requests", 1)
+                        hedging.crew.run(partial(self._work, self._requests[-1]))
+                    else:
+                        self._changed.wait(limit_s)
+            finally:
+                self._account(hedging)
+
+    def _work(self, request: _Request) -> Callable[[], None]:
+        """A crew thread's part; what is returned tells whoever waits."""
+        error: BaseException | None = None
+        try:
+            self._serve(request)
+        except _LostError:
+            pass
+        except BaseException as caught:  # noqa: BLE001 (a thread's border: raised in the caller's)
+            error = caught
+        return partial(self._ended, request, error)
+
+    def _ended(self, request: _Request, error: BaseException | None) -> None:
+        with self._changed:
+            request.ended, request.error = True, error
+            self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        """Whether every byte is there.
+
+        Raises:
+            StorageError: Some are not, and no request is left.
+        """
+        left = [request for request in self._requests if not request.lost]
+        if not all(request.ended for request in left):
+            return False
+        errors = [request.error for request in left if request.error is not None]
+        if self.is_done or not errors:
+            return True
+        raise next((error for error in errors if not isinstance(error, PassingError)), errors[-1])
+
+    def _account(self, hedging: Hedging) -> None:
+        """What the silences were, and who won."""
+        for request in self._requests:
+            if request.rival:
+                hedging.end(won=self.is_done and not request.lost)
+            if request.lost and not request.rival:
+                hedging.patience.note(time.monotonic() - request.heard_s)
+            elif not request.lost and request.error is None:
+                hedging.patience.note(request.silence_s)
+
+    def _short(self, first: int, got: int, why: str) -> str:
+        where = f"reading {redact(self.url)} bytes [{first}, {self.stop})"
+        return f"{where}: got {got} bytes, expected {(self.stop or first) - first}; {why}"
+
+
+def _memory(num_bytes: int) -> memoryview:
+    """Writable bytes that nobody has zeroed: they are about to be overwritten."""
+    return np.empty(num_bytes, np.uint8).data

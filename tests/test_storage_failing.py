@@ -1,0 +1,695 @@
+"""What Storage does about a store that is slow, too busy, or failing for long: slows down, asks twice, gives up."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+from fault_proxy import Fault, FaultProxy
+from leftovers import leftovers
+
+from streaming.errors import ConfigError, TransferError
+from streaming.storage import Storage
+from streaming.storage.active import Call
+from streaming.storage.allowance import Allowance
+from streaming.storage.base import PassingError, Sink, ThrottledError, copy_piece
+from streaming.storage.crew import Crew
+from streaming.storage.node_slowdown import NodeSlowdown
+from streaming.storage.patience import Patience
+from streaming.storage.retry import RetryPolicy, retrying
+from streaming.storage.throttle import LEAST_SHARE, RECOVERY_S, Gate, Slowdown
+from streaming.storage.transfer import Transfer
+
+MIB = 1 << 20
+DATA = np.random.default_rng(12).integers(0, 256, 2 * MIB, np.uint8).tobytes()
+QUICK = {"first_backoff_s": 0.001, "max_backoff_s": 0.01, "read_timeout_s": 5.0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch) -> None:
+    """Slowdowns of one test are none of another's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def url(mini_s3) -> str:
+    mini_s3.create_bucket("failing")
+    Storage(mini_s3.storage_options).put("s3://failing/x.tar", DATA)
+    return "s3://failing/x.tar"
+
+
+def through(proxy: FaultProxy, mini_s3, **options: object) -> Storage:
+    return Storage({**mini_s3.storage_options, "endpoint_url": proxy.url, **QUICK, **options})
+
+
+class TestAllowance:
+    def test_ordinary_requests_allow_a_share_of_extra_ones(self) -> None:
+        clock = Clock()
+        allowance = Allowance(share=0.25, burst=2, per_s=0.5, clock=clock)
+        assert [allowance.take() for _ in range(3)] == [True, True, False]
+        for _ in range(3):
+            allowance.earn()
+        assert not allowance.take()
+        allowance.earn()
+        assert [allowance.take(), allowance.take()] == [True, False]
+        clock.now_s += 2
+        assert [allowance.take(), allowance.take()] == [True, False]
+        clock.now_s += 1000
+        assert sum(allowance.take() for _ in range(10)) == 2
+
+    def test_reservations_queue_up(self) -> None:
+        clock = Clock()
+        allowance = Allowance(share=0, burst=1, per_s=2, clock=clock)
+        assert [allowance.reserve() for _ in range(4)] == [0, 0.5, 1, 1.5]
+        allowance.give_back()
+        assert allowance.reserve() == 1.5
+        clock.now_s += 1.5
+        assert allowance.reserve() == 0.5
+
+
+class TestRetryBudget:
+    def fail(self, allowance: Allowance, progress: Iterator[int] | None = None, **policy: float) -> tuple[int, str]:
+        """Attempts of one call that always fails, and the notes of its error."""
+        attempts = 0
+
+        def attempt() -> None:
+            nonlocal attempts
+            attempts += 1
+            raise PassingError("no")
+
+        limits = {"first_backoff_s": 0.0, "deadline_s": 5.0, "max_retries": 10, **policy}
+        done = 0
+
+        def progressed() -> int:
+            nonlocal done
+            done += next(progress, 0) if progress else 0
+            return done
+
+        with pytest.raises(PassingError) as caught:
+            retrying(RetryPolicy(**limits), attempt, progress=progressed, allowance=allowance)
+        return attempts, " ".join(caught.value.__notes__)
+
+    def test_beyond_it_calls_give_up_at_their_deadline_and_say_why(self) -> None:
+        allowance = Allowance(share=0, burst=15, per_s=1e-3)
+        assert self.fail(allowance)[0] == 11
+        attempts, notes = self.fail(allowance)
+        assert attempts == 5 + 1
+        assert "gave up after 6 attempts" in notes
+        assert "retries had to wait for each other" in notes
+        assert self.fail(allowance)[0] == 1
+
+    def test_what_was_not_retried_does_not_count(self) -> None:
+        allowance = Allowance(share=0, burst=1, per_s=1e-9)
+        for _ in range(5):
+            assert self.fail(allowance, max_retries=0)[0] == 1
+        assert allowance.take()
+
+    def test_a_call_that_gets_on_retries_for_nothing(self) -> None:
+        allowance = Allowance(share=0, burst=1, per_s=1e-9)
+        progress = iter([0, 1, 0, 1, 0, 1, 0])  # asked twice per failure, and once at the start
+        attempts, _ = self.fail(allowance, progress)
+        assert attempts > 3
+
+    def test_a_store_that_fails_everything_is_asked_at_a_bounded_rate(self, mini_s3, url: str) -> None:
+        always = Fault(kind="status", status=500)
+        with FaultProxy(mini_s3.port, choose=lambda *_: always) as proxy:
+            storage = through(proxy, mini_s3, deadline_s=0.5, max_retries=1000, hedge=False)
+            failed: list[TransferError] = []
+
+            def read() -> None:
+                with suppress(TransferError):
+                    storage.read(url, 0, 10)
+                    return
+                failed.append(TransferError())
+
+            threads = [threading.Thread(target=read) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            asked = len(proxy.log)
+        assert len(failed) == 8
+        assert 8 + 40 <= asked <= 8 + 40 + 2 + 2  # calls, what was saved up, earned by calls, two a second
+        assert storage.metrics.get("retries") == asked - 8
+
+
+class TestSlowdown:
+    def test_one_round_trip_halves_once(self) -> None:
+        first = Slowdown().halved(now_s=100, asked_s=99)
+        assert first == Slowdown(0.5, 100)
+        assert first.halved(now_s=100.5, asked_s=99.9) is first
+        assert first.halved(now_s=100 + RECOVERY_S / 4, asked_s=101).share == 0.375
+
+    def test_it_recovers_with_time_and_keeps_a_little(self) -> None:
+        state, now_s = Slowdown(), 0.0
+        for _ in range(20):
+            now_s += 1e-3
+            state = state.halved(now_s, now_s - 1e-6)
+        assert state.share == LEAST_SHARE
+        assert state.share_at(now_s + RECOVERY_S / 2) == 0.5 + LEAST_SHARE
+        assert state.share_at(now_s + RECOVERY_S) == 1
+
+
+class TestGate:
+    """Sixteen callers; the clock is the test's."""
+
+    def gate(self) -> tuple[Gate, Clock]:
+        clock = Clock()
+        gate = Gate(clock=clock)
+        for _ in range(16):
+            gate.enter(clock.now_s)
+        for _ in range(16):
+            gate.leave()
+        assert gate.limit == 16
+        return gate, clock
+
+    def refuse(self, gate: Gate, clock: Clock, count: int = 2) -> None:
+        for _ in range(count):
+            clock.now_s += 1e-6
+            gate.refused(clock.now_s - 1e-7)
+
+    def test_a_single_refusal_changes_nothing(self) -> None:
+        gate, clock = self.gate()
+        for _ in range(10):
+            self.refuse(gate, clock, 1)
+            for _ in range(50):
+                gate.answered()
+        assert gate.limit == 16
+
+    def test_refusals_halve_and_time_restores(self) -> None:
+        gate, clock = self.gate()
+        asked_s = clock.now_s
+        clock.now_s += 1
+        for _ in range(16):  # all of them were sent before the first answer
+            gate.refused(asked_s + 0.5)
+        assert gate.limit == 8
+        for limit in (4, 2, 1, 1):
+            self.refuse(gate, clock, 1)
+            assert gate.limit == limit
+        clock.now_s += RECOVERY_S / 2
+        assert gate.limit == 8
+        clock.now_s += RECOVERY_S
+        assert gate.limit == 16
+
+    def test_nobody_gets_in_beyond_the_limit(self) -> None:
+        gate, clock = self.gate()
+        self.refuse(gate, clock, 3)
+        assert gate.limit == 4
+        for _ in range(4):
+            gate.enter(clock.now_s)
+        with pytest.raises(ThrottledError, match="4 may be under way at once"):
+            gate.enter(clock.now_s)
+        assert not gate.try_enter()
+        gate.leave()
+        assert gate.try_enter()
+
+    def test_one_is_always_let_in(self) -> None:
+        gate, clock = self.gate()
+        self.refuse(gate, clock, 30)
+        assert gate.limit == 1
+        gate.enter(clock.now_s)
+        entered = threading.Event()
+
+        def wait() -> None:
+            gate.enter(clock.now_s + 60)
+            entered.set()
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert not entered.is_set()
+        gate.leave()
+        waiting.join(10)
+        assert entered.is_set()
+
+    def test_a_busy_store_gets_fewer_requests_at_once(self, mini_s3, url: str) -> None:
+        """Sixteen readers at a store that takes four: refused at first, then hardly ever more."""
+        lock, now, most = threading.Lock(), 0, [0]
+
+        @contextmanager
+        def counted() -> Iterator[int]:
+            nonlocal now
+            with lock:
+                now += 1
+                most.append(now)
+            try:
+                yield now
+            finally:
+                with lock:
+                    now -= 1
+
+        storage = Storage({"endpoint_url": "http://unused", "key": "k", "secret": "s", **QUICK, "hedge": False})
+
+        class Busy:
+            def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> Answer:
+                with counted() as number:
+                    if number > 4:
+                        raise ThrottledError("too many")
+                    time.sleep(0.002)
+                return Answer([b"x" * 10])
+
+        storage._adapter = lambda url: Busy()  # type: ignore[method-assign, assignment, return-value]
+        readers = [threading.Thread(target=lambda: [storage.read("s3://b/x", 0, 10) for _ in range(25)])
+                   for _ in range(16)]  # fmt: skip
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        limit = storage._traffic["s3://b"]._gate.limit
+        assert 1 <= limit <= 8
+        assert storage.metrics.get("throttled") < 100  # of 400 reads; without the gate, several for each
+        assert storage.metrics.get("throttled") == storage.metrics.get("retries")
+
+
+class TestNodeSlowdown:
+    """Two of them stand for two processes of one node."""
+
+    def test_others_see_it(self) -> None:
+        one, two, other = (NodeSlowdown(name) for name in ("s3://b", "s3://b", "s3://c"))
+        assert two.read() == Slowdown()
+        now_s = time.monotonic()
+        made = one.halve(now_s, now_s - 1)
+        assert made.share == 0.5
+        assert two.read() == made
+        assert other.read() == Slowdown()
+        assert two.halve(now_s + 0.001, now_s - 1) == made  # the same round trip
+        assert two.halve(now_s + 0.001, now_s + 0.0005).share == pytest.approx(0.25, abs=1e-3)
+        assert one.read().share == pytest.approx(0.25, abs=1e-3)
+
+    def test_the_gates_of_two_processes_close_together(self) -> None:
+        clock = Clock()
+        clock.now_s = time.monotonic() - 5
+        gates = [Gate(NodeSlowdown("s3://b"), clock) for _ in range(2)]
+        for gate in gates:
+            for _ in range(8):
+                gate.enter(clock.now_s)
+        clock.now_s += 0.01
+        for _ in range(3):
+            gates[0].refused(clock.now_s - 0.001)
+        clock.now_s += 0.2
+        assert [gate.limit for gate in gates] == [4, 4]
+
+    def test_only_a_refusal_makes_a_file_and_it_is_private(self, tmp_path) -> None:
+        slowdown = NodeSlowdown("s3://secret-name")
+        slowdown.read()
+        assert list(tmp_path.iterdir()) == []
+        slowdown.halve(time.monotonic(), 0)
+        (folder,) = tmp_path.iterdir()
+        (file,) = folder.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert "secret" not in file.name
+        assert file.stat().st_size == 20
+
+    @pytest.mark.parametrize("damage", [b"", b"x" * 20, b"x" * 5, bytes(20)])
+    def test_a_damaged_file_is_none(self, tmp_path, damage: bytes) -> None:
+        NodeSlowdown("s").halve(time.monotonic(), 0)
+        (file,) = next(tmp_path.iterdir()).iterdir()
+        file.write_bytes(damage)
+        assert NodeSlowdown("s").read() == Slowdown()
+        now_s = time.monotonic()
+        assert NodeSlowdown("s").halve(now_s, now_s - 1).share == 0.5
+        assert NodeSlowdown("s").read().share == 0.5
+
+    def test_nothing_older_than_a_recovery_counts(self, monkeypatch) -> None:
+        now_s = time.monotonic()
+        NodeSlowdown("s").halve(now_s, 0)
+        monkeypatch.setattr(time, "monotonic", lambda: now_s + RECOVERY_S + 0.1)
+        assert NodeSlowdown("s").read() == Slowdown()
+        monkeypatch.setattr(time, "monotonic", lambda: now_s - 1)  # another boot's clock
+        assert NodeSlowdown("s").read() == Slowdown()
+
+    @pytest.mark.parametrize("trap", ["link", "open to others", "a file", "file link", "read-only"])
+    def test_traps_and_unusable_folders_cost_only_the_sharing(self, tmp_path, trap: str) -> None:
+        folder, elsewhere = tmp_path / f"shardstream-of-{os.getuid()}", tmp_path / "elsewhere"
+        elsewhere.mkdir(mode=0o700)
+        if trap == "link":
+            folder.symlink_to(elsewhere)
+        elif trap == "open to others":
+            folder.mkdir()
+            folder.chmod(0o777)
+        elif trap == "a file":
+            folder.write_text("")
+        elif trap == "file link":
+            NodeSlowdown("s").halve(time.monotonic(), 0)
+            (file,) = folder.iterdir()
+            file.unlink()
+            (elsewhere / "victim").write_bytes(b"precious")
+            file.symlink_to(elsewhere / "victim")
+        else:
+            (tmp_path / "none").write_text("")
+        slowdown = NodeSlowdown("s", str(tmp_path / "none") if trap == "read-only" else None)
+        now_s = time.monotonic()
+        assert slowdown.halve(now_s, now_s - 1).share == 0.5
+        assert slowdown.read().share == 0.5
+        assert NodeSlowdown("s", str(tmp_path)).read() == Slowdown()
+        assert [entry.read_bytes() for entry in elsewhere.iterdir()] == ([b"precious"] if trap == "file link" else [])
+
+    def test_a_holder_that_hangs_stops_nobody(self, tmp_path) -> None:
+        import fcntl  # noqa: PLC0415
+
+        NodeSlowdown("s").halve(time.monotonic() - 1, 0)
+        (file,) = next(tmp_path.iterdir()).iterdir()
+        with file.open("rb+") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            now_s = time.monotonic()
+            assert NodeSlowdown("s").halve(now_s, now_s - 0.1).share == 0.5
+
+    def test_no_descriptor_stays_open(self) -> None:
+        before = leftovers()
+        slowdown = NodeSlowdown("s")
+        for _ in range(3):
+            slowdown.halve(time.monotonic(), 0)
+            slowdown.read()
+        assert leftovers() - before == Counter()
+
+
+class TestPatience:
+    def test_it_follows_the_quantile(self) -> None:
+        patience = Patience(quantile=0.9, least_s=0.1, unknown_s=7)
+        assert patience.limit_s == 7
+        for _ in range(10):
+            patience.note(0.01)
+        assert patience.limit_s == 0.1
+        for _ in range(200):
+            patience.note(1.0)
+        assert patience.limit_s == 3.0
+
+    def test_a_few_stalls_do_not_count(self) -> None:
+        patience = Patience(quantile=0.9, least_s=0.1, unknown_s=7)
+        for step in range(100):
+            patience.note(30.0 if step % 20 == 0 else 0.1)
+        assert patience.limit_s == pytest.approx(0.3)
+
+
+class TestCrew:
+    def test_threads_serve_again_and_are_gone_with_the_last_user(self) -> None:
+        before = leftovers()
+        crew, names = Crew(), []
+        done = threading.Semaphore(0)
+
+        def job() -> Callable[[], None]:
+            names.append(threading.current_thread())
+            return done.release
+
+        with crew:
+            with crew:
+                for _ in range(5):
+                    crew.run(job)
+                    done.acquire()
+            assert len(set(names)) == 1
+        assert leftovers() - before == Counter()
+        with crew:
+            crew.run(job)
+            done.acquire()
+        assert len(set(names)) == 2
+        assert leftovers() - before == Counter()
+
+    def test_one_that_is_still_at_work_ends_afterwards(self) -> None:
+        crew, go, threads = Crew(), threading.Event(), []
+
+        def job() -> Callable[[], None]:
+            threads.append(threading.current_thread())
+            go.wait(10)
+            return lambda: None
+
+        with crew:
+            crew.run(job)
+        go.set()
+        threads[0].join(10)
+        assert not threads[0].is_alive()
+
+
+class Answer:
+    """Pieces of an answer; a function among them is called (and may wait) before the next one."""
+
+    version = '"v"'
+
+    def __init__(self, pieces: list[bytes | Callable[[], None]]) -> None:
+        self._pieces = pieces
+        self.num_bytes = sum(len(piece) for piece in pieces if isinstance(piece, bytes))
+        self.closed = threading.Event()
+
+    def fill(self, sink: Sink) -> None:
+        for piece in self._pieces:
+            if isinstance(piece, bytes):
+                sink.take(lambda room, piece=piece: copy_piece(piece, room))
+            else:
+                piece()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Script:
+    """An adapter with an answer (or error) for each request."""
+
+    def __init__(self, *answers: Answer | BaseException | Callable[[], Answer]) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[int, int | None, str | None]] = []
+
+    def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> Answer:
+        self.asked.append((start, stop, version))
+        answer = self.answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer() if callable(answer) else answer
+
+
+class Eager:
+    """Hedging after a hundredth of a second."""
+
+    def __init__(self, allowed: int = 1) -> None:
+        self.crew = Crew()
+        self.patience = Patience(quantile=1, least_s=0.01, unknown_s=0.01)
+        self.left = allowed
+        self.ended: list[bool] = []
+
+    def begin(self, until_s: float) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+    def end(self, *, won: bool) -> None:
+        self.ended.append(won)
+
+
+class TestRace:
+    """Scripts with events in place of a network."""
+
+    @pytest.fixture(autouse=True)
+    def nothing_left(self) -> Iterator[None]:
+        before = leftovers()
+        self.held = threading.Event()
+        yield
+        self.held.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("shardstream-"):
+                thread.join(10)
+        assert leftovers() - before == Counter()
+
+    def read(self, script: Script, hedging: Eager, out: bytearray) -> Transfer:
+        transfer = Transfer(script, "s3://b/x", 0, len(out), count=lambda *_: None, out=memoryview(out))  # type: ignore[arg-type]
+        with hedging.crew:
+            transfer.attempt(Call("s3://b/x"), hedging, time.monotonic() + 10)
+        transfer.forget()
+        return transfer
+
+    def wait(self) -> None:
+        assert self.held.wait(10)
+
+    def test_the_rival_asks_for_what_is_missing_of_the_same_version(self) -> None:
+        out, hedging = bytearray(10), Eager()
+        stalled = Answer([b"abc", self.wait, b"DEFGHIJ"])
+        script = Script(stalled, Answer([b"def", b"ghij"]))
+        self.read(script, hedging, out)
+        assert out == b"abcdefghij"
+        assert script.asked == [(0, 10, None), (3, 10, '"v"')]
+        assert hedging.ended == [True]
+
+    def test_the_loser_never_writes_into_memory_that_it_lost(self) -> None:
+        out, hedging = bytearray(10), Eager()
+        stalled = Answer([b"abc", self.wait, b"DEFGHIJ"])
+        self.read(Script(stalled, Answer([b"defghij"])), hedging, out)
+        assert out == b"abcdefghij"
+        out[:] = b"0123456789"  # the caller has his memory back and uses it for something else
+        self.held.set()
+        assert stalled.closed.wait(10)
+        assert out == b"0123456789"
+        out.extend(b"!")  # raises BufferError while somebody holds a view
+
+    def test_memory_is_given_back_while_the_loser_still_waits(self) -> None:
+        out, hedging = bytearray(10), Eager()
+        self.read(Script(Answer([b"abc", self.wait, b"DEFGHIJ"]), Answer([b"defghij"])), hedging, out)
+        assert not self.held.is_set()
+        out.extend(b"!")
+
+    def test_the_first_request_may_win_after_all(self) -> None:
+        out, hedging, asked = bytearray(4), Eager(), threading.Event()
+        rival_held = threading.Event()
+
+        def until_asked() -> None:
+            assert asked.wait(10)
+
+        def late() -> Answer:
+            asked.set()
+            rival_held.wait(10)
+            return Answer([b"WXYZ"])
+
+        first = Answer([until_asked, b"wx", b"yz"])
+        script = Script(first, late)
+        self.read(script, hedging, out)
+        assert out == b"wxyz"
+        assert hedging.ended == [False]
+        rival_held.set()
+
+    def test_a_rival_that_fails_leaves_the_first_alone(self) -> None:
+        out, hedging, failed = bytearray(4), Eager(), threading.Event()
+
+        def fail() -> Answer:
+            failed.set()
+            raise PassingError("no")
+
+        def until_failed() -> None:
+            assert failed.wait(10)
+
+        self.read(Script(Answer([until_failed, b"wxyz"]), fail), hedging, out)
+        assert out == b"wxyz"
+
+    def test_a_first_that_fails_leaves_the_rival_alone(self) -> None:
+        out, hedging, asked = bytearray(4), Eager(), threading.Event()
+
+        def fail() -> None:
+            assert asked.wait(10)
+            raise PassingError("reset")
+
+        def rival() -> Answer:
+            asked.set()
+            return Answer([lambda: time.sleep(0.01), b"wxyz"])
+
+        self.read(Script(Answer([fail, b"WXYZ"]), rival), hedging, out)
+        assert out == b"wxyz"
+        assert hedging.ended == [True]
+
+    def test_when_both_fail_the_final_error_counts_and_what_came_is_kept(self) -> None:
+        out, asked = bytearray(4), threading.Event()
+        call = Call("s3://b/x")
+
+        def passing() -> None:
+            assert asked.wait(10)
+            raise PassingError("reset")
+
+        def final() -> Answer:
+            asked.set()
+            raise TransferError("another one")
+
+        hedging = Eager()
+        script = Script(Answer([b"w", passing, b"xyz"]), final, Answer([b"xyz"]))
+        transfer = Transfer(script, "s3://b/x", 0, 4, count=lambda *_: None, out=memoryview(out))  # type: ignore[arg-type]
+        with hedging.crew, pytest.raises(TransferError, match="another one"):
+            transfer.attempt(call, hedging, time.monotonic() + 10)
+        assert call.received == 1
+        with hedging.crew:
+            transfer.attempt(call, hedging, time.monotonic() + 10)
+        assert out == b"wxyz"
+        assert script.asked[-1] == (1, 4, '"v"')
+
+    def test_without_leave_nothing_is_asked_twice(self) -> None:
+        out, hedging = bytearray(4), Eager(allowed=0)
+        timer = threading.Timer(0.1, self.held.set)
+        timer.start()
+        script = Script(Answer([self.wait, b"wxyz"]))
+        self.read(script, hedging, out)
+        timer.join()
+        assert out == b"wxyz"
+        assert len(script.asked) == 1
+        assert hedging.left < -1  # it was asked for more than once
+
+    def test_an_end_that_nobody_knew_is_learnt_by_either(self) -> None:
+        hedging = Eager()
+        transfer = Transfer(Script(self.silent, Answer([b"wx", b"yz"])), "s3://b/x", 0, None, count=lambda *_: None)  # type: ignore[arg-type]
+        with hedging.crew:
+            transfer.attempt(Call("s3://b/x"), hedging, time.monotonic() + 10)
+        assert bytes(transfer.result()) == b"wxyz"
+
+    def silent(self) -> Answer:
+        self.wait()
+        raise PassingError("timed out")
+
+
+class Impatience(Patience):
+    limit_s = 0.01  # type: ignore[assignment]
+
+
+class TestHedging:
+    """Over a real client and server."""
+
+    @pytest.mark.parametrize("kind", ["silent", "stall"])
+    def test_a_stalled_read_is_asked_for_again(self, mini_s3, url: str, kind) -> None:
+        with FaultProxy(mini_s3.port) as proxy:
+            storage = through(proxy, mini_s3, hedge_least_s=0.05)
+            for _ in range(8):
+                storage.read(url, 0, 10)
+            assert storage.metrics.get("hedges") == 0
+            proxy.add(Fault(kind=kind, at_bytes=MIB))
+            out = bytearray(len(DATA))
+            storage.read_into(url, 0, memoryview(out))
+        assert out == DATA
+        counted = storage.metrics.snapshot()
+        assert (counted["requests"], counted["hedges"], counted["hedges_won"], counted["retries"]) == (10, 1, 1, 0)
+        assert counted["storage_bytes"] == 80 + len(DATA)
+        assert len(proxy.log) == 10
+
+    def test_off_is_off(self, mini_s3, url: str) -> None:
+        with FaultProxy(mini_s3.port, Fault(kind="silent")) as proxy:
+            storage = through(proxy, mini_s3, hedge_least_s=0.01, read_timeout_s=0.3, hedge=False)
+            assert bytes(storage.read(url)) == DATA
+        assert (storage.metrics.get("hedges"), storage.metrics.get("retries")) == (0, 1)
+
+    def test_a_store_that_is_slow_altogether_is_not_asked_twice_as_much(self, mini_s3, url: str) -> None:
+        slow = Fault(kind="slow", seconds=0.03)
+        with FaultProxy(mini_s3.port, choose=lambda *_: slow) as proxy:
+            storage = through(proxy, mini_s3, hedge_least_s=0.001)
+            for _ in range(30):
+                storage.read(url, 0, 10)
+        assert storage.metrics.get("hedges") < 5  # three times the usual silence is longer than nearly all of them
+
+    def test_extra_requests_are_bounded(self, mini_s3, url: str) -> None:
+        with FaultProxy(mini_s3.port, choose=lambda *_: Fault(kind="slow", seconds=0.03)) as proxy:
+            storage = through(proxy, mini_s3)
+            storage._traffic_of(url).patience = Impatience(quantile=1, least_s=0, unknown_s=0)  # type: ignore[union-attr]
+            for _ in range(40):
+                storage.read(url, 0, 10)
+        assert 8 <= storage.metrics.get("hedges") <= 8 + 0.05 * 40 + 1  # the last for what ten seconds allow
+
+    @pytest.mark.parametrize(
+        "option", [{"hedge": 1}, {"hedge_quantile": 2}, {"hedge_least_s": "x"}, {"hedge_share": -1}]
+    )
+    def test_options_are_checked(self, option: dict[str, object]) -> None:
+        with pytest.raises(ConfigError, match=next(iter(option))):
+            Storage(option)
+
+    def test_threads_are_gone_when_nothing_is_read(self, mini_s3, url: str) -> None:
+        before = Counter(thread.name for thread in threading.enumerate())
+        storage = Storage(mini_s3.storage_options)
+        readers = [threading.Thread(target=storage.read, args=(url,)) for _ in range(8)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        storage.read(url)
+        assert Counter(thread.name for thread in threading.enumerate()) == before
