@@ -88,6 +88,7 @@ def main() -> None:
         "430 B, 3 fields": {"jpg": 430, "json": 100, "cls": 1},
         "4 KB, 1 field": {"jpg": 4096},
         "68 KB, 2 fields": {"jpg": 68_000, "cls": 1},
+        "200 KB, 2 fields": {"jpg": 200_000, "cls": 1},
     }
     print(f"{len(os.sched_getaffinity(0))} CPUs, load {os.getloadavg()[0]:.1f}; medians of {args.repeats}, alternating")
     print("         records     read+crc   scan/base wall, cpu   index/base wall, cpu   parse_chunk (best, cpu)")

@@ -20,6 +20,7 @@ from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.cutter import ChunkCutter
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
+from streaming.index.large import LARGE_BYTES, large_sums
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable, chunk_rows_from_footer
 from streaming.index.spans import SpanCutter, spans_of
@@ -66,6 +67,7 @@ class ShardRecorder:
         self._span_cutter = SpanCutter()
         self._span_starts = array("q", [0])
         self._span_crcs = array("L")
+        self._large_crcs: dict[int, int] = {}
 
     def add(self, record: Record, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
         """Add the next sample; ``pieces`` are the record's bytes."""
@@ -81,13 +83,31 @@ class ShardRecorder:
             column.append(value)
         self._keys.append(record.key)
         self._record_starts.append(start + record.num_bytes)
-        for piece in pieces:
-            self._crc = crc32c.crc32c(piece, self._crc)
+        if record.num_bytes < LARGE_BYTES:
+            for piece in pieces:
+                self._crc = crc32c.crc32c(piece, self._crc)
+        else:
+            self._sum_large(record, pieces, start)
         chunk_closes = self._cutter.add(record.num_bytes)
         if self._span_cutter.add(record.num_bytes, chunk_closes=chunk_closes):
             self._close_span()
         if chunk_closes:
             self._close_chunk()
+
+    def _sum_large(self, record: Record, pieces: Buffers, start: int) -> None:
+        """Sum a record, and note the sum at the start and the end of each large field."""
+        large = [(at, at + size) for at, size in zip(record.starts, record.sizes, strict=True) if size >= LARGE_BYTES]
+        borders = sorted(border for span in large for border in span)
+        at = 0  # in the record
+        for piece in pieces:
+            done, whole = 0, memoryview(piece).cast("B")
+            while borders and borders[0] <= at + len(whole):
+                border = borders.pop(0)
+                self._crc = crc32c.crc32c(whole[done : border - at], self._crc)
+                self._large_crcs[start + border] = self._crc
+                done = border - at
+            self._crc = crc32c.crc32c(whole[done:], self._crc)
+            at += len(whole)
 
     def table(self, size_bytes: int) -> SampleTable:
         """The sample table of the finished shard of ``size_bytes``.
@@ -103,16 +123,19 @@ class ShardRecorder:
         if self._chunk_bounds[-1] != len(self._keys):
             self._close_chunk()
         record_starts = np.array(self._record_starts, np.int64)
+        fields = {field: self._ranges(field) for field in self._fields}
+        spans = self._chunk_bounds, self._span_starts, self._span_crcs
         return SampleTable.build(
             name=self.name,
             size_bytes=size_bytes,
             keys=self._keys,
             record_starts=record_starts,
-            fields={field: self._ranges(field) for field in self._fields},
+            fields=fields,
             chunk_bounds=np.array(self._chunk_bounds, np.int64),
             crc32c=self._crcs,
             columns={column: self._arrow(column) for column in self._columns},
-            spans=spans_of(record_starts, self._chunk_bounds, self._span_starts, self._span_crcs),
+            spans=spans_of(record_starts, *spans),
+            large=large_sums(record_starts, fields, *spans, self._large_crcs),
         )
 
     def _close_span(self) -> None:

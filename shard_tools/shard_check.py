@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import crc32c
 import numpy as np
@@ -15,7 +15,9 @@ from shard_tools.progress import Progress
 from streaming.decode import FieldDecoder, decode_field
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
 from streaming.index.chunks import ChunkTable
+from streaming.index.large import LargeSums
 from streaming.index.samples import SampleTable
+from streaming.index.sums import sums_of
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout, parse_chunk
 
@@ -189,22 +191,22 @@ class ShardCheck:
         if not np.array_equal(samples.record_starts[first : last + 1], layout.record_starts + base):
             self._find("fields", "the sample table has other record bounds", byte_start=base)
         else:
-            self._compare_spans(body, samples, first, last)
+            self._compare_sums(body, samples, first, last)
         for name in sorted({*layout.fields, *samples.fields}):
             self._compare_field(name, layout, samples, first, base)
 
-    def _compare_spans(self, body: memoryview, samples: SampleTable, first: int, last: int) -> None:
-        """The checksums of the spans of a chunk whose bytes are right, and whose records are where the table says."""
-        base, start = int(samples.record_starts[first]), 0
-        for end, promised in samples.widened(first, last)[2]:
-            found = crc32c.crc32c(body[start:end])
-            if found != promised:
+    def _compare_sums(self, body: memoryview, samples: SampleTable, first: int, last: int) -> None:
+        """All checksums in a chunk whose bytes are right, and whose records are where the table says."""
+        base = int(samples.record_starts[first])
+        spans_alone = replace(samples, large=LargeSums())
+        for one in dict.fromkeys((*sums_of(spans_alone, first, last), *sums_of(samples, first, last))):
+            found = one.found_in([body[start - base : end - base] for start, end in one.ranges])
+            if found != one.crc32c:
                 self._find(
                     "index", "the sample table has another checksum for these bytes, which are right",
-                    cure="run `shard_tools index --force`", byte_start=base + start, byte_end=base + end,
-                    expected=f"CRC32C {promised:08x}", got=f"{found:08x}",
+                    cure="run `shard_tools index --force`", byte_start=one.ranges[0][0], byte_end=one.ranges[-1][1],
+                    expected=f"CRC32C {one.crc32c:08x}", got=f"{found:08x}",
                 )  # fmt: skip
-            start = end
 
     def _compare_field(self, name: str, layout: ChunkLayout, samples: SampleTable, first: int, base: int) -> None:
         count = len(layout.keys)

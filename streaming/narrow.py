@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import crc32c
 import numpy as np
 
 from streaming.errors import ChecksumError, DataError
@@ -28,9 +27,9 @@ def narrowed(samples: SampleTable, first: int, stop: int, data: memoryview, url:
     base = int(samples.record_starts[first])
     damage: dict[int, DataError] = {}
     for one in sums_of(samples, first, stop):
-        got = crc32c.crc32c(data[one.start - base : one.end - base])
+        got = one.found_in([data[start - base : end - base] for start, end in one.ranges])
         if got != one.crc32c:
-            error = checksum_error(url, one.start, one.end, got, one.crc32c)
+            error = checksum_error(url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
             damage |= dict.fromkeys(range(one.first - first, one.stop - first), error)
     return _by_table(samples, first, stop, damage) if damage else None
 

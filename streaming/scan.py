@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.index.keys import Keys
+from streaming.index.large import LARGE_BYTES, large_sums
 from streaming.index.samples import SampleTable
 from streaming.index.spans import SpanCutter, spans_of
 from streaming.storage import Storage, redact, scheme_of
@@ -81,6 +82,7 @@ class Part:
         crcs: CRC32C of each chunk.
         span_ends: One past the last sample of each span, counted within the part.
         span_crcs: CRC32C of its chunk's bytes up to the end of each span.
+        large_crcs: CRC32C of its chunk's bytes up to the start, and up to the end, of each large member, by offset.
         stop: Where the last record ends.
         first_header: Where the first header of the first sample begins; -1 without samples.
     """
@@ -91,6 +93,7 @@ class Part:
     crcs: list[int]
     span_ends: list[int]
     span_crcs: list[int]
+    large_crcs: dict[int, int]
     stop: int
     first_header: int
 
@@ -146,33 +149,48 @@ def _pieces(
         yield piece
 
 
+Borders = tuple[list[int], set[int], list[int]]
+"""Ends of spans; which of them are ends of chunks; starts and ends of large members, in any order."""
+
+
 class _Sums:
-    """CRC32C of chunk after chunk, noted at the end of each span too, over pieces that come in order."""
+    """CRC32C of chunk after chunk, noted on the way at borders of spans and large members; pieces come in order."""
 
     def __init__(self, start: int) -> None:
         self.crcs: list[int] = []
         self.span_crcs: list[int] = []
+        self.large_crcs: dict[int, int] = {}
+        self.ahead: list[int] = []  # borders of large members that are beyond the bytes so far
         self.crc = 0  # of the open chunk, up to byte `summed`
         self.summed = start
         self.kept = b""  # the bytes from `summed` on
 
-    def add(self, piece: memoryview, start: int, borders: tuple[list[int], set[int]], settled: int) -> None:
-        """Go on through ``piece``, which begins at byte ``start``, as far as ``settled``.
-
-        ``borders`` are the ends of spans, and which of them are ends of chunks.
-        """
-        span_ends, chunk_ends = borders
-        for border in span_ends:
+    def add(self, piece: memoryview, start: int, borders: Borders, settled: int) -> None:
+        """Go on through ``piece``, which begins at byte ``start``, as far as ``settled``."""
+        stop = min(settled, start + len(piece))
+        spans, chunks, large = borders
+        self.ahead += large
+        members = {border for border in self.ahead if border <= stop}
+        self.ahead = [border for border in self.ahead if border > stop]
+        ends = spans
+        if members:
+            ends, span_ends = sorted(members.union(spans)), set(spans)
+        for border in ends:
             if self.kept or border - self.summed >= _ALONE_BYTES:
                 self._sum(piece, start, border)
             else:  # A span takes 3 us: giving up the GIL for it, with a parser waiting to take it, costs more.
                 self.crc = crc32c(piece[self.summed - start : border - start], self.crc, 0)
                 self.summed = border
+            if members:
+                if border in members:
+                    self.large_crcs[border] = self.crc
+                if border not in span_ends:
+                    continue
             self.span_crcs.append(self.crc)
-            if border in chunk_ends:
+            if border in chunks:
                 self.crcs.append(self.crc)
                 self.crc = 0
-        self._sum(piece, start, min(settled, start + len(piece)))
+        self._sum(piece, start, stop)
         self.kept += bytes(piece[max(0, self.summed - start) :])
 
     def _sum(self, piece: memoryview, start: int, stop: int) -> None:
@@ -201,12 +219,23 @@ class _Scan:
         self.bounds = [0]  # first sample of each chunk so far
         self.span_ends: list[int] = []
 
-    def feed(self, piece: memoryview) -> tuple[memoryview, int, tuple[list[int], set[int]], int]:
+    def feed(self, piece: memoryview) -> tuple[memoryview, int, Borders, int]:
         """Parse ``piece``; the arguments for the sums."""
         if self.scanner.num_bytes == 0 and bytes(piece[:2]) == b"\x1f\x8b":
             raise compressed_error(self.url)
-        borders = self._take(self.scanner.feed_packed(piece))
+        borders = (*self._take(self.scanner.feed_packed(piece)), self._large_borders())
         return piece, self.scanner.num_bytes - len(piece), borders, self.scanner.settled
+
+    def _large_borders(self) -> list[int]:
+        """Where the large members begin and end whose headers have just been read."""
+        members = self.scanner.members
+        if members is None:
+            return []
+        large = members.sizes >= LARGE_BYTES
+        if not large.any():
+            return []
+        starts = members.data[large]
+        return [*starts.tolist(), *(starts + members.sizes[large]).tolist()]
 
     def _take(self, layout: PackedLayout) -> tuple[list[int], set[int]]:
         """Note the records of ``layout``; the offsets at which spans end, and at which chunks do."""
@@ -239,6 +268,7 @@ class _Scan:
             crcs=crcs,
             span_ends=self.span_ends,
             span_crcs=span_crcs,
+            large_crcs=self.sums.large_crcs,
             stop=self.scanner.settled if self.layouts else self.start,
             first_header=self.layouts[0].first_header if self.layouts else -1,
         )
@@ -258,15 +288,18 @@ def join_parts(parts: Sequence[Part], name: str, size_bytes: int, shown_url: str
         span_starts += [bounds[-1] + end for end in part.span_ends]
         bounds += [bounds[-1] + bound for bound in part.bounds[1:]]
     span_crcs = [crc for part in parts for crc in part.span_crcs]
+    large_crcs = {offset: crc for part in parts for offset, crc in part.large_crcs.items()}
+    fields = _join_fields(layouts, shown_url)
     return SampleTable.build(
         name=name,
         size_bytes=size_bytes,
         keys=_unique_keys([layout.keys for layout in layouts], record_starts, shown_url),
         record_starts=record_starts,
-        fields=_join_fields(layouts, shown_url),
+        fields=fields,
         chunk_bounds=np.array(bounds, np.int64),
         crc32c=np.array([crc for part in parts for crc in part.crcs], np.uint32),
         spans=spans_of(record_starts, bounds, span_starts, span_crcs),
+        large=large_sums(record_starts, fields, bounds, span_starts, span_crcs, large_crcs),
     )
 
 

@@ -104,8 +104,9 @@ def samples_of(shard: Path) -> SampleTable:
 def without_spans(shard: Path) -> None:
     """The sample file as format 1.0 had it."""
     path = shard.parent / "_shardstream" / "samples" / "000000.tar.parquet"
-    table = pq.read_table(path).drop_columns(["span_crc32c"])
-    facts = table.schema.metadata[METADATA_KEY].replace(b'"version":"1.1"', b'"version":"1.0"')
+    table = pq.read_table(path)
+    table = table.drop_columns([name for name in table.column_names if "crc32c" in name])
+    facts = table.schema.metadata[METADATA_KEY].replace(b'"version":"1.2"', b'"version":"1.0"')
     pq.write_table(table.replace_schema_metadata({METADATA_KEY: facts}), path)
 
 

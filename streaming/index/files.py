@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from streaming.errors import IndexFormatError
 
-FORMAT_VERSION = (1, 1)
+FORMAT_VERSION = (1, 2)
 """Major and minor. Readers take any minor of their major: what they do not know, they ignore."""
 METADATA_KEY = b"shardstream"
 FOOTER_TAIL_BYTES = 8

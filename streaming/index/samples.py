@@ -23,11 +23,12 @@ from streaming.index.chunks import (
 )
 from streaming.index.files import read_facts, read_table, write_table
 from streaming.index.keys import Keys
+from streaming.index.large import LargeSums
 
 KIND = "samples"
-_SPAN_CRC32C = "span_crc32c"
-_FIXED_COLUMNS = ("key", "chunk", "record_start", "record_size", _SPAN_CRC32C)
-_START, _SIZE = "start.", "size."
+_SPAN_CRC32C, _REST_CRC32C = "span_crc32c", "rest_crc32c"
+_FIXED_COLUMNS = ("key", "chunk", "record_start", "record_size", _SPAN_CRC32C, _REST_CRC32C)
+_START, _SIZE, _CRC32C = "start.", "size.", "crc32c."
 
 Int64s = NDArray[np.int64]
 FieldRanges = Mapping[str, tuple[Int64s, Int64s]]
@@ -60,6 +61,7 @@ class SampleTable:
         span_starts: int64 ``[S + 1]``, the first sample of each span (:mod:`streaming.index.spans`), and ``n``. Where
             the index has no spans (format 1.0), and in an empty shard, ``[0]``.
         span_crc32c: uint32 ``[S]``, CRC32C of the bytes of each span.
+        large: Checksums of large members and of what is beside them; none in indexes before format 1.2.
     """
 
     chunks: ChunkTable
@@ -70,6 +72,7 @@ class SampleTable:
     columns: Mapping[str, pa.Array] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     span_starts: Int64s = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
     span_crc32c: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32), repr=False)
+    large: LargeSums = field(default_factory=LargeSums, repr=False)
 
     @classmethod
     def build(
@@ -84,6 +87,7 @@ class SampleTable:
         crc32c: Sequence[int] | NDArray[np.uint32],
         columns: Mapping[str, pa.Array] | None = None,
         spans: tuple[Int64s, NDArray[np.uint32]] | None = None,
+        large: LargeSums | None = None,
     ) -> SampleTable:
         """The table of the shard ``name`` of ``size_bytes``, from what a writer or a scanner knows.
 
@@ -97,6 +101,7 @@ class SampleTable:
             crc32c: CRC32C of the bytes of each of the ``C`` chunks.
             columns: As the attribute.
             spans: ``span_starts`` and ``span_crc32c``, as the attributes; None: no spans.
+            large: As the attribute; None: no such sums.
 
         Raises:
             ConfigError: If a lifted column's name is one that the format uses.
@@ -120,9 +125,10 @@ class SampleTable:
             columns=MappingProxyType(dict(columns or {})),
             span_starts=np.zeros(1, np.int64) if spans is None else spans[0],
             span_crc32c=np.empty(0, np.uint32) if spans is None else spans[1],
+            large=large or LargeSums(),
         )
         for column in table.columns:
-            if column in _FIXED_COLUMNS or column.startswith((_START, _SIZE)):
+            if column in _FIXED_COLUMNS or column.startswith((_START, _SIZE, _CRC32C)):
                 raise ConfigError(f"column {column!r}: the sample table uses this name itself; choose another")
         table.validate(name)
         return table
@@ -202,6 +208,7 @@ class SampleTable:
         ):
             raise IndexFormatError(f"{source}: the records do not fill the chunks")
         self._validate_spans(source)
+        self._validate_large(source)
         begins, ends = self.record_starts[:-1], self.record_starts[1:]
         for name, (starts, sizes) in self.fields.items():
             if starts.shape != (num_samples,) or sizes.shape != (num_samples,):
@@ -222,6 +229,17 @@ class SampleTable:
         ):
             raise IndexFormatError(f"{source}: column {_SPAN_CRC32C!r}: the spans do not fill the chunks")
 
+    def _validate_large(self, source: str) -> None:
+        """Every large member has a sum and lies in a span that has one of its rest, and no other span has one."""
+        expected = np.zeros(self.num_spans, np.bool_)
+        for name, sums in self.large.fields.items():
+            rows = np.flatnonzero(sums >= 0)
+            if name not in self.fields or sums.shape != (len(self.keys),) or (self.fields[name][0][rows] < 0).any():
+                raise IndexFormatError(f"{source}: column {_CRC32C + name!r} is of a field that is not there")
+            expected[np.searchsorted(self.span_starts, rows, side="right") - 1] = True
+        if not np.array_equal(self.large.rest >= 0, expected) and (expected.any() or self.large.rest.size):
+            raise IndexFormatError(f"{source}: column {_REST_CRC32C!r}: not of the spans that have large members")
+
     def to_parquet(self) -> bytes:
         """The table as the bytes of ``samples/<shard>.parquet``: the same table gives the same bytes.
 
@@ -240,7 +258,10 @@ class SampleTable:
             arrays[_START + name] = pa.array(np.ascontiguousarray(starts))
             arrays[_SIZE + name] = pa.array(np.ascontiguousarray(sizes))
         if self.num_spans:
-            arrays[_SPAN_CRC32C] = self._span_column()
+            arrays[_SPAN_CRC32C] = self._span_column(self.span_crc32c.astype(np.int64))
+        if self.large.fields:
+            arrays[_REST_CRC32C] = self._span_column(self.large.rest)
+            arrays |= {_CRC32C + name: _sum_column(sums) for name, sums in self.large.fields.items()}
         plain = list(arrays)
         arrays.update(self.columns)
         facts = {
@@ -252,12 +273,11 @@ class SampleTable:
         }
         return write_table(pa.table(arrays), facts, plain=plain)
 
-    def _span_column(self) -> pa.Array:
-        """The checksums, each at the first sample of its span; null elsewhere."""
-        firsts = self.span_starts[:-1]
-        values, nulls = np.zeros(len(self.keys), np.uint32), np.ones(len(self.keys), np.bool_)
-        values[firsts], nulls[firsts] = self.span_crc32c, False
-        return pa.array(values, mask=nulls)
+    def _span_column(self, sums: Int64s) -> pa.Array:
+        """Checksums of spans (-1: none), each at the first sample of its span; null elsewhere."""
+        column = np.full(len(self.keys), -1, np.int64)
+        column[self.span_starts[:-1]] = sums
+        return _sum_column(column)
 
     @classmethod
     def from_parquet(cls, buffer: Any, source: str) -> SampleTable:
@@ -291,6 +311,7 @@ class SampleTable:
                 columns=MappingProxyType({name: rows.column(name).combine_chunks() for name in facts["columns"]}),
                 span_starts=span_starts,
                 span_crc32c=span_crc32c,
+                large=_large(rows, facts, span_starts),
             )
         except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
             raise IndexFormatError(
@@ -328,6 +349,31 @@ def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64s, NDArray[np
     firsts = np.flatnonzero(column.is_valid().to_numpy())
     starts = np.append(firsts, len(column) if firsts.size else 0).astype(np.int64)
     return starts, numbers(column.drop_null(), np.uint32)
+
+
+def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64s) -> LargeSums:
+    """Sums of large members; none before format 1.2, where the names may be lifted columns'."""
+    lifted = set(facts["columns"])
+    names = [name for name in facts["fields"] if _CRC32C + name in set(rows.column_names) - lifted]
+    if not names or _REST_CRC32C not in rows.column_names or _REST_CRC32C in lifted or span_starts.size < 2:
+        return LargeSums()
+    rest = _sums_of_column(rows.column(_REST_CRC32C))
+    return LargeSums(
+        fields=MappingProxyType({name: _sums_of_column(rows.column(_CRC32C + name)) for name in names}),
+        rest=rest[span_starts[:-1]],
+    )
+
+
+def _sum_column(sums: Int64s) -> pa.Array:
+    """Checksums as a column, uint32; -1 becomes null."""
+    missing = sums < 0
+    return pa.array(np.where(missing, 0, sums).astype(np.uint32), mask=missing)
+
+
+def _sums_of_column(column: Any) -> Int64s:
+    """The inverse of :func:`_sum_column`."""
+    missing = column.is_null().to_numpy()
+    return np.where(missing, -1, numbers(column.fill_null(0), np.uint32).astype(np.int64))
 
 
 def _is_utf8(text: str) -> bool:

@@ -89,10 +89,10 @@ def separate(running: UInt32s, sizes: Int64s, chunk_firsts: NDArray[np.bool_]) -
     if not running.size:
         return running
     before = np.where(chunk_firsts, np.uint32(0), np.concatenate((running[:1], running[:-1])))
-    return running ^ _followed_by_zeros(before.astype(np.uint32), sizes)
+    return running ^ followed_by_zeros(before.astype(np.uint32), sizes)
 
 
-def _followed_by_zeros(crcs: UInt32s, num_bytes: Int64s) -> UInt32s:
+def followed_by_zeros(crcs: UInt32s, num_bytes: Int64s) -> UInt32s:
     """What is left of a prefix's CRC32C in that of the whole when so many bytes follow."""
     bit = 0
     while (num_bytes >> bit).any():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import crc32c
 import numpy as np
 
 from streaming.index.samples import SampleTable
@@ -14,31 +17,91 @@ class Sum:
     """Bytes of a shard with one checksum.
 
     Attributes:
-        start: First byte.
-        end: One past the last.
-        crc32c: Their CRC32C.
+        ranges: Where they lie, half-open, in order; none is empty.
+        crc32c: CRC32C of all of them, end to end.
         first: First sample of the shard that is bad if they differ.
         stop: One past the last such sample.
     """
 
-    start: int
-    end: int
+    ranges: tuple[tuple[int, int], ...]
     crc32c: int
     first: int
     stop: int
 
+    def found_in(self, parts: Sequence[memoryview]) -> int:
+        """CRC32C of the bytes that are there, a part for each of ``ranges``."""
+        crc = 0
+        for part in parts:
+            crc = crc32c.crc32c(part, crc)
+        return int(crc)
 
-def sums_of(samples: SampleTable, first: int, stop: int) -> tuple[Sum, ...]:
-    """The sums by which samples ``[first, stop)`` are checked, in order of their bytes.
 
-    Empty where the index has no spans, or where these samples are not whole spans.
+def sums_of(samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None = None) -> tuple[Sum, ...]:
+    """The sums by which samples ``[first, stop)`` are checked, in order of their first bytes.
+
+    With ``fields``, only those that these fields need: the large members among them, and for the others the rest of
+    their spans; spans in which no sample has any of the fields are left out.
+
+    Empty where the index has no spans, and where these samples are not whole spans.
     """
     low, high = np.searchsorted(samples.span_starts, [first, stop]).tolist()
     borders = samples.span_starts[low : high + 1]
     if not samples.num_spans or borders.tolist()[:: max(1, len(borders) - 1)] != [first, stop]:
         return ()
-    ends = samples.record_starts[borders].tolist()
-    rows, sums = borders.tolist(), samples.span_crc32c[low:high].tolist()
-    return tuple(
-        Sum(start=ends[i], end=ends[i + 1], crc32c=crc, first=rows[i], stop=rows[i + 1]) for i, crc in enumerate(sums)
-    )
+    offsets = samples.record_starts[borders].tolist()
+    sums = samples.span_crc32c[low:high].tolist()
+    rest = samples.large.rest[low:high].tolist() or [-1] * len(sums)
+    large = _large_members(samples, first, stop, fields)
+    beside = _has_small(samples, borders, fields)
+    found: list[Sum] = []
+    at = 0
+    for place, (head, tail) in enumerate(pairwise(borders.tolist())):
+        begin, end = offsets[place : place + 2]
+        members = []
+        while at < len(large) and large[at][0] < end:
+            members.append(large[at])
+            at += 1
+        if beside[place] and not members:
+            found.append(Sum(ranges=((begin, end),), crc32c=sums[place], first=head, stop=tail))
+        elif beside[place]:
+            cuts = [begin, *(border for start, stop_, *_ in members for border in (start, stop_)), end]
+            ranges = tuple((a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True) if a < b)
+            found.append(Sum(ranges=ranges, crc32c=rest[place], first=head, stop=tail))
+        found += [
+            Sum(ranges=((start, stop_),), crc32c=crc, first=row, stop=row + 1)
+            for start, stop_, row, crc, asked in members
+            if asked
+        ]
+    return tuple(found)
+
+
+def _large_members(
+    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None
+) -> list[tuple[int, int, int, int, bool]]:
+    """Start, end, sample, CRC32C of every large member of some samples, and whether it is asked for; by start."""
+    members = []
+    for name, sums in samples.large.fields.items():
+        starts, sizes = samples.fields[name]
+        asked = fields is None or name in fields
+        for row in (np.flatnonzero(sums[first:stop] >= 0) + first).tolist():
+            start = int(starts[row])
+            members.append((start, start + int(sizes[row]), row, int(sums[row]), asked))
+    return sorted(members)
+
+
+def _has_small(
+    samples: SampleTable, borders: np.ndarray[tuple[int], np.dtype[np.int64]], fields: Sequence[str] | None
+) -> list[bool]:
+    """Whether each span has bytes that are asked for beside its large members."""
+    if fields is None:
+        return [True] * (len(borders) - 1)
+    first, stop = borders[[0, -1]].tolist()
+    there = np.zeros(stop - first, np.bool_)
+    for name in fields:
+        if name in samples.fields:
+            small = samples.fields[name][0][first:stop] >= 0
+            if name in samples.large.fields:
+                small &= samples.large.fields[name][first:stop] < 0
+            there |= small
+    found: list[bool] = np.logical_or.reduceat(there, borders[:-1] - first).tolist()
+    return found

@@ -44,6 +44,8 @@ class TarScanner:
         """Offset up to which bytes were fed."""
         self.record_start = start
         """Where the first record begins that is not complete: no later layout begins before it."""
+        self.members: Members | None = None
+        """The members that the last feed read the headers of, offsets as in the archive; None if there were none."""
         self._settled = start
         self._tail = b""  # the bytes from _settled to num_bytes, if payload does not cover them
         self._open: Members | None = None  # the members of the unfinished sample; offsets from the archive's start
@@ -71,6 +73,7 @@ class TarScanner:
     def feed_packed(self, piece: BytesLike) -> PackedLayout:
         """As :meth:`feed`, without making a Python string of each key."""
         raw = as_array(piece)
+        self.members = None
         skip = max(0, self._settled - self.num_bytes)
         self.num_bytes += raw.size
         if self._ended:
@@ -80,8 +83,8 @@ class TarScanner:
         if skip >= raw.size:
             return self._close(None)
         base = self._settled
-        members = self._read(raw[skip:])
-        return self._close(_moved(members, base))
+        self.members = _moved(self._read(raw[skip:]), base)
+        return self._close(self.members)
 
     def _read(self, raw: NDArray[np.uint8]) -> Members:
         """Members in the kept tail and ``raw``, which follows it; offsets count from the tail."""
