@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from streaming.fetcher import DeviceMeshFetcher
     from streaming.loader import DataLoader
     from streaming.portion import StageFields
+    from streaming.replicas import Broadcast
     from streaming.retry import RetrySampler
     from streaming.sampler import DeviceMeshSampler
     from streaming.sequence import SequenceSlice
 
 _HOMES = {
+    "Broadcast": "streaming.replicas",
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.fetcher",
     "DeviceMeshSampler": "streaming.sampler",
@@ -33,6 +35,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Broadcast",
     "DataLoader",
     "DeviceMeshFetcher",
     "DeviceMeshSampler",

@@ -19,6 +19,7 @@
     │   └── IndexMismatchError                       an index that does not describe the shards as they are
     ├── IndexMissingError       (FileNotFoundError)  needs an index, and there is none
     ├── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
+    ├── ReplicaError            (RuntimeError)       another rank of the same data share is gone, or left its loop
     └── WorkerError             (RuntimeError)       an exception of a decode worker that cannot leave it as it is
         └── WorkerDiedError                          a batch on which decode workers die again and again
 
@@ -96,6 +97,10 @@ class IndexMissingError(ShardstreamError, FileNotFoundError):
 
 class TooManyBadSamplesError(ShardstreamError, RuntimeError):
     """More samples were unreadable than ``max_bad_samples`` allows."""
+
+
+class ReplicaError(ShardstreamError, RuntimeError):
+    """Another rank of the same data share is gone, silent, or left its loop while this one went on."""
 
 
 class WorkerError(ShardstreamError, RuntimeError):

@@ -53,8 +53,10 @@ class DataLoader:
         prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
-        more: About replicas: ``stage_fields``, a ``StageFields``: what the first and the last pipeline stage use of a
-            batch; stages in between get batches without payload and read nothing. ``sequence``, a ``SequenceSlice``:
+        more: About replicas: ``replicate``: ``"read"``: each reads for itself; ``"broadcast"`` (or a ``Broadcast``):
+            one reads and sends its batches to the others. ``stage_fields``, a ``StageFields``: what the first and the
+            last pipeline stage use of a batch; stages in between get batches without payload and read nothing.
+            ``sequence``, a ``SequenceSlice``:
             context-parallel peers get their slices of the sequence. For map-style and iterable torch data sets, which
             ``num_workers`` torch processes read (0: this one): ``shuffle``, ``seed``, ``on_error``, ``max_retries``,
             ``max_bad_samples``, ``sharding`` and ``multiprocessing_context``; see ``OrdinaryConfig``.
@@ -123,7 +125,7 @@ class DataLoader:
         threads = 0 if self._inline else min(4, os.cpu_count() or 1) if num_threads is None else num_threads
         recipe = Recipe(
             decoders=dataset.decoders, transform=dataset.transform, collate_fn=collate_fn, on_error=dataset.on_error,
-            portion=replicas.portion(mesh),
+            portion=replicas.built(mesh),
             finish=_pin if pin_memory and torch.cuda.is_available() else None,
         )  # fmt: skip
         config = LoopConfig(

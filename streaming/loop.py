@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from infra import DeviceMesh, as_device_mesh
 from streaming import budget
 from streaming.base_loop import BaseLoop, Run
+from streaming.broadcast import Place, Sharing
 from streaming.dataset import StreamingDataset
 from streaming.engine.arena import Arena
 from streaming.engine.build import Recipe
@@ -88,6 +89,18 @@ def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, me
     return value
 
 
+def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
+    """The choices for the reading side, and how one rank of a data share reads for the others, if it does.
+
+    Batches are page-locked after their portions are cut, so not where they are built.
+    """
+    broadcast = config.replicas.broadcast(config.mesh)
+    if broadcast is None:
+        return config, None
+    pin, recipe = config.recipe.finish, replace(config.recipe, finish=None)
+    return replace(config, recipe=recipe), Sharing(config.replicas, broadcast, config.mesh, pin=pin)
+
+
 class EpochLoop(BaseLoop):
     """Plan and engine of one rank, over a set with an index."""
 
@@ -109,7 +122,7 @@ class EpochLoop(BaseLoop):
             num_chunks=table.num_chunks,
         )
         super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
-        self.config = config
+        self.config, self._sharing = open_sharing(config)
         self._store: ChunkStore | None = None
         self._builder: WorkerBuilder | None = None
         self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(table.byte_end - table.byte_start)
@@ -163,6 +176,8 @@ class EpochLoop(BaseLoop):
         self.order, self.next_seed = state.order, state.next_seed
 
     def _drop_machinery(self) -> None:
+        if self._sharing is not None:
+            self._sharing.drop()
         store, self._store, self._builder = self._store, None, None
         if store is not None:
             self._finalizer()
@@ -183,9 +198,15 @@ class EpochLoop(BaseLoop):
         plan = self._plan(start)
         if not plan.num_batches:
             return None
-        dp_rank = self.config.mesh.data_rank
+        if self._sharing is not None:
+            return self._sharing.run(lambda: self._read(plan), Place(epoch=self.epoch, samples_seen=start))
         if self.config.recipe.portion.is_count:
-            return CountedRun(plan, dp_rank)
+            return CountedRun(plan, self.config.mesh.data_rank)
+        return self._read(plan)
+
+    def _read(self, plan: Plan) -> Pipeline:
+        """Begin to read this rank's share."""
+        dp_rank = self.config.mesh.data_rank
         sliced = not self.order.shuffle and plan.dp_world_size > 1 and self.dataset.has_sample_tables()
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset.slice)
         store = self._open_store()

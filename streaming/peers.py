@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from streaming.errors import ConfigError
 from streaming.shards import Peers
 
 
@@ -33,6 +35,20 @@ class TorchPeers:
         except dist.DistStoreError:
             return None
         return bytes(self._store.get(key))
+
+
+def job_store(needed_for: str) -> tuple[int, Any]:
+    """This process's rank, and the key-value store with which torch.distributed was set up, whatever its backend.
+
+    Raises:
+        ConfigError: It was not.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            f"{needed_for} needs torch.distributed: call torch.distributed.init_process_group (any backend) before the "
+            "first batch"
+        )
+    return dist.get_rank(), dist.distributed_c10d._get_default_store()
 
 
 def job_peers() -> Peers | None:

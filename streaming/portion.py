@@ -53,15 +53,17 @@ class Portion:
         fields: Entries to keep, beside those that stand for rows; None: all. Empty: no payload at all.
         sequence: How to cut sequences, or None.
         peer: Whose slice.
+        counts: Add ``__num_samples__`` also where all fields are kept.
     """
 
     fields: tuple[str, ...] | None = None
     sequence: SequenceSlice | None = None
     peer: SequencePeer = SequencePeer()  # noqa: RUF009  frozen
+    counts: bool = False
 
     @property
     def is_whole(self) -> bool:
-        """Whether the batch stays as it is."""
+        """Whether all entries of the batch are kept as they are."""
         return self.fields is None and self.sequence is None
 
     @property
@@ -75,7 +77,7 @@ class Portion:
         Raises:
             ConfigError: The batch is no dict, or lacks a field of this stage or a sequence to cut.
         """
-        if self.is_whole:
+        if self.is_whole and not self.counts:
             return batch
         if not isinstance(batch, Mapping):
             raise ConfigError(
@@ -92,6 +94,7 @@ class Portion:
                     f"stage_fields: the batch has no entry {missing[0]!r}; there are {', '.join(map(str, batch))}"
                 )
             kept = {name: value for name, value in batch.items() if name in self.fields or name in _ALWAYS}
+        if self.fields is not None or self.counts:
             kept[NUM_SAMPLES] = num_samples
         return kept if self.sequence is None else self._cut(kept)
 
@@ -99,10 +102,9 @@ class Portion:
         wanted = self.sequence
         if wanted is None:
             return batch
-        dropped = self.fields is not None
-        names = tuple(name for name in wanted.fields if name in batch or not dropped)
-        if not names or not batch:  # another stage has them; or a user's batch of no rows
+        if not batch:  # a user's batch of no rows
             return batch
+        names = tuple(name for name in wanted.fields if self.fields is None or name in self.fields)
         return cut_sequence(batch, wanted, self.peer, names)
 
 

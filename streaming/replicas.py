@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import numpy as np
 import torch
@@ -14,8 +14,38 @@ from streaming.errors import ConfigError
 from streaming.ordinary_config import OrdinaryOptions
 from streaming.plan import Plan
 from streaming.portion import Portion, StageFields, count_only
-from streaming.sequence import SequencePeer, SequenceSlice, find_peer
+from streaming.sequence import SequenceSlice, find_peer
 from streaming.types import Batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broadcast:
+    """Of the ranks of one data share the first reads and decodes, the others get its batches over torch.distributed.
+
+    Batches must be made of tensors, arrays, byte strings, text, numbers, None, and lists, tuples and dicts of these.
+
+    Attributes:
+        timeout_s: How long ranks may differ in starting to iterate, and how long a rank may give no sign of life. A
+            slow store or a long training step do not count.
+        encode: Function of a batch on the reading rank that makes of it one of these things, where ``collate_fn`` does
+            not.
+        decode: Its inverse, on the other ranks.
+    """
+
+    timeout_s: float = 600.0
+    encode: Callable[[Any], Any] = _as_it_is
+    decode: Callable[[Any], Any] = _as_it_is
+
+    def __post_init__(self) -> None:
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or self.timeout_s <= 0:
+            raise ConfigError(f"Broadcast: timeout_s: expected seconds above 0, got {self.timeout_s!r}")
+        for name in ("encode", "decode"):
+            if not callable(getattr(self, name)):
+                raise ConfigError(f"Broadcast: {name}: expected a function of a batch, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,14 +53,18 @@ class Replicas:
     """The choices about replicas, as the loader got them.
 
     Attributes:
+        replicate: ``"read"``: each rank reads for itself; ``"broadcast"`` or a ``Broadcast``: one reads for all.
         stage_fields: What pipeline stages use, or None: all use everything.
         sequence: How context-parallel peers share a sequence, or None: all get all of it.
     """
 
+    replicate: Literal["read", "broadcast"] | Broadcast = "read"
     stage_fields: StageFields | None = None
     sequence: SequenceSlice | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.replicate, Broadcast) and self.replicate not in ("read", "broadcast"):
+            raise ConfigError(f"replicate: expected 'read', 'broadcast' or a Broadcast(…), got {self.replicate!r}")
         for name, kind in (("stage_fields", StageFields), ("sequence", SequenceSlice)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
@@ -47,16 +81,28 @@ class Replicas:
                 f"{', '.join(ReplicaOptions.__annotations__)}: for a StreamingDataset only; let collate_fn do it here"
             )
 
+    def broadcast(self, mesh: DeviceMesh) -> Broadcast | None:
+        """How one rank reads for others; None: this rank reads for itself, as one without replicas always does."""
+        if self.replicate == "read" or mesh.replica_world_size == 1:
+            return None
+        return self.replicate if isinstance(self.replicate, Broadcast) else Broadcast()
+
+    def built(self, mesh: DeviceMesh) -> Portion:
+        """What batches are cut down to where they are built: on a rank that reads for others, to what they need."""
+        if self.broadcast(mesh) is None:
+            return self.portion(mesh)
+        return Portion(counts=self.stage_fields is not None)
+
     def check(self, on_error: str) -> None:
         """Check against the data set's policy.
 
         Raises:
             ConfigError: Stages without payload could not know which samples were skipped.
         """
-        if self.stage_fields is not None and on_error == "skip":
+        if self.stage_fields is not None and on_error == "skip" and self.replicate == "read":
             raise ConfigError(
                 'stage_fields with on_error="skip": which samples were skipped is known only where data is read, so '
-                'stages without payload would have another __valid__; use on_error="substitute"'
+                'stages without payload have another __valid__; use on_error="substitute" or replicate="broadcast"'
             )
 
     def portion(self, mesh: DeviceMesh) -> Portion:
@@ -70,15 +116,19 @@ class Replicas:
             fields = self.stage_fields.of_stage(
                 is_first=mesh.is_first_pipeline_stage, is_last=mesh.is_last_pipeline_stage
             )
-        peer = SequencePeer()
-        if self.sequence is not None:
-            peer = find_peer(self.sequence, mesh.coordinates, mesh.axis_sizes)
-        return Portion(fields=fields, sequence=self.sequence, peer=peer)
+        sequence = self.sequence
+        if sequence is None:
+            return Portion(fields=fields)
+        peer = find_peer(sequence, mesh.coordinates, mesh.axis_sizes)
+        if fields is not None and not set(fields) & set(sequence.fields):  # its peers use the same
+            return Portion(fields=fields)
+        return Portion(fields=fields, sequence=sequence, peer=peer)
 
 
 class ReplicaOptions(TypedDict, total=False):
     """What users may choose about replicas; see ``Replicas``."""
 
+    replicate: Literal["read", "broadcast"] | Broadcast
     stage_fields: StageFields | None
     sequence: SequenceSlice | None
 

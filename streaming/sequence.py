@@ -38,7 +38,8 @@ class SequenceSlice:
         dim: The axis of the sequence; 1 in ``[batch, sequence, …]``.
         layout: How a ring cuts: ``"contiguous"`` or ``"zigzag"``.
         axes: Names of the axes of the ring and of ulysses, in this order, where their names do not tell; ``""``: none.
-        position_ids: Name of an entry to add: int64 ``[length of the slice]``, where each element stood in the whole.
+        position_ids: Name of an entry to add: int64 ``[length of the slice]``, where each element stood in the whole;
+            with ``stage_fields``, on stages that use one of ``fields``.
     """
 
     fields: tuple[str, ...]

@@ -6,11 +6,12 @@ import hashlib
 import logging
 from dataclasses import replace
 
-from streaming.base_loop import BaseLoop
+from streaming.base_loop import BaseLoop, Run
+from streaming.broadcast import Place
 from streaming.dataset import StreamingDataset
 from streaming.engine.stream import ShardStream, StreamSettings
 from streaming.errors import ConfigError, StateError
-from streaming.loop import LoopConfig
+from streaming.loop import LoopConfig, open_sharing
 from streaming.order import OrderSettings
 from streaming.state import LoaderState
 
@@ -46,9 +47,9 @@ class StreamedLoop(BaseLoop):
             shuffle=dataset.shuffle,
         )
         super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
-        self.config = config
+        self.config, self._sharing = open_sharing(config)
         self._size = config.epoch_size
-        if config.replicas.stage_fields is not None:
+        if config.recipe.portion.fields is not None:
             raise ConfigError(
                 f"stage_fields: {dataset.shards.missing_index}, and without an index stages cannot tell how many "
                 f"samples a batch has. Index the shards (shard_tools index URL), or leave stage_fields out"
@@ -97,7 +98,16 @@ class StreamedLoop(BaseLoop):
         self._go_to(state.epoch, state.samples_seen)
         self.order, self.next_seed = replace(state.order, lanes=self.order.lanes), state.next_seed
 
-    def _start(self, start: int) -> ShardStream:
+    def _start(self, start: int) -> Run:
+        if self._sharing is not None:
+            return self._sharing.run(lambda: self._read(start), Place(epoch=self.epoch, samples_seen=start))
+        return self._read(start)
+
+    def _drop_machinery(self) -> None:
+        if self._sharing is not None:
+            self._sharing.drop()
+
+    def _read(self, start: int) -> ShardStream:
         config, rank, ranks = self.config, self.config.mesh.data_rank, self.config.mesh.data_world_size
         size = config.global_batch_size * (rank + 1) // ranks - config.global_batch_size * rank // ranks
         self._bad.start_epoch(self._size, self.epoch)

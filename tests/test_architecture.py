@@ -20,10 +20,11 @@ SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetc
 SURFACE += ("streaming.loop", "streaming.streamed", "streaming.base_loop", "streaming.bad_samples", "streaming.peers")
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
 SURFACE += ("streaming.iterable", "streaming.shares", "streaming.replicas")
+SURFACE += ("streaming.broadcast", "streaming.replica_group")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),
-    ("words", ("streaming.errors", "streaming.units", "streaming.types", "streaming.metrics")),
+    ("words", ("streaming.errors", "streaming.error_codec", "streaming.units", "streaming.types", "streaming.metrics")),
     (
         "pure",
         (
@@ -52,6 +53,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.bad_file",
             "streaming.sequence",
             "streaming.portion",
+            "streaming.batch_codec",
         ),
     ),
     ("run", ("streaming.engine",)),
@@ -61,7 +63,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 LAYER_OF = {prefix: level for level, (_, prefixes) in enumerate(LAYERS) for prefix in prefixes}
 
 TORCH_MAY = (*(name for name in SURFACE if name != "streaming"), "streaming.engine", "streaming.collate")
-TORCH_MAY += ("streaming.sequence", "streaming.portion")
+TORCH_MAY += ("streaming.sequence", "streaming.portion", "streaming.batch_codec")
 # infra asks where the program runs; credentials come the way people have them, the environment too.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.credentials")
 INFRA_MAY = SURFACE
@@ -94,6 +96,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "DataLoader",
         "StreamingDataset",
         "DeviceMeshFetcher",
+        "Broadcast",
         "DeviceMeshSampler",
         "DevicePrefetcher",
         "RetrySampler",

@@ -1,0 +1,330 @@
+"""``replicate="broadcast"``: of the ranks of one data share one reads, the others get its batches.
+
+Each side runs a thread, so that batch k + 1 travels while the training loop works with batch k::
+
+    reading rank   pipeline ─▶ teller ═▶ consumer          START, BATCH, …, END; BEAT while there is nothing to send
+    other ranks    listener ═▶ consumer                    every message is answered, with how many batches wait here
+
+A batch is handed out on the reading rank only when every other rank has it. So when all ranks leave their loops after
+the same batch, nothing is on the way. Messages go on (BEAT) however long a training step, a store or a decoder takes;
+only a process that is gone, or a host that is silent, ends a run by the time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infra import DeviceMesh
+from streaming.base_loop import Run
+from streaming.batch_codec import decode, encode
+from streaming.error_codec import error_from_json, error_to_json
+from streaming.errors import ReplicaError, StateError
+from streaming.portion import NUM_SAMPLES, Portion
+from streaming.replica_group import ReplicaGroup
+from streaming.replicas import Broadcast, Replicas
+
+START, BATCH, BEAT, END, FAILED = range(5)
+BEAT_S = 0.5
+"""Between signs of life while there is nothing to send: also how long a rank may need to hear that another left."""
+MOST_WAITING = 4
+"""Batches that may wait on a rank that falls behind the reading one."""
+_GRACE_S = 10.0  # for a thread that has only to answer what is under way
+
+Allocate = Callable[[int], torch.Tensor]
+Finish = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run begins; equal on all replicas.
+
+    Attributes:
+        epoch: The epoch.
+        samples_seen: Samples of it that were consumed before.
+    """
+
+    epoch: int
+    samples_seen: int
+
+
+class Sharing:
+    """The replicas of one rank, over many runs. For one thread.
+
+    Attributes:
+        ranks: All of them; the first reads.
+    """
+
+    def __init__(self, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None) -> None:
+        self.ranks = mesh.replicas_of(mesh.data_rank)
+        self._broadcast = broadcast
+        self._is_source = mesh.replica_rank == 0
+        self._pin = pin
+        self._portions = [replicas.portion(mesh.with_rank(rank)) for rank in self.ranks]
+        self._group: ReplicaGroup | None = None
+
+    def run(self, read: Callable[[], Run], place: Place) -> Run:
+        """Batches from ``place`` on; ``read`` begins to read them, on the one rank that does.
+
+        Raises:
+            ConfigError, ReplicaError: See ``ReplicaGroup``.
+        """
+        if self._group is None:
+            self._group = ReplicaGroup(self.ranks, self._broadcast.timeout_s)
+        if self._is_source:
+            return _SourceRun(self, self._group, read, place, self._broadcast, self._portions, self._pin)
+        return _ReplicaRun(self, self._group, place, self._broadcast, pin=self._pin is not None)
+
+    def drop(self) -> None:
+        """Give the connections up; the next run makes new ones."""
+        self._group = None
+
+
+class _Consumer:
+    """What both kinds of run have: batches that wait for the training loop, and how the run ended."""
+
+    def __init__(self, sharing: Sharing, group: ReplicaGroup, place: Place, name: str) -> None:
+        self._sharing = sharing
+        self._group = group
+        self._place = place
+        self._changed = threading.Condition()
+        self._waiting: deque[Any] = deque()
+        self._num_taken = 0
+        self._ended = False
+        self._error: BaseException | None = None
+        self._left = False
+        self._abandoned = False
+        self._is_broken = False
+        self._thread = threading.Thread(target=self._work, name=f"shardstream-{name}", daemon=True)
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended or self._left)
+            if self._waiting and not self._left:
+                self._num_taken += 1
+                self._changed.notify_all()
+                return self._waiting.popleft()
+            error, self._error = self._error, None
+        self.close()
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Leave the run; waits until the others know."""
+        with self._changed:
+            self._left = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._thread.join(_GRACE_S)
+        if self._thread.is_alive():  # waits for a rank that never began; its connections end with it
+            self._abandoned = self._is_broken = True
+        if self._is_broken:
+            self._sharing.drop()
+
+    def _work(self) -> None:
+        try:
+            self._converse()
+        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+            self._is_broken = True
+            self._end(error)
+        else:
+            self._end(None)
+        del self._group
+
+    def _converse(self) -> None:
+        raise NotImplementedError
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._ended, self._error = True, self._error or error
+            self._changed.notify_all()
+
+
+class _SourceRun(_Consumer):
+    """The reading rank's run: reads, tells the others, hands out its own portion."""
+
+    def __init__(
+        self, sharing: Sharing, group: ReplicaGroup, read: Callable[[], Run], place: Place,
+        broadcast: Broadcast, portions: list[Portion], pin: Finish | None,
+    ) -> None:  # fmt: skip
+        super().__init__(sharing, group, place, "tell")
+        self._broadcast = broadcast
+        self._portions = portions
+        self._pin = pin
+        self._built: deque[tuple[int, Any]] = deque()
+        self._running: Run | None = None
+        self._gone: int | None = None
+        self._others_wait = 0
+        try:
+            self._running = read()
+        except Exception as error:  # noqa: BLE001  the other ranks are to get it as well
+            self._built.append((FAILED, error))
+        self._reader = threading.Thread(target=self._read, name="shardstream-read-ahead", daemon=True)
+        self._reader.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """See ``Run``."""
+        running = self._running
+        super().close()
+        if running is not None:
+            running.close()
+        self._reader.join()
+
+    def describe(self) -> str:
+        """For people."""
+        own = "starting" if self._running is None else self._running.describe()
+        return f"{own}; reads for ranks {self._sharing.ranks[1:]}, of which one holds {self._others_wait} batches"
+
+    def _read(self) -> None:
+        """Take batches from the pipeline, one ahead of the teller."""
+        running = self._running
+        while running is not None:
+            try:
+                item = (BATCH, next(running))
+            except StopIteration:
+                item = (END, None)
+            except BaseException as error:  # noqa: BLE001  a thread border: all ranks get it
+                item = (FAILED, error)
+            with self._changed:
+                self._changed.wait_for(lambda: self._left or not self._built)
+                self._built.append(item)
+                self._changed.notify_all()
+                if self._left or item[0] != BATCH:
+                    return
+
+    def _converse(self) -> None:
+        self._tell(START, 0, json.dumps([self._place.epoch, self._place.samples_seen]).encode())
+        if self._error is not None:
+            return
+        for number in range(2**62):
+            kind, value = self._next_item(number)
+            if kind == BATCH:
+                try:
+                    value, payloads = self._portioned(value)
+                except Exception as error:  # noqa: BLE001  as if it had come from collate_fn
+                    kind, value = FAILED, error
+            if kind == END:
+                self._tell(END, number, b"")
+                return
+            if kind == FAILED:
+                self._error = value
+                self._tell(FAILED, number, error_to_json(value))
+                return
+            self._heard(self._group.tell(BATCH, number, payloads))
+            with self._changed:
+                if not self._left:
+                    self._waiting.append(value)
+                self._changed.notify_all()
+
+    def _next_item(self, number: int) -> tuple[int, Any]:
+        """What comes next, once there is room for it everywhere."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._left or self._decided(), BEAT_S):
+                    if self._left:
+                        return FAILED, _left(self._sharing.ranks[0], number)
+                    if self._gone is not None and self._built[0][0] == BATCH:
+                        return FAILED, _left(self._gone, number)
+                    item = self._built.popleft()
+                    self._changed.notify_all()
+                    return item
+            self._tell(BEAT, number, b"")
+
+    def _decided(self) -> bool:
+        if not self._built:
+            return False
+        room = not self._waiting and self._others_wait < MOST_WAITING
+        return room or self._built[0][0] != BATCH or self._gone is not None
+
+    def _portioned(self, batch: Any) -> tuple[Any, list[torch.Tensor]]:
+        """This rank's portion, and those of the others, coded; equal ones once."""
+        num_samples = batch.get(NUM_SAMPLES, 0) if isinstance(batch, dict) else 0
+        coded: dict[Portion, torch.Tensor] = {}
+        for portion in self._portions[1:]:
+            if portion not in coded:
+                coded[portion] = encode(self._broadcast.encode(portion(batch, num_samples)), _empty)
+        own = self._portions[0](batch, num_samples)
+        return own if self._pin is None else self._pin(own), [coded[portion] for portion in self._portions[1:]]
+
+    def _tell(self, kind: int, number: int, data: bytes) -> None:
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
+        self._heard(self._group.tell(kind, number, [payload] * (len(self._portions) - 1)))
+
+    def _heard(self, replies: list[list[int]]) -> None:
+        if self._abandoned:
+            raise ReplicaError("this run was given up")
+        self._others_wait = max(waiting for _, waiting, _, _ in replies)
+        for rank, (has_left, _, epoch, samples_seen) in zip(self._sharing.ranks[1:], replies, strict=True):
+            place = Place(epoch=epoch, samples_seen=samples_seen)
+            if place != self._place and self._error is None:
+                self._error = _elsewhere(self._sharing.ranks[0], self._place, rank, place)
+                self._tell(FAILED, 0, error_to_json(self._error))
+                return
+            if has_left and self._gone is None:
+                self._gone = rank
+
+
+class _ReplicaRun(_Consumer):
+    """The run of a rank for which another one reads."""
+
+    def __init__(self, sharing: Sharing, group: ReplicaGroup, place: Place, broadcast: Broadcast, *, pin: bool) -> None:
+        super().__init__(sharing, group, place, "listen")
+        self._decode = broadcast.decode
+        self._allocate = _empty_pinned if pin else _empty
+        self._thread.start()
+
+    def describe(self) -> str:
+        """For people."""
+        source = self._sharing.ranks[0]
+        return f"batch {self._num_taken}: rank {source} reads for this one; {len(self._waiting)} batches are here"
+
+    def _converse(self) -> None:
+        while True:
+            kind, _, payload = self._group.hear(self._allocate)
+            if self._abandoned:
+                raise ReplicaError("this run was given up")
+            if kind == BATCH and payload is not None:
+                batch = self._decode(decode(payload))
+                with self._changed:
+                    if not self._left:
+                        self._waiting.append(batch)
+                    self._changed.notify_all()
+            elif kind == FAILED and payload is not None:
+                note = f"raised on rank {self._sharing.ranks[0]}, which reads for this one"
+                self._error = error_from_json(bytes(payload.numpy()), note)
+            with self._changed:
+                has_left, waiting = self._left, len(self._waiting)
+            self._group.reply(has_left, waiting, self._place.epoch, self._place.samples_seen)
+            if kind in {END, FAILED}:
+                return
+
+
+def _empty(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _empty_pinned(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _left(rank: int, number: int) -> ReplicaError:
+    return ReplicaError(
+        f"rank {rank} left its loop before batch {number} of this run, while another replica of its data share went "
+        "on; look for an error there, or leave the loops after the same batch"
+    )
+
+
+def _elsewhere(source: int, there: Place, rank: int, here: Place) -> StateError:
+    return StateError(
+        f"replicas begin at different places: rank {source} at epoch {there.epoch}, sample {there.samples_seen}; rank "
+        f"{rank} at epoch {here.epoch}, sample {here.samples_seen}. Load the same state and set the same epoch on all"
+    )

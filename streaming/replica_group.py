@@ -1,0 +1,121 @@
+"""A process group of our own among the ranks of one data share: messages from the one that reads, replies to it.
+
+Always gloo, whatever backend the job uses, and apart from the job's groups: its messages cannot mix with the user's
+collectives. Every message is answered, so that after the last answer nothing is on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from streaming.errors import ConfigError, ReplicaError
+from streaming.peers import job_store
+
+_HEAD = 3
+_REPLY = 4
+
+
+class ReplicaGroup:
+    """Connections between rank ``ranks[0]`` and each of the others. Used by one thread at a time.
+
+    Making one waits for all members. It ends with its last reference.
+
+    Args:
+        ranks: Of ``torch.distributed``, in the same order on all members.
+        timeout_s: How long any member may take to join, or to take or give a message.
+
+    Raises:
+        ConfigError: torch.distributed is not set up, or this rank is none of ``ranks``.
+        ReplicaError: A member did not come.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+        self.ranks = tuple(ranks)
+        own, store = job_store('replicate="broadcast"')
+        if own not in self.ranks:
+            raise ConfigError(
+                f'replicate="broadcast": torch.distributed calls this process rank {own}, but in the mesh it is one of '
+                f"{self.ranks}; make the mesh of torch.distributed's ranks"
+            )
+        self.place = self.ranks.index(own)
+        self.timeout_s = timeout_s
+        digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:32]
+        # The n-th group of a member meets the n-th of the others.
+        number = store.add(f"shardstream/replicas/{digest}/{self.place}", 1)
+        prefix = dist.distributed_c10d.PrefixStore(f"shardstream/replicas/{digest}/group/{number}", store)
+        try:
+            self._group: Any = dist.ProcessGroupGloo(prefix, self.place, len(self.ranks), timedelta(seconds=timeout_s))
+        except (RuntimeError, dist.DistError) as error:
+            raise ReplicaError(
+                f"the ranks {self.ranks} of one data share did not all begin to iterate within {timeout_s:g} s "
+                f"(Broadcast(timeout_s=…)); did one of them fail, or not open its loader? {_first_line(error)}"
+            ) from error
+
+    def tell(self, kind: int, number: int, payloads: Sequence[torch.Tensor | None]) -> list[list[int]]:
+        """Send a message to every other member, ``payloads[i]`` (uint8) to member i + 1; their replies.
+
+        Raises:
+            ReplicaError: A member is gone, or took longer than the time-out.
+        """
+        works: list[tuple[int, Any]] = []
+        heads = [
+            torch.tensor([kind, number, -1 if payload is None else len(payload)], dtype=torch.int64)
+            for payload in payloads
+        ]
+        replies = [torch.zeros(_REPLY, dtype=torch.int64) for _ in payloads]
+        for member, (head, payload) in enumerate(zip(heads, payloads, strict=True), 1):
+            works.append((member, self._guard(member, self._group.send, [head], member, 0)))
+            if payload is not None and len(payload):
+                works.append((member, self._guard(member, self._group.send, [payload], member, 1)))
+        for member, reply in enumerate(replies, 1):
+            works.append((member, self._guard(member, self._group.recv, [reply], member, 2)))
+        for member, work in works:
+            self._guard(member, work.wait)
+        return [reply.tolist() for reply in replies]
+
+    def hear(self, allocate: Callable[[int], torch.Tensor]) -> tuple[int, int, torch.Tensor | None]:
+        """The next message of member 0: its kind, its number, and its payload in memory from ``allocate``.
+
+        Raises:
+            ReplicaError: It is gone, or said nothing for longer than the time-out.
+        """
+        head = torch.zeros(_HEAD, dtype=torch.int64)
+        self._guard(0, self._group.recv, [head], 0, 0, wait=True)
+        kind, number, size = head.tolist()
+        if size < 0:
+            return kind, number, None
+        payload = allocate(size)
+        if size:
+            self._guard(0, self._group.recv, [payload], 0, 1, wait=True)
+        return kind, number, payload
+
+    def reply(self, *values: int) -> None:
+        """Answer the message heard last.
+
+        Raises:
+            ReplicaError: Member 0 is gone.
+        """
+        answer = torch.zeros(_REPLY, dtype=torch.int64)
+        answer[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        self._guard(0, self._group.send, [answer], 0, 2, wait=True)
+
+    def _guard(self, member: int, call: Callable[..., Any], *args: Any, wait: bool = False) -> Any:
+        try:
+            result = call(*args)
+            return result.wait() if wait else result
+        except (RuntimeError, dist.DistError) as error:
+            what = "which reads for this one" if member == 0 else "for which this one reads"
+            raise ReplicaError(
+                f"rank {self.ranks[member]}, {what}, is gone or gave no sign for {self.timeout_s:g} s "
+                f"(Broadcast(timeout_s=…)); look for its own error. {_first_line(error)}"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]
