@@ -1,10 +1,13 @@
 """Which launcher started this process, and as which of how many: a pure function of an environment mapping.
 
-Launchers are asked in this order. The first that knows a rank wins: inner launchers come before outer ones.
+Launchers are asked in this order. The first that knows a rank wins: inner launchers come before outer ones. Ray Train
+does not speak through the environment; it is asked where `discover` is given none, and only in a process that has
+``ray.train`` loaded, as its workers have.
 
 ====  ==========  ========================================================  =================================
  #    launcher    recognised by                                             before the next because it
 ====  ==========  ========================================================  =================================
+ 0    ray         a Ray Train worker (``ray.train.get_context``)            inherits its node's environment
  1    torchrun    ``RANK`` and ``WORLD_SIZE`` (deepspeed, PyTorchJob too)   often runs in srun or mpirun tasks
  2    openmpi     ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``     starts its daemons by srun
  3    mpich       ``PMI_RANK`` and ``PMI_SIZE`` (Intel MPI too)             starts its proxies by srun
@@ -23,9 +26,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from infra.errors import MeshError
+from infra.ray_train import train_worker
 
 Environ = Mapping[str, str]
 
@@ -39,7 +43,8 @@ class Launch:
     """What the launcher says about this process. ``None`` where it does not say.
 
     Attributes:
-        launcher: ``"torchrun"``, ``"openmpi"``, ``"mpich"``, ``"slurm"``, ``"kubernetes"`` or ``"single"``.
+        launcher: ``"torchrun"``, ``"openmpi"``, ``"mpich"``, ``"slurm"``, ``"kubernetes"``, ``"ray"`` or
+            ``"single"``.
         rank: This process among all, in [0, world_size).
         world_size: Number of processes.
         local_rank: This process among those of its node.
@@ -71,12 +76,14 @@ def discover(environ: Environ | None = None) -> Launch:
     """Where this process runs, by the table above.
 
     Args:
-        environ: Environment variables; the process's own when None.
+        environ: Environment variables; when None the process's own, after Ray Train.
 
     Raises:
         MeshError: If variables are no integers, contradict each other, or name only half of what is needed.
     """
     env: Environ = os.environ if environ is None else environ
+    if environ is None and (worker := train_worker()) is not None:
+        return Launch(launcher="ray", **asdict(worker))
     found = [launch for reader in _READERS if (launch := reader(env)) is not None]
     if not found:
         return _single(env)

@@ -16,17 +16,21 @@ if TYPE_CHECKING:
     from streaming.fetcher import DeviceMeshFetcher
     from streaming.loader import DataLoader
     from streaming.portion import StageFields
+    from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
     from streaming.replicas import Broadcast
     from streaming.retry import RetrySampler
     from streaming.sampler import DeviceMeshSampler
     from streaming.sequence import SequenceSlice
 
 _HOMES = {
+    "BatchHandle": "streaming.remote",
     "Broadcast": "streaming.replicas",
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.fetcher",
     "DeviceMeshSampler": "streaming.sampler",
     "DevicePrefetcher": "streaming.device",
+    "RemoteBatch": "streaming.remote",
+    "RemoteGroup": "streaming.remote",
     "RetrySampler": "streaming.retry",
     "SequenceSlice": "streaming.sequence",
     "ShuffleConfig": "streaming.dataset",
@@ -35,11 +39,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchHandle",
     "Broadcast",
     "DataLoader",
     "DeviceMeshFetcher",
     "DeviceMeshSampler",
     "DevicePrefetcher",
+    "RemoteBatch",
+    "RemoteGroup",
     "RetrySampler",
     "SequenceSlice",
     "ShuffleConfig",

@@ -22,6 +22,7 @@ from streaming.loop import (
 )  # fmt: skip
 from streaming.ordinary import OrdinaryLoop, open_ordinary, resolve_dataset
 from streaming.ordinary_config import OrdinaryConfig, checked_options
+from streaming.remote import RemoteLoop, open_remote
 from streaming.replicas import MoreOptions, split_options
 from streaming.state import LoaderState
 from streaming.storage import redact
@@ -53,7 +54,10 @@ class DataLoader:
         prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
-        more: About replicas: ``replicate``: ``"read"``: each reads for itself; ``"broadcast"`` (or a ``Broadcast``):
+        more: ``remote_group``, a ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset``
+            is then a function, ``device_mesh`` the mesh of the processes that train, and the loop gives
+            ``RemoteBatch``es, a handle for each data rank, in place of batches (docs/ray.md).
+            About replicas: ``replicate``: ``"read"``: each reads for itself; ``"broadcast"`` (or a ``Broadcast``):
             one reads and sends its batches to the others. ``stage_fields``, a ``StageFields``: what the first and the
             last pipeline stage use of a batch; stages in between get batches without payload and read nothing.
             ``sequence``, a ``SequenceSlice``:
@@ -87,6 +91,17 @@ class DataLoader:
     ) -> None:
         if isinstance(dataset, str):
             raise _no_dataset(dataset)
+        remote_group = more.pop("remote_group", None)
+        if remote_group is not None:
+            self.dataset, self.device_mesh = dataset, resolve_mesh(device_mesh)
+            self._loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop = open_remote(
+                dataset, DataLoader, self.device_mesh, remote_group,
+                global_batch_size=resolve_batch_size(batch_size, global_batch_size, self.device_mesh),
+                num_workers=num_workers, num_threads=num_threads, last_batch=last_batch, epoch_size=epoch_size,
+                collate_fn=collate_fn, prefetch_factor=prefetch_factor, pin_memory=pin_memory,
+                memory_limit=memory_limit, **more,
+            )  # fmt: skip
+            return
         if not isinstance(dataset, StreamingDataset):
             dataset = resolve_dataset(dataset)
         self.dataset = dataset
@@ -97,7 +112,7 @@ class DataLoader:
             if self._inline:
                 raise _no_dataset(dataset)
             replicas.check_plain()
-            self._loop: EpochLoop | StreamedLoop | OrdinaryLoop = open_ordinary(
+            self._loop = open_ordinary(
                 dataset,
                 OrdinaryConfig(
                     global_batch_size=global_batch_size, mesh=mesh, last_batch=checked_last_batch(last_batch),
@@ -116,11 +131,9 @@ class DataLoader:
         if not isinstance(pin_memory, bool):
             raise ConfigError(f"pin_memory: expected True or False, got {pin_memory!r}")
         _check_count("num_workers", num_workers, 0)
-        if num_threads is not None:
-            _check_count("num_threads", num_threads, 0)
+        _check_count("num_threads", 0 if num_threads is None else num_threads, 0)
         _check_count("prefetch_factor", prefetch_factor, 1)
-        if epoch_size is not None:
-            _check_count("epoch_size", epoch_size, 1)
+        _check_count("epoch_size", 1 if epoch_size is None else epoch_size, 1)
         replicas.check(dataset.on_error)
         threads = 0 if self._inline else min(4, os.cpu_count() or 1) if num_threads is None else num_threads
         recipe = Recipe(
@@ -178,7 +191,8 @@ class DataLoader:
         Raises:
             StateError: It is malformed or belongs to another data set.
         """
-        self._loop.load(getattr(self._loop, "state_type", LoaderState).from_dict(state))
+        state_type: Any = getattr(self._loop, "state_type", LoaderState)
+        self._loop.load(state_type.from_dict(state))
 
     def metrics(self) -> dict[str, Any]:
         """Counters and waits since the loader was made, by name and unit; ``bad`` lists this epoch's bad samples."""

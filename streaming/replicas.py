@@ -14,6 +14,7 @@ from streaming.errors import ConfigError
 from streaming.ordinary_config import OrdinaryOptions
 from streaming.plan import Plan
 from streaming.portion import Portion, StageFields, count_only
+from streaming.remote.group import RemoteGroup
 from streaming.sequence import SequenceSlice, find_peer
 from streaming.types import Batch
 
@@ -135,6 +136,8 @@ class ReplicaOptions(TypedDict, total=False):
 
 class MoreOptions(ReplicaOptions, OrdinaryOptions, total=False):
     """The loader's options beyond torch's and its own few."""
+
+    remote_group: RemoteGroup | str | None
 
 
 def split_options(more: MoreOptions) -> tuple[Replicas, OrdinaryOptions]:

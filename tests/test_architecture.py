@@ -20,7 +20,7 @@ SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetc
 SURFACE += ("streaming.loop", "streaming.streamed", "streaming.base_loop", "streaming.bad_samples", "streaming.peers")
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
 SURFACE += ("streaming.iterable", "streaming.shares", "streaming.replicas")
-SURFACE += ("streaming.broadcast", "streaming.replica_group")
+SURFACE += ("streaming.broadcast", "streaming.replica_group", "streaming.remote")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),
@@ -66,7 +66,7 @@ TORCH_MAY = (*(name for name in SURFACE if name != "streaming"), "streaming.engi
 TORCH_MAY += ("streaming.sequence", "streaming.portion", "streaming.batch_codec")
 # infra asks where the program runs; credentials come the way people have them, the environment too.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.credentials")
-INFRA_MAY = SURFACE
+INFRA_MAY = (*SURFACE, "streaming.remote.handles", "streaming.remote.loop", "streaming.remote.reader")
 
 # Each third-party package is known to these modules only (prefixes); what is not listed must not be imported.
 KNOWN_TO: dict[str, tuple[str, ...]] = {
@@ -81,13 +81,13 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
     "simplejpeg": ("streaming.decode", "shard_tools"),
     "click": ("shard_tools",),
     "rich": ("shard_tools",),
-    "cloudpickle": ("streaming.engine",),
+    "cloudpickle": ("streaming.engine", "streaming.remote"),
 }
 IMPORT_HELPERS = {"import_module", "__import__", "require"}
 # By exact name: names that load when they are first used, and the helper `require`.
 COMPUTED_IMPORT_MAY = ("streaming", "streaming.decode.values", "streaming.decode.registry")
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")
-OPTIONAL += ("webdataset", "datasets", "matplotlib")
+OPTIONAL += ("webdataset", "datasets", "matplotlib", "ray")
 
 # What API.md promises. Names that a later release brings stand in COMING; one that arrives must move up.
 PUBLIC: dict[str, tuple[str, ...]] = {

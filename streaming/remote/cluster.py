@@ -1,0 +1,115 @@
+"""Ray, as far as the remote loader needs it. The one module of ``streaming`` that knows Ray."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from streaming.errors import ConfigError, WorkerDiedError, WorkerError
+from streaming.remote.group import RemoteGroup
+
+MAX_RETRIES = 3
+"""Readers that may die of one batch, as decode workers may (``streaming.engine.workers``)."""
+_CONTROL = "control"
+
+
+def check_connected() -> None:
+    """Nothing, where this process is connected to Ray.
+
+    Raises:
+        ConfigError: Ray is not installed, or not started.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("remote_group: needs Ray: pip install 'shardstream[ray]'") from error
+    if not ray.is_initialized():
+        raise ConfigError("remote_group: this process is not connected to Ray; call ray.init() first")
+
+
+def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup) -> list[Any]:
+    """An actor of class ``reader`` for each of ``arguments``.
+
+    They end with the driver, or with the last reference. Ray starts a dead one again, and asks it again for what was
+    asked and not answered: calls may be repeated.
+    """
+    import ray
+    from ray.util.placement_group import get_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    try:
+        bundles = get_placement_group(group.name)
+    except ValueError:
+        bundles = None
+    label = uuid.uuid4().hex[:8]
+    actor_class = ray.remote(concurrency_groups={_CONTROL: 1})(reader)
+    actors = []
+    for number, given in enumerate(arguments):
+        where: Any = "SPREAD" if len(arguments) > 1 else "DEFAULT"
+        if bundles is not None:
+            index = number % bundles.bundle_count
+            where = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=index)
+        options = {
+            "name": f"{group.name}-reader-{number}-{label}",
+            "num_cpus": group.num_cpus,
+            "memory": group.memory_bytes,
+            "resources": dict(group.resources),
+            "scheduling_strategy": where,
+            "max_restarts": -1,
+            "max_task_retries": MAX_RETRIES,
+        }
+        actors.append(actor_class.options(**options).remote(*given))
+    return actors
+
+
+def read(actor: Any, step: Any, num_ranks: int) -> tuple[Any, ...]:
+    """References to the note and the batches of a step. They are this process's: they outlive the actor."""
+    return tuple(actor.read.options(num_returns=1 + num_ranks).remote(step))
+
+
+def ask(actor: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    """A reference to what ``method`` returns, beside the reads that are under way."""
+    return getattr(actor, method).options(concurrency_group=_CONTROL).remote(*args, **kwargs)
+
+
+def get(refs: Any, *, timeout_s: float | None = None) -> Any:
+    """The value of a reference, or of each in a list. An exception raised in an actor comes out as it is.
+
+    Raises:
+        WorkerDiedError: The actor died again and again.
+        WorkerError: An exception that cannot leave the actor as it is.
+        TimeoutError: It took longer than ``timeout_s``.
+    """
+    import ray
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+
+    try:
+        return ray.get(refs, timeout=timeout_s)
+    except RayTaskError as error:
+        cause, text = error.cause, str(error)
+    except RayActorError as error:
+        raise WorkerDiedError(
+            f"a remote reader died {MAX_RETRIES + 1} times on one batch, or could not be started again: {error}. "
+            "Ray's logs tell why: often it is memory; give it more with RemoteGroup(memory=…), or smaller batches"
+        ) from error
+    if isinstance(cause, Exception) and not isinstance(cause, RayError):
+        cause.add_note(f"raised in a remote reader:\n{text}")
+        raise cause from None
+    raise WorkerError(f"raised in a remote reader:\n{text}")
+
+
+def wait(refs: list[Any], *, timeout_s: float) -> None:
+    """Return when all are there, errors too, or after ``timeout_s``."""
+    import ray
+
+    if refs and ray.is_initialized():
+        ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)
+
+
+def kill(actor: Any) -> None:
+    """End an actor for good; what it has delivered stays."""
+    import ray
+
+    if ray.is_initialized():
+        ray.kill(actor)

@@ -1,0 +1,150 @@
+"""What runs in an actor: a loader for each data rank that it serves. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cloudpickle
+
+from infra import DeviceMesh
+from streaming.remote.wire import num_bytes, num_rows, pack
+
+State = Mapping[str, Any]
+"""What ``state_dict`` gives."""
+_END = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What a reader tells about one step: all that the driver receives of it.
+
+    Attributes:
+        ended: There is no such step: the epoch is over.
+        state: ``state_dict`` after the step.
+        num_samples: By data rank served; None where the batch does not tell.
+        num_bytes: By data rank served.
+        process: Which process read it: another one after a restart.
+    """
+
+    ended: bool
+    state: State
+    num_samples: tuple[int | None, ...] = ()
+    num_bytes: tuple[int, ...] = ()
+    process: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Which batch is asked for: batch ``number`` of a run, counted from its start.
+
+    A batch is a pure function of its step, so that asking again, of another process too, gives the same batch: ``base``
+    is the state after ``base_number`` batches of the run, and at most a prefetch depth behind.
+    """
+
+    run: int
+    number: int
+    base: State
+    base_number: int
+
+
+class Reader:
+    """Batches of some data ranks, step by step. ``read`` is for one thread, all else for another one.
+
+    Nothing is opened before the first call, so that errors in opening arrive like all others.
+
+    Args:
+        recipe: From `travelling`.
+        meshes: The mesh as one rank of each data rank sees it.
+    """
+
+    def __init__(self, recipe: bytes, meshes: Sequence[DeviceMesh]) -> None:
+        self._recipe, self._meshes = recipe, tuple(meshes)
+        self._process = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._make: Callable[..., Any]
+        self._loaders: tuple[Any, ...] = ()
+        self._batches: tuple[Iterator[Any], ...] = ()
+        self._next: tuple[int, int] | None = None
+
+    def read(self, step: Step) -> tuple[Any, ...]:
+        """A note, and the packed batch of each data rank; after the epoch's last step, the note alone counts."""
+        loaders = self._open()
+        if self._next != (step.run, step.number):
+            self._seek(step)
+        self._next = None
+        batches = [pack(next(one, _END)) for one in self._batches]
+        ended = [batch is _END for batch in batches]
+        state: State = loaders[0].state_dict()
+        self._next = (step.run, step.number + 1)
+        if any(ended):  # all of them: ranks end together
+            return (Note(ended=True, state=state, process=self._process), *(None for _ in batches))
+        return (
+            Note(
+                ended=False,
+                state=state,
+                num_samples=tuple(map(num_rows, batches)),
+                num_bytes=tuple(map(num_bytes, batches)),
+                process=self._process,
+            ),
+            *batches,
+        )
+
+    def length(self) -> int:
+        """Batches in a whole epoch."""
+        return len(self._open()[0])
+
+    def adjusted(
+        self, state: State | None, *, epoch: int | None = None, seed: int | None = None, rewind: bool = False
+    ) -> State:
+        """A state after ``load_state_dict``, ``set_epoch``, ``seed``, or going back to the start of its epoch.
+
+        Checks it as a loader does, and touches none that reads.
+        """
+        self._open()
+        loader = self._make(device_mesh=self._meshes[0])
+        if state is not None:
+            loader.load_state_dict(state)
+        if rewind:
+            current = loader.epoch
+            loader.set_epoch(current + 1)
+            loader.set_epoch(current)
+        if epoch is not None:
+            loader.set_epoch(epoch)
+        if seed is not None:
+            loader.seed(seed)
+        adjusted: State = loader.state_dict()
+        loader.close()
+        return adjusted
+
+    def reports(self) -> list[dict[str, Any]]:
+        """The metrics of each data rank."""
+        return [loader.metrics() for loader in self._open()]
+
+    def describe(self) -> str:
+        """What the first loader that runs waits for."""
+        lines = [loader.describe() for loader in self._loaders]
+        return next((line for line in lines if line != "not running"), "not running")
+
+    def _open(self) -> tuple[Any, ...]:
+        with self._lock:
+            if not self._loaders:
+                create_dataset, make_loader = cloudpickle.loads(self._recipe)
+                dataset = create_dataset()
+                # An iterator is good for one pass: then the loader gets the function.
+                source = create_dataset if hasattr(dataset, "__next__") else dataset
+                self._make = partial(make_loader, source)
+                self._loaders = tuple(self._make(device_mesh=mesh) for mesh in self._meshes)
+            return self._loaders
+
+    def _seek(self, step: Step) -> None:
+        for loader in self._loaders:
+            loader.load_state_dict(step.base)
+        self._batches = tuple(iter(loader) for loader in self._loaders)
+        for _ in range(step.number - step.base_number):
+            for batches in self._batches:
+                next(batches, None)

@@ -1,0 +1,84 @@
+"""The form in which a batch lies in Ray's object store: tensors as NumPy arrays.
+
+Ray writes arrays into shared memory as they are, and maps them into every process of the node that reads them; torch
+tensors it pickles as a stream of bytes (`benchmarks/bench_ray.py` compares the two).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+_AS_BITS = {torch.bfloat16: torch.int16}
+"""Types that NumPy lacks, and the type of the same size that carries their bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTensor:
+    """A tensor's content, and its type where NumPy has none like it."""
+
+    array: np.ndarray[Any, Any]
+    dtype: torch.dtype | None = None
+
+
+def pack(value: Any) -> Any:
+    """``value`` with its tensors packed: in dicts, lists and tuples, at any depth. Other objects stay as they are."""
+    if isinstance(value, torch.Tensor):
+        bits = _AS_BITS.get(value.dtype)
+        if value.layout is not torch.strided or value.device.type != "cpu" or value.requires_grad:
+            return value
+        whole = value.contiguous()
+        if bits is None:
+            return PackedTensor(array=whole.numpy())
+        return PackedTensor(array=whole.view(bits).numpy(), dtype=value.dtype)
+    return _rebuilt(value, pack)
+
+
+def unpack(value: Any) -> Any:
+    """What ``pack`` was given, in memory of its own: tensors may be changed."""
+    if isinstance(value, PackedTensor):
+        tensor = torch.from_numpy(value.array.copy())
+        return tensor if value.dtype is None else tensor.view(value.dtype)
+    return _rebuilt(value, unpack)
+
+
+def num_bytes(value: Any) -> int:
+    """Payload of a packed batch: arrays, bytes and text, at any depth."""
+    if isinstance(value, PackedTensor):
+        return value.array.nbytes
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, (bytes, bytearray, memoryview, str)):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(num_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(num_bytes, value))
+    return 0
+
+
+def num_rows(value: Any) -> int | None:
+    """Samples in a packed batch: the length of its first column, or of the list of samples; None: it does not tell."""
+    if isinstance(value, Mapping):
+        return num_rows(next(iter(value.values()), ()))
+    array = value.array if isinstance(value, PackedTensor) else value
+    if isinstance(array, np.ndarray):
+        return len(array) if array.ndim else None
+    if isinstance(value, (list, tuple)):
+        columns = bool(value) and isinstance(value[0], (PackedTensor, np.ndarray))
+        return num_rows(value[0]) if columns else len(value)
+    return None
+
+
+def _rebuilt(value: Any, function: Any) -> Any:
+    if type(value) is dict:
+        return {name: function(part) for name, part in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(function(part) for part in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(function(part) for part in value))
+    return value

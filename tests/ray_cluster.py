@@ -1,0 +1,73 @@
+"""A Ray cluster of two nodes on this machine, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import tempfile
+from collections import Counter
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+from ray.experimental import get_local_object_locations
+
+STORE_BYTES = 80 << 20
+
+
+class TwoNodes:
+    """The driver's node ``home`` and another one, ``away``, each with one CPU and a small object store.
+
+    Where something is to run on one of them, it asks for a little of the resource of that name.
+    """
+
+    def __enter__(self) -> Self:
+        self._before = shared_files()
+        self._children = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._folder = tempfile.mkdtemp(prefix="ss-ray-", dir="/tmp")  # Ray's sockets lie in it: the path must be short
+        head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "resources": {"home": 1}, "temp_dir": self._folder}
+        self._cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
+        self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, resources={"away": 1})
+        self.address: str = self._cluster.address
+        ray.init(address=self.address, log_to_driver=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+        shutil.rmtree(self._folder)
+        children = [one for one in psutil.Process().children(recursive=True) if one.pid not in self._children]
+        assert children == []
+        assert shared_files() - self._before == Counter()
+
+    def node_id(self, resource: str) -> str:
+        """The node that has this resource."""
+        (found,) = (node["NodeID"] for node in ray.nodes() if node["Alive"] and resource in node["Resources"])
+        return str(found)
+
+
+def shared_files() -> Counter[str]:
+    """What lies in shared memory, and is not of pytest's other workers."""
+    return Counter(name for name in os.listdir("/dev/shm") if "plasma" in name or "ray" in name)
+
+
+def wait_for_end(pid: int, timeout_s: float = 60) -> bool:
+    """Whether the process, which need not be a child, ended in time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], timeout_s)[0])
+    finally:
+        os.close(descriptor)
+
+
+def locations(refs: list[Any]) -> set[str]:
+    """The nodes that hold any of these objects, from the owner's point of view."""
+    return {node for facts in get_local_object_locations(refs).values() for node in facts["node_ids"]}

@@ -1,0 +1,451 @@
+"""Ray: the remote loader, Ray Train's workers and the tools, on a cluster of two nodes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from data_sets import SampleSet, mesh_of, play, valid_keys, write_set
+from ray.util import placement_group, remove_placement_group
+from ray_cluster import TwoNodes, locations, wait_for_end
+
+import infra
+from infra import DeviceMesh
+from streaming import DataLoader, RemoteBatch, RemoteGroup, StreamingDataset
+from streaming.errors import ConfigError, NotFoundError, StateError, WorkerDiedError
+from streaming.remote import cluster, wire
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+AWAY = RemoteGroup(name="readers", num_cpus=0.5, resources={"away": 0.01})
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    with TwoNodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return write_set(tmp_path_factory.mktemp("set"))
+
+
+def opener(samples: SampleSet, **options: Any) -> Callable[[], StreamingDataset]:
+    """A data set's function that carries a URL and nothing else."""
+    url = samples.url
+    return lambda: StreamingDataset(url, **options)
+
+
+def remote(samples: SampleSet, world_size: int = 2, *, group: RemoteGroup | str = AWAY, **options: Any) -> DataLoader:
+    options.setdefault("batch_size", 8)
+    return DataLoader(opener(samples), device_mesh=mesh_of(world_size, 0), remote_group=group, **options)
+
+
+def keys_of(batch: RemoteBatch) -> list[list[str]]:
+    """Valid keys by data rank, every field checked."""
+    return [valid_keys(handle.get()) for handle in batch.handles]
+
+
+def steps(ranks: list[list[list[str]]]) -> list[list[list[str]]]:
+    """What ``play`` gives, by step and rank."""
+    return [list(step) for step in zip(*ranks, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------- without a cluster
+
+
+def test_only_a_small_function_travels(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"expected a function that makes the data set.*got StreamingDataset"):
+        DataLoader(samples.open(), batch_size=8, remote_group="readers")
+    table = np.zeros(1 << 20, np.uint8)
+    with pytest.raises(ConfigError, match=r"take 1\.0 MiB.*holds data"):
+        DataLoader(lambda: table, batch_size=8, remote_group="readers")
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match="cannot travel"):
+        DataLoader(lambda: lock, batch_size=8, remote_group="readers")
+
+
+def test_ray_has_to_be_started(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=r"call ray\.init\(\) first"):
+        remote(samples)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"name": ""}, {"name": "a", "num_actors": 0}, {"name": "a", "num_cpus": -1}, {"name": "a", "memory": "much"}],
+)
+def test_a_group_is_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        RemoteGroup(**options)
+
+
+def test_packing_keeps_every_value_and_gives_memory_of_its_own() -> None:
+    batch = {
+        "image": torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4).transpose(0, 2),
+        "half": torch.tensor([1.5, -2], dtype=torch.bfloat16),
+        "scalar": torch.tensor(3),
+        "pair": (torch.ones(2), ["text", b"bytes"]),
+        "none": None,
+    }
+    packed = wire.pack(batch)
+    for one in (packed["image"], packed["half"], packed["scalar"], packed["pair"][0]):
+        one.array.flags.writeable = False  # as it comes out of the object store
+    found = wire.unpack(packed)
+    for name in ("image", "half", "scalar"):
+        assert torch.equal(found[name], batch[name])
+        assert found[name].dtype == batch[name].dtype
+        found[name].zero_()
+    assert torch.equal(batch["scalar"], torch.tensor(3))
+    assert found["pair"][1] == ["text", b"bytes"]
+    assert wire.num_bytes(packed) == 24 + 4 + 8 + 8 + 9
+    assert wire.num_rows(packed) == 4
+
+
+# ------------------------------------------------------------------------------------------------- handles
+
+
+def test_the_driver_sees_handles_and_only_who_uses_a_slice_receives_it(
+    nodes: TwoNodes, tmp_path: Path, samples: SampleSet
+) -> None:
+    """Batches of 256 KiB, beyond what Ray puts into messages: they stay on the reader's node, where trainers are."""
+    url = samples.url
+    away = nodes.node_id("away")
+
+    def create() -> StreamingDataset:
+        def widen(sample: dict[str, Any]) -> dict[str, Any]:
+            return {**sample, "big": np.full(32 << 10, sample["cls"] % 251, np.uint8)}
+
+        return StreamingDataset(url, transform=widen)
+
+    @ray.remote(num_cpus=0, resources={"away": 0.01})
+    class Trainer:
+        def use(self, handle: Any) -> tuple[list[str], int, str]:
+            batch = handle.get()
+            assert (batch["big"][:, 5] == batch["cls"] % 251).all()
+            return batch["__key__"], batch["big"].nbytes, ray.get_runtime_context().get_node_id()
+
+    mesh = DeviceMesh.from_sizes(dp_size=2, tp_size=2, rank=0, environ={})
+    trainers = [Trainer.remote() for _ in range(4)]
+    got: list[list[str]] = []
+    with DataLoader(create, batch_size=8, device_mesh=mesh, remote_group=AWAY) as loader:
+        for batch in loader:
+            assert [handle.data_rank for handle in batch.handles] == [0, 1]
+            assert [handle.num_samples for handle in batch.handles] == [8, 8]
+            assert (batch.epoch, batch.number) == (0, len(got))
+            assert batch.of(0) is batch.of(1)  # replicas share one object
+            used = ray.get([trainer.use.remote(batch.of(rank)) for rank, trainer in enumerate(trainers)])
+            assert [node for _, _, node in used] == [away] * 4
+            assert used[0][0] == used[1][0]
+            assert used[2][0] == used[3][0]
+            assert batch.handles[0].num_bytes > used[0][1] == 256 << 10
+            assert locations([handle.ref for handle in batch.handles]) == {away}
+            got.append([used[0][0], used[2][0]])
+            assert len(got) <= loader.metrics()["batches"]
+    for trainer in trainers:
+        ray.kill(trainer)
+    assert got == steps(play(samples.open(), 2, batch_size=8))
+
+
+def test_several_readers_serve_the_ranks_as_local_loaders_do(nodes: TwoNodes, samples: SampleSet) -> None:
+    group = RemoteGroup(name="readers", num_actors=2, num_cpus=0.3)
+    with remote(samples, 3, group=group, batch_size=11, last_batch="pad") as loader:
+        got = [keys_of(batch) for batch in loader]
+        assert loader.epoch == 1
+        assert len(loader) == len(got)
+    assert got == steps(play(samples.open(), 3, batch_size=11, last_batch="pad"))
+
+
+def test_readers_join_a_placement_group_of_that_name(nodes: TwoNodes, samples: SampleSet, tmp_path: Path) -> None:
+    bundles = placement_group([{"CPU": 0.5, "away": 0.01}], name="actor")
+    ray.get(bundles.ready())
+    url, place = samples.url, tmp_path / "node"
+
+    def create() -> StreamingDataset:
+        place.write_text(ray.get_runtime_context().get_node_id())
+        return StreamingDataset(url)
+
+    group = RemoteGroup(name="actor", num_cpus=0.5)
+    with DataLoader(create, batch_size=8, device_mesh=mesh_of(1, 0), remote_group=group) as loader:
+        assert len(loader) == 25
+    assert place.read_text() == nodes.node_id("away")
+    remove_placement_group(bundles)
+
+
+def test_an_ordinary_data_set_too(nodes: TwoNodes) -> None:
+    def create() -> list[int]:
+        return list(range(40))
+
+    with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, 0), remote_group=AWAY, shuffle=True, seed=3) as loader:
+        got = [[handle.get().tolist() for handle in batch.handles] for batch in loader]
+    ranks = []
+    for rank in range(2):
+        with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, rank), shuffle=True, seed=3) as local:
+            ranks.append([batch.tolist() for batch in local])
+    assert got == steps(ranks)
+
+
+# ------------------------------------------------------------------------------------------------- position
+
+
+def story(loader: DataLoader, keys: Callable[[Any], list[str]]) -> Iterator[Any]:
+    """Everything that a loop's position goes through."""
+    yield loader.epoch, loader.state_dict(), len(loader)
+    for number, batch in enumerate(loader):
+        yield keys(batch)
+        if number == 2:
+            loader.seed(5)
+            yield (middle := loader.state_dict())
+        if number == 4:
+            break
+    yield loader.epoch, loader.state_dict()
+    yield [keys(batch) for batch in loader], loader.epoch, loader.state_dict()
+    loader.set_epoch(7)
+    yield loader.state_dict()
+    for batch in loader:
+        yield keys(batch)
+        loader.load_state_dict(json.loads(json.dumps(middle)))  # ends this loop
+    loader.set_epoch(0)
+    yield loader.state_dict()
+    yield [keys(batch) for batch in loader], loader.state_dict()
+    loader.close()
+    yield [keys(batch) for batch in loader], loader.state_dict()
+    with pytest.raises(StateError, match="belongs to another data set"):
+        loader.load_state_dict({**middle, "fingerprint": "other"})
+    with pytest.raises(ConfigError, match="seed"):
+        loader.seed(-1)
+    yield loader.state_dict()
+
+
+def test_the_position_moves_as_that_of_a_local_loader(nodes: TwoNodes, samples: SampleSet) -> None:
+    with DataLoader(samples.open(), batch_size=16, device_mesh=mesh_of(1, 0)) as local:
+        expected = list(story(local, valid_keys))
+    with remote(samples, 1, batch_size=16) as loader:
+        assert list(story(loader, lambda batch: keys_of(batch)[0])) == expected
+
+
+def test_states_go_between_local_and_remote_loaders_of_any_size(nodes: TwoNodes, samples: SampleSet) -> None:
+    whole = play(samples.open(), 1, batch_size=16)[0]
+    with remote(samples, 2) as loader:
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        state = loader.state_dict()
+        assert play(samples.open(), 1, batch_size=16, state=state) == [whole[4:]]
+    with remote(samples, 4, batch_size=4) as loader:
+        loader.load_state_dict(state)
+        assert [sorted(itertools.chain(*keys_of(batch))) for batch in loader] == [sorted(keys) for keys in whole[4:]]
+
+
+def test_only_so_much_is_asked_for_ahead(nodes: TwoNodes, samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    read = cluster.read
+    monkeypatch.setattr(cluster, "read", lambda actor, step, n: asked.append(step.number) or read(actor, step, n))
+    with remote(samples, 2, prefetch_factor=3) as loader:
+        for number, _ in enumerate(loader):
+            assert asked == list(range(number + 4))
+        asked.clear()
+    with remote(samples, 2, group=RemoteGroup(name="one", num_cpus=0.5, ahead_limit=1)) as loader:
+        for number, _ in enumerate(loader):
+            assert asked == list(range(number + 1))
+
+
+# ------------------------------------------------------------------------------------------------- errors and deaths
+
+
+def test_an_error_in_the_actor_arrives_as_it_is(nodes: TwoNodes, samples: SampleSet, tmp_path: Path) -> None:
+    missing = f"{tmp_path}/nothing/"
+
+    def create_nothing() -> StreamingDataset:
+        return StreamingDataset(missing)
+
+    with pytest.raises(NotFoundError) as expected:
+        create_nothing()
+    loader = DataLoader(create_nothing, batch_size=8, device_mesh=mesh_of(1, 0), remote_group=AWAY)
+    with loader, pytest.raises(NotFoundError) as found:
+        len(loader)
+    assert (type(found.value), str(found.value)) == (type(expected.value), str(expected.value))
+    assert "raised in a remote reader" in found.value.__notes__[0]
+
+    url = samples.url
+
+    def create_broken() -> StreamingDataset:
+        def fail(sample: dict[str, Any]) -> dict[str, Any]:
+            if sample["cls"] == 100:
+                raise LookupError("sample 100 is not to my liking")
+            return sample
+
+        return StreamingDataset(url, transform=fail, on_error="raise")
+
+    expected_keys, expected_error = until_error(
+        DataLoader(create_broken(), batch_size=8, device_mesh=mesh_of(1, 0)), lambda batch: batch["__key__"]
+    )
+    got_keys, error = until_error(
+        DataLoader(create_broken, batch_size=8, device_mesh=mesh_of(1, 0), remote_group=AWAY),
+        lambda batch: batch.get()["__key__"],
+    )
+    assert got_keys == expected_keys
+    assert (type(error), str(error)) == (type(expected_error), str(expected_error))
+
+
+def until_error(loader: DataLoader, keys: Callable[[Any], list[str]]) -> tuple[list[list[str]], Exception]:
+    got = []
+    with loader:
+        try:
+            got.extend(keys(batch) for batch in loader)
+        except Exception as error:
+            return got, error
+    raise AssertionError("no error came")
+
+
+def test_a_killed_reader_is_replaced_and_nothing_is_lost_or_doubled(
+    nodes: TwoNodes, samples: SampleSet, tmp_path: Path
+) -> None:
+    url, place = samples.url, tmp_path / "pid"
+
+    def create() -> StreamingDataset:
+        def widen(sample: dict[str, Any]) -> dict[str, Any]:
+            return {**sample, "big": np.zeros(32 << 10, np.uint8)}
+
+        place.write_text(str(os.getpid()))
+        return StreamingDataset(url, transform=widen)
+
+    kept = []
+    with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, 0), remote_group=AWAY) as loader:
+        for number, batch in enumerate(loader):
+            kept.append(batch)
+            if number == 3:
+                first = int(place.read_text())
+                os.kill(first, signal.SIGKILL)
+                assert wait_for_end(first)
+        assert loader.metrics()["reader_restarts"] == 1
+        # Also what lay in the object store when its reader died is there.
+        got = [[handle.get()["__key__"] for handle in batch.handles] for batch in kept]
+    assert got == steps(play(samples.open(), 2, batch_size=8))
+
+
+def test_a_batch_that_kills_every_reader_is_an_error(
+    nodes: TwoNodes, samples: SampleSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "MAX_RETRIES", 0)
+    url = samples.url
+
+    def create() -> StreamingDataset:
+        def die(sample: dict[str, Any]) -> dict[str, Any]:
+            if sample["cls"] == 100:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return sample
+
+        return StreamingDataset(url, transform=die)
+
+    loader = DataLoader(create, batch_size=8, device_mesh=mesh_of(1, 0), remote_group=AWAY)
+    with loader, pytest.raises(WorkerDiedError, match="died 1 times on one batch"):
+        list(loader)
+
+
+DRIVER = """
+import os, signal, sys
+import ray
+from streaming import DataLoader, RemoteGroup, StreamingDataset
+
+address, url, place = sys.argv[1:]
+
+def create():
+    with open(place, "w") as file:
+        file.write(str(os.getpid()))
+    return StreamingDataset(url)
+
+ray.init(address=address, log_to_driver=False)
+loader = DataLoader(create, batch_size=8, remote_group=RemoteGroup(name="orphan", num_cpus=0.5))
+next(iter(loader))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_readers_end_with_their_driver(nodes: TwoNodes, samples: SampleSet, tmp_path: Path) -> None:
+    place = tmp_path / "pid"
+    driver = subprocess.run(
+        [sys.executable, "-c", DRIVER, nodes.address, samples.url, str(place)],
+        check=False, timeout=120, capture_output=True, text=True,
+    )  # fmt: skip
+    assert driver.returncode == -signal.SIGKILL, driver.stderr
+    assert wait_for_end(int(place.read_text()))
+
+
+def test_close_ends_the_actors_and_keeps_what_was_handed_out(nodes: TwoNodes, samples: SampleSet) -> None:
+    with remote(samples, 1) as loader:
+        batches = iter(loader)
+        batch = next(batches)
+        (actor,) = loader._loop._actors
+        assert loader.describe().startswith("reader 0: batch ")
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.length.remote())
+    assert len(keys_of(batch)[0]) == 8
+
+
+# ------------------------------------------------------------------------------------------------- Ray Train
+
+
+def fake_train(monkeypatch: pytest.MonkeyPatch, context: Callable[[], Any]) -> None:
+    module = types.ModuleType("ray.train")
+    module.get_context = context  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray.train", module)
+
+
+def test_a_ray_train_worker_is_found_before_what_its_node_was_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = {"world_rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node_rank": 1}
+    context = types.SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in numbers.items()})
+    fake_train(monkeypatch, lambda: context)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    launch = infra.discover()
+    assert (launch.launcher, launch.rank, launch.world_size) == ("ray", 5, 8)
+    assert (launch.local_rank, launch.local_world_size, launch.node_rank) == (1, 4, 1)
+    mesh = DeviceMesh.from_sizes(tp_size=2)
+    assert (mesh.data_rank, mesh.data_world_size) == (2, 4)
+    assert infra.discover({}).launcher == "single"
+
+
+def test_a_driver_that_knows_ray_train_is_no_worker_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise RuntimeError("`get_context` cannot be used outside of a Ray Train training function")
+
+    fake_train(monkeypatch, refuse)
+    monkeypatch.delenv("RANK", raising=False)
+    assert infra.discover().launcher == "single"
+
+
+# ray.data sets its own deprecated options when its context is made.
+@pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning:ray.data.context")
+def test_each_ray_train_worker_reads_its_own_share(nodes: TwoNodes, samples: SampleSet, tmp_path: Path) -> None:
+    from ray.train import RunConfig, ScalingConfig  # noqa: PLC0415  once loaded, infra asks it: only for this test
+    from ray.train.torch import TorchTrainer  # noqa: PLC0415
+
+    url, folder = samples.url, tmp_path
+
+    def train() -> None:
+        with DataLoader(StreamingDataset(url), batch_size=8) as loader:
+            keys = [batch["__key__"] for batch in loader]
+            rank = loader.device_mesh.data_rank
+        (folder / f"{rank}.json").write_text(json.dumps([infra.discover().launcher, keys]))
+
+    scaling, run = ScalingConfig(num_workers=2), RunConfig(storage_path=str(tmp_path / "runs"))
+    TorchTrainer(train, scaling_config=scaling, run_config=run).fit()
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [launcher for launcher, _ in found] == ["ray", "ray"]
+    assert [keys for _, keys in found] == play(samples.open(), 2, batch_size=8)
