@@ -29,7 +29,7 @@ from streaming.layout import UnitLayout
 from streaming.order import MAX_LANES, MAX_WINDOW, checked_int
 from streaming.peers import job_peers
 from streaming.shards import OpenShards, check_fields, open_shards, sample_table
-from streaming.storage import Storage
+from streaming.storage import Storage, mirrors_of
 from streaming.types import Sample, Transform
 from streaming.units import parse_bytes
 
@@ -91,6 +91,9 @@ class StreamingDataset:
         shuffle: Whether epochs are shuffled, or a ``ShuffleConfig``.
         seed: Seed of the order.
         storage_options: ``endpoint_url``, ``region``, ``key``, ``secret``, ``token``, ``anon``, ``profile``, …
+        mirrors: Directories with a whole copy of the one that all ``urls`` (and their index) lie in, such as
+            ``["s3://other/train/"]``, or dicts of ``url`` and the storage options that differ there. They are read
+            while the first place fails; the checksums in the index tell a copy that differs.
         cache_dir: Folder on a local disk or tmpfs in which fetched chunks are kept, shared by the processes of a node,
             for later epochs and for replicas. It may be lost at any time.
         cache_limit: Bytes that the cache may take, such as ``"500GB"``; default: four fifths of what is free there now.
@@ -119,6 +122,7 @@ class StreamingDataset:
         shuffle: bool | ShuffleConfig = True,
         seed: int = 0,
         storage_options: Mapping[str, object] | None = None,
+        mirrors: Sequence[str | Mapping[str, object]] = (),
         cache_dir: str | PathLike[str] | None = None,
         cache_limit: int | str | None = None,
         on_error: OnError = "substitute",
@@ -152,8 +156,11 @@ class StreamingDataset:
                 f'storage_options: expected a mapping such as {{"endpoint_url": "http://…"}}, '
                 f"got a {type(storage_options).__name__}"
             )
+        urls = _checked_urls(urls)
+        if mirrors:
+            storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
-        self.shards: OpenShards = open_shards(self.storage, _checked_urls(urls), _checked_index(index), job_peers())
+        self.shards: OpenShards = open_shards(self.storage, urls, _checked_index(index), job_peers())
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields)
         self.cache = _open_cache(cache_dir, cache_limit)

@@ -14,7 +14,7 @@ from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFo
 from streaming.index.samples import SampleTable
 from streaming.layout import UnitLayout
 from streaming.narrow import checksum_error, narrowed
-from streaming.storage import Storage
+from streaming.storage import ChangedError, Storage
 from streaming.tar import parse_chunk
 
 UnitKey: TypeAlias = tuple[str, int, int]
@@ -130,7 +130,7 @@ def fetch_bytes(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
         StorageError: The store did not deliver.
     """
     try:
-        storage.read_into(wanted.url, wanted.byte_start, out)
+        _read(storage, wanted, out)
         if _differing(wanted, out) is not None:
             storage.read_into(wanted.url, wanted.byte_start, out)
             _check(storage, wanted, out)
@@ -142,6 +142,28 @@ def fetch_bytes(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
     except StorageError as error:
         _check_size(storage, wanted, error)
         raise
+
+
+def _read(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
+    """Fill ``out``. Of a shard that was replaced since this process first read it, the checksums decide.
+
+    Raises:
+        IndexMismatchError: It was replaced, by something that the index does not describe.
+        ChangedError: It was replaced, and there are no checksums.
+    """
+    try:
+        storage.read_into(wanted.url, wanted.byte_start, out, pinned=True)
+    except ChangedError as error:
+        if not wanted.sums:
+            raise
+        storage.read_into(wanted.url, wanted.byte_start, out, pinned=True)
+        if _differing(wanted, out) is not None:
+            _check_size(storage, wanted, error)
+            raise IndexMismatchError(
+                f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: the shard was replaced while it was being "
+                f"read, and is not the one that the index describes. Restore it, or write shards under new names and "
+                f"index them"
+            ) from error
 
 
 def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:

@@ -77,7 +77,7 @@ def s3fs_closed() -> Iterator[Callable[[Storage], Storage]]:
 
     yield take
     for storage in taken:
-        for adapter in storage._adapters.values():
+        for adapter in storage._store._adapters.values():
             for system in getattr(adapter, "_systems", {}).values():
                 if hasattr(system, "close_session") and system._s3 is not None:
                     system.close_session(fsspec.asyn.get_loop(), system.s3)

@@ -1,9 +1,10 @@
 """Objects and files by URL: ranged reads, listings and atomic writes over local disks, s3, gs, az, http and fsspec."""
 
 from streaming.storage.active import ActiveRequest
-from streaming.storage.base import DEFAULT_PART_BYTES, ObjectInfo, Observer, ReadBuffer, StoreWriter
+from streaming.storage.base import DEFAULT_PART_BYTES, ChangedError, ObjectInfo, Observer, ReadBuffer, StoreWriter
 from streaming.storage.expand import expand_urls
 from streaming.storage.facade import Storage
+from streaming.storage.mirrors import mirrors_of
 from streaming.storage.options import StorageOptions
 from streaming.storage.retry import RetryPolicy
 from streaming.storage.urls import join_url, redact, scheme_of, split_url
@@ -11,6 +12,7 @@ from streaming.storage.urls import join_url, redact, scheme_of, split_url
 __all__ = [
     "DEFAULT_PART_BYTES",
     "ActiveRequest",
+    "ChangedError",
     "ObjectInfo",
     "Observer",
     "ReadBuffer",
@@ -20,6 +22,7 @@ __all__ = [
     "StoreWriter",
     "expand_urls",
     "join_url",
+    "mirrors_of",
     "redact",
     "scheme_of",
     "split_url",

@@ -33,7 +33,7 @@ class ThrottledError(PassingError):
 
 
 class ChangedError(TransferError):
-    """The object is another one than at the first contact. Final: more attempts would mix the two."""
+    """The object is another, or a shorter, one than it should be. Final: more attempts would not help, or mix two."""
 
 
 class UnreachableError(PassingError):

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
-from streaming.errors import ConfigError, NotFoundError
+from streaming.errors import ConfigError, NotFoundError, StorageError
 from streaming.metrics import Metrics
-from streaming.storage.active import ActiveCalls, ActiveRequest, Call
-from streaming.storage.base import DEFAULT_PART_BYTES, Adapter, ObjectInfo, Observer, ReadBuffer, StoreWriter
-from streaming.storage.crew import Crew
-from streaming.storage.fs import FsspecAdapter
-from streaming.storage.local import LocalAdapter
-from streaming.storage.object import OBJECT_SCHEMES, ObjectAdapter
+from streaming.storage.active import ActiveCalls, ActiveRequest
+from streaming.storage.base import (
+    DEFAULT_PART_BYTES,
+    Adapter,
+    ChangedError,
+    ObjectInfo,
+    Observer,
+    ReadBuffer,
+    StoreWriter,
+)
+from streaming.storage.mirrors import Mirror, Route, Routes
+from streaming.storage.object import OBJECT_SCHEMES
 from streaming.storage.options import parse_options
-from streaming.storage.retry import retrying
-from streaming.storage.traffic import Traffic
-from streaming.storage.transfer import Transfer
-from streaming.storage.urls import as_url, scheme_of, split_query
+from streaming.storage.store import Store, never
+from streaming.storage.urls import as_url, redact, scheme_of
 
 _T = TypeVar("_T")
 
@@ -40,6 +43,8 @@ class Storage:
     ``NotFoundError``, ``AccessDeniedError``, ``TransferError``, ``StorageError``, and ``ConfigError`` for what cannot
     work.
 
+    Below a prefix that has mirrors (the option of that name), what fails for good is read there. Writes are not.
+
     Args:
         options: See :class:`~streaming.storage.options.StorageOptions`; unknown names are a ``ConfigError``.
         observer: Called with a name and an amount, as :data:`~streaming.storage.base.Observer` says.
@@ -52,14 +57,13 @@ class Storage:
         self._given = dict(options or {})
         self._options = parse_options(self._given)
         self._observer = observer
-        self._lock = threading.Lock()
-        self._adapters: dict[type, Adapter] = {}
-        self._active = ActiveCalls()
-        self._crew = Crew()
-        self._traffic: dict[str, Traffic] = {}
         self.metrics = Metrics()
         for name in COUNTED:
             self.metrics.add(_METRICS.get(name, name), 0)
+        self._active = ActiveCalls()
+        self._store = Store(self._options, self._active, self._count)
+        self._routes = Routes(self._options.mirrors)
+        self._mirror_stores = {mirror: self._store_of(mirror) for mirror in self._routes.mirrors}
 
     def __reduce__(self) -> tuple[type[Storage], tuple[dict[str, object]]]:
         return Storage, (self._given,)
@@ -73,7 +77,7 @@ class Storage:
 
     def info(self, url: str) -> ObjectInfo:
         """Size and version of the object or file at ``url``."""
-        return self._call(url, lambda adapter: adapter.info(url))
+        return self._somewhere(url, lambda site: site.named(site.call(lambda adapter: adapter.info(site.url))))
 
     def exists(self, url: str) -> bool:
         """Whether there is an object or file at ``url``; a missing bucket is False too."""
@@ -92,21 +96,29 @@ class Storage:
         Raises:
             TransferError: If the object is shorter, or its bytes did not come within the limits.
         """
-        return self._transfer(url, start, stop)
+        return self._somewhere(url, lambda site: site.store.read(site.url, start, stop, hopeless=site.hopeless))
 
-    def read_into(self, url: str, start: int, out: memoryview) -> None:
+    def read_into(self, url: str, start: int, out: memoryview, *, pinned: bool = False) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
 
         ``out`` is writable, contiguous, any item type. Files are read straight into it; object stores cost one copy.
-        What ``out`` holds after an error is undefined.
+        What ``out`` holds after an error is undefined. ``pinned`` reads of one process are all of the same version of
+        the object, where the store has versions (ETags; not through fsspec).
 
         Raises:
             TransferError: As :meth:`read`.
+            ChangedError: A ``pinned`` read, and the object was replaced since the last one. The next one takes it as it
+                is then.
         """
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
         if view.readonly:
             raise ConfigError("read_into: out is read-only; give writable memory")
-        self._transfer(url, start, start + len(view), view)
+        self._somewhere(
+            url,
+            lambda site: site.store.read(
+                site.url, start, start + len(view), view, pinned=pinned, hopeless=site.hopeless
+            ),
+        )
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.
@@ -114,7 +126,9 @@ class Storage:
         Raises:
             NotFoundError: If the bucket does not exist.
         """
-        found = self._call(url, lambda adapter: adapter.list(url))
+        found = self._somewhere(
+            url, lambda site: [site.named(info) for info in site.call(lambda adapter: adapter.list(site.url))]
+        )
         return iter(sorted(found, key=lambda info: info.url))
 
     def put(self, url: str, data: bytes | bytearray | memoryview) -> None:
@@ -124,7 +138,7 @@ class Storage:
             with self.open_write(url) as writer:
                 writer.write(view)
             return
-        self._call(url, lambda adapter: adapter.put(url, view))
+        self._store.call(url, lambda adapter: adapter.put(url, view))
 
     def open_write(self, url: str, part_bytes: int = DEFAULT_PART_BYTES) -> StoreWriter:
         """A writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
@@ -132,74 +146,87 @@ class Storage:
         Object stores get one put up to ``part_bytes``, beyond it an upload in parts of that size while the caller
         writes.
         """
-        return self._adapter(url).open_write(url, part_bytes)
+        return self._store.adapter(url).open_write(url, part_bytes)
 
     def delete(self, url: str) -> None:
         """Remove ``url``; nothing happens when there is no such object."""
-        self._call(url, lambda adapter: adapter.delete(url))
+        self._store.call(url, lambda adapter: adapter.delete(url))
 
-    def _adapter(self, url: str | os.PathLike[str]) -> Adapter:
-        scheme = scheme_of(as_url(url))
-        if scheme == "file":
-            kind: type = LocalAdapter
-        elif scheme in OBJECT_SCHEMES and self._options.client != "fsspec":
-            kind = ObjectAdapter
-        else:
-            kind = FsspecAdapter
-        with self._lock:
-            if kind not in self._adapters:
-                self._adapters[kind] = kind() if kind is LocalAdapter else kind(self._options)
-            return self._adapters[kind]
+    def _somewhere(self, url: str, work: Callable[[Site], _T]) -> _T:
+        """The result of ``work`` at the primary or, where that fails for good, at the first mirror that can.
 
-    def _transfer(self, url: str, start: int, stop: int | None, out: memoryview | None = None) -> memoryview:
-        adapter, traffic = self._adapter(url), self._traffic_of(url)
-        transfer = Transfer(adapter, url, start, stop, count=self._count, out=out)
-        hedging = traffic if isinstance(adapter, ObjectAdapter) and self._options.hedging.hedge else None
-        with self._active.under_way(url, start, stop) as call, self._crew if hedging else nullcontext():
+        "No such object" and "it was replaced" are answers, no failures.
+        """
+        route = self._routes.of(url)
+        if route is None:
+            return work(Site(self._store, url))
+        text, failure = as_url(url), None
+        asked, on_trial = route.turn()
+        if asked:
             try:
-                if not transfer.is_done:
-                    self._retrying(call, lambda until_s: transfer.attempt(call, hedging, until_s), traffic)
-                return transfer.result()
-            finally:
-                transfer.forget()
+                found = work(Site(self._store, text, (lambda: True) if on_trial else lambda: route.rests))
+            except (NotFoundError, ChangedError):
+                route.worked()
+                raise
+            except StorageError as error:
+                route.failed(error)
+                failure = error
+            except BaseException:
+                route.undecided()
+                raise
+            else:
+                route.worked()
+                return found
+        return self._at_mirrors(route, text, work, failure)
 
-    def _call(self, url: str, attempt: Callable[[Adapter], _T]) -> _T:
-        adapter = self._adapter(url)
-        with self._active.under_way(url) as call:
-            return self._retrying(call, lambda _: attempt(adapter), self._traffic_of(url))
+    def _at_mirrors(self, route: Route, url: str, work: Callable[[Site], _T], failure: StorageError | None) -> _T:
+        errors: list[StorageError] = []
+        for mirror in route.mirrors:
+            try:
+                back = partial(route.back, mirror)
+                found = work(Site(self._mirror_stores[mirror], route.at(mirror, url), back=back))
+            except StorageError as error:
+                errors.append(error)
+            else:
+                self._count("mirror_reads", 1)
+                return found
+        missing = next((one for one in errors if isinstance(one, NotFoundError)), None)
+        if missing is not None:
+            missing.add_note(f"asked there because {redact(route.prefix)} fails, of which it should be a whole copy")
+            raise missing
+        if failure is None:  # the primary was not asked: no mirror is left, so it is
+            found = work(Site(self._store, url))
+            route.worked()
+            return found
+        for one in errors:
+            failure.add_note(f"its mirror failed, too: {one}")
+        raise failure
 
-    def _retrying(self, call: Call, attempt: Callable[[float], _T], traffic: Traffic | None) -> _T:
-        policy = self._options.retry
-        until_s = call.began_s + policy.deadline_s
-
-        def counted() -> _T:
-            call.attempt += 1
-            self._count("requests", 1)
-            with nullcontext() if traffic is None else traffic.request(until_s):
-                return attempt(until_s)
-
-        if traffic is not None:
-            traffic.retries.earn()
-        return retrying(
-            policy,
-            counted,
-            progress=lambda: call.received,
-            on_retry=lambda: self._count("retries", 1),
-            allowance=None if traffic is None else traffic.retries,
-        )
-
-    def _traffic_of(self, url: str) -> Traffic | None:
-        """What is known of the bucket or host of ``url``; None for files."""
-        scheme = scheme_of(url)
-        if scheme == "file":
-            return None
-        name = f"{scheme}://{split_query(url)[0].partition('://')[2].partition('/')[0]}"
-        with self._lock:
-            if name not in self._traffic:
-                self._traffic[name] = Traffic(name, self._options, self._crew, self._count)
-            return self._traffic[name]
+    def _store_of(self, mirror: Mirror) -> Store:
+        if not mirror.options:
+            return self._store
+        given = {name: value for name, value in self._given.items() if name != "mirrors"}
+        return Store(parse_options({**given, **mirror.options}), self._active, self._count)
 
     def _count(self, name: str, amount: int) -> None:
         self.metrics.add(_METRICS.get(name, name), amount)
         if self._observer is not None:
             self._observer(name, amount)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where something is asked for: the store, the URL there, when to stop trying, and the way back to our names."""
+
+    store: Store
+    url: str
+    hopeless: Callable[[], bool] = never
+    back: Callable[[str], str] = str
+
+    def call(self, attempt: Callable[[Adapter], _T]) -> _T:
+        """The result of ``attempt``, retried."""
+        return self.store.call(self.url, attempt, self.hopeless)
+
+    def named(self, info: ObjectInfo) -> ObjectInfo:
+        """``info`` by the primary's name."""
+        return replace(info, url=self.back(info.url))

@@ -248,7 +248,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
             f"{where}: cannot reach {endpoint}; check endpoint_url, the network, and that it is running"
         )
     if _says(text, ("416", "invalidrange", "not satisfiable")):
-        return TransferError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
+        return ChangedError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
     if isinstance(error, (NotImplementedError, TypeError, AttributeError)):
         return StorageError(f"{where}: this file system cannot do that ({type(error).__name__})")
     if _says(text, _BUSY_WORDS):

@@ -119,7 +119,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
             "requests, or copy the data to one"
         )
     if status == 416:
-        return TransferError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
+        return ChangedError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
     if isinstance(error, ValueError):
         return ConfigError(f"{where}: {head.strip()[:300]}")
     return _transfer_error(where, place, status, said, debug)

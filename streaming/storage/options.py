@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from streaming.errors import ConfigError
+from streaming.storage.mirrors import Mirror, parse_mirrors
 from streaming.storage.retry import RetryPolicy
 
 
@@ -67,6 +68,8 @@ class StorageOptions:
         ca_file: PEM file of certificate authorities to trust beside the system's.
         client: "fsspec" to use fsspec where obstore is the default.
         fsspec: More keyword arguments for the fsspec file system.
+        mirrors: Prefix → where the same objects lie a second time: one or a list, each a URL or a dict of ``url`` and
+            the options that differ from these. Whole copies; asked when the first place fails for good.
         retry: Time-outs and retries; their names are options of their own, see :class:`RetryPolicy`.
         hedging: Second requests; the names are options of their own, too, see :class:`HedgePolicy`.
     """
@@ -87,6 +90,7 @@ class StorageOptions:
     ca_file: str | None = None
     client: str | None = None
     fsspec: Mapping[str, object] = field(default_factory=dict, repr=False)
+    mirrors: Mapping[str, tuple[Mirror, ...]] = field(default_factory=dict, repr=False)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     hedging: HedgePolicy = field(default_factory=HedgePolicy)
 
@@ -125,7 +129,7 @@ def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
         elif name in _HEDGES:
             hedges[name] = value
         elif name in _NAMES:
-            values[name] = _checked(name, value)
+            values[name] = parse_mirrors(value or {}) if name == "mirrors" else _checked(name, value)
         else:
             raise ConfigError(_unknown(given))
     policies = {"retry": RetryPolicy(**times), "hedging": HedgePolicy(**hedges)}  # type: ignore[arg-type] # they check

@@ -17,9 +17,9 @@ from typing import Protocol
 
 import numpy as np
 
-from streaming.errors import ConfigError, TransferError
+from streaming.errors import ConfigError
 from streaming.storage.active import Call
-from streaming.storage.base import Adapter, PassingError, RangeBody
+from streaming.storage.base import Adapter, ChangedError, PassingError, RangeBody
 from streaming.storage.crew import Crew
 from streaming.storage.patience import Patience
 from streaming.storage.urls import redact
@@ -172,13 +172,15 @@ class Transfer:
             if request.lost:
                 raise _LostError
             request.hear()
+            if request.version and body.version and request.version != body.version:  # a store without If-Match
+                raise ChangedError(self._short(request.first, 0, "the object changed since it was first read"))
             request.version = request.version or body.version
             if self._out is None:  # the end is known only now
                 self.stop = self._call.stop = self.start + body.num_bytes
                 self._out = _memory(body.num_bytes)
             missing = self.start + len(self._out) - request.first
             if body.num_bytes < missing:  # the store's own word: asking again would not help
-                raise TransferError(self._short(request.first, body.num_bytes, "was the object truncated or replaced?"))
+                raise ChangedError(self._short(request.first, body.num_bytes, "was the object truncated or replaced?"))
 
     # --- with rivals ---
 

@@ -1,0 +1,180 @@
+"""Second places for the same objects: who is asked when the first one fails, and when the first one is tried again.
+
+A mirror is a whole copy. Nothing is compared with the primary; the index's checksums tell a copy that differs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from streaming.errors import ConfigError
+from streaming.storage.urls import as_url, redact, split_url
+
+REST_S = 30.0
+"""How long a primary that failed is left alone; then one call tries it again, with a single attempt."""
+
+_SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mirror:
+    """A copy of what lies below some prefix.
+
+    Attributes:
+        url: The prefix that stands for the primary's.
+        options: Storage options of its own, beside the primary's.
+    """
+
+    url: str
+    options: Mapping[str, object] = field(default_factory=dict, repr=False)
+
+
+def parse_mirrors(given: object) -> dict[str, tuple[Mirror, ...]]:
+    """The storage option ``mirrors``: prefix → mirror or a list of them, each a URL or a dict with ``url`` and options.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"storage option mirrors: expected {{prefix: [mirror URLs]}}, got a {type(given).__name__}")
+    found = {}
+    for prefix, mirrors in given.items():
+        listed = [mirrors] if isinstance(mirrors, (str, PathLike, Mapping)) else mirrors
+        if not isinstance(prefix, (str, PathLike)) or not isinstance(listed, Sequence) or not listed:
+            raise ConfigError("storage option mirrors: expected {prefix: [mirror URLs]}, with at least one mirror each")
+        found[as_url(prefix).rstrip("/")] = tuple(_mirror(one) for one in listed)
+    return found
+
+
+def _mirror(given: object) -> Mirror:
+    if isinstance(given, (str, PathLike)):
+        return Mirror(url=as_url(given).rstrip("/"))
+    if not isinstance(given, Mapping) or not isinstance(given.get("url"), str):
+        raise ConfigError('storage option mirrors: a mirror is a URL, or a dict such as {"url": …, "endpoint_url": …}')
+    options = {str(name): value for name, value in given.items() if name != "url"}
+    if "mirrors" in options:
+        raise ConfigError("storage option mirrors: a mirror has no mirrors of its own; list them side by side")
+    return Mirror(url=given["url"].rstrip("/"), options=options)
+
+
+def mirrors_of(urls: object, mirrors: object) -> dict[str, Sequence[object]]:
+    """The storage option ``mirrors`` for a data set: its directory, and the directories that stand for it.
+
+    Args:
+        urls: The data set as users write it.
+        mirrors: Mirrors of the deepest directory that all of it lies in.
+
+    Raises:
+        ConfigError: There is no such directory.
+    """
+    if isinstance(mirrors, (str, PathLike, Mapping)) or not isinstance(mirrors, Sequence):
+        raise ConfigError(f'mirrors: expected a list such as ["s3://other/train/"], got a {type(mirrors).__name__}')
+    specs: Sequence[Any] = urls if isinstance(urls, Sequence) and not isinstance(urls, str) else [urls]
+    parts = [part for spec in specs for part in as_url(spec).split("::")]
+    folders = [_folder(part).split("/") for part in parts]
+    common = folders[0]
+    for folder in folders[1:]:
+        same = next((i for i, pair in enumerate(zip(common, folder, strict=False)) if pair[0] != pair[1]), None)
+        common = common[: min(len(common), len(folder)) if same is None else same]
+    prefix = "/".join(common)
+    if not prefix or prefix.endswith((":/", ":")):
+        raise ConfigError(
+            f"mirrors: {redact(parts[0])} and the other URLs lie in no common directory; say which stands for which: "
+            'storage_options={"mirrors": {"s3://bucket/train": ["s3://other/train"]}}'
+        )
+    return {prefix: mirrors}
+
+
+def _folder(spec: str) -> str:
+    """The directory of a URL, or of all that its braces stand for."""
+    plain, brace, _ = spec.partition("{")
+    names_shard = bool(brace) or plain.partition("?")[0].endswith(_SHARD_SUFFIXES)
+    return split_url(plain)[0] if names_shard else plain.rstrip("/")
+
+
+class Route:
+    """Primary and mirrors of one prefix, and whether the primary is left alone just now. Thread-safe.
+
+    Attributes:
+        prefix: The primary, without a slash at its end.
+        mirrors: In the order in which they are tried.
+    """
+
+    def __init__(self, prefix: str, mirrors: tuple[Mirror, ...], clock: Callable[[], float] = time.monotonic) -> None:
+        self.prefix = prefix
+        self.mirrors = mirrors
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rests_until_s: float | None = None
+        self._tried = self._warned = False
+
+    @property
+    def rests(self) -> bool:
+        """Whether the primary failed and has not worked since."""
+        with self._lock:
+            return self._rests_until_s is not None
+
+    def turn(self) -> tuple[bool, bool]:
+        """Whether this call is to ask the primary, and whether that is the one trial after its rest."""
+        with self._lock:
+            if self._rests_until_s is None:
+                return True, False
+            if self._tried or self._clock() < self._rests_until_s:
+                return False, False
+            self._tried = True
+            return True, True
+
+    def failed(self, error: Exception) -> None:
+        """The primary failed for good: mirrors from now on. Says so, the first time."""
+        with self._lock:
+            self._rests_until_s, self._tried = self._clock() + REST_S, False
+            first, self._warned = not self._warned, True
+        if first:
+            _log.warning(
+                "%s failed (%s); reading from its mirror %s. It is tried again every %.0f s; mirror_reads counts them",
+                redact(self.prefix), error, redact(self.mirrors[0].url), REST_S,
+            )  # fmt: skip
+
+    def worked(self) -> None:
+        """The primary answered."""
+        with self._lock:
+            self._rests_until_s, self._tried = None, False
+
+    def undecided(self) -> None:
+        """The call to the primary was given up, for a reason of the caller's."""
+        with self._lock:
+            self._tried = False
+
+    def at(self, mirror: Mirror, url: str) -> str:
+        """Where ``url`` lies in ``mirror``."""
+        return mirror.url + url[len(self.prefix) :]
+
+    def back(self, mirror: Mirror, url: str) -> str:
+        """What ``url`` of ``mirror`` is called at the primary."""
+        return self.prefix + url[len(mirror.url) :]
+
+
+class Routes:
+    """The routes of one storage.
+
+    Attributes:
+        mirrors: All mirrors.
+    """
+
+    def __init__(self, mirrors: Mapping[str, tuple[Mirror, ...]]) -> None:
+        self.mirrors = [mirror for some in mirrors.values() for mirror in some]
+        self._routes = [Route(prefix, mirrors[prefix]) for prefix in sorted(mirrors, key=len, reverse=True)]
+
+    def of(self, url: Any) -> Route | None:
+        """The route of the longest prefix of ``url``, if there is one."""
+        if not self._routes:
+            return None
+        text = as_url(url)
+        return next((one for one in self._routes if f"{text}/".startswith(f"{one.prefix}/")), None)

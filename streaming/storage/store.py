@@ -1,0 +1,136 @@
+"""Requests to one set of stores, with what makes each of them come through: retries, a gate, second requests, pins."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+from streaming.storage.active import ActiveCalls, Call
+from streaming.storage.base import Adapter, ChangedError
+from streaming.storage.crew import Crew
+from streaming.storage.fs import FsspecAdapter
+from streaming.storage.local import LocalAdapter
+from streaming.storage.object import OBJECT_SCHEMES, ObjectAdapter
+from streaming.storage.options import StorageOptions
+from streaming.storage.pins import Pins
+from streaming.storage.retry import retrying
+from streaming.storage.traffic import Traffic
+from streaming.storage.transfer import Transfer
+from streaming.storage.urls import as_url, scheme_of, split_query
+
+_T = TypeVar("_T")
+
+
+def never() -> bool:
+    """Whether to give up early."""
+    return False
+
+
+class Store:
+    """Everything that can be reached with the same options. Thread-safe.
+
+    Args:
+        options: How.
+        active: Where calls under way are listed.
+        count: Told what is done.
+    """
+
+    def __init__(self, options: StorageOptions, active: ActiveCalls, count: Callable[[str, int], None]) -> None:
+        self._options = options
+        self._active = active
+        self._count = count
+        self._lock = threading.Lock()
+        self._adapters: dict[type, Adapter] = {}
+        self._traffic: dict[str, Traffic] = {}
+        self._crew = Crew()
+        self._pins = Pins()
+
+    def adapter(self, url: str | os.PathLike[str]) -> Adapter:
+        """What talks to the store of ``url``; made at first use."""
+        scheme = scheme_of(as_url(url))
+        if scheme == "file":
+            kind: type = LocalAdapter
+        elif scheme in OBJECT_SCHEMES and self._options.client != "fsspec":
+            kind = ObjectAdapter
+        else:
+            kind = FsspecAdapter
+        with self._lock:
+            if kind not in self._adapters:
+                self._adapters[kind] = kind() if kind is LocalAdapter else kind(self._options)
+            return self._adapters[kind]
+
+    def call(self, url: str, attempt: Callable[[Adapter], _T], hopeless: Callable[[], bool] = never) -> _T:
+        """The result of ``attempt``, retried until ``hopeless`` or the policy says no."""
+        adapter = self.adapter(url)
+        with self._active.under_way(url) as call:
+            return self._retrying(call, lambda _: attempt(adapter), self.traffic_of(url), hopeless)
+
+    def read(
+        self,
+        url: str,
+        start: int,
+        stop: int | None,
+        out: memoryview | None = None,
+        *,
+        pinned: bool = False,
+        hopeless: Callable[[], bool] = never,
+    ) -> memoryview:
+        """Bytes [start, stop) of ``url``, in ``out`` if given.
+
+        Raises:
+            ChangedError: ``pinned``, and the object is another one than at the last such read. The next one takes it
+                as it is then.
+        """
+        adapter, traffic = self.adapter(url), self.traffic_of(url)
+        version = self._pins.get(url) if pinned else None
+        transfer = Transfer(adapter, url, start, stop, count=self._count, out=out, version=version)
+        hedging = traffic if isinstance(adapter, ObjectAdapter) and self._options.hedging.hedge else None
+        with self._active.under_way(url, start, stop) as call, self._crew if hedging else nullcontext():
+            try:
+                if not transfer.is_done:
+                    self._retrying(call, lambda until_s: transfer.attempt(call, hedging, until_s), traffic, hopeless)
+                if pinned:
+                    self._pins.keep(url, transfer.version)
+                return transfer.result()
+            except ChangedError:
+                self._pins.drop(url)
+                raise
+            finally:
+                transfer.forget()
+
+    def _retrying(
+        self, call: Call, attempt: Callable[[float], _T], traffic: Traffic | None, hopeless: Callable[[], bool]
+    ) -> _T:
+        policy = self._options.retry
+        until_s = call.began_s + policy.deadline_s
+
+        def counted() -> _T:
+            call.attempt += 1
+            self._count("requests", 1)
+            with nullcontext() if traffic is None else traffic.request(until_s):
+                return attempt(until_s)
+
+        if traffic is not None:
+            traffic.retries.earn()
+        return retrying(
+            policy,
+            counted,
+            progress=lambda: call.received,
+            on_retry=lambda: self._count("retries", 1),
+            allowance=None if traffic is None else traffic.retries,
+            hopeless=hopeless,
+        )
+
+    def traffic_of(self, url: str) -> Traffic | None:
+        """What is known of the bucket or host of ``url``; None for files."""
+        scheme = scheme_of(url)
+        if scheme == "file":
+            return None
+        name = f"{scheme}://{split_query(url)[0].partition('://')[2].partition('/')[0]}"
+        with self._lock:
+            if name not in self._traffic:
+                self._traffic[name] = Traffic(name, self._options, self._crew, self._count)
+            return self._traffic[name]
