@@ -152,11 +152,11 @@ def _read(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
         ChangedError: It was replaced, and there are no checksums.
     """
     try:
-        storage.read_into(wanted.url, wanted.byte_start, out, pinned=True)
+        storage.read_into(wanted.url, wanted.byte_start, out)
     except ChangedError as error:
         if not wanted.sums:
             raise
-        storage.read_into(wanted.url, wanted.byte_start, out, pinned=True)
+        storage.read_into(wanted.url, wanted.byte_start, out)
         if _differing(wanted, out) is not None:
             _check_size(storage, wanted, error)
             raise IndexMismatchError(

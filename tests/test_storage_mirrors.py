@@ -111,10 +111,10 @@ def test_what_is_missing_or_replaced_is_no_failure(place: Place) -> None:
     with pytest.raises(NotFoundError):
         storage.read(place.primary + "/only-here")
     url, out = place.primary + "/a/x.tar", bytearray(10)
-    storage.read_into(url, 0, memoryview(out), pinned=True)
+    storage.read_into(url, 0, memoryview(out))
     place.direct().put(url, DATA[::-1])
     with pytest.raises(ChangedError):
-        storage.read_into(url, 0, memoryview(out), pinned=True)
+        storage.read_into(url, 0, memoryview(out))
     with pytest.raises(TransferError, match="truncated or replaced"):
         storage.read(url, 0, 2 * MIB)
     assert storage.metrics.get("mirror_reads") == 0
@@ -319,7 +319,7 @@ class TestReplaced:
         storage = place.direct()
         storage.put(url, DATA)
         assert self.fetch(storage, self.wanted(url, DATA, checked=checked)) == DATA[:1000]
-        storage.put(url, DATA[::-1])
+        place.direct().put(url, DATA[::-1])
         with pytest.raises(IndexMismatchError if checked else TransferError, match=r"x\.tar.*(replaced|changed)"):
             self.fetch(storage, self.wanted(url, DATA, checked=checked, start=5000))
 
@@ -327,7 +327,7 @@ class TestReplaced:
         url, storage = str(tmp_path / "x.tar"), place.direct()
         storage.put(url, DATA)
         self.fetch(storage, self.wanted(url, DATA, checked=True))
-        storage.put(url, DATA)
+        place.direct().put(url, DATA)
         before = storage.metrics.get("requests")
         for start in (1000, 2000):
             assert self.fetch(storage, self.wanted(url, DATA, checked=True, start=start)) == DATA[start : start + 1000]
@@ -342,12 +342,22 @@ class TestReplaced:
         )
         url, storage = place.primary + "/a/x.tar", place.direct()
         self.fetch(storage, self.wanted(url, DATA, checked=False))
-        storage.put(url, DATA[::-1])
+        place.direct().put(url, DATA[::-1])
         with pytest.raises(ChangedError, match="changed since it was first read"):
             self.fetch(storage, self.wanted(url, DATA, checked=False))
 
-    def test_reads_that_are_not_pinned_take_what_there_is(self, place: Place) -> None:
+    def test_reads_of_a_whole_object_take_what_there_is(self, place: Place) -> None:
         url, storage = place.primary + "/a/x.tar", place.direct()
         storage.read(url)
-        storage.put(url, b"new")
+        place.direct().put(url, b"new")
         assert bytes(storage.read(url)) == b"new"
+
+    def test_who_looks_again_or_writes_sees_the_new_one(self, place: Place) -> None:
+        url, storage, out = place.primary + "/a/x.tar", place.direct(), bytearray(5)
+        storage.read_into(url, 0, memoryview(out))
+        place.direct().put(url, DATA[::-1])
+        storage.info(url)
+        storage.read_into(url, 0, memoryview(out))
+        storage.put(url, DATA)
+        storage.read_into(url, 0, memoryview(out))
+        assert out == DATA[:5]

@@ -98,26 +98,24 @@ class Storage:
         """
         return self._somewhere(url, lambda site: site.store.read(site.url, start, stop, hopeless=site.hopeless))
 
-    def read_into(self, url: str, start: int, out: memoryview, *, pinned: bool = False) -> None:
+    def read_into(self, url: str, start: int, out: memoryview) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
 
         ``out`` is writable, contiguous, any item type. Files are read straight into it; object stores cost one copy.
-        What ``out`` holds after an error is undefined. ``pinned`` reads of one process are all of the same version of
-        the object, where the store has versions (ETags; not through fsspec).
+        What ``out`` holds after an error is undefined. All these reads of one URL see the same version of the object,
+        where the store has versions (ETags, file times; not through fsspec), until it is looked at by :meth:`info` or
+        written through this storage.
 
         Raises:
             TransferError: As :meth:`read`.
-            ChangedError: A ``pinned`` read, and the object was replaced since the last one. The next one takes it as it
-                is then.
+            ChangedError: The object was replaced since the last one. The next read takes it as it is then.
         """
         view = out.cast("B") if out.format != "B" or out.ndim != 1 else out
         if view.readonly:
             raise ConfigError("read_into: out is read-only; give writable memory")
         self._somewhere(
             url,
-            lambda site: site.store.read(
-                site.url, start, start + len(view), view, pinned=pinned, hopeless=site.hopeless
-            ),
+            lambda site: site.store.read(site.url, start, start + len(view), view, pinned=True, hopeless=site.hopeless),
         )
 
     def list(self, url: str) -> Iterator[ObjectInfo]:

@@ -63,7 +63,8 @@ class Store:
             return self._adapters[kind]
 
     def call(self, url: str, attempt: Callable[[Adapter], _T], hopeless: Callable[[], bool] = never) -> _T:
-        """The result of ``attempt``, retried until ``hopeless`` or the policy says no."""
+        """The result of ``attempt``, retried as far as the policy and ``hopeless`` say; forgets the version."""
+        self._pins.drop(url)
         adapter = self.adapter(url)
         with self._active.under_way(url) as call:
             return self._retrying(call, lambda _: attempt(adapter), self.traffic_of(url), hopeless)
