@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from streaming.bad_samples import BadSamples
 from streaming.dataset import StreamingDataset
+from streaming.engine.standing import request_line
 from streaming.metrics import Metrics
 from streaming.order import OrderSettings, checked_int
 
@@ -104,7 +105,9 @@ class BaseLoop(ABC):
     def describe(self) -> str:
         """What the loop waits for at this moment."""
         running = self._running
-        return "not running" if running is None else running.describe()
+        if running is None:
+            return "not running"
+        return "\n".join([running.describe(), *map(request_line, self.dataset.storage.in_flight())])
 
     def close(self) -> None:
         """Stop threads and processes, free memory. The loop may be used again; it starts them anew."""

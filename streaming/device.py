@@ -17,153 +17,21 @@ costs is certain: it takes the interpreter lock from the training loop, and make
 from __future__ import annotations
 
 import copy
-from collections import UserDict, deque
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
+from streaming.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.errors import ConfigError
-
-_PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), memoryview, bytearray})
-"""Types that cannot hold a tensor: lists of nothing else are passed through without a look at each element."""
+from streaming.watch import STALL_REPORT_S, Watchdog
 
 _END = object()
-
-
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def query(self) -> bool:
-        """Whether all work before it is done."""
-
-    def synchronize(self) -> None:
-        """Block until it is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """A batch whose copies are issued.
-
-    Attributes:
-        batch: The device's batch; its contents count only in a stream that waited for ``event``.
-        event: Done when the last copy is; until then the source, and ``staged``, must be kept.
-        staged: Page-locked copies of source tensors that were not page-locked.
-    """
-
-    batch: Any
-    event: Event
-    staged: tuple[torch.Tensor, ...] = ()
-
-
-class Copier(Protocol):
-    """How batches get to a device. For one thread."""
-
-    def issue(self, batch: Any) -> Copied:
-        """Start the copies of ``batch`` and return at once; if it raises, none is under way any more."""
-
-    def hand_over(self, copied: Copied) -> None:
-        """Make the consumer's stream, the current one, wait for the copies, and keep their memory for it."""
-
-    def mark(self) -> Event:
-        """An event behind all that the consumer's stream was given so far."""
-
-
-class _Done:
-    """The event of work that was done at once."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-
-class CpuCopier:
-    """Passes tensors through; one that lies on another device is copied to the CPU before ``issue`` returns."""
-
-    def issue(self, batch: Any) -> Copied:
-        """``batch``, with its tensors as they are."""
-        return Copied(batch=map_tensors(batch, lambda tensor: tensor.to("cpu")), event=_Done())
-
-    def hand_over(self, copied: Copied) -> None:
-        """Nothing to wait for."""
-
-    def mark(self) -> Event:
-        """Done."""
-        return _Done()
-
-
-class CudaCopier:
-    """Copies on a stream of its own.
-
-    Device memory is allocated in the side stream, so that a copy never waits for the consumer's kernels. The caching
-    allocator would give such memory back to the side stream as soon as its tensor is dropped, though kernels that read
-    it may still be queued; ``record_stream`` tells it of them.
-
-    A source that is not page-locked is copied to page-locked memory of torch's host allocator first, on the calling
-    thread: from pageable memory CUDA copies more slowly, and makes the host wait.
-
-    Args:
-        device: A CUDA device with its index.
-        cuda: Stands in for ``torch.cuda`` in tests: ``Stream``, ``Event``, ``stream`` and ``current_stream``.
-    """
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._device = device
-        self._cuda = cuda
-        self._side = cuda.Stream(device=device)
-
-    def issue(self, batch: Any) -> Copied:
-        """Start the copies of ``batch`` on the side stream."""
-        staged: list[torch.Tensor] = []
-        consumer = self._cuda.current_stream(self._device)
-        try:
-            with self._cuda.stream(self._side):
-                moved = map_tensors(batch, lambda tensor: self._move(tensor, staged, consumer))
-                event = self._cuda.Event(blocking=True)
-                event.record(self._side)
-        except BaseException:
-            self._side.synchronize()  # the caller lets go of the source now
-            raise
-        return Copied(batch=moved, event=event, staged=tuple(staged))
-
-    def hand_over(self, copied: Copied) -> None:
-        """Let the current stream wait for the copies, and the allocator for the current stream."""
-        consumer = self._cuda.current_stream(self._device)
-        consumer.wait_event(copied.event)
-
-        def keep_for_consumer(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device == self._device and tensor.layout == torch.strided:
-                tensor.record_stream(consumer)
-            return tensor
-
-        map_tensors(copied.batch, keep_for_consumer)
-
-    def mark(self) -> Event:
-        """An event at the end of the current stream."""
-        event = self._cuda.Event(blocking=True)
-        event.record(self._cuda.current_stream(self._device))
-        return event  # type: ignore[no-any-return]  # torch.cuda is Any here
-
-    def _move(self, tensor: torch.Tensor, staged: list[torch.Tensor], consumer: Any) -> torch.Tensor:
-        if tensor.device == self._device:
-            return tensor
-        if tensor.layout != torch.strided:  # sparse: nothing to record a stream on, so in the consumer's, at once
-            with self._cuda.stream(consumer):
-                return tensor.to(self._device)
-        if tensor.device.type == "cpu" and tensor.numel():
-            if not _is_dense(tensor):  # torch would gather it into pageable memory
-                tensor = tensor.contiguous()
-                staged.append(tensor)
-            if not tensor.is_pinned():
-                tensor = tensor.pin_memory()
-                staged.append(tensor)
-        return tensor.to(self._device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +61,8 @@ class _Flight:
     copier: Copier
     depth: int
     position: Callable[[], _Position]
+    watchdog: Watchdog
+    stage: str = "hands out batches"
     ahead: deque[tuple[Copied, _Position]] = field(default_factory=deque)
     held: deque[tuple[Event, Any]] = field(default_factory=deque)
     steps: deque[Event] = field(default_factory=deque)
@@ -237,13 +107,14 @@ class _Flight:
         self.closed = self.ended = True
         try:
             while self.held:
-                self.held[0][0].synchronize()
+                self._await(self.held[0][0], "waits for copies under way, to end")
                 self.held.popleft()
             self.ahead.clear()
         finally:
             source, self.source = self.source, iter(())
             self.failure = None
             self.steps.clear()
+            self.watchdog.stop()
             if self.owns_source and hasattr(source, "close"):
                 source.close()
 
@@ -252,17 +123,38 @@ class _Flight:
         if self.num_handed_out:
             self.steps.append(self.copier.mark())
         while len(self.steps) > self.depth:
-            self.steps.popleft().synchronize()
+            self._await(self.steps.popleft(), "waits for the device to come within depth steps")
+
+    def _await(self, event: Event, stage: str) -> None:
+        """Block until ``event`` is done; if that takes too long, there will be a report."""
+        if event.query():
+            return
+        with self._in_stage(stage):
+            self.watchdog.begin()
+            try:
+                event.synchronize()
+            finally:
+                self.watchdog.end()
+
+    @contextmanager
+    def _in_stage(self, stage: str) -> Iterator[None]:
+        before, self.stage = self.stage, stage
+        try:
+            yield
+        finally:
+            self.stage = before
 
     def _pull(self) -> None:
         """Take one batch from the loader and start its copies."""
         try:
-            batch = next(self.source, _END)
+            with self._in_stage("waits for the loader"):
+                batch = next(self.source, _END)
             if batch is _END:
                 self.ended = True
                 return
             position = self.position()
-            copied = self.copier.issue(batch)
+            with self._in_stage("starts the copies of a batch"):
+                copied = self.copier.issue(batch)
         except Exception as error:  # noqa: BLE001  delivered at its place, after the batches before it
             self.ended, self.failure = True, error
         else:
@@ -322,10 +214,12 @@ class DevicePrefetcher:
         """The loader's batches. A loop in progress ends."""
         self._stop()
         self._position = self._loader_position()
+        if hasattr(self.loader, "add_stage"):
+            self.loader.add_stage(self.describe_stage)
         source = iter(self.loader)
         flight = self._flight = _Flight(
             source=source, owns_source=source is not self.loader, copier=self._copier, depth=self.depth,
-            position=self._loader_position,
+            position=self._loader_position, watchdog=self._watchdog(),
         )  # fmt: skip
         try:
             while flight.advance():
@@ -380,6 +274,24 @@ class DevicePrefetcher:
         numbers: dict[str, Any] = self.loader.metrics()
         return numbers
 
+    def describe(self) -> str:
+        """In words: what this object and the loader are at. From any thread."""
+        describe = getattr(self.loader, "describe", None)
+        if describe is None:
+            return self.describe_stage()
+        told: str = describe()
+        return told if hasattr(self.loader, "add_stage") else f"{told}\n{self.describe_stage()}"
+
+    def describe_stage(self) -> str:
+        """In words: what this object is at. From any thread."""
+        flight = self._flight
+        if flight is None:
+            return f"prefetcher to {self.device}: not running"
+        return (
+            f"prefetcher to {self.device}: {flight.stage}; {len(flight.ahead)} batches ahead, {len(flight.held)} "
+            f"copies not known to be done, {len(flight.steps)} steps given to the device and not known to be done"
+        )
+
     def close(self) -> None:
         """Wait for copies under way, let go of all memory, close the loader."""
         try:
@@ -395,6 +307,16 @@ class DevicePrefetcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _watchdog(self) -> Watchdog:
+        after_s = getattr(self.loader, "stall_report_s", STALL_REPORT_S)
+        this = weakref.ref(self)
+
+        def describe() -> str:
+            alive = this()
+            return "" if alive is None else alive.describe()
+
+        return Watchdog(after_s, f"{self.device} gets no further", describe)
 
     def _hand_out(self, flight: _Flight) -> Any:
         batch, self._position = flight.hand_out()
@@ -446,47 +368,6 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
     if index >= count:
         raise ConfigError(f"device: {device!r} was asked for, but torch sees {count} CUDA devices (0 to {count - 1})")
     return torch.device("cuda", index)
-
-
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``function`` applied to each tensor in nested dicts, lists, tuples and named tuples.
-
-    Containers keep their types; those that hold nothing but text and numbers, and all other objects, are passed on
-    themselves. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU, where torch wants it.
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return _map_mapping(value, function)
-    if isinstance(value, list | tuple) and not _PLAIN.issuperset(map(type, value)):
-        return _map_sequence(value, function)
-    return value
-
-
-def _map_mapping(value: Mapping[Any, Any], function: Callable[[torch.Tensor], torch.Tensor]) -> Mapping[Any, Any]:
-    moved = {name: map_tensors(one, function) for name, one in value.items()}
-    if type(value) is dict or not isinstance(value, dict | UserDict):
-        return moved
-    clone = copy.copy(value)  # keeps what a subclass adds, such as a default factory
-    clone.update(moved)
-    return clone
-
-
-def _map_sequence(
-    value: list[Any] | tuple[Any, ...], function: Callable[[torch.Tensor], torch.Tensor]
-) -> list[Any] | tuple[Any, ...]:
-    if isinstance(value, PackedSequence):
-        data, sizes, *indices = value
-        return type(value)(function(data), sizes, *(map_tensors(one, function) for one in indices))
-    items = [map_tensors(one, function) for one in value]
-    if hasattr(value, "_fields"):
-        return type(value)(*items)
-    return items if type(value) is list else type(value)(items)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a copy on another device has the same strides, so that it is one run of bytes."""
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _reseeded(position: _Position, next_seed: Any) -> _Position:

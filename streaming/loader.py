@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeAlias, Unpack
 
 import torch
 
@@ -27,6 +29,7 @@ from streaming.replicas import MoreOptions, split_options
 from streaming.state import LoaderState
 from streaming.storage import redact
 from streaming.streamed import StreamedLoop
+from streaming.watch import STALL_REPORT_S, Watchdog, Watched, checked_stall_report_s
 
 
 class DataLoader:
@@ -54,6 +57,8 @@ class DataLoader:
         prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
+        stall_report_s: Where no batch comes for so many seconds, a warning on the logger ``streaming.watch`` says what
+            every stage waits for, and again when that time has doubled; None: never.
         more: ``remote_group``, a ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset``
             is then a function, ``device_mesh`` the mesh of the processes that train, and the loop gives
             ``RemoteBatch``es, a handle for each data rank, in place of batches (docs/ray.md).
@@ -72,7 +77,7 @@ class DataLoader:
     _inline = False
     """Batches are built by the thread that asks for them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
         self,
         dataset: Any,
         batch_size: int | None = None,
@@ -87,10 +92,14 @@ class DataLoader:
         prefetch_factor: int = 2,
         pin_memory: bool = False,
         memory_limit: int | str = "4GiB",
+        stall_report_s: float | None = STALL_REPORT_S,
         **more: Unpack[MoreOptions],
     ) -> None:
         if isinstance(dataset, str):
             raise _no_dataset(dataset)
+        self.stall_report_s = checked_stall_report_s(stall_report_s)
+        self._stages: _Stages = []
+        self._watchdog: Watchdog | None = None
         remote_group = more.pop("remote_group", None)
         if remote_group is not None:
             self.dataset, self.device_mesh = dataset, resolve_mesh(device_mesh)
@@ -167,7 +176,9 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch in progress; after its last batch, ``epoch`` is the next one."""
-        return self._loop.run()
+        report = partial(_report, self._loop, self._stages)
+        self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
+        return Watched(self._loop.run(), self._watchdog, self._loop.metrics)
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
@@ -199,8 +210,18 @@ class DataLoader:
         return self._loop.report()
 
     def describe(self) -> str:
-        """In words: what the next batch waits for at this moment."""
-        return self._loop.describe()
+        """In words, a line for each stage: what the next batch waits for at this moment. From any thread."""
+        waiting_s = None if self._watchdog is None else self._watchdog.waiting_s
+        waiting = [] if waiting_s is None else [f"the consumer has waited {waiting_s:.1f} s for a batch"]
+        return "\n".join([*waiting, _report(self._loop, self._stages)])
+
+    def add_stage(self, describe: Callable[[], str]) -> None:
+        """Let ``describe``, a bound method of something behind this loader, add a line to its reports.
+
+        Called in any thread. It is not kept alive.
+        """
+        self._stages[:] = [stage for stage in self._stages if stage() is not None]
+        self._stages.append(weakref.WeakMethod(describe))
 
     def close(self) -> None:
         """Stop threads and free memory. The loader may be used again, from the start of the epoch in progress."""
@@ -216,6 +237,15 @@ class DataLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]
+
+
+def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: _Stages) -> str:
+    """What the loop and all behind it are at."""
+    behind = [describe() for stage in stages if (describe := stage()) is not None]
+    return "\n".join([loop.describe(), *behind])
 
 
 def _no_dataset(given: object) -> ConfigError:

@@ -21,6 +21,7 @@ SURFACE += ("streaming.loop", "streaming.streamed", "streaming.base_loop", "stre
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
 SURFACE += ("streaming.iterable", "streaming.shares", "streaming.replicas")
 SURFACE += ("streaming.broadcast", "streaming.replica_group", "streaming.remote")
+SURFACE += ("streaming.watch", "streaming.copiers")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),

@@ -21,7 +21,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.device import Copied, CpuCopier, CudaCopier, DevicePrefetcher, _is_dense, map_tensors, resolve_device
+from streaming.copiers import Copied, CpuCopier, CudaCopier, _is_dense, map_tensors
+from streaming.device import DevicePrefetcher, resolve_device
 from streaming.errors import ConfigError, StateError
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

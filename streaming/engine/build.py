@@ -15,6 +15,7 @@ from streaming.collate import Allocate, default_collate, empty_like
 from streaming.decode import FieldDecoder, decode_field, raw
 from streaming.engine.columns import Columns
 from streaming.engine.rows import Rows
+from streaming.engine.work import Place
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.portion import Portion
 from streaming.types import Batch, Sample, Transform
@@ -118,6 +119,7 @@ class BatchBuilder:
         report: Told of every sample that could not be delivered; may raise to stop the run.
         allocate: Where the memory of the default batch's tensors comes from; None: fresh memory. Not used for a batch
             of which only a portion is kept.
+        place: Told which row is being decoded; None: nobody asks.
     """
 
     def __init__(
@@ -126,8 +128,10 @@ class BatchBuilder:
         substitutes: Callable[[int], Iterator[Rows]],
         report: BadSampleReport,
         allocate: Allocate | None = None,
+        place: Place | None = None,
     ) -> None:
         self._allocate = allocate if recipe.portion.is_whole else None
+        self._place: Place = [-1] if place is None else place
         self._recipe = recipe
         self._substitutes = substitutes
         self._report = report
@@ -138,14 +142,14 @@ class BatchBuilder:
         mask = recipe.mask_of(len(rows.keys), valid)
         if recipe.is_plain and not rows.damage:
             with suppress(DecodeError):  # row by row it will say which value
-                return recipe.whole(
-                    Columns(rows, recipe.decoders, self._allocate).batch(0, len(rows.keys)), mask, len(rows.keys)
-                )
+                columns = Columns(rows, recipe.decoders, self._allocate, self._place)
+                return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
         samples = [self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
         return self.collate(samples, mask)
 
     def collate(self, samples: list[Sample], mask: Mask) -> Any:
         """The batch of samples, by the user's function or the default one."""
+        self._place[0] = -1
         if self._recipe.collate_fn is not None:
             if mask is not None:
                 for sample, valid in zip(samples, mask.tolist(), strict=True):
@@ -179,6 +183,7 @@ class BatchBuilder:
         return [self._sample_or_substitute(rows, i, None) for i in range(len(rows.keys))]
 
     def _sample_or_substitute(self, rows: Rows, i: int, mask: Mask) -> Sample:
+        self._place[0] = i
         try:
             return self._sample(rows, i)
         except _Bad as bad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ import numpy.typing as npt
 from streaming.decode import ArrayDecoder, integer, raw, text
 from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe
 from streaming.engine.rows import Rows
+from streaming.engine.stacks import where_is
+from streaming.engine.work import Work
 from streaming.engine.workers import WorkerPool
 
 Substitutes = Callable[[int], Iterator[Rows]]
@@ -29,9 +32,22 @@ class Builder(Protocol):
         """Whether building is nothing but Python: then the consumer does it, and no thread in between."""
 
     def build(
-        self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *, seed: int | None = None
-    ) -> Any:
-        """The batch of ``rows``; ``seed`` is for the random generators that users' functions draw from."""
+        self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
+        seed: int | None = None, batch: int = -1,
+    ) -> Any:  # fmt: skip
+        """The batch of ``rows``.
+
+        Args:
+            rows: The rows.
+            valid: Mask, or None.
+            substitutes: For row i of the batch, single rows to try in its place.
+            report: Told of every sample that could not be delivered.
+            seed: For the random generators that users' functions draw from.
+            batch: Its number, for reports.
+        """
+
+    def describe(self) -> list[str]:
+        """What is being built where, for people, a line each; from any thread."""
 
 
 class LocalBuilder:
@@ -41,6 +57,7 @@ class LocalBuilder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        self._under_way: dict[int, Work] = {}
         self.holds_gil = False
 
     def build(
@@ -51,11 +68,25 @@ class LocalBuilder:
         report: BadSampleReport,
         *,
         seed: int | None = None,  # noqa: ARG002  this process's generators are the user's
+        batch: int = -1,
     ) -> Any:
         """See ``Builder``."""
         if not self.holds_gil:
             self.holds_gil = is_trivial(self._recipe, rows)
-        return BatchBuilder(self._recipe, substitutes, report).build(rows, valid)
+        thread = threading.get_ident()
+        work = self._under_way[thread] = Work(batch, rows.keys, rows.urls)
+        try:
+            return BatchBuilder(self._recipe, substitutes, report, place=work.row).build(rows, valid)
+        finally:
+            del self._under_way[thread]
+
+    def describe(self) -> list[str]:
+        """See ``Builder``."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return [
+            f"thread {names.get(thread, thread)} {work.describe()}; in {where_is(thread)}"
+            for thread, work in list(self._under_way.items())
+        ]
 
 
 class WorkerBuilder:
@@ -77,13 +108,18 @@ class WorkerBuilder:
         return self.is_local
 
     def build(
-        self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *, seed: int | None = None
-    ) -> Any:
+        self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
+        seed: int | None = None, batch: int = -1,
+    ) -> Any:  # fmt: skip
         """See ``Builder``."""
         if self.is_local or is_trivial(self._recipe, rows):
             self.is_local = True
-            return self._local.build(rows, valid, substitutes, report)
-        return self._pool.build(rows, valid, substitutes, report, seed=seed)
+            return self._local.build(rows, valid, substitutes, report, batch=batch)
+        return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
+
+    def describe(self) -> list[str]:
+        """See ``Builder``."""
+        return [*self._local.describe(), *([] if self.is_local else self._pool.describe())]
 
 
 def is_trivial(recipe: Recipe, rows: Rows) -> bool:

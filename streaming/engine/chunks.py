@@ -35,6 +35,8 @@ class Unit:
         first_row: Row of its first sample in the row table; -1 while not ready, or if none of it can be read.
         damage: Why nothing of it can be read, if that is so. (Of single samples the row table knows it.)
         failure: Why the fetch failed altogether, if it did.
+        asked_at_s: By ``time.monotonic``.
+        begun_at_s: When a thread took it up; 0: none has.
     """
 
     wanted: FetchRange
@@ -45,6 +47,7 @@ class Unit:
     damage: DataError | None = None
     failure: BaseException | None = None
     asked_at_s: float = field(default_factory=time.monotonic)
+    begun_at_s: float = 0.0
 
 
 class ChunkStore:
@@ -152,7 +155,7 @@ class ChunkStore:
         """Fetch one unit (on a background thread) and tell whoever waits."""
         if self._closed:
             return
-        started_s = time.monotonic()
+        unit.begun_at_s = started_s = time.monotonic()
         layout: UnitLayout | None = None
         out = self.arena.view[unit.start : unit.start + unit.wanted.num_bytes]
         try:

@@ -17,6 +17,7 @@ import torch
 from streaming.collate import Allocate, collate_field
 from streaming.decode import ArrayDecoder, FieldDecoder, raw
 from streaming.engine.rows import FieldRange, Rows
+from streaming.engine.work import Place
 from streaming.errors import ConfigError, DecodeError
 from streaming.types import Batch, Decoder
 
@@ -38,12 +39,17 @@ class Columns:
         rows: All of them; none damaged.
         decoders: Decoder of every field.
         allocate: Where the memory of tensors comes from; None: fresh memory.
+        place: Told which row is being decoded; None: nobody asks.
     """
 
-    def __init__(self, rows: Rows, decoders: FieldDecoder, allocate: Allocate | None = None) -> None:
+    def __init__(
+        self, rows: Rows, decoders: FieldDecoder, allocate: Allocate | None = None, place: Place | None = None
+    ) -> None:
         self._rows = rows
+        place = [-1] if place is None else place
         self._cuts = [
-            (name, _cut_of(rows, decoders.decoder_for(name), where, allocate)) for name, where in rows.fields.items()
+            (name, _cut_of(rows, decoders.decoder_for(name), where, allocate, place))
+            for name, where in rows.fields.items()
         ]
 
     def batch(self, low: int, high: int) -> Batch:
@@ -59,7 +65,7 @@ class Columns:
         return batch
 
 
-def _cut_of(rows: Rows, decoder: Decoder, where: FieldRange, allocate: Allocate | None) -> Cut:
+def _cut_of(rows: Rows, decoder: Decoder, where: FieldRange, allocate: Allocate | None, place: Place) -> Cut:
     complete = bool((where.sizes >= 0).all())
     if complete and isinstance(decoder, ArrayDecoder):
         gathered = _gatherer(rows.view, where, decoder, allocate)
@@ -71,7 +77,7 @@ def _cut_of(rows: Rows, decoder: Decoder, where: FieldRange, allocate: Allocate 
         return cut_in_place(rows.memory, where)
     starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
     return lambda low, high: collate_field(
-        _decoded(rows.view, decoder, starts[low:high], stops[low:high]), allocate=allocate
+        _decoded(rows.view, decoder, starts[low:high], stops[low:high], place), allocate=allocate
     )
 
 
@@ -101,13 +107,18 @@ def gathered_bytes(view: memoryview, where: FieldRange) -> Cut:
     return cut
 
 
-def _decoded(view: memoryview, decoder: Decoder, starts: list[int], stops: list[int]) -> list[Any]:
+def _decoded(view: memoryview, decoder: Decoder, starts: list[int], stops: list[int], place: Place) -> list[Any]:
+    values = []
     try:
-        return [decoder(view[a:b]) if b >= a else None for a, b in zip(starts, stops, strict=True)]
+        for row, (a, b) in enumerate(zip(starts, stops, strict=True)):
+            place[0] = row
+            values.append(decoder(view[a:b]) if b >= a else None)
     except (ConfigError, MemoryError):
         raise
     except Exception as error:
         raise DecodeError("a value of the column does not decode") from error
+    place[0] = -1
+    return values
 
 
 def _gatherer(view: memoryview, where: FieldRange, decoder: ArrayDecoder, allocate: Allocate | None) -> Cut | None:

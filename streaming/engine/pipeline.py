@@ -32,6 +32,7 @@ from streaming.engine.groups import Group, Groups
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import Rows
 from streaming.engine.source import Source
+from streaming.engine.standing import Standing, standing_lines, thread_lines
 from streaming.engine.substitutes import Substitutes
 from streaming.errors import DataError, DecodeError, MemoryLimitError, TooManyBadSamplesError
 from streaming.metrics import Metrics
@@ -42,6 +43,8 @@ Ints = npt.NDArray[np.int64]
 
 _BLOCKS_AHEAD = 16
 """Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
+_LOCK_S = 2.0
+"""How long a report waits for the lock, which nobody keeps for more than milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,19 +183,22 @@ class Pipeline:
             self._results.clear()
 
     def describe(self) -> str:
-        """What the next batch waits for, for people."""
-        with self._changed:
-            pending = [unit for _, unit, _ in self._coming if not unit.ready]
-            oldest = min(pending, key=lambda unit: unit.asked_at_s, default=None)
-            text = (
-                f"batch {self._handed_out} of {self._plan.num_batches}: units are here up to batch {self._frontier()}, "
-                f"{self._started} batches started, {self._num_built} built, {len(pending)} fetches under way, "
-                f"arena {format_bytes(self._store.arena.used_bytes)} of {format_bytes(self._store.arena.budget_bytes)}"
-            )
-        if oldest is not None:
-            wanted, age_s = oldest.wanted, time.monotonic() - oldest.asked_at_s
-            text += f"; oldest: {wanted.url} bytes {wanted.byte_start}-{wanted.byte_end}, asked {age_s:.1f} s ago"
-        return text
+        """What the next batch waits for, and what every stage is at, for people; from any thread."""
+        if not self._changed.acquire(timeout=_LOCK_S):
+            return "\n".join(["a thread keeps the engine's lock", *thread_lines("shardstream-")])
+        try:
+            lines = standing_lines(
+                Standing(
+                    batch=self._handed_out, num_batches=self._plan.num_batches, frontier=self._frontier(),
+                    num_started=self._started, num_built=self._num_built, num_waiting=len(self._results),
+                    pending=tuple(unit for _, unit, _ in self._coming if not unit.ready),
+                    arena_used_bytes=self._store.arena.used_bytes, arena_limit_bytes=self._store.limit_bytes,
+                    closed=self._closed,
+                )
+            )  # fmt: skip
+        finally:
+            self._changed.release()
+        return "\n".join([*lines, *self._settings.builder.describe()])
 
     # --- under the lock ---
 
@@ -396,7 +402,7 @@ class Pipeline:
             rows = self._rows(first_rows + block.within[span], chunk_ids, offsets, damage)
             valid = block.rows.valid[span] if self._plan.last_batch == "pad" else None
             seed = batch_seed(self._plan, self._dp_rank, batch)
-            return self._settings.builder.build(rows, valid, substitutes, self._report, seed=seed)
+            return self._settings.builder.build(rows, valid, substitutes, self._report, seed=seed, batch=batch)
 
     def _stand_ins(self) -> Substitutes:
         return Substitutes(self._plan, self._chunk_starts, self._source, self._store, self._settings.fields)

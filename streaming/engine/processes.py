@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
 from streaming.engine.channel import Channel, ChannelClosedError
 from streaming.engine.fork_server import SHARED, ForkServer, ServerClosedError
+from streaming.engine.work import Cell, Work
 from streaming.engine.worker_main import HELLO, SETUP
 
 _NUMBERS = count()
@@ -28,14 +28,21 @@ class Worker:
         channel: To talk with it.
         slots: Ring slots that it has mapped.
         pid: None until it has answered for the first time.
-        busy_since_s: When it was taken, by ``time.monotonic``; None while it is free.
+        work: What it builds; None while it is free.
+        cell: Where it says what it is at.
     """
 
     number: int
     channel: Channel
     slots: set[int] = field(default_factory=set)
     pid: int | None = None
-    busy_since_s: float | None = None
+    work: Work | None = None
+    cell: Cell = field(default_factory=Cell)
+
+    def close(self) -> None:
+        """Let go of all that ties it to this process."""
+        self.channel.close()
+        self.cell.close()
 
 
 class Processes:
@@ -97,9 +104,7 @@ class Processes:
             while not self._idle:
                 self._changed.wait()
                 self._check_open()
-            worker = self._idle.pop()  # the one used last: its caches are warm
-            worker.busy_since_s = time.monotonic()
-            return worker
+            return self._idle.pop()  # the one used last: its caches are warm
 
     def meet(self, worker: Worker) -> None:
         """Tell a new worker what it needs, wait until it is up.
@@ -107,7 +112,7 @@ class Processes:
         Raises:
             ChannelClosedError: It has died.
         """
-        worker.channel.send(self._setup, [self._arena_fd])
+        worker.channel.send(self._setup, [self._arena_fd, worker.cell.fd])
         (kind, pid), _ = worker.channel.receive()
         if kind != HELLO:
             raise ChannelClosedError(f"expected {HELLO!r}, got {kind!r}")
@@ -116,9 +121,9 @@ class Processes:
     def give_back(self, worker: Worker) -> None:
         """The worker is free again."""
         with self._changed:
-            worker.busy_since_s = None
+            worker.work = None
             if self._closed:
-                worker.channel.close()
+                worker.close()
                 return
             self._idle.append(worker)
             self._changed.notify()
@@ -132,7 +137,7 @@ class Processes:
         worker.channel.shut()
         server = self._server
         status = None if server is None else server.status(worker.number, kill=kill)
-        worker.channel.close()
+        worker.close()
         with self._changed:
             self._workers.pop(worker.number, None)
             self._check_open()
@@ -153,7 +158,7 @@ class Processes:
         for worker in workers:
             worker.channel.shut()
         for worker in idle:
-            worker.channel.close()
+            worker.close()
         if server is None:
             return
         if self._owns_server:
@@ -179,7 +184,7 @@ class Processes:
                     with suppress(ServerClosedError):  # then the worker's socket ends, which whoever takes it sees
                         self._start_server().spawn(worker.number, theirs)
         except BaseException:
-            worker.channel.close()
+            worker.close()
             raise
         self._workers[worker.number] = worker
         self._idle.append(worker)

@@ -11,6 +11,7 @@ substitute, or None), ``GO_ON`` (a report was taken note of) or ``ABORT``. From 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import mmap
 import os
 import pickle
@@ -32,6 +33,7 @@ from streaming.engine.channel import Channel, ChannelClosedError
 from streaming.engine.ring import Slot, SlotWriter
 from streaming.engine.rows import Rows
 from streaming.engine.transport import WireRows, error_to_wire, pack, rows_from_wire
+from streaming.engine.work import STACK_SIGNAL
 from streaming.errors import ConfigError
 
 Kind = Literal["setup", "hello", "order", "substitute", "next", "report", "go on", "abort", "done", "failed", "aborted"]
@@ -120,6 +122,8 @@ class _Worker:
         self._memory = mmap.mmap(fds[0], arena_bytes, prot=mmap.PROT_READ)
         self._view = memoryview(self._memory)
         os.close(fds[0])
+        self._row = memoryview(mmap.mmap(fds[1], mmap.PAGESIZE)).cast("q")
+        faulthandler.register(STACK_SIGNAL, fds[1], all_threads=False)
         self._broken: ConfigError | None = None
         try:
             self._recipe: Recipe = pickle.loads(blob)  # noqa: S301  our parent's own functions
@@ -156,7 +160,8 @@ class _Worker:
                 seed_generators(order.seed)
             rows = rows_from_wire(order.rows, self._memory, self._view)
             writer = SlotWriter(slot)
-            builder = BatchBuilder(self._recipe, self._substitutes, self._report, writer.allocate)
+            self._row[0] = -1
+            builder = BatchBuilder(self._recipe, self._substitutes, self._report, writer.allocate, self._row)
             batch = builder.build(rows, order.valid)
             return DONE, pack(batch, rows, writer)
         except _AbortedError:

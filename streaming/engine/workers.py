@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,7 +19,9 @@ from streaming.engine.fork_server import ForkServer
 from streaming.engine.processes import Processes, Worker
 from streaming.engine.ring import BatchRing, Slot
 from streaming.engine.rows import Rows
+from streaming.engine.stacks import state_of
 from streaming.engine.transport import Parcel, error_from_wire, rows_to_wire, unpack
+from streaming.engine.work import Work
 from streaming.engine.worker_main import (
     ABORT,
     ABORTED,
@@ -116,6 +117,7 @@ class WorkerPool:
         report: BadSampleReport,
         *,
         seed: int | None = None,
+        batch: int = -1,
     ) -> Any:
         """The batch of ``rows``, as ``BatchBuilder.build`` gives it; its tensors lie in the ring.
 
@@ -128,6 +130,7 @@ class WorkerPool:
             substitutes: For row i of the batch, single rows to try in its place.
             report: Told of every sample that could not be delivered, each once however often the batch is redone.
             seed: Seeds Python's, NumPy's and torch's global generators in the worker before the batch.
+            batch: Its number, for ``describe``.
 
         Raises:
             WorkerDiedError: ``MAX_DEATHS`` workers died of it.
@@ -137,6 +140,7 @@ class WorkerPool:
         job = _Job(rows, valid, substitutes, report, seed)
         while True:
             worker = self._processes.take()
+            worker.work = Work(batch, rows.keys, rows.urls)
             try:
                 batch = self._converse(worker, job)
             except ChannelClosedError:
@@ -154,15 +158,13 @@ class WorkerPool:
                 return self._recipe.finished(batch)
             raise error
 
-    def describe(self) -> str:
-        """What the workers are at, for people."""
-        now_s = time.monotonic()
-        states = []
-        for worker in self._processes.all():
-            since_s = worker.busy_since_s
-            state = "idle" if since_s is None else f"building for {now_s - since_s:.1f} s"
-            states.append(f"worker {worker.number} (pid {worker.pid or 'not up yet'}) {state}")
-        return "; ".join([*states, f"{self._ring.num_taken} batches in the ring are being built or in use"])
+    def describe(self) -> list[str]:
+        """What each worker is at, and who has the ring's slots, for people; from any thread."""
+        workers = self._processes.all()
+        building = sum(worker.work is not None for worker in workers)
+        kept = max(0, self._ring.num_taken - building)
+        ring = f"ring: {self._ring.num_free} slots free, {building} being built in, {kept} hold batches not let go of"
+        return [*map(_state_of, workers), ring]
 
     def close(self) -> None:
         """End the processes, also in the middle of a batch; calls of ``build`` under way raise RuntimeError."""
@@ -284,6 +286,17 @@ class _Dialogue:
             self._standing_in[value] = self._job.substitutes(value)
         found = next(self._standing_in[value], None)
         return NEXT, None if found is None else rows_to_wire(found, self._arena)
+
+
+def _state_of(worker: Worker) -> str:
+    name = f"worker {worker.number}"
+    work, pid = worker.work, worker.pid
+    if pid is None:
+        return f"{name} starts" if work is None else f"{name} starts; then it {work.describe()}"
+    name += f" (pid {pid}, {state_of(pid)})"
+    if work is None:
+        return f"{name} is idle"
+    return f"{name} {work.describe(worker.cell.row())}; in {worker.cell.where(pid) or 'an unknown place'}"
 
 
 def _abort(worker: Worker) -> None:

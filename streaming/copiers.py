@@ -1,0 +1,187 @@
+"""How batches get to a device: what ``DevicePrefetcher`` leaves to the kind of device."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+_PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), memoryview, bytearray})
+"""Types that cannot hold a tensor: lists of nothing else are passed through without a look at each element."""
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether all work before it is done."""
+
+    def synchronize(self) -> None:
+        """Block until it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A batch whose copies are issued.
+
+    Attributes:
+        batch: The device's batch; its contents count only in a stream that waited for ``event``.
+        event: Done when the last copy is; until then the source, and ``staged``, must be kept.
+        staged: Page-locked copies of source tensors that were not page-locked.
+    """
+
+    batch: Any
+    event: Event
+    staged: tuple[torch.Tensor, ...] = ()
+
+
+class Copier(Protocol):
+    """How batches get to a device. For one thread."""
+
+    def issue(self, batch: Any) -> Copied:
+        """Start the copies of ``batch`` and return at once; if it raises, none is under way any more."""
+
+    def hand_over(self, copied: Copied) -> None:
+        """Make the consumer's stream, the current one, wait for the copies, and keep their memory for it."""
+
+    def mark(self) -> Event:
+        """An event behind all that the consumer's stream was given so far."""
+
+
+class _Done:
+    """The event of work that was done at once."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CpuCopier:
+    """Passes tensors through; one that lies on another device is copied to the CPU before ``issue`` returns."""
+
+    def issue(self, batch: Any) -> Copied:
+        """``batch``, with its tensors as they are."""
+        return Copied(batch=map_tensors(batch, lambda tensor: tensor.to("cpu")), event=_Done())
+
+    def hand_over(self, copied: Copied) -> None:
+        """Nothing to wait for."""
+
+    def mark(self) -> Event:
+        """Done."""
+        return _Done()
+
+
+class CudaCopier:
+    """Copies on a stream of its own.
+
+    Device memory is allocated in the side stream, so that a copy never waits for the consumer's kernels. The caching
+    allocator would give such memory back to the side stream as soon as its tensor is dropped, though kernels that read
+    it may still be queued; ``record_stream`` tells it of them.
+
+    A source that is not page-locked is copied to page-locked memory of torch's host allocator first, on the calling
+    thread: from pageable memory CUDA copies more slowly, and makes the host wait.
+
+    Args:
+        device: A CUDA device with its index.
+        cuda: Stands in for ``torch.cuda`` in tests: ``Stream``, ``Event``, ``stream`` and ``current_stream``.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._side = cuda.Stream(device=device)
+
+    def issue(self, batch: Any) -> Copied:
+        """Start the copies of ``batch`` on the side stream."""
+        staged: list[torch.Tensor] = []
+        consumer = self._cuda.current_stream(self._device)
+        try:
+            with self._cuda.stream(self._side):
+                moved = map_tensors(batch, lambda tensor: self._move(tensor, staged, consumer))
+                event = self._cuda.Event(blocking=True)
+                event.record(self._side)
+        except BaseException:
+            self._side.synchronize()  # the caller lets go of the source now
+            raise
+        return Copied(batch=moved, event=event, staged=tuple(staged))
+
+    def hand_over(self, copied: Copied) -> None:
+        """Let the current stream wait for the copies, and the allocator for the current stream."""
+        consumer = self._cuda.current_stream(self._device)
+        consumer.wait_event(copied.event)
+
+        def keep_for_consumer(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device == self._device and tensor.layout == torch.strided:
+                tensor.record_stream(consumer)
+            return tensor
+
+        map_tensors(copied.batch, keep_for_consumer)
+
+    def mark(self) -> Event:
+        """An event at the end of the current stream."""
+        event = self._cuda.Event(blocking=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event  # type: ignore[no-any-return]  # torch.cuda is Any here
+
+    def _move(self, tensor: torch.Tensor, staged: list[torch.Tensor], consumer: Any) -> torch.Tensor:
+        if tensor.device == self._device:
+            return tensor
+        if tensor.layout != torch.strided:  # sparse: nothing to record a stream on, so in the consumer's, at once
+            with self._cuda.stream(consumer):
+                return tensor.to(self._device)
+        if tensor.device.type == "cpu" and tensor.numel():
+            if not _is_dense(tensor):  # torch would gather it into pageable memory
+                tensor = tensor.contiguous()
+                staged.append(tensor)
+            if not tensor.is_pinned():
+                tensor = tensor.pin_memory()
+                staged.append(tensor)
+        return tensor.to(self._device, non_blocking=True)
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``function`` applied to each tensor in nested dicts, lists, tuples and named tuples.
+
+    Containers keep their types; those that hold nothing but text and numbers, and all other objects, are passed on
+    themselves. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU, where torch wants it.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return _map_mapping(value, function)
+    if isinstance(value, list | tuple) and not _PLAIN.issuperset(map(type, value)):
+        return _map_sequence(value, function)
+    return value
+
+
+def _map_mapping(value: Mapping[Any, Any], function: Callable[[torch.Tensor], torch.Tensor]) -> Mapping[Any, Any]:
+    moved = {name: map_tensors(one, function) for name, one in value.items()}
+    if type(value) is dict or not isinstance(value, dict | UserDict):
+        return moved
+    clone = copy.copy(value)  # keeps what a subclass adds, such as a default factory
+    clone.update(moved)
+    return clone
+
+
+def _map_sequence(
+    value: list[Any] | tuple[Any, ...], function: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Any] | tuple[Any, ...]:
+    if isinstance(value, PackedSequence):
+        data, sizes, *indices = value
+        return type(value)(function(data), sizes, *(map_tensors(one, function) for one in indices))
+    items = [map_tensors(one, function) for one in value]
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    return items if type(value) is list else type(value)(items)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a copy on another device has the same strides, so that it is one run of bytes."""
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -1,0 +1,75 @@
+"""Where a thread or a process stands at this moment, in one line: for reports of what hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import TypeAlias
+
+Place: TypeAlias = tuple[str, int, str]
+"""File, line, function."""
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_NOT_THE_USERS = (_OURS, os.path.dirname(os.__file__), "<")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_STATES = {
+    "R": "alive", "S": "alive", "I": "alive", "D": "in uninterruptible sleep: the system waits for a device or a file",
+    "T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead, its status not collected yet", "X": "dead",
+}  # fmt: skip
+
+
+def thread_named(prefix: str) -> list[threading.Thread]:
+    """This process's threads whose names begin so, in the order of their names."""
+    return sorted((one for one in threading.enumerate() if one.name.startswith(prefix)), key=lambda one: one.name)
+
+
+def where_is(ident: int | None) -> str:
+    """Where a thread of this process stands; "" if it is gone."""
+    frame = None if ident is None else sys._current_frames().get(ident)
+    return summary(_places(frame))
+
+
+def where_in(dump: str) -> str:
+    """The same, from what ``faulthandler`` wrote; "" if that is nothing."""
+    return summary((file, int(line), name) for file, line, name in _DUMPED.findall(dump))
+
+
+def summary(innermost_first: Iterable[Place]) -> str:
+    """The innermost place in the user's own code, and the innermost of all if that is another one."""
+    places = list(innermost_first)
+    if not places:
+        return ""
+    users = next((place for place in places if _is_users(place[0])), None)
+    if users is None or users == places[0]:
+        return _text(places[0])
+    return f"{_text(users)} (in {_text(places[0])})"
+
+
+def state_of(pid: int) -> str:
+    """Whether a process lives, from ``/proc``."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return _STATES.get(state, f"in state {state}")
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_NOT_THE_USERS) and not any(folder in file for folder in _INSTALLED)
+
+
+def _places(frame: FrameType | None) -> Iterable[Place]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _text(place: Place) -> str:
+    file, line, name = place
+    return f"{name}, {file}:{line}"

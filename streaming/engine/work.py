@@ -1,0 +1,98 @@
+"""What is being built where at this moment: kept up to date by whoever builds, read by whoever asks what hangs."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from streaming.engine.stacks import where_in
+
+_ROW = struct.Struct("q")
+_DUMP_AT = 64
+_CELL_BYTES = mmap.PAGESIZE * 2
+_ANSWER_S = 0.3
+"""For a worker to write its stack: it takes a millisecond, unless the process is stopped."""
+STACK_SIGNAL = signal.SIGURG
+"""Asks a worker for its stack. A process that does not expect it ignores it, whoever it may be by then."""
+
+
+class Place(Protocol):
+    """Item 0 is the row of the batch that is being decoded; -1: none. Writing it costs nothing worth a name."""
+
+    def __setitem__(self, index: int, row: int, /) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One batch that is being built.
+
+    Attributes:
+        batch: Its number; -1 where nobody knows it.
+        keys: Of its rows.
+        urls: Of its rows.
+        row: Item 0: the row being decoded, where this process does it.
+        since_s: By ``time.monotonic``.
+    """
+
+    batch: int
+    keys: list[str]
+    urls: list[str]
+    row: list[int] = field(default_factory=lambda: [-1])
+    since_s: float = field(default_factory=time.monotonic)
+
+    def describe(self, row: int | None = None) -> str:
+        """Which batch for how long, and which sample, if any: row ``row``, default: as this process knows."""
+        text = f"builds batch {self.batch} for {time.monotonic() - self.since_s:.1f} s"
+        at = self.row[0] if row is None else row
+        if 0 <= at < len(self.keys):
+            text += f", at sample {at + 1} of {len(self.keys)}: {self.keys[at]!r} of {self.urls[at]}"
+        return text
+
+
+class Cell:
+    """A few bytes that a worker shares with its parent: the row it decodes and, on demand, its stack. The parent's end.
+
+    Thread-safe. It has no name in any file system.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.fd = os.memfd_create("shardstream-cell", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, _CELL_BYTES)
+
+    def row(self) -> int:
+        """The row that the worker decodes; -1: none."""
+        with self._lock:
+            if self.fd < 0:
+                return -1
+            return int(_ROW.unpack(os.pread(self.fd, _ROW.size, 0))[0])
+
+    def where(self, pid: int) -> str:
+        """Where the worker stands; "" if it does not answer. Waits up to a third of a second."""
+        with self._lock:
+            if self.fd < 0:
+                return ""
+            os.lseek(self.fd, _DUMP_AT, os.SEEK_SET)  # the worker's descriptor has the same position
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, STACK_SIGNAL)
+            deadline_s = time.monotonic() + _ANSWER_S
+            end, last = _DUMP_AT, -1
+            while (end == _DUMP_AT or end != last) and time.monotonic() < deadline_s:
+                last = end
+                time.sleep(0.01)
+                end = os.lseek(self.fd, 0, os.SEEK_CUR)
+            return where_in(os.pread(self.fd, end - _DUMP_AT, _DUMP_AT).decode(errors="replace"))
+
+    def close(self) -> None:
+        """Let go of it."""
+        with self._lock:
+            fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,137 @@
+"""The watchdog: where no batch comes for too long, one report of what every stage waits for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from streaming.errors import ConfigError
+from streaming.metrics import Metrics
+
+STALL_REPORT_S = 60.0
+"""Longer than any retry of one request that ends well, shorter than a person's patience with a job that stands."""
+
+_log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Watches one thread's waits, and reports each that is too long: once, and again whenever it has doubled.
+
+    ``begin`` and ``end`` are for the watched thread, and cost next to nothing. The watching thread starts with the
+    first ``begin``, sleeps ``after_s`` at a time, and ends with ``stop``.
+
+    Args:
+        after_s: Seconds of a wait before it is reported; None: never.
+        what: What is waited for, as "no batch".
+        describe: The report. Called in the watching thread.
+    """
+
+    def __init__(self, after_s: float | None, what: str, describe: Callable[[], str]) -> None:
+        self._after_s = after_s
+        self._what = what
+        self._describe = describe
+        self._since_s: float | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """A wait begins."""
+        self._since_s = time.monotonic()
+        if self._thread is None and self._after_s is not None and not self._stopped.is_set():
+            self._thread = threading.Thread(
+                target=self._watch, args=(self._after_s,), name="shardstream-watch", daemon=True
+            )
+            self._thread.start()
+
+    def end(self) -> None:
+        """It is over."""
+        self._since_s = None
+
+    @property
+    def waiting_s(self) -> float | None:
+        """How long the wait under way has taken; None: there is none."""
+        since_s = self._since_s
+        return None if since_s is None else time.monotonic() - since_s
+
+    def stop(self) -> None:
+        """End the watching thread."""
+        self._stopped.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _watch(self, after_s: float) -> None:
+        pause_s, due_s, watched_s = after_s, after_s, None
+        while not self._stopped.wait(pause_s):
+            since_s = self._since_s
+            if since_s != watched_s:
+                watched_s, due_s = since_s, after_s
+            waited_s = 0.0 if since_s is None else time.monotonic() - since_s
+            if waited_s >= due_s:
+                self._report(waited_s)
+                due_s = 2 * waited_s
+            pause_s = due_s - waited_s
+
+    def _report(self, waited_s: float) -> None:
+        try:
+            text = self._describe()
+        except Exception:  # noqa: BLE001  a thread border; a report must not end the reports
+            _log.exception("%s for %.1f s; describing what it waits for failed", self._what, waited_s)
+        else:
+            _log.warning("%s for %.1f s\n%s", self._what, waited_s, text)
+
+
+class Watched:
+    """An iterator over batches whose waits are watched and counted. For one thread.
+
+    Args:
+        batches: A generator.
+        watchdog: Stopped when the batches end, however they do.
+        metrics: Where ``consumer_thread_s`` is counted.
+    """
+
+    def __init__(self, batches: Iterator[Any], watchdog: Watchdog, metrics: Metrics) -> None:
+        self._batches: Any = batches
+        self._watchdog = watchdog
+        self._metrics = metrics
+        self._stop = weakref.finalize(self, watchdog.stop)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        begun_s = time.thread_time()
+        try:
+            self._watchdog.begin()
+            return next(self._batches)
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            self._watchdog.end()
+            self._metrics.add("consumer_thread_s", time.thread_time() - begun_s)
+
+    def close(self) -> None:
+        """End the loop."""
+        try:
+            self._batches.close()
+        finally:
+            self._stop()
+
+
+def checked_stall_report_s(value: object) -> float | None:
+    """``value`` itself.
+
+    Raises:
+        ConfigError: It is neither None nor a positive number.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(f"stall_report_s: expected a positive number of seconds, or None: no reports; got {value!r}")
+    return float(value)
