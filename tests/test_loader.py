@@ -255,20 +255,23 @@ def hold_fetches(dataset: StreamingDataset, gate: threading.Event) -> threading.
 def test_interrupted_while_it_waits(dataset: StreamingDataset, num_workers: int) -> None:
     gate = threading.Event()
     held = hold_fetches(dataset, gate)
-    main = threading.get_ident()
+    main, taken = threading.get_ident(), threading.Event()
 
     with loader_of(dataset, num_workers=num_workers) as loader:
 
         def interrupt() -> None:
             assert held.wait(30)
-            loader.describe()  # comes back when the loop has let go of the lock: it waits
-            signal.pthread_kill(main, signal.SIGINT)
+            loader.describe()  # comes back when the loop has let go of the lock: it waits, or is just about to
+            while loader._loop._running is not None:  # Python sleeps on a signal that comes just before it blocks
+                signal.pthread_kill(main, signal.SIGINT)
+                taken.wait(0.5)
 
         batches = iter(loader)
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             next(batches)
+        taken.set()
         thread.join()
         gate.set()
         assert len(list(loader)) == NUM_BATCHES
