@@ -4,7 +4,7 @@
 handed out. What a plan needs at once must fit into the chunks' part; what is left of it serves read-ahead::
 
     memory_limit   |------------- chunks: 75 % -------------|-- batches --|
-                   |--- live ---|- read ahead: <= 512 MiB -|
+                   |--- live ---|- read ahead: <= 256 MiB -|
 
 Chunks lie on whole pages, so all sizes here are those of :func:`whole_pages`.
 """
@@ -25,8 +25,9 @@ from streaming.plan import Plan
 from streaming.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
-READ_AHEAD_BYTES = 512 << 20
-"""How far the reader runs ahead of what is needed, memory allowing: half a second of 10 Gbit/s."""
+READ_AHEAD_BYTES = 256 << 20
+"""How far the reader runs ahead of what is needed, memory allowing: 64 requests of 4 MiB. More costs at the start: memory
+that nobody touched before takes longer to come by than the bytes to put there."""
 CHUNKS_SHARE = 0.75
 """Of memory_limit; the rest is for batches that are built but not handed out."""
 EPOCHS_VARY = 0.9
@@ -49,7 +50,7 @@ def order_settings(
         shuffle: False: storage order, whatever ``lanes`` and ``window`` say.
         seed: Seed of the order.
         lanes: L, or None for the default of the global batch size.
-        window: W in samples, or None for the mean number of samples per chunk.
+        window: W in samples, or None for twice the mean number of samples per chunk.
         global_batch_size: G.
         num_samples: Samples of the data set.
         num_chunks: Its chunks.

@@ -48,10 +48,10 @@ class ShuffleConfig:
 
     Attributes:
         seed: Seed of the order; overrides the data set's ``seed`` if given.
-        window: W, in samples: how far a sample may move within its lane. None: the mean number of samples per chunk,
-            with which a lane draws from about three chunks at a time.
+        window: W, in samples: how far a sample may move within its lane. None: twice the mean number of samples per
+            chunk, with which a lane draws from about five chunks at a time.
         lanes: L: into how many equal parts an epoch is cut, each going through its chunks on its own. None: the largest
-            divisor of the global batch size up to max(64, an eighth of it).
+            divisor of the global batch size up to max(16, an eighth of it).
         scope: ``"global"``: every epoch permutes all chunks. (``"lane"``, which keeps each chunk in its lane so that a
             node's cache stays warm, is to come.)
 

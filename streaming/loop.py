@@ -32,8 +32,9 @@ from streaming.state import LoaderState
 from streaming.storage import redact, scheme_of
 from streaming.units import parse_bytes
 
-FETCH_THREADS = 16
-"""Ranged GETs under way at once; files: one per core. Twice what saturated any server measured (docs/design/0002)."""
+FETCH_THREADS = 64
+"""Ranged GETs under way at once; files: one per core. As many as the first batch needs: eight saturated any server near by
+(docs/design/0002), one far away is a round trip for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,24 +158,24 @@ class OrderSettings:
 
 
 def default_lanes(global_batch_size: int) -> int:
-    """The largest divisor of the global batch size that is at most ``max(64, global_batch_size // 8)``.
+    """The largest divisor of the global batch size that is at most ``max(16, global_batch_size // 8)``.
 
     It must not look at the world size, or the order would change with it. Dividing the global batch makes
     every lane give equally many samples to every batch, so each world size that divides the lanes owns whole
     lanes.
     """
     size = checked_int("global_batch_size", global_batch_size, 1, _MAX_INT32)
-    lanes = min(size, max(64, size // 8), MAX_LANES)
+    lanes = min(size, max(16, size // 8), MAX_LANES)
     while size % lanes:
         lanes -= 1
     return lanes
 
 
 def default_window(num_samples: int, num_chunks: int) -> int:
-    """The mean number of samples per chunk, rounded up: about three chunks per lane are then live."""
+    """Twice the mean number of samples per chunk, rounded up: about five chunks per lane are then live."""
     checked_int("num_samples", num_samples, 0, 2**62)
     checked_int("num_chunks", num_chunks, 1, _MAX_INT32)
-    return min(max(-(-num_samples // num_chunks), 1), MAX_WINDOW)
+    return min(max(-(-2 * num_samples // num_chunks), 1), MAX_WINDOW)
 
 
 def checked_chunk_samples(chunk_samples: npt.ArrayLike) -> Int64Array:

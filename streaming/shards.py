@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
 from typing import Any, Protocol
 
+from streaming.ahead import StorageAhead
 from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
@@ -18,7 +20,7 @@ from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
 from streaming.indexing import check_sizes, load_index, shard_name
 from streaming.scan import scan_shard
-from streaming.storage import Storage, expand_urls, join_url, redact, split_url
+from streaming.storage import Storage, expand_urls, join_url, redact, scheme_of, split_url
 from streaming.units import format_bytes
 
 SCAN_LIMIT_BYTES = 1 << 30
@@ -87,14 +89,32 @@ def open_shards(
         NotFoundError: Nothing matches, or a shard is missing.
         IndexMismatchError: The index does not cover or describe these shards.
     """
+    with closing(StorageAhead(storage)) as ahead:
+        return _open(ahead, storage, urls, index, peers)
+
+
+def _open(
+    storage: StorageAhead,
+    lasting: Storage,
+    urls: str | PathLike[str] | Sequence[str | PathLike[str]],
+    index: str | None,
+    peers: Peers | None,
+) -> OpenShards:
+    folders = _folders_of(urls)
+    for home in folders if index is None else [index]:
+        if scheme_of(home) != "file" and "{" not in home:
+            storage.will_read(join_url(home, chunks_path()))
     shards = tuple(expand_urls(urls, storage))
+    if len(shards) <= CHECKED_AT_OPEN and not folders:
+        for url in shards:
+            storage.will_ask(url)
     try:
         table = load_index(storage, shards, index)
     except IndexMissingError as missing:
         _check_no_index(storage, shards, index, missing)
-        return _without_index(storage, shards, index, missing, peers)
-    if index is None:
-        _check_all_listed(storage, urls, shards)
+        return _without_index(lasting, shards, index, missing, peers)
+    if index is None and folders:
+        _check_all_listed(storage, folders, shards)
     if len(shards) <= CHECKED_AT_OPEN:
         try:
             check_sizes(storage, shards, table)
@@ -222,17 +242,19 @@ def _check_some_exist(storage: Storage, home: str, urls: Sequence[str], index: s
         storage.info(url)
 
 
-def _check_all_listed(storage: Storage, urls: Any, shards: Sequence[str]) -> None:
+def _folders_of(urls: Any) -> list[str]:
+    """Those of ``urls``, as users write them, that stand for all shards below them."""
+    specs = [urls] if isinstance(urls, (str, PathLike)) else list(urls)
+    parts = [part for spec in specs for part in str(spec).split("::")]
+    return [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith((".tar", ".tar.gz", ".tgz"))]
+
+
+def _check_all_listed(storage: Storage, folders: Sequence[str], shards: Sequence[str]) -> None:
     """A directory or prefix stands for every shard that its index knows: none may vanish unseen.
 
     Raises:
         IndexMismatchError: One is not there any more.
     """
-    specs = [urls] if isinstance(urls, (str, PathLike)) else list(urls)
-    parts = [part for spec in specs for part in str(spec).split("::")]
-    folders = [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith((".tar", ".tar.gz", ".tgz"))]
-    if not folders:
-        return
     found = set(shards)
     for home in dict.fromkeys(split_url(url)[0] for url in shards):
         if not any(f"{home}/".startswith(f"{folder}/") for folder in folders):

@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.scan",
             "streaming.sidecars",
             "streaming.indexing",
+            "streaming.ahead",
             "streaming.shards",
             "streaming.fetch",
             "streaming.decode",

@@ -87,7 +87,7 @@ def test_the_default_rule() -> None:
 
     assert chunks(1024, 3000) == [1024, 1024, 952]  # 1 MiB of small records
     assert chunks(8192, 600) == [256, 256, 88]  # 256 records beyond 1 MiB
-    assert chunks(69_632, 250) == [121, 121, 8]  # 8 MiB of large ones
+    assert chunks(69_632, 130) == [61, 61, 8]  # 4 MiB of large ones
     assert chunks(20 << 20, 2) == [1, 1]
 
 

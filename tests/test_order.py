@@ -178,10 +178,10 @@ def test_unshuffled_is_the_data_sets_order() -> None:
     [
         (1, 1),
         (8, 8),
-        (64, 64),
-        (96, 48),
+        (64, 16),
+        (96, 16),
         (67, 1),
-        (256, 64),
+        (256, 32),
         (1024, 128),
         (2048, 256),
         (1000, 125),
@@ -193,8 +193,8 @@ def test_default_lanes(global_batch_size: int, lanes: int) -> None:
     assert global_batch_size % lanes == 0
 
 
-def test_default_window_is_the_mean_chunk() -> None:
-    assert [default_window(10, 4), default_window(8, 4), default_window(0, 3)] == [3, 2, 1]
+def test_default_window_is_twice_the_mean_chunk() -> None:
+    assert [default_window(10, 4), default_window(8, 4), default_window(0, 3)] == [5, 4, 1]
 
 
 def test_golden_order() -> None:

@@ -1,7 +1,7 @@
 """THE rule that cuts the records of a shard into chunks, shared by the writer and the indexer.
 
-A chunk closes after the record with which it holds 8 MiB, or 1 MiB and 256 samples. So chunks of large records are
-about 8 MiB, one fast ranged GET; chunks of small records are about 1 MiB, because a shuffle over many small chunks
+A chunk closes after the record with which it holds 4 MiB, or 1 MiB and 256 samples. So chunks of large records are
+about 4 MiB, one fast ranged GET; chunks of small records are about 1 MiB, because a shuffle over many small chunks
 mixes better for the same memory (design, section 4); and a request never costs more than the bytes that it brings.
 The rule looks at nothing but the records before the cut: the same records give the same chunks, whoever cuts.
 """
@@ -17,7 +17,7 @@ from streaming.errors import ConfigError
 
 Int64s = NDArray[np.int64]
 
-TARGET_BYTES = 8 << 20
+TARGET_BYTES = 4 << 20
 MIN_BYTES = 1 << 20
 MIN_SAMPLES = 256
 
