@@ -33,8 +33,8 @@ from streaming.storage import redact, scheme_of
 from streaming.units import parse_bytes
 
 FETCH_THREADS = 64
-"""Ranged GETs under way at once; files: one per core. As many as the first batch needs: eight saturated any server near by
-(docs/design/0002), one far away is a round trip for all of them."""
+"""Ranged GETs under way at once; files: one per core. Eight saturated any server near by (docs/design/0002); of one far
+away the first batch's chunks should cost one round trip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
