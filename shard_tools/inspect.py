@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from shard_tools.convert.records import map_ordered
+from shard_tools.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
 from shard_tools.progress import NoProgress, Progress
-from shard_tools.tables import load_samples
-from streaming.errors import IndexMissingError, NotFoundError
-from streaming.index.chunks import ChunkTable
-from streaming.index.samples import SampleLocation, SampleTable
-from streaming.indexing import load_index
-from streaming.scan import scan_shard
-from streaming.storage import Storage, expand_urls, split_url
-from streaming.units import format_bytes
+from streaming.errors import NotFoundError
+from streaming.index.samples import SampleLocation
+from streaming.storage import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,65 +112,6 @@ def _content(field: str, payload: bytes) -> object:
         return None
 
 
-_READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU
-_MAX_READ_BYTES = 1 << 30  # sets without an index are read up to this size; beyond it, indexing once is the cure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
-    """Shards with their chunk table; with their sample tables too if they were read because they have no index."""
-
-    urls: tuple[str, ...]
-    chunks: ChunkTable
-    scanned: tuple[SampleTable, ...] | None
-    index_url: str | None
-
-
-def _open(urls: Sequence[str], storage: Storage, index_url: str | None) -> _Open:
-    shards = tuple(expand_urls(list(urls), storage))
-    try:
-        chunks = load_index(storage, shards, index_url)
-        return _Open(urls=shards, chunks=chunks, scanned=None, index_url=index_url)
-    except IndexMissingError as missing:
-        scanned = _read_all(shards, storage, missing)
-    chunks = ChunkTable.concat([table.chunks for table in scanned])
-    return _Open(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url)
-
-
-def _read_all(shards: Sequence[str], storage: Storage, missing: IndexMissingError) -> tuple[SampleTable, ...]:
-    with ThreadPoolExecutor(min(16, len(shards)), thread_name_prefix="shard_tools-read") as pool:
-        total_bytes = sum(pool.map(lambda url: storage.info(url).size_bytes, shards))
-        if total_bytes > _MAX_READ_BYTES:
-            raise IndexMissingError(
-                f"{missing}; without an index all {format_bytes(total_bytes)} would have to be read"
-            ) from missing
-        return tuple(pool.map(lambda url: scan_shard(storage, url, split_url(url)[1]), shards))
-
-
-def _tables(
-    shards: _Open, storage: Storage, num_threads: int = 1
-) -> Generator[tuple[int, str, SampleTable], None, None]:
-    """(number of the first sample, URL, sample table) of every shard; several threads read ahead."""
-
-    def load(position: int) -> SampleTable:
-        return _table(shards, position, storage)
-
-    first = 0
-    for url, table in zip(shards.urls, map_ordered(load, range(len(shards.urls)), num_threads), strict=True):
-        yield first, url, table
-        first += table.num_samples
-
-
-def _table(shards: _Open, position: int, storage: Storage) -> SampleTable:
-    if shards.scanned is not None:
-        return shards.scanned[position]
-    url = shards.urls[position]
-    table = load_samples(storage, url, shards.index_url)
-    if table is None:
-        raise IndexMissingError(f"{url}: the index has no sample table of it; run `shard_tools index --force {url}`")
-    return table
-
-
 def info(
     urls: Sequence[str], *, storage: Storage, index_url: str | None = None, progress: Progress | None = None
 ) -> DataSetInfo:
@@ -187,12 +122,12 @@ def info(
         NotFoundError: If nothing matches ``urls``.
     """
     progress = progress or NoProgress()
-    shards = _open(urls, storage, index_url)
+    shards = open_set(urls, storage, index_url)
     chunks = shards.chunks
     progress.start(total_bytes=None, total=len(shards.urls))
     fields: dict[str, FieldInfo] = {}
     columns: dict[str, None] = {}
-    for _, _, table in _tables(shards, storage, _READ_THREADS):
+    for _, _, table in tables_of(shards, storage, READ_THREADS):
         columns.update(dict.fromkeys(table.columns))
         for name, (starts, sizes) in table.fields.items():
             present = sizes[starts >= 0]
@@ -223,7 +158,7 @@ def _add(before: FieldInfo | None, name: str, sizes: npt.NDArray[np.int64]) -> F
     )
 
 
-def _where(shards: _Open, urls: Sequence[str]) -> str:
+def _where(shards: OpenSet, urls: Sequence[str]) -> str:
     if shards.scanned is not None:
         return f"none stored (the shards were read); make one with `shard_tools index {' '.join(urls)}`"
     return shards.index_url or "beside the shards"
@@ -240,7 +175,7 @@ def list_samples(
     """
     if limit == 0:
         return
-    for first, url, table in _tables(_open(urls, storage, index_url), storage):
+    for first, url, table in tables_of(open_set(urls, storage, index_url), storage):
         for number in range(table.num_samples):
             yield _entry(first + number, url, table.lookup(number))
             if limit is not None and first + number + 1 >= limit:
@@ -279,8 +214,8 @@ def cat_field(url: str, sample: str, field: str, *, storage: Storage, index_url:
 
 def _find(url: str, sample: str, storage: Storage, index_url: str | None) -> tuple[SampleEntry, SampleLocation]:
     """A key is looked for first; text that is a number and no key counts samples from 0."""
-    shards = _open([url], storage, index_url)
-    with contextlib.closing(_tables(shards, storage, _READ_THREADS)) as tables:
+    shards = open_set([url], storage, index_url)
+    with contextlib.closing(tables_of(shards, storage, READ_THREADS)) as tables:
         for first, shard, table in tables:
             if sample in (keys := list(table.keys)):
                 place = table.lookup(keys.index(sample))
@@ -289,7 +224,7 @@ def _find(url: str, sample: str, storage: Storage, index_url: str | None) -> tup
     if sample.isdecimal() and int(sample) < total:
         ends = np.cumsum([shard.num_samples for shard in shards.chunks.shards])
         position = int(np.searchsorted(ends, int(sample), side="right"))
-        table = _table(shards, position, storage)
+        table = table_of(shards, position, storage)
         place = table.lookup(int(sample) - int(ends[position]) + table.num_samples)
         return _entry(int(sample), shards.urls[position], place), place
     raise NotFoundError(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from shard_tools.convert.file_source import FileSource
 from shard_tools.convert.files import SourceFile, find_files, open_stored
-from shard_tools.convert.records import Record, Skipped, map_ordered, permutation, refuse_shuffle
+from shard_tools.convert.records import Record, map_ordered, permutation, refuse_shuffle
 from shard_tools.convert.rows import RowMapper
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage
@@ -26,15 +26,7 @@ SUFFIXES = {
 }
 
 
-def files_identity(kind: str, files: Sequence[SourceFile]) -> dict[str, object]:
-    """Names and sizes of the files, as one digest."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0{file.size_bytes}\n".encode())
-    return {"kind": kind, "num_files": len(files), "sha256_of_names": digest.hexdigest()}
-
-
-class LineFiles:
+class LineFiles(FileSource):
     """JSONL or text files: every line that is not blank is a record.
 
     Without ``shuffle_seed`` files are read front to back; with it, one pass notes where the lines begin (8 bytes a
@@ -52,27 +44,11 @@ class LineFiles:
         exclude: str | None = None,
         num_threads: int = 1,
     ) -> None:
-        self.kind, self._storage, self._mapper = kind, storage, mapper
-        self._seed, self._num_threads = shuffle_seed, num_threads
-        self._files = find_files(spec, storage, SUFFIXES[kind], exclude=exclude)
-        zipped = next((file for file in self._files if file.name.lower().endswith(".gz")), None)
+        super().__init__(kind, find_files(spec, storage, SUFFIXES[kind], exclude=exclude), storage)
+        self._mapper, self._seed, self._num_threads = mapper, shuffle_seed, num_threads
+        zipped = next((file for file in self.files if file.name.lower().endswith(".gz")), None)
         if shuffle_seed is not None and zipped is not None:
             raise ConfigError(f"--shuffle: {zipped.url} is compressed and cannot be read out of order; unpack it")
-        self.skipped: tuple[Skipped, ...] = ()
-
-    @property
-    def num_records(self) -> int | None:
-        """Unknown before reading."""
-        return None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files as they lie."""
-        return sum(file.size_bytes for file in self._files)
-
-    def identity(self) -> dict[str, object]:
-        """Names and sizes of the files."""
-        return files_identity(self.kind, self._files)
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Records from number ``start`` on."""
@@ -80,7 +56,7 @@ class LineFiles:
 
     def _in_order(self, start: int) -> Generator[Record, None, None]:
         number = 0
-        for file in self._files:
+        for file in self.files:
             with open_stored(file, self._storage) as stream:
                 for line_number, line in enumerate(read_lines(stream, file.url), 1):
                     if not line.strip():
@@ -90,14 +66,14 @@ class LineFiles:
                     number += 1
 
     def _shuffled(self, start: int, seed: int) -> Generator[Record, None, None]:
-        tables = [_line_table(file, self._storage) for file in self._files]
+        tables = [_line_table(file, self._storage) for file in self.files]
         first = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
 
         def read(item: tuple[int, int]) -> Record:
             number, source_number = item
             which = int(np.searchsorted(first, source_number, side="right")) - 1
             begin, end, line_number = (int(value) for value in tables[which][source_number - first[which]])
-            url = self._files[which].url
+            url = self.files[which].url
             return self._record(bytes(self._storage.read(url, begin, end)), number, f"{url}:{line_number}")
 
         order = permutation(int(first[-1]), seed)[start:]
@@ -147,10 +123,8 @@ def _line_table(file: SourceFile, storage: Storage) -> npt.NDArray[np.int64]:
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
-class CsvFiles:
+class CsvFiles(FileSource):
     """CSV or TSV files with a header line; every row becomes a ``json`` field of text values."""
-
-    kind = "csv"
 
     def __init__(
         self,
@@ -161,29 +135,14 @@ class CsvFiles:
         shuffle_seed: int | None = None,
         exclude: str | None = None,
     ) -> None:
-        refuse_shuffle(self.kind, shuffle_seed)
-        self._storage, self._mapper = storage, mapper
-        self._files = find_files(spec, storage, SUFFIXES["csv"], exclude=exclude)
-        self.skipped: tuple[Skipped, ...] = ()
-
-    @property
-    def num_records(self) -> int | None:
-        """Unknown before reading."""
-        return None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files as they lie."""
-        return sum(file.size_bytes for file in self._files)
-
-    def identity(self) -> dict[str, object]:
-        """Names and sizes of the files."""
-        return files_identity(self.kind, self._files)
+        refuse_shuffle("csv", shuffle_seed)
+        super().__init__("csv", find_files(spec, storage, SUFFIXES["csv"], exclude=exclude), storage)
+        self._mapper = mapper
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Rows from number ``start`` on."""
         number = 0
-        for file in self._files:
+        for file in self.files:
             with open_stored(file, self._storage) as stream:
                 for row, where in self._rows(stream, file):
                     if number >= start:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shard_tools.convert.file_source import FileSource
 from shard_tools.convert.files import SourceFile, find_files, open_stored
-from shard_tools.convert.lines import files_identity
-from shard_tools.convert.records import Record, Skipped, permutation
+from shard_tools.convert.records import Record, permutation
 from shard_tools.convert.rows import RowMapper
 from streaming.errors import DataError
 from streaming.storage import Storage
@@ -22,15 +22,13 @@ _BATCH_BYTES = 32 << 20  # Arrow memory of one batch of rows
 _MAX_BATCH_ROWS = 8192
 
 
-class ParquetFiles:
+class ParquetFiles(FileSource):
     """Rows of Parquet files, in order.
 
     Binary columns and Hugging Face's ``{"bytes", "path"}`` structs become fields named by what their bytes are, lists
     of numbers become ``column.npy``, all else the ``json`` field. Memory is bounded by one batch of rows; with
     ``shuffle_seed`` row groups are permuted, and rows within each, which holds one row group in memory.
     """
-
-    kind = "parquet"
 
     def __init__(
         self,
@@ -41,12 +39,11 @@ class ParquetFiles:
         shuffle_seed: int | None = None,
         exclude: str | None = None,
     ) -> None:
-        self._storage, self._seed = storage, shuffle_seed
-        self._files = find_files(spec, storage, SUFFIXES, exclude=exclude)
-        self.skipped: tuple[Skipped, ...] = ()
+        super().__init__("parquet", find_files(spec, storage, SUFFIXES, exclude=exclude), storage)
+        self._seed = shuffle_seed
         self._groups: list[tuple[SourceFile, int, int]] = []  # file, row group, rows
         schema: pa.Schema | None = None
-        for file in self._files:
+        for file in self.files:
             with self._open(file) as parquet:
                 schema = schema or parquet.schema_arrow
                 metadata = parquet.metadata
@@ -61,14 +58,9 @@ class ParquetFiles:
         """Rows of all files."""
         return sum(num_rows for _, _, num_rows in self._groups)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files."""
-        return sum(file.size_bytes for file in self._files)
-
     def identity(self) -> dict[str, object]:
         """Names and sizes of the files, and the number of rows."""
-        return {**files_identity(self.kind, self._files), "num_rows": self.num_records}
+        return {**super().identity(), "num_rows": self.num_records}
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Rows from number ``start`` on; row groups before it are not read."""

@@ -1,31 +1,16 @@
-"""Converting: a source's records through the writer, in one pass that can be stopped and gone on with.
-
-The journal in the target says which conversion the shards there belong to; the index of each finished shard says how
-many samples it holds. Records are written one sample each and in a fixed order, so the number of samples in the
-finished shards is the number of the record to go on with, and the result is the same bytes as without the stop.
-"""
+"""``convert``: a source's records through the writer."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from shard_tools.convert.files import is_local, local_path
-from shard_tools.convert.journal import Journal, TargetNotEmptyError, load_journal, save_journal
-from shard_tools.convert.records import Skipped, Source
+from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
+from shard_tools.convert.records import Skipped
 from shard_tools.convert.sources import open_source
 from shard_tools.progress import NoProgress, Progress
-from shard_tools.writer import ShardWriter
-from streaming.errors import ConfigError, DataError, DuplicateKeyError
-from streaming.index.chunks import ChunkTable
-from streaming.index.layout import chunks_path, samples_path
-from streaming.index.samples import SampleTable
-from streaming.storage import Storage, join_url, split_url
-
-_SHARD_NAME = "{:06d}.tar"
+from streaming.storage import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +122,7 @@ def convert(
     options = options or ConvertOptions()
     progress = progress or NoProgress()
     storage = Storage(storage_options)
-    place = _Place.of(target)
+    place = Place.of(target)
     reader = open_source(
         source,
         storage,
@@ -148,185 +133,23 @@ def convert(
         num_threads=options.workers,
         target=place.directory,
     )
-    _refuse_overlap(source, place)
-    journal = Journal(source=reader.identity(), options={**options.identity(), "pattern": place.name})
-    earlier = _prepare(place, journal, storage, overwrite=options.overwrite)
-    progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
-    progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
-    if not earlier.complete:
-        _write(reader, place, earlier, options, storage_options, progress)
-    table = _chunk_table(place.directory, storage)
-    if not earlier.complete:
-        save_journal(place.directory, replace(journal, complete=True, num_samples=table.total_samples), storage)
+    refuse_overlap(source, place)
+    what = {**options.identity(), "pattern": place.name}
+    packing = Packing(
+        max_bytes=options.max_bytes,
+        max_samples=options.max_samples,
+        columns=options.columns,
+        overwrite=options.overwrite,
+    )
+    packed = pack(reader, place, packing, options=what, storage_options=storage_options, progress=progress)
     return ConvertReport(
         kind=reader.kind,
         target=place.directory,
-        num_shards=len(table.shards),
-        num_samples=table.total_samples,
-        num_bytes=sum(shard.size_bytes for shard in table.shards),
-        num_resumed_samples=earlier.num_samples,
+        num_shards=packed.num_shards,
+        num_samples=packed.num_samples,
+        num_bytes=packed.num_bytes,
+        num_resumed_samples=packed.num_resumed_samples,
         classes=getattr(reader, "classes", {}),
         skipped=reader.skipped,
         seconds=time.monotonic() - started,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where the shards go: a directory, and the pattern of their names."""
-
-    directory: str
-    name: str
-
-    @classmethod
-    def of(cls, target: str) -> _Place:
-        directory, name = split_url(target)
-        if "{" in name:
-            return cls(directory=directory or ".", name=name)
-        if name.endswith((".tar", ".gz", ".tgz")):
-            raise ConfigError(
-                f"{target}: the target is a folder or prefix, or a name with a number such as {{:06d}}.tar"
-            )
-        return cls(directory=target.rstrip("/") or target, name=_SHARD_NAME)
-
-    @property
-    def pattern(self) -> str:
-        return join_url(self.directory, self.name)
-
-
-def _refuse_overlap(source: str, place: _Place) -> None:
-    """Writing into what is read could delete it."""
-    if is_local(source) and is_local(place.directory):
-        same = os.path.realpath(local_path(source)) == os.path.realpath(local_path(place.directory))
-    else:
-        same = source.rstrip("/") == place.directory.rstrip("/")
-    if same:
-        raise ConfigError(f"{source}: source and target are the same place; give another target")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Earlier:
-    """What an earlier run of the same conversion left behind."""
-
-    complete: bool = False
-    num_shards: int = 0
-    num_samples: int = 0
-    num_bytes: int = 0
-    keys: frozenset[str] = frozenset()
-
-
-def _prepare(place: _Place, journal: Journal, storage: Storage, *, overwrite: bool) -> _Earlier:
-    """Makes the target ready: empty, or holding the finished shards of this very conversion.
-
-    Raises:
-        TargetNotEmptyError: If it holds anything else.
-    """
-    there = [info.url for info in storage.list(place.directory) if _is_ours(info.url, place)]
-    if overwrite:
-        # The journal goes last: a run that is stopped in here begins with the rest.
-        for url in sorted(there, key=lambda url: url.endswith("/convert.json")):
-            storage.delete(url)
-        there = []
-    if there:
-        found = load_journal(place.directory, storage)
-        if found is None:
-            raise TargetNotEmptyError(
-                f"{place.directory} holds {len(there)} files of another data set, such as {there[0]}; give another "
-                "target, or delete them with --overwrite"
-            )
-        if not found.same_work(journal):
-            raise TargetNotEmptyError(
-                f"{place.directory} holds another conversion ({found.differences(journal)}); give another target, run "
-                "with the same source and options to go on, or begin anew with --overwrite"
-            )
-        return _earlier_work(place, storage, complete=found.complete)
-    save_journal(place.directory, journal, storage)
-    return _Earlier()
-
-
-def _is_ours(url: str, place: _Place) -> bool:
-    """Whether ``url`` is a shard or part of an index directly in the target."""
-    base = place.directory.rstrip("/") + "/"
-    name = url.removeprefix(base)
-    return name.startswith("_shardstream/") or ("/" not in name and name.endswith(".tar"))
-
-
-def _earlier_work(place: _Place, storage: Storage, *, complete: bool) -> _Earlier:
-    """The finished shards: numbered from 0 without a gap, each with its sample table, of the size it tells.
-
-    Unless all is done the last one is left out and written again: so there is always a shard to write, and with it
-    the writer publishes the chunk table, which may be what the stopped run had not come to.
-    """
-    sizes = {info.url: info.size_bytes for info in storage.list(place.directory)}
-    tables: list[SampleTable] = []
-    while (table := _finished_shard(place, len(tables), sizes, storage)) is not None:
-        tables.append(table)
-    if not complete:
-        tables = tables[:-1]
-    return _Earlier(
-        complete=complete,
-        num_shards=len(tables),
-        num_samples=sum(table.num_samples for table in tables),
-        num_bytes=sum(table.shard.size_bytes for table in tables),
-        keys=frozenset(key for table in tables for key in table.keys),
-    )
-
-
-def _chunk_table(directory: str, storage: Storage) -> ChunkTable:
-    url = join_url(directory, chunks_path())
-    return ChunkTable.from_parquet(storage.read(url), url)
-
-
-def _finished_shard(place: _Place, number: int, sizes: Mapping[str, int], storage: Storage) -> SampleTable | None:
-    name = place.name.format(number)
-    url = join_url(place.directory, samples_path(name))
-    size_bytes = sizes.get(join_url(place.directory, name))
-    if size_bytes is None or url not in sizes:
-        return None
-    table = SampleTable.from_parquet(storage.read(url), url)
-    return table if table.shard.size_bytes == size_bytes else None
-
-
-def _write(
-    reader: Source,
-    place: _Place,
-    earlier: _Earlier,
-    options: ConvertOptions,
-    storage_options: Mapping[str, object] | None,
-    progress: Progress,
-) -> None:
-    """Writes all records but those that are there."""
-    writer = ShardWriter(
-        place.pattern,
-        max_bytes=options.max_bytes,
-        max_samples=options.max_samples,
-        storage_options=storage_options,
-        columns={name: _column(name) for name in options.columns},
-        overwrite=True,  # whatever stands there is ours and unfinished: see _prepare
-        start_shard=earlier.num_shards,
-    )
-    number = earlier.num_samples
-    with writer, contextlib.closing(reader.records(number)) as records:
-        for record in records:
-            if record.key in earlier.keys:
-                raise DuplicateKeyError(
-                    f"record {number}: the key {record.key!r} was given to an earlier record; keys must be unique: "
-                    "take another --key, or number the records with --key number"
-                )
-            writer.write({**record.fields, "__key__": record.key, "__metadata__": record.metadata})
-            progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
-            number += 1
-    if number == 0:
-        raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
-
-
-def _column(name: str) -> Callable[[Mapping[str, object]], object]:
-    """Takes metadata ``name`` out of a sample; a dotted name goes into nested values."""
-
-    def lift(sample: Mapping[str, object]) -> object:
-        value = sample["__metadata__"]
-        for part in (name,) if isinstance(value, Mapping) and name in value else name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
-
-    return lift

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
+from shard_tools.convert.file_source import FileSource
 from shard_tools.convert.files import SourceFile, find_files
-from shard_tools.convert.lines import files_identity
 from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, number_key, refuse_shuffle
 from streaming.errors import ConfigError
 from streaming.storage import Storage
@@ -16,15 +16,13 @@ _PIECE_BYTES = 8 << 20  # one request
 _MAX_SKIPPED = 10_000  # entries kept for the report
 
 
-class TarFiles:
+class TarFiles(FileSource):
     """Samples of tars (``.gz`` too), in the order of their names and members.
 
     Neighbours with one key are one sample; extensions are lower-cased; a leading ``./`` is taken off. Directories,
     links and names without an extension belong to no sample and are left out; dot-files too, and these are reported.
     A damaged or truncated tar is an error, never a shorter data set.
     """
-
-    kind = "tars"
 
     def __init__(
         self,
@@ -35,31 +33,17 @@ class TarFiles:
         shuffle_seed: int | None = None,
         exclude: str | None = None,
     ) -> None:
-        refuse_shuffle(self.kind, shuffle_seed)
+        refuse_shuffle("tars", shuffle_seed)
         if key_field not in {None, NUMBER_KEYS}:
             raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {key_field!r}")
-        self._storage, self._numbered = storage, key_field == NUMBER_KEYS
-        self.files = find_files(spec, storage, SUFFIXES, exclude=exclude)
+        super().__init__("tars", find_files(spec, storage, SUFFIXES, exclude=exclude), storage)
+        self._numbered = key_field == NUMBER_KEYS
         self._skipped: dict[str, Skipped] = {}
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
         """Members left out so far."""
         return tuple(self._skipped.values())
-
-    @property
-    def num_records(self) -> int | None:
-        """Unknown before reading."""
-        return None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the files as they lie."""
-        return sum(file.size_bytes for file in self.files)
-
-    def identity(self) -> dict[str, object]:
-        """Names and sizes of the files."""
-        return files_identity(self.kind, self.files)
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Samples from number ``start`` on; those before it are read over."""

@@ -1,0 +1,90 @@
+"""Shards with their index, for verbs that read a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shard_tools.convert.records import map_ordered
+from shard_tools.tables import load_samples
+from streaming.bad_file import shown_url
+from streaming.errors import IndexMissingError, NotFoundError
+from streaming.index.chunks import ChunkTable
+from streaming.index.samples import SampleTable
+from streaming.indexing import load_index
+from streaming.scan import scan_shard
+from streaming.storage import Storage, expand_urls, redact, split_url
+from streaming.units import format_bytes
+
+READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU
+_MAX_READ_BYTES = 1 << 30  # sets without an index are read up to this size; beyond it, indexing once is the cure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSet:
+    """Shards with their chunk table; with their sample tables too if they were read because they have no index."""
+
+    urls: tuple[str, ...]
+    chunks: ChunkTable
+    scanned: tuple[SampleTable, ...] | None
+    index_url: str | None
+
+
+def open_set(urls: Sequence[str], storage: Storage, index_url: str | None, *, exclude: str | None = None) -> OpenSet:
+    """The shards at ``urls`` but those below ``exclude``, with their index; a small set without one is read for it.
+
+    Raises:
+        IndexMissingError: If there is no index and the set is too large to read for this.
+        NotFoundError: If nothing matches ``urls``.
+    """
+    below = None if exclude is None else shown_url(exclude).rstrip("/") + "/"
+    shards = tuple(url for url in expand_urls(list(urls), storage) if not below or not shown_url(url).startswith(below))
+    if not shards:
+        raise NotFoundError(f"{', '.join(map(redact, urls))}: no shard but those in the target {exclude}")
+    try:
+        chunks = load_index(storage, shards, index_url)
+        return OpenSet(urls=shards, chunks=chunks, scanned=None, index_url=index_url)
+    except IndexMissingError as missing:
+        scanned = _read_all(shards, storage, missing)
+    chunks = ChunkTable.concat([table.chunks for table in scanned])
+    return OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url)
+
+
+def _read_all(shards: Sequence[str], storage: Storage, missing: IndexMissingError) -> tuple[SampleTable, ...]:
+    with ThreadPoolExecutor(min(16, len(shards)), thread_name_prefix="shard_tools-read") as pool:
+        total_bytes = sum(pool.map(lambda url: storage.info(url).size_bytes, shards))
+        if total_bytes > _MAX_READ_BYTES:
+            raise IndexMissingError(
+                f"{missing}; without an index all {format_bytes(total_bytes)} would have to be read"
+            ) from missing
+        return tuple(pool.map(lambda url: scan_shard(storage, url, split_url(url)[1]), shards))
+
+
+def tables_of(
+    shards: OpenSet, storage: Storage, num_threads: int = 1
+) -> Generator[tuple[int, str, SampleTable], None, None]:
+    """(number of the first sample, URL, sample table) of every shard; several threads read ahead."""
+
+    def load(position: int) -> SampleTable:
+        return table_of(shards, position, storage)
+
+    first = 0
+    for url, table in zip(shards.urls, map_ordered(load, range(len(shards.urls)), num_threads), strict=True):
+        yield first, url, table
+        first += table.num_samples
+
+
+def table_of(shards: OpenSet, position: int, storage: Storage) -> SampleTable:
+    """The sample table of the shard at this position.
+
+    Raises:
+        IndexMissingError: If the index has none of it.
+    """
+    if shards.scanned is not None:
+        return shards.scanned[position]
+    url = shards.urls[position]
+    table = load_samples(storage, url, shards.index_url)
+    if table is None:
+        raise IndexMissingError(f"{url}: the index has no sample table of it; run `shard_tools index --force {url}`")
+    return table
