@@ -38,6 +38,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.index",
             "streaming.layout",
             "streaming.narrow",
+            "streaming.where",
         ),
     ),
     ("I/O", ("streaming.storage", "streaming.cache")),
