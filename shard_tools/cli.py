@@ -25,11 +25,14 @@ from shard_tools.plan_view import save_plot, show_plan
 from shard_tools.progress import progress_bar
 from shard_tools.recheck import RecheckReport, recheck
 from shard_tools.reindex import index
+from shard_tools.reshard import ReshardOptions, reshard
 from shard_tools.verify import VerifyReport, verify
 from streaming.errors import ConfigError, ShardstreamError
 from streaming.storage import Storage
 
 _DEFAULT_MAX_BYTES = "256MB"  # a few seconds of one connection; 100 TB are 400,000 objects
+_RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
+_RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url")
 
 
 class ToolGroup(click.Group):
@@ -182,6 +185,68 @@ def verify_command(
     show = render.show_verify if isinstance(report, VerifyReport) else render.show_recheck
     _emit(report, as_json=as_json, for_people=show)
     _finish(failed=bool(report.findings))
+
+
+@cli.command("reshard")
+@click.argument("source")
+@click.argument("target")
+@click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Largest shard.")
+@click.option("--max-samples", type=COUNT, help="Most samples of a shard.")
+@click.option("--shuffle", is_flag=True, help="Mix all samples.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of --shuffle.  [default: 0]")
+@click.option("--sort", metavar="COLUMN", help="Sort by a column of the sample table, or by __key__.")
+@click.option("--descending", is_flag=True, help="Sort the largest first.")
+@click.option("--where", metavar="CONDITION", help='Take only samples that fit, such as "tokens >= 512".')
+@click.option("--fields", metavar="EXT,...", help="Keep only these fields.")
+@click.option("--drop", multiple=True, metavar="FILE", help="Leave out the samples on this list (see verify).")
+@click.option(
+    "--memory",
+    "memory_bytes",
+    type=SIZE,
+    default="1GiB",
+    show_default=True,
+    help="For samples on their way, where the order changes: more means fewer and larger requests.",
+)
+@click.option("--workers", type=COUNT, default=8, show_default=True, help="Requests at a time.")
+@click.option("--overwrite", is_flag=True, help="Delete what the target holds, and begin anew.")
+@index_option
+@json_option
+@with_storage_options
+def reshard_command(
+    source: str,
+    target: str,
+    *,
+    shuffle: bool,
+    seed: int | None,
+    fields: str | None,
+    as_json: bool,
+    **arguments: Any,
+) -> None:
+    """Writes the samples of SOURCE into new shards in TARGET: split, merged, mixed, sorted or filtered.
+
+    Fields keep their bytes, samples their columns in the index. Every byte read is checked; a damaged sample is an
+    error unless --drop lists it. A run that was stopped goes on where it was when run again.
+
+    \b
+    Example:
+      shard_tools reshard s3://bucket/raw/ s3://bucket/train/ --max-bytes 1GB --shuffle --seed 7
+      shard_tools reshard shards/ english/ --where "tokens >= 512 and lang = 'en'" --sort tokens
+      shard_tools reshard shards/ clean/ --drop 'bad-*.jsonl'
+    """
+    if seed is not None and not shuffle:
+        raise click.UsageError("--seed is the seed of --shuffle; give both.")
+    options = ReshardOptions(
+        shuffle_seed=(seed or 0) if shuffle else None,
+        fields=None
+        if fields is None
+        else tuple(name.strip().lstrip(".") for name in fields.split(",") if name.strip()),
+        **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
+    )
+    with progress_bar("reshard", "samples") as progress:
+        report = reshard(
+            source, target, options=options, storage_options=as_storage_options(arguments), progress=progress
+        )
+    _emit(report, as_json=as_json, for_people=render.show_reshard)
 
 
 @cli.command("info")

@@ -12,6 +12,7 @@ from shard_tools.convert import ConvertReport
 from shard_tools.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.recheck import RecheckReport
 from shard_tools.reindex import IndexReport
+from shard_tools.reshard import ReshardReport
 from shard_tools.verify import VerifyReport
 from streaming.units import format_bytes
 
@@ -77,6 +78,24 @@ def show_recheck(report: RecheckReport) -> None:
     click.echo(
         f"{report.num_listed:,} records, {report.num_samples:,} samples read ({format_bytes(report.num_bytes)}) "
         f"in {report.seconds:.1f} s: {report.num_good:,} are good now, {len(report.findings):,} findings"
+    )
+
+
+def show_reshard(report: ReshardReport) -> None:
+    """The outcome of resharding."""
+    if report.num_resumed_samples:
+        click.echo(f"went on after {report.num_resumed_samples:,} samples that were there already")
+    if report.num_not_found or report.num_unreadable:
+        click.echo(
+            f"list of --drop: {report.num_not_found:,} records mean no sample of the source, "
+            f"{report.num_unreadable:,} lines are cut off or no records",
+            err=True,
+        )
+    click.echo(
+        f"{report.num_source:,} samples in the source, {report.num_dropped:,} dropped, "
+        f"{report.num_filtered:,} filtered out\n"
+        f"{report.target}: {report.num_samples:,} samples in {report.num_shards:,} shards, "
+        f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
     )
 
 

@@ -1,0 +1,201 @@
+"""``reshard``: indexed shards into new ones, split, merged, mixed, sorted or with some samples left out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shard_tools.bad_list import load_bad_list
+from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
+from shard_tools.convert.records import permutation
+from shard_tools.open_set import open_set
+from shard_tools.progress import NoProgress, Progress
+from shard_tools.selection import Selection, select, sorted_order
+from shard_tools.shard_source import Int64s, ShardSource
+from streaming.errors import ConfigError, DataError
+from streaming.index.columns import KEY
+from streaming.storage import Storage, redact
+from streaming.where import parse_where
+
+_SEQUENTIAL_WINDOW_BYTES = 64 << 20  # eight requests of 8 MiB, as many as there are threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions:
+    """What the new shards shall be.
+
+    Attributes:
+        max_bytes: Largest shard.
+        max_samples: Most samples of a shard.
+        shuffle_seed: Mix all samples, uniformly, by this seed; None keeps their order.
+        sort: Column of the sample table, or ``__key__``, to sort by.
+        descending: Sort the largest first.
+        where: Condition on columns of the sample table (:mod:`streaming.where`).
+        fields: Keep only these fields; None: all.
+        drop: Files that list samples to be left out.
+        index_url: Where the source's index lies, if not beside its shards.
+        memory_bytes: For samples on their way, where the order changes.
+        workers: Requests at a time.
+        overwrite: Delete the shards that the target holds.
+    """
+
+    max_bytes: int = 256_000_000
+    max_samples: int | None = None
+    shuffle_seed: int | None = None
+    sort: str | None = None
+    descending: bool = False
+    where: str | None = None
+    fields: tuple[str, ...] | None = None
+    drop: tuple[str, ...] = ()
+    index_url: str | None = None
+    memory_bytes: int = 1 << 30
+    workers: int = 8
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sort is not None and self.shuffle_seed is not None:
+            raise ConfigError("--sort and --shuffle exclude each other")
+        if self.descending and self.sort is None:
+            raise ConfigError("--descending says how to --sort; name a column")
+        if self.fields is not None and not self.fields:
+            raise ConfigError("--fields: name at least one field")
+
+    def identity(self) -> dict[str, object]:
+        """What the bytes of the result depend on, but the samples taken."""
+        return {
+            "max_bytes": self.max_bytes,
+            "max_samples": self.max_samples,
+            "shuffle_seed": self.shuffle_seed,
+            "sort": self.sort,
+            "descending": self.descending,
+            "where": self.where,
+            "fields": None if self.fields is None else sorted(self.fields),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardReport:
+    """What resharding did.
+
+    Attributes:
+        target: Where the new shards are.
+        num_source: Samples of the source.
+        num_dropped: Left out because they are on the list.
+        num_filtered: Left out because the condition does not fit them.
+        num_not_found: Records of the list that mean no sample of the source.
+        num_unreadable: Lines of the list that are no records.
+        num_samples: Samples written, now and by an earlier run.
+        num_resumed_samples: Those that an earlier run had written.
+        num_shards: New shards.
+        num_bytes: Their bytes.
+        seconds: Wall time of this run.
+    """
+
+    target: str
+    num_source: int
+    num_dropped: int
+    num_filtered: int
+    num_not_found: int
+    num_unreadable: int
+    num_samples: int
+    num_resumed_samples: int
+    num_shards: int
+    num_bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        names = self.__dataclass_fields__
+        return {name: getattr(self, name) for name in names} | {"seconds": round(self.seconds, 3)}
+
+
+def reshard(
+    source: str,
+    target: str,
+    *,
+    options: ReshardOptions | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    progress: Progress | None = None,
+) -> ReshardReport:
+    """Writes the samples of ``source`` into shards ``000000.tar``, … in ``target``, with their index.
+
+    The bytes of every field are carried over as they are, and so are the columns of the sample tables. Every byte
+    that is read is checked against the index. Deterministic, and resumable: as :func:`shard_tools.convert.convert`.
+
+    Args:
+        source: Shards, as in ``StreamingDataset``.
+        target: Folder or prefix for the new shards, or a pattern such as ``"out/train-{:06d}.tar"``.
+        options: What they shall be.
+        storage_options: How to reach the stores of both.
+        progress: Told about samples and bytes written.
+
+    Raises:
+        TargetNotEmptyError: If the target holds shards of other work.
+        ConfigError: For options that do not fit the source.
+        DataError: A sample is damaged and not on the list; or no sample is left.
+        IndexMissingError: If there is no index and the set is too large to read for this.
+        StorageError: If a store fails.
+    """
+    started = time.monotonic()
+    options = options or ReshardOptions()
+    progress = progress or NoProgress()
+    storage = Storage(storage_options)
+    place = Place.of(target)
+    refuse_overlap(source, place)
+    where = None if options.where is None else parse_where(options.where)
+    drop = load_bad_list(options.drop, storage)
+    shards = open_set([source], storage, options.index_url, exclude=place.directory)
+    selection = select(shards, storage, where=where, drop=drop, with_keys=options.sort == KEY, progress=NoProgress())
+    _check(selection, options, source)
+    order = _order(selection, options)
+    reader = ShardSource(
+        selection,
+        order,
+        storage,
+        fingerprint=shards.chunks.fingerprint,
+        fields=options.fields,
+        window_bytes=_SEQUENTIAL_WINDOW_BYTES if order is None else max(1, options.memory_bytes // 2),
+        num_threads=options.workers,
+    )
+    packing = Packing(
+        max_bytes=options.max_bytes,
+        max_samples=options.max_samples,
+        columns=selection.columns,
+        overwrite=options.overwrite,
+    )
+    what = {**options.identity(), "pattern": place.name}
+    packed = pack(reader, place, packing, options=what, storage_options=storage_options, progress=progress)
+    return ReshardReport(
+        target=place.directory,
+        num_source=selection.num_source,
+        num_dropped=selection.num_dropped,
+        num_filtered=selection.num_filtered,
+        num_not_found=len(selection.not_found),
+        num_unreadable=drop.num_unreadable,
+        num_samples=packed.num_samples,
+        num_resumed_samples=packed.num_resumed_samples,
+        num_shards=packed.num_shards,
+        num_bytes=packed.num_bytes,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _check(selection: Selection, options: ReshardOptions, source: str) -> None:
+    unknown = sorted({*(options.fields or ())} - {*selection.fields})
+    if unknown:
+        there = ", ".join(selection.fields)
+        raise ConfigError(f"--fields: no sample of {redact(source)} has a field {unknown[0]!r}; there are: {there}")
+    if not selection.num_samples:
+        raise DataError(
+            f"{redact(source)}: no sample is left: {selection.num_source} in all, {selection.num_dropped} on the list "
+            f"of --drop, {selection.num_filtered} that --where does not take"
+        )
+
+
+def _order(selection: Selection, options: ReshardOptions) -> Int64s | None:
+    if options.shuffle_seed is not None:
+        return permutation(selection.num_samples, options.shuffle_seed)
+    if options.sort is not None:
+        return sorted_order(selection, options.sort, descending=options.descending)
+    return None

@@ -1,0 +1,190 @@
+"""Which samples of a data set ``reshard`` takes: all but those on a list, and those that a condition fits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shard_tools.bad_list import BadList, rows_of, shards_by_shown_url
+from shard_tools.open_set import READ_THREADS, OpenSet, tables_of
+from shard_tools.pieces import ShardPieces
+from shard_tools.progress import Progress
+from streaming.bad_file import BadRecord, shown_url
+from streaming.errors import ConfigError
+from streaming.index.columns import KEY, missing_column, where_columns
+from streaming.index.samples import SampleTable
+from streaming.storage import Storage
+from streaming.where import Where
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """What is taken of one shard.
+
+    Attributes:
+        pieces: How to read it.
+        rows: int64 ``[m]``, numbers of the samples that are taken, ascending.
+        columns: The lifted columns of these samples, Arrow arrays of ``m``.
+        keys: Their keys as UTF-8, an Arrow array of ``m``; None unless they are to be sorted by.
+    """
+
+    pieces: ShardPieces
+    rows: Int64s
+    columns: Mapping[str, pa.Array]
+    keys: pa.Array | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Selection:
+    """What is taken of a data set.
+
+    Attributes:
+        parts: Shard by shard.
+        columns: Names of all lifted columns, sorted.
+        fields: Names of all fields, sorted.
+        num_source: Samples of the source.
+        num_dropped: Left out because they are on the list.
+        num_filtered: Left out because the condition does not fit them.
+        not_found: Records of the list that mean no sample of the source.
+    """
+
+    parts: tuple[Part, ...]
+    columns: tuple[str, ...]
+    fields: tuple[str, ...]
+    num_source: int
+    num_dropped: int
+    num_filtered: int
+    not_found: tuple[BadRecord, ...]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples taken."""
+        return sum(part.rows.size for part in self.parts)
+
+    def digest(self) -> str:
+        """Tells this choice of samples from every other one of the same source."""
+        sha = hashlib.sha256()
+        for part in self.parts:
+            sha.update(np.int64(part.rows.size).tobytes() + part.rows.astype("<i8").tobytes())
+        return sha.hexdigest()
+
+
+def select(
+    shards: OpenSet,
+    storage: Storage,
+    *,
+    where: Where | None,
+    drop: BadList,
+    with_keys: bool,
+    progress: Progress,
+) -> Selection:
+    """Reads all sample tables, shard by shard, and keeps what reading the samples needs.
+
+    Memory: 16 bytes for a sample that is taken, and its lifted columns (and its key ``with_keys``).
+
+    Raises:
+        IndexMissingError: A shard has no sample table.
+        ConfigError: The condition asks for a column that no shard has, or of another kind.
+    """
+    shards_by_shown_url(shards.urls)  # refuses names that are not clear, before anything is dropped by them
+    progress.start(total_bytes=None, total=len(shards.urls))
+    parts: list[Part] = []
+    columns: set[str] = set()
+    fields: set[str] = set()
+    not_found = [record for url, records in drop.by_shard.items() for record in records if url not in _shown(shards)]
+    num_source = num_dropped = num_filtered = 0
+    for _, url, table in tables_of(shards, storage, READ_THREADS):
+        dropped, missing = _dropped(table, drop.by_shard.get(shown_url(url), ()))
+        wanted = _wanted(table, where)
+        rows = np.flatnonzero(wanted & ~dropped)
+        not_found += missing
+        num_source += table.num_samples
+        num_dropped += int(dropped.sum())
+        num_filtered += int((~wanted & ~dropped).sum())
+        columns.update(table.columns)
+        fields.update(table.fields)
+        parts.append(_part(url, table, rows, with_keys=with_keys))
+        progress.advance(num=1)
+    unknown = sorted((where.names if where else frozenset()) - columns - {KEY})
+    if unknown:
+        raise ConfigError(
+            f"--where: no column {unknown[0]!r} in the sample tables; there are: {', '.join(sorted(columns)) or 'none'}"
+        )
+    return Selection(
+        parts=tuple(parts),
+        columns=tuple(sorted(columns)),
+        fields=tuple(sorted(fields)),
+        num_source=num_source,
+        num_dropped=num_dropped,
+        num_filtered=num_filtered,
+        not_found=tuple(not_found),
+    )
+
+
+def _shown(shards: OpenSet) -> set[str]:
+    return {shown_url(url) for url in shards.urls}
+
+
+def _dropped(table: SampleTable, records: Sequence[BadRecord]) -> tuple[npt.NDArray[np.bool_], list[BadRecord]]:
+    """Which samples are on the list, and the records that mean none."""
+    dropped = np.zeros(table.num_samples, np.bool_)
+    keys = {key: row for row, key in enumerate(table.keys)} if any(record.key for record in records) else {}
+    missing = []
+    for record in records:
+        rows = rows_of(record, table, keys)
+        dropped[rows] = True
+        if not rows:
+            missing.append(record)
+    return dropped, missing
+
+
+def _wanted(table: SampleTable, where: Where | None) -> npt.NDArray[np.bool_]:
+    if where is None:
+        return np.ones(table.num_samples, np.bool_)
+    there = where_columns(table, where.names)
+    lacking = {name: missing_column(table.num_samples) for name in where.names - there.keys()}
+    return where.mask({**lacking, **there}, table.num_samples)
+
+
+def _part(url: str, table: SampleTable, rows: Int64s, *, with_keys: bool) -> Part:
+    keys = [key.encode("utf-8", "surrogateescape") for key in table.keys] if with_keys else None
+    taken = pa.array(rows)
+    return Part(
+        pieces=ShardPieces.of(url, table),
+        rows=rows,
+        columns={name: column.take(taken) for name, column in table.columns.items()},
+        keys=None if keys is None else pa.array(keys, pa.binary()).take(taken),
+    )
+
+
+def sorted_order(selection: Selection, column: str, *, descending: bool) -> Int64s:
+    """Numbers of the selection's samples, by the values of a column or by ``__key__``; equal ones keep their order.
+
+    Missing values come last, before them NaNs.
+
+    Raises:
+        ConfigError: No shard has the column, or its values cannot be compared.
+    """
+    if column != KEY and column not in selection.columns:
+        there = ", ".join(selection.columns) or "none"
+        raise ConfigError(f"--sort: no column {column!r} in the sample tables; there are: {there}, and {KEY}")
+    values = [
+        part.keys if column == KEY else part.columns.get(column, pa.nulls(part.rows.size)) for part in selection.parts
+    ]
+    try:
+        tables = [pa.table({"value": array}) for array in values]
+        joined = pa.concat_tables(tables, promote_options="permissive")["value"].combine_chunks()
+        if pa.types.is_boolean(joined.type):
+            joined = joined.cast(pa.int8())
+        order = "descending" if descending else "ascending"
+        return pc.array_sort_indices(joined, order=order).to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+    except pa.ArrowException as error:
+        raise ConfigError(f"--sort: the values of column {column!r} cannot be compared: {error}") from error

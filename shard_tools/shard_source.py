@@ -1,0 +1,217 @@
+"""Indexed shards as a source of records, in any order: what ``reshard`` packs."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shard_tools.convert.records import Record, Skipped
+from shard_tools.pieces import read_pieces
+from shard_tools.selection import Part, Selection
+from streaming.errors import DataError
+from streaming.storage import Storage
+
+Int64s = npt.NDArray[np.int64]
+_RUN_BYTES = 8 << 20  # largest request; more in one costs parallelism, less costs requests
+_Found: TypeAlias = "list[tuple[int, Record]]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Run:
+    """Neighbouring pieces of one shard that are read at once.
+
+    ``positions`` are those of the wanted samples in their window, ``kept`` their numbers within the part, in order.
+    """
+
+    part: Part
+    first_piece: int
+    stop_piece: int
+    positions: Int64s
+    kept: Int64s
+
+
+class ShardSource:
+    """Samples of indexed shards, in a given order, every byte checked against the index. Used by one thread.
+
+    The order is cut into windows of ``window_bytes``. The pieces that hold a window's samples are read, each once a
+    window, neighbours together, by several threads, while the window before is handed out.
+
+    Memory: two windows, two requests of 8 MiB per thread, and 16 bytes per sample beside the selection's.
+
+    Args:
+        selection: The samples.
+        order: Their numbers in the selection, in the order wanted, each once; None: as they are.
+        storage: Where the shards lie.
+        fingerprint: Of the source's chunk table.
+        fields: Fields to keep; None: all.
+        window_bytes: See above.
+        num_threads: Requests at a time.
+    """
+
+    kind = "shards"
+
+    def __init__(
+        self,
+        selection: Selection,
+        order: Int64s | None,
+        storage: Storage,
+        *,
+        fingerprint: str,
+        fields: Sequence[str] | None,
+        window_bytes: int,
+        num_threads: int,
+    ) -> None:
+        self.skipped: tuple[Skipped, ...] = ()
+        self._parts, self._columns = selection.parts, selection.columns
+        self._storage = storage
+        self._facts = {"kind": self.kind, "fingerprint": fingerprint, "samples": selection.digest()}
+        self._fields = None if fields is None else frozenset(fields)
+        self._window_bytes, self._num_threads = window_bytes, num_threads
+        self._offsets = np.cumsum([0] + [part.rows.size for part in self._parts])
+        self._order = np.arange(self._offsets[-1]) if order is None else order
+        sizes = [np.diff(part.pieces.record_starts)[part.rows] for part in self._parts]
+        self._ends: Int64s = np.cumsum(np.concatenate([np.empty(0, np.int64), *sizes])[self._order])
+
+    @property
+    def num_records(self) -> int:
+        """Samples taken."""
+        return int(self._order.size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of their records."""
+        return int(self._ends[-1]) if self._ends.size else 0
+
+    def identity(self) -> dict[str, object]:
+        """The shards' content, and which of their samples are taken."""
+        return dict(self._facts)
+
+    def records(self, start: int) -> Generator[Record, None, None]:
+        """Records from number ``start`` on; what lies before is not read.
+
+        Raises:
+            ChecksumError, TarError, IndexMismatchError: A sample is damaged; notes name it.
+            StorageError: The store did not deliver.
+        """
+        pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="shard_tools-read")
+        try:
+            before: tuple[int, list[Future[_Found]]] | None = None
+            for first, stop in self._windows(start):
+                reads = [pool.submit(self._read, run) for run in self._runs(self._order[first:stop])]
+                if before is not None:
+                    yield from _in_order(*before)
+                before = stop - first, reads
+            if before is not None:
+                yield from _in_order(*before)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _windows(self, start: int) -> Iterator[tuple[int, int]]:
+        while start < self._order.size:
+            before = int(self._ends[start - 1]) if start else 0
+            stop = int(np.searchsorted(self._ends, before + self._window_bytes, side="right"))
+            stop = max(stop, start + 1)
+            yield start, stop
+            start = stop
+
+    def _runs(self, window: Int64s) -> Iterator[_Run]:
+        """Runs that hold the samples of ``window`` (numbers in the selection), by place."""
+        by_place = np.argsort(window, kind="stable")  # parts and rows ascend with the number
+        numbers = window[by_place]
+        bounds = np.searchsorted(numbers, self._offsets)
+        for which in np.flatnonzero(np.diff(bounds)).tolist():
+            low, high = bounds[which], bounds[which + 1]
+            part = self._parts[which]
+            kept = numbers[low:high] - self._offsets[which]
+            yield from _part_runs(part, by_place[low:high], kept)
+
+    def _read(self, run: _Run) -> _Found:
+        try:
+            return self._read_all(run)
+        except DataError:
+            for piece in range(run.first_piece, run.stop_piece):
+                inside = _piece_of_run(run, piece)
+                try:
+                    self._read_all(inside)
+                except DataError as error:
+                    rows = run.part.rows[inside.kept].tolist()
+                    error.add_note(
+                        f"Samples {rows[0]} to {rows[-1]} of the shard are in these bytes. To leave out what is "
+                        "damaged: shard_tools verify SOURCE --write-bad bad.jsonl, then shard_tools reshard --drop "
+                        "bad.jsonl"
+                    )
+                    raise
+            raise
+
+    def _read_all(self, run: _Run) -> _Found:
+        part = run.part
+        buffer, layout = read_pieces(self._storage, part.pieces.range(run.first_piece, run.stop_piece))
+        first = int(part.pieces.bounds[run.first_piece])
+        taken = pa.array(run.kept)
+        values = {name: column.take(taken).to_pylist() for name, column in part.columns.items()}
+        names = [(column, name) for column, name in enumerate(layout.fields) if self._takes(name)]
+        found: _Found = []
+        with memoryview(buffer) as view:
+            for i, (position, row) in enumerate(zip(run.positions.tolist(), part.rows[run.kept].tolist(), strict=True)):
+                starts, sizes = layout.starts[row - first].tolist(), layout.sizes[row - first].tolist()
+                fields = {
+                    name: bytes(view[starts[column] : starts[column] + sizes[column]])
+                    for column, name in names
+                    if starts[column] >= 0
+                }
+                metadata: Mapping[str, object] = {name: column[i] for name, column in values.items()}
+                key = layout.keys[row - first].removeprefix("./").lstrip("/")
+                found.append((position, Record(key=key, fields=fields, metadata=metadata)))
+        return found
+
+    def _takes(self, name: str) -> bool:
+        return self._fields is None or name in self._fields
+
+
+def _part_runs(part: Part, positions: Int64s, kept: Int64s) -> Iterator[_Run]:
+    pieces = part.pieces.piece_of(part.rows[kept])
+    ends = part.pieces.record_starts[part.pieces.bounds]
+    begin = 0
+    for i in range(1, kept.size + 1):
+        if i < kept.size:
+            apart = pieces[i] > pieces[i - 1] + 1
+            if not apart and (pieces[i] == pieces[i - 1] or ends[pieces[i] + 1] - ends[pieces[begin]] <= _RUN_BYTES):
+                continue
+        yield _Run(
+            part=part,
+            first_piece=int(pieces[begin]),
+            stop_piece=int(pieces[i - 1]) + 1,
+            positions=positions[begin:i],
+            kept=kept[begin:i],
+        )
+        begin = i
+
+
+def _piece_of_run(run: _Run, piece: int) -> _Run:
+    """The samples of ``run`` that one piece holds."""
+    inside = run.part.pieces.piece_of(run.part.rows[run.kept]) == piece
+    return _Run(
+        part=run.part,
+        first_piece=piece,
+        stop_piece=piece + 1,
+        positions=run.positions[inside],
+        kept=run.kept[inside],
+    )
+
+
+def _in_order(num_records: int, reads: Sequence[Future[_Found]]) -> Iterator[Record]:
+    window: list[Record | None] = [None] * num_records
+    for read in reads:
+        for position, found in read.result():
+            window[position] = found
+    window.reverse()
+    while window:
+        record = window.pop()
+        if record is not None:
+            yield record

@@ -1,0 +1,448 @@
+"""``reshard``: which samples come in which order, byte for byte; damage by name; stopping and going on."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from data_sets import make_sample
+from fault_proxy import Fault, FaultProxy
+from servers import MiniS3Server, fresh_name
+
+import shard_tools.shard_source as shard_source
+from shard_tools import ShardWriter
+from shard_tools.cli import cli
+from shard_tools.convert import TargetNotEmptyError
+from shard_tools.reshard import ReshardOptions, ReshardReport, reshard
+from shard_tools.verify import verify
+from streaming import StreamingDataset
+from streaming.bad_file import BadRecord
+from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DataError, DuplicateKeyError, NotFoundError
+from streaming.index.samples import SampleTable
+from streaming.storage import Storage
+
+COUNT = 100
+LANGUAGES = ("en", "de", None)
+COLUMNS = {
+    "tokens": lambda sample: sample["__metadata__"]["tokens"],
+    "lang": lambda sample: sample["__metadata__"]["lang"],
+    "json.number": "json.number",
+}
+
+
+def metadata(number: int) -> dict[str, Any]:
+    return {"tokens": number * 7 % 30, "lang": LANGUAGES[number % 3]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100 samples of up to 30 KB in 5 shards, with columns; several spans a shard, one chunk."""
+    folder = tmp_path_factory.mktemp("source")
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=20, columns=COLUMNS) as writer:
+        for number in range(COUNT):
+            sample = {**make_sample(number), "big": random.Random(number).randbytes(number * 300)}
+            writer.write({**sample, "__metadata__": metadata(number)})
+    return folder
+
+
+def samples(target: Path) -> list[tuple[str, dict[str, bytes]]]:
+    """All samples in order, by Python's own tar reader."""
+    found: dict[str, dict[str, bytes]] = {}
+    for shard in sorted(target.glob("*.tar")):
+        with tarfile.open(shard) as archive:
+            for member in archive:
+                key, _, field = member.name.partition(".")
+                reader = archive.extractfile(member)
+                assert reader is not None
+                found.setdefault(key, {})[field] = reader.read()
+    return list(found.items())
+
+
+def columns(target: Path) -> dict[str, dict[str, Any]]:
+    """Lifted values by key."""
+    found = {}
+    for path in sorted((target / "_shardstream" / "samples").glob("*.parquet")):
+        table = SampleTable.from_parquet(path.read_bytes(), str(path))
+        rows = {name: column.to_pylist() for name, column in table.columns.items()}
+        for i, key in enumerate(table.keys):
+            found[key] = {name: values[i] for name, values in rows.items()}
+    return found
+
+
+def tree(target: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(target)): path.read_bytes()
+        for path in sorted(target.rglob("*"))
+        if path.is_file() and not path.name.startswith(".~")
+    }
+
+
+def run(source: Path | str, target: Path | str, **options: Any) -> ReshardReport:
+    return reshard(str(source), str(target), options=ReshardOptions(**options))
+
+
+def numbers(target: Path) -> list[int]:
+    return [int(key) for key, _ in samples(target)]
+
+
+# ------------------------------------------------------------------------------------------------ what comes when
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, range(COUNT)),
+        ({"max_samples": 7}, range(COUNT)),
+        ({"max_bytes": 50_000}, range(COUNT)),
+        ({"sort": "__key__", "descending": True}, range(COUNT - 1, -1, -1)),
+        ({"sort": "tokens"}, sorted(range(COUNT), key=lambda n: n * 7 % 30)),
+        ({"sort": "tokens", "descending": True}, sorted(range(COUNT), key=lambda n: -(n * 7 % 30))),
+        ({"sort": "lang"}, sorted(range(COUNT), key=lambda n: LANGUAGES[n % 3] or "~")),
+        ({"where": "tokens >= 20 and lang = 'en'"}, [n for n in range(0, COUNT, 3) if n * 7 % 30 >= 20]),
+        ({"where": "lang is null", "sort": "json.number", "descending": True}, range(98, 0, -3)),
+        ({"where": "__key__ = '00042'"}, [42]),
+    ],
+)
+@pytest.mark.parametrize("memory_bytes", [1, 1 << 30])
+def test_exactly_these_samples_in_this_order(
+    data: Path, tmp_path: Path, options: Mapping[str, Any], expected: Any, memory_bytes: int
+) -> None:
+    report = run(data, tmp_path / "out", memory_bytes=memory_bytes, **options)
+    source, found = dict(samples(data)), samples(tmp_path / "out")
+    assert [int(key) for key, _ in found] == list(expected)
+    assert all(fields == source[key] for key, fields in found)
+    assert columns(tmp_path / "out") == {key: columns(data)[key] for key, _ in found}
+    assert verify([str(tmp_path / "out")], storage=Storage(), decode=True).findings == ()
+    assert (report.num_source, report.num_dropped, report.num_filtered) == (COUNT, 0, COUNT - len(found))
+    assert report.num_samples == len(found)
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.tar")]
+    assert (report.num_shards, report.num_bytes) == (len(sizes), sum(sizes))
+    assert max(sizes) <= options.get("max_bytes", 256_000_000)
+
+
+@pytest.mark.parametrize("memory_bytes", [1, 200_000, 1 << 30])
+def test_shuffled(data: Path, tmp_path: Path, memory_bytes: int) -> None:
+    """One permutation for a seed, whatever the memory; far from the order of the source."""
+    run(data, tmp_path / "a", shuffle_seed=7, max_samples=30, memory_bytes=memory_bytes)
+    run(data, tmp_path / "b", shuffle_seed=7, max_samples=30)
+    run(data, tmp_path / "c", shuffle_seed=8, max_samples=30)
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    order = numbers(tmp_path / "a")
+    assert sorted(order) == list(range(COUNT))
+    assert order != numbers(tmp_path / "c")
+    moved = sum(abs(place - number) for place, number in enumerate(order)) / COUNT
+    assert 25 < moved < 42  # uniform: a third of 100
+
+
+def test_the_same_source_gives_the_same_bytes(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "a", max_samples=30, workers=1)
+    run(f"{data}/{{000000..000004}}.tar", tmp_path / "b", max_samples=30, workers=5)
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    run(tmp_path / "a", tmp_path / "again", max_samples=20)
+    assert [(tmp_path / "again" / f"{i:06d}.tar").read_bytes() for i in range(5)] == [
+        (data / f"{i:06d}.tar").read_bytes() for i in range(5)
+    ]
+
+
+def test_sources_are_merged(data: Path, tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/more/{{:d}}.tar", columns={"score": lambda _: 0.5}) as writer:
+        writer.write({"__key__": "new", "txt": "x"})
+    run(f"{data}/::{tmp_path}/more/", tmp_path / "out")
+    assert [key for key, _ in samples(tmp_path / "out")] == [f"{n:05d}" for n in range(COUNT)] + ["new"]
+    lifted = columns(tmp_path / "out")
+    assert lifted["new"] == {"tokens": None, "lang": None, "json.number": None, "score": 0.5}
+    assert lifted["00004"] == {"tokens": 28, "lang": "de", "json.number": 4, "score": None}
+    run(f"{data}/::{tmp_path}/more/", tmp_path / "sorted", sort="score")
+    assert samples(tmp_path / "sorted")[0][0] == "new"
+    run(f"{data}/::{tmp_path}/more/", tmp_path / "scored", where="score > 0")
+    assert [key for key, _ in samples(tmp_path / "scored")] == ["new"]
+    with pytest.raises(DuplicateKeyError, match="00000"):
+        run(f"{data}/::{tmp_path}/out/", tmp_path / "twice")
+
+
+def test_fields(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "out", fields=("cls", "vec.npy"))
+    source = dict(samples(data))
+    assert samples(tmp_path / "out") == [
+        (key, {"cls": fields["cls"], "vec.npy": fields["vec.npy"]}) for key, fields in source.items()
+    ]
+    with pytest.raises(ConfigError, match="has a field 'jpg'; there are: big, bin, cls"):
+        run(data, tmp_path / "none", fields=("jpg",))
+
+
+def test_a_source_without_an_index_and_of_another_writer(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    with tarfile.open(tmp_path / "in" / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for name in ("./a/1.JPG", "./a/1.Cls", "./é" * 60 + ".txt"):
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(name), 1.5
+            archive.addfile(info, io.BytesIO(name.encode()[: len(name)]))
+    run(tmp_path / "in", tmp_path / "out")
+    first, second = samples(tmp_path / "out")
+    assert first == ("a/1", {"jpg": b"./a/1.JPG", "cls": b"./a/1.Cls"})
+    assert second[0].endswith("é")
+
+
+def test_a_target_inside_the_source(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "in")
+    for _ in range(2):  # the second run must not see the first one's shards as its source
+        run(tmp_path / "in", tmp_path / "in" / "new", max_samples=9)
+    assert numbers(tmp_path / "in" / "new") == list(range(COUNT))
+    with pytest.raises(ConfigError, match="the same place"):
+        run(tmp_path / "in", tmp_path / "in")
+
+
+def test_the_loader_reads_it(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "out", sort="tokens")
+    dataset = StreamingDataset(str(tmp_path / "out"))
+    assert [dataset[i]["cls"] for i in range(COUNT)] == sorted(range(COUNT), key=lambda n: n * 7 % 30)
+
+
+# ------------------------------------------------------------------------------------------------ damage and lists
+
+
+@pytest.fixture
+def damaged(data: Path, tmp_path: Path) -> tuple[Path, list[int]]:
+    """A copy in which one bit of sample 30 is flipped, and the samples that share its checksum."""
+    run(data, tmp_path / "in", max_samples=20)
+    path = tmp_path / "in" / "_shardstream" / "samples" / "000001.tar.parquet"
+    table = SampleTable.from_parquet(path.read_bytes(), str(path))
+    body = bytearray((tmp_path / "in" / "000001.tar").read_bytes())
+    body[int(table.fields["big"][0][10])] ^= 1
+    (tmp_path / "in" / "000001.tar").write_bytes(body)
+    low, high, _ = table.widened(10, 11)
+    assert 1 < high - low < 20
+    return tmp_path / "in", list(range(20 + low, 20 + high))
+
+
+def write_list(path: Path, *records: BadRecord) -> str:
+    path.write_bytes(b"".join(record.to_line() for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle_seed": 1}])
+def test_damage_is_an_error_by_name(damaged: tuple[Path, list[int]], tmp_path: Path, options: Any) -> None:
+    source, lost = damaged
+    with pytest.raises(ChecksumError, match=r"000001\.tar, bytes \d+-\d+: CRC32C") as caught:
+        run(source, tmp_path / "out", **options)
+    (note,) = caught.value.__notes__
+    assert f"Samples {lost[0] - 20} to {lost[-1] - 20} of the shard" in note
+    assert "--drop" in note
+    assert not (tmp_path / "out" / "_shardstream" / "chunks.parquet").exists()
+
+
+@pytest.mark.parametrize("how", ["key", "number", "bytes"])
+def test_what_is_listed_is_left_out(damaged: tuple[Path, list[int]], tmp_path: Path, how: str) -> None:
+    source, lost = damaged
+    url = str(source / "000001.tar")
+    path = source / "_shardstream" / "samples" / "000001.tar.parquet"
+    starts = SampleTable.from_parquet(path.read_bytes(), str(path)).record_starts
+    why: dict[str, Any] = {"url": url, "stage": "fetch", "reason": "x"}
+    records = {
+        "key": [BadRecord(key=f"{n:05d}", **why) for n in lost],
+        "number": [BadRecord(sample_in_shard=n - 20, **why) for n in lost],
+        "bytes": [BadRecord(byte_start=int(starts[lost[0] - 20]), byte_end=int(starts[lost[-1] - 20]) + 1, **why)],
+    }[how]
+    bad = write_list(tmp_path / "bad.jsonl", *records, BadRecord(key="gone", **why))
+    report = run(source, tmp_path / "out", drop=(bad,))
+    assert numbers(tmp_path / "out") == [n for n in range(COUNT) if n not in lost]
+    assert (report.num_dropped, report.num_not_found, report.num_samples) == (len(lost), 1, COUNT - len(lost))
+
+
+def test_a_neighbour_under_the_same_checksum_cannot_be_proven(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
+    source, lost = damaged
+    records = [BadRecord(url=f"{source}/000001.tar", key="00030", stage="fetch", reason="x")]
+    with pytest.raises(ChecksumError, match=r"000001\.tar"):
+        run(source, tmp_path / "out", drop=(write_list(tmp_path / "bad.jsonl", *records),))
+    assert len(lost) > 1
+
+
+def test_from_verify_to_a_clean_set(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
+    source, lost = damaged
+    (source / "000004.tar").unlink()
+    wide, narrow = tmp_path / "wide.jsonl", tmp_path / "narrow.jsonl"
+    assert command("verify", source, "--write-bad", wide).exit_code == 1
+    assert command("verify", "--bad", wide, "--write-bad", narrow).exit_code == 1
+    for name, bad in (("wide", wide), ("narrow", narrow)):
+        ran = command("reshard", f"{source}/{{000000..000004}}.tar", tmp_path / name, "--drop", bad, "--json")
+        assert ran.exit_code == 0, ran.output
+        told = json.loads(ran.stdout)
+        assert told["num_source"] == COUNT
+        assert told["num_dropped"] + told["num_samples"] == COUNT
+        assert verify([str(tmp_path / name)], storage=Storage(), decode=True).findings == ()
+    assert numbers(tmp_path / "wide") == [*range(20), *range(40, 80)]  # verify names chunks, verify --bad samples
+    assert numbers(tmp_path / "narrow") == [n for n in range(80) if n not in lost]
+
+
+def test_nothing_left(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no sample is left: 100 in all, 0 on the list of --drop, 100 that --where"):
+        run(data, tmp_path / "out", where="tokens > 1000")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"where": "tokenz > 3"}, "no column 'tokenz'.*there are: json.number, lang, tokens"),
+        ({"where": "tokens > '3'"}, "cannot compare"),
+        ({"where": "tokens >"}, "where: expected"),
+        ({"sort": "tokenz"}, "no column 'tokenz'.*and __key__"),
+        ({"sort": "tokens", "shuffle_seed": 1}, "exclude each other"),
+        ({"descending": True}, "--sort"),
+        ({"fields": ()}, "at least one field"),
+    ],
+)
+def test_options_that_cannot_work(data: Path, tmp_path: Path, options: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run(data, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_columns_that_do_not_compare(data: Path, tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/more/{{:d}}.tar", columns={"tokens": lambda _: "many"}) as writer:
+        writer.write({"__key__": "new", "txt": "x"})
+    with pytest.raises(ConfigError, match="column 'tokens' cannot be compared"):
+        run(f"{data}/::{tmp_path}/more/", tmp_path / "out", sort="tokens")
+
+
+def test_sources_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        run(tmp_path / "nothing", tmp_path / "out")
+
+
+# ------------------------------------------------------------------------------------------------ stop and go on
+
+STOPPER = """
+import os, sys
+import shard_tools.writer as writer
+from shard_tools.reshard import ReshardOptions, reshard
+stop_at = int(sys.argv[3])
+write = writer.ShardWriter.write
+def counted(self, sample, state=[0]):
+    state[0] += 1
+    if state[0] > stop_at:
+        os.kill(os.getpid(), 9)
+    write(self, sample)
+writer.ShardWriter.write = counted
+reshard(sys.argv[1], sys.argv[2], options=ReshardOptions(max_samples=20, shuffle_seed=3, where="tokens < 25"))
+"""
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 21, 45, 79])
+def test_killed_and_gone_on_with(data: Path, tmp_path: Path, stop_at: int) -> None:
+    options: dict[str, Any] = {"max_samples": 20, "shuffle_seed": 3, "where": "tokens < 25"}
+    run(data, tmp_path / "calm", **options)
+    killed = [sys.executable, "-c", STOPPER, str(data), str(tmp_path / "out"), str(stop_at)]
+    assert subprocess.run(killed, check=False).returncode == -signal.SIGKILL
+    report = run(data, tmp_path / "out", **options)
+    assert tree(tmp_path / "out") == tree(tmp_path / "calm")
+    assert report.num_resumed_samples == max(0, (stop_at - 1) // 20 * 20 - 20)
+
+
+def test_killed_at_random_moments(data: Path, tmp_path: Path) -> None:
+    """SIGKILL from outside, whenever; again and again until it is done."""
+    options = ["--max-samples", "3", "--shuffle", "--seed", "5", "--memory", "100KB"]
+    assert command("reshard", data, tmp_path / "calm", *options).exit_code == 0
+    arguments = [sys.executable, "-m", "shard_tools", "reshard", str(data), str(tmp_path / "out"), *options]
+    kills, wait_s = 0, 0.6
+    while True:
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            code = process.wait(wait_s)  # what is tested: any moment
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills, wait_s = kills + 1, wait_s * 1.1
+    assert code == 0
+    assert kills
+    assert tree(tmp_path / "out") == tree(tmp_path / "calm")
+
+
+def test_other_work_is_not_gone_on_with(data: Path, tmp_path: Path) -> None:
+    run(data, tmp_path / "out", max_samples=20)
+    bad = write_list(tmp_path / "bad", BadRecord(url=f"{data}/000000.tar", key="00003", stage="fetch", reason="x"))
+    for options in ({"max_samples": 21}, {"max_samples": 20, "shuffle_seed": 1}, {"max_samples": 20, "drop": (bad,)}):
+        with pytest.raises(TargetNotEmptyError, match="another conversion"):
+            run(data, tmp_path / "out", **options)
+    run(data, tmp_path / "out", max_samples=20, drop=(bad,), overwrite=True)
+    assert len(samples(tmp_path / "out")) == COUNT - 1
+
+
+def test_a_target_that_fails_leaves_whole_shards_and_is_gone_on_with(
+    data: Path, tmp_path: Path, mini_s3: MiniS3Server
+) -> None:
+    run(data, tmp_path / "calm", max_samples=10)
+    calm = tree(tmp_path / "calm")
+    bucket = mini_s3.create_bucket(fresh_name())
+    options = ReshardOptions(max_samples=10)
+    storage = Storage(mini_s3.storage_options)
+
+    def there() -> dict[str, bytes]:
+        return {info.url.removeprefix(f"{bucket}/"): bytes(storage.read(info.url)) for info in storage.list(bucket)}
+
+    with FaultProxy(mini_s3.port) as proxy:
+        store = {**mini_s3.storage_options, "endpoint_url": proxy.url}
+        for name in ("000005.tar", "samples/000006.tar.parquet", "chunks.parquet"):
+            proxy.add(Fault(kind="status", status=403, method="PUT", path=name))
+            with pytest.raises(AccessDeniedError):
+                reshard(str(data), bucket, options=options, storage_options=store)
+            half = there()
+            assert "_shardstream/chunks.parquet" not in half
+            assert all(calm[name] == body for name, body in half.items() if name.endswith((".tar", ".parquet")))
+        proxy.add(Fault(kind="reset_before", method="PUT", path="000009.tar"))
+        report = reshard(str(data), bucket, options=options, storage_options=store)
+    assert report.num_resumed_samples == 90
+    assert there() == calm
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+
+
+def test_only_what_is_taken_is_read_and_memory_is_bounded(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_pieces, asked = shard_source.read_pieces, []
+
+    def recorded(storage: Storage, wanted: Any) -> Any:
+        asked.append(wanted)
+        return read_pieces(storage, wanted)
+
+    monkeypatch.setattr(shard_source, "read_pieces", recorded)
+    run(data, tmp_path / "one", where="__key__ = '00090'")
+    (wanted,) = asked
+    assert wanted.url == str(data / "000004.tar")
+    assert wanted.num_samples < 20
+    asked.clear()
+    run(data, tmp_path / "all")
+    assert [one.num_samples for one in asked] == [20] * 5
+    asked.clear()
+    monkeypatch.setattr(shard_source, "_RUN_BYTES", 150_000)
+    run(data, tmp_path / "small")
+    assert sum(one.num_samples for one in asked) == COUNT
+    assert all(one.num_bytes <= 150_000 for one in asked)
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")
+
+
+def test_as_a_command(data: Path, tmp_path: Path) -> None:
+    ran = command("reshard", data, tmp_path / "out", "--where", "lang = 'en'", "--fields", "cls,.txt")
+    assert ran.exit_code == 0, ran.output
+    assert "100 samples in the source, 0 dropped, 66 filtered out" in ran.stdout
+    assert samples(tmp_path / "out")[1] == ("00003", {"cls": b"3", "txt": b"text of 3"})
+    for wrong in (["--seed", "3"], ["--sort", "nothing"], ["--shuffle", "--sort", "tokens"], ["--where", "?"]):
+        ran = command("reshard", data, tmp_path / "wrong", *wrong)
+        assert ran.exit_code == 2, ran.output
+        assert "Traceback" not in ran.output
