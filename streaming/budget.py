@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from streaming.errors import MemoryLimitError
 from streaming.index.spans import SPAN_BYTES
-from streaming.order import Int64Array, OrderSettings, default_lanes, default_window
+from streaming.order import Int64Array, OrderSettings, Scope, default_lanes, default_window
 from streaming.plan import Plan
 from streaming.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 READ_AHEAD_BYTES = 256 << 20
-"""How far the reader runs ahead of what is needed, memory allowing: 64 requests of 4 MiB. More costs at the start, since
+"""How far the reader runs ahead of what is needed, memory allowing: 64 requests of 4 MiB. More costs at the start:
 memory that nobody touched before takes longer to come by than the bytes to put there."""
 CHUNKS_SHARE = 0.75
 """Of memory_limit; the rest is for batches that are built but not handed out."""
@@ -43,6 +43,7 @@ def order_settings(
     global_batch_size: int,
     num_samples: int,
     num_chunks: int,
+    scope: Scope = "global",
 ) -> OrderSettings:
     """The order of a data set under a loader: what the user chose, and defaults where he chose nothing.
 
@@ -54,6 +55,7 @@ def order_settings(
         global_batch_size: G.
         num_samples: Samples of the data set.
         num_chunks: Its chunks.
+        scope: What a pass permutes.
     """
     if not shuffle:
         return OrderSettings(seed=seed, lanes=1, window=0, shuffle=False)
@@ -61,6 +63,7 @@ def order_settings(
         seed=seed,
         lanes=lanes or default_lanes(global_batch_size),
         window=default_window(num_samples, num_chunks) if window is None else window,
+        scope=scope,
     )
 
 

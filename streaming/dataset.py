@@ -26,7 +26,7 @@ from streaming.fetch import FetchRange, fetch_range
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleLocation, SampleTable
 from streaming.layout import UnitLayout
-from streaming.order import MAX_LANES, MAX_WINDOW, checked_int
+from streaming.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.peers import job_peers
 from streaming.shards import OpenShards, check_fields, open_shards, sample_table
 from streaming.storage import Storage, mirrors_of
@@ -52,8 +52,10 @@ class ShuffleConfig:
             chunk, with which a lane draws from about five chunks at a time.
         lanes: L: into how many equal parts an epoch is cut, each going through its chunks on its own. None: the largest
             divisor of the global batch size up to max(16, an eighth of it).
-        scope: ``"global"``: every epoch permutes all chunks. (``"lane"``, which keeps each chunk in its lane so that a
-            node's cache stays warm, is to come.)
+        scope: ``"global"``: every epoch permutes all chunks. ``"lane"``: every epoch permutes the chunks within each
+            lane, and a lane keeps its samples: while the number of ranks stays and divides the lanes, a rank reads the
+            same samples in every epoch, so that its node's cache serves all but the first. It mixes less: samples of
+            different lanes meet only in batches.
 
     Raises:
         ConfigError: One of them is no integer, or out of range.
@@ -62,11 +64,11 @@ class ShuffleConfig:
     seed: int | None = None
     window: int | None = None
     lanes: int | None = None
-    scope: str = "global"
+    scope: Scope = "global"
 
     def __post_init__(self) -> None:
-        if self.scope != "global":
-            raise ConfigError(f'ShuffleConfig: scope: this release has "global" alone, got {self.scope!r}')
+        if self.scope not in get_args(Scope):
+            raise ConfigError(f"ShuffleConfig: scope: expected one of {', '.join(get_args(Scope))}, got {self.scope!r}")
         for name, low, high in (("seed", 0, _MAX_SEED), ("window", 0, MAX_WINDOW), ("lanes", 1, MAX_LANES)):
             value = getattr(self, name)
             if value is not None:

@@ -118,6 +118,7 @@ class EpochLoop(BaseLoop):
             seed=dataset.seed,
             lanes=shuffle.lanes,
             window=shuffle.window,
+            scope=shuffle.scope,
             global_batch_size=config.global_batch_size,
             num_samples=table.total_samples,
             num_chunks=table.num_chunks,

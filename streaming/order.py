@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,9 @@ _MAX_INT32 = 2**31 - 1
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of splitmix64
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_CHUNKS, _WINDOW = 1, 2  # purposes: each draws from its own stream
+_CHUNKS, _WINDOW, _HOMES = 1, 2, 3  # purposes: each draws from its own stream
+
+Scope = Literal["global", "lane"]
 
 
 def _mix(value: int) -> int:
@@ -111,14 +113,19 @@ class OrderSettings:
         window: How far a sample may move inside its lane, in samples; 0 keeps the order inside lanes.
         shuffle: False is the data set's own order; ``lanes`` must then be 1 and ``window`` 0 (see
             :meth:`unshuffled`).
+        scope: ``"global"``: each pass permutes all chunks. ``"lane"``: each lane keeps its samples in all passes, and
+            a pass permutes the chunks inside each lane.
     """
 
     seed: int
     lanes: int
     window: int
     shuffle: bool = True
+    scope: Scope = "global"
 
     def __post_init__(self) -> None:
+        if self.scope not in get_args(Scope):
+            raise ConfigError(f"scope: expected one of {', '.join(get_args(Scope))}, got {self.scope!r}")
         set_ = object.__setattr__
         set_(self, "seed", checked_int("seed", self.seed, 0, _MASK))
         set_(self, "lanes", checked_int("lanes", self.lanes, 1, MAX_LANES))
@@ -138,7 +145,9 @@ class OrderSettings:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict that :meth:`from_dict` reads."""
-        return {"seed": self.seed, "lanes": self.lanes, "window": self.window, "shuffle": self.shuffle}
+        return {
+            "seed": self.seed, "lanes": self.lanes, "window": self.window, "shuffle": self.shuffle, "scope": self.scope,
+        }  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> OrderSettings:
@@ -147,7 +156,9 @@ class OrderSettings:
         Raises:
             StateError: If a key is missing, unknown or holds what it should not.
         """
-        names = ("seed", "lanes", "window", "shuffle")
+        names = ("seed", "lanes", "window", "shuffle", "scope")
+        if isinstance(data, Mapping) and "scope" not in data:
+            data = {**data, "scope": "global"}  # saved before there was a choice
         if not isinstance(data, Mapping) or set(data) != set(names):
             got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise StateError(f"order settings of a state: expected the keys {sorted(names)}, got {got}")
@@ -225,15 +236,30 @@ class EpochOrder:
         sizes = checked_chunk_samples(chunk_samples)
         self.settings = settings
         self.epoch = checked_int("epoch", epoch, 0, 2**62)
+        self.num_samples = int(sizes.sum())
+        self._lane_size, self._long_lanes = divmod(self.num_samples, settings.lanes)
         if settings.shuffle:
-            hashes = _hash_range(_stream_key(settings.seed, self.epoch, _CHUNKS), 0, len(sizes))
-            self.chunk_order: Int64Array = np.argsort(hashes, kind="stable")
+            self.chunk_order: Int64Array = self._permuted(sizes)
         else:
             self.chunk_order = np.arange(len(sizes), dtype=np.int64)
         self.chunk_starts = _starts(sizes[self.chunk_order])
         self.sample_starts = _starts(sizes)
-        self.num_samples = int(self.chunk_starts[-1])
-        self._lane_size, self._long_lanes = divmod(self.num_samples, settings.lanes)
+
+    def _permuted(self, sizes: Int64Array) -> Int64Array:
+        """The chunks in the order in which they are laid end to end."""
+        seed = self.settings.seed
+        of_pass = _hash_range(_stream_key(seed, self.epoch, _CHUNKS), 0, len(sizes))
+        if self.settings.scope == "global":
+            return np.argsort(of_pass, kind="stable")
+        homes = np.argsort(_hash_range(_stream_key(seed, _HOMES), 0, len(sizes)), kind="stable")
+        starts = _starts(sizes[homes])
+        first = self.lanes_of(np.minimum(starts[:-1], self.num_samples - 1))
+        last = self.lanes_of(np.maximum(starts[1:] - 1, starts[:-1]).clip(max=self.num_samples - 1))
+        inside = np.flatnonzero(first == last)
+        # A chunk across a lane border keeps its place. The others of a lane lie between two of these, and stay there.
+        movable = homes[inside]
+        homes[inside] = movable[np.lexsort((of_pass[movable], first[inside]))]
+        return homes
 
     @cached_property
     def chunk_ranks(self) -> Int64Array:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from infra import DeviceMesh
 from shard_tools import ShardWriter
-from streaming import DataLoader, StreamingDataset
+from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError
 
 
@@ -34,6 +35,25 @@ def test_second_run_reads_from_the_cache_in_the_same_order(shards: str, tmp_path
     assert cold["cache_misses"] == cold["fetched_chunks"]
     assert warm["cache_hits"] == warm["fetched_chunks"]
     assert "cache_misses" not in warm
+
+
+def test_with_scope_lane_each_nodes_cache_serves_all_epochs_but_the_first(shards: str, tmp_path: Path) -> None:
+    everything: list[str] = []
+    for rank in range(2):
+        dataset = StreamingDataset(
+            shards, seed=5, shuffle=ShuffleConfig(scope="lane", lanes=2, window=20), cache_dir=tmp_path / f"node{rank}"
+        )
+        mesh = DeviceMesh.from_sizes(dp_size=2, rank=rank)
+        with DataLoader(dataset, 10, device_mesh=mesh, last_batch="partial", memory_limit="330KiB") as loader:
+            cold_keys = [key for batch in loader for key in batch["__key__"]]
+            cold = loader.metrics()["cache_misses"]
+            for _ in range(3):
+                keys = [key for batch in loader for key in batch["__key__"]]
+                assert keys != cold_keys
+                assert sorted(keys) == sorted(cold_keys)
+            assert loader.metrics()["cache_misses"] == cold
+            everything += cold_keys
+    assert sorted(everything) == [f"{number:05d}" for number in range(300)]
 
 
 def test_a_damaged_entry_is_fetched_again(shards: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,13 @@ from streaming.order import (
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden", "order.json")
 
 chunk_sizes = st.lists(st.integers(0, 12), min_size=1, max_size=16).filter(sum)
-shuffled = st.builds(OrderSettings, seed=st.integers(0, 2**64 - 1), lanes=st.integers(1, 9), window=st.integers(0, 30))
+shuffled = st.builds(
+    OrderSettings,
+    seed=st.integers(0, 2**64 - 1),
+    lanes=st.integers(1, 9),
+    window=st.integers(0, 30),
+    scope=st.sampled_from(["global", "lane"]),
+)
 settings_ = shuffled | st.just(OrderSettings.unshuffled())
 
 # A busy machine is no failure.
@@ -160,6 +167,32 @@ def test_seeds_and_epochs_and_lanes_have_orders_of_their_own() -> None:
     assert (order.lane_slice(0, 0, 50) != order.lane_slice(1, 0, 50) - 50).any()
 
 
+@unhurried
+@given(chunk_sizes, shuffled, st.integers(0, 5), st.integers(0, 5))
+def test_lanes_of_scope_lane_keep_their_samples(
+    sizes: list[int], settings: OrderSettings, epoch: int, other: int
+) -> None:
+    settings = replace(settings, scope="lane")
+
+    def lanes(epoch: int) -> list[list[int]]:
+        order = EpochOrder(sizes, settings, epoch)
+        samples = order.samples(np.arange(order.num_samples))
+        return [sorted(samples[lane :: settings.lanes].tolist()) for lane in range(settings.lanes)]
+
+    assert lanes(epoch) == lanes(other)
+
+
+def test_scope_lane_shuffles_inside_each_lane_anew() -> None:
+    settings = OrderSettings(seed=3, lanes=4, window=0, scope="lane")
+    first, second = (EpochOrder([5] * 80, settings, epoch) for epoch in (0, 1))
+    for lane in range(4):
+        places = slice(20 * lane, 20 * lane + 20)
+        assert first.chunk_order[places].tolist() != second.chunk_order[places].tolist()
+        assert sorted(first.chunk_order[places]) == sorted(second.chunk_order[places])
+    other = EpochOrder([5] * 80, replace(settings, seed=4), 0)
+    assert sorted(other.chunk_order[:20]) != sorted(first.chunk_order[:20])
+
+
 def test_the_chunk_permutation_is_uniform() -> None:
     # Chi-squared of where chunk 0 lands, 9 degrees of freedom: 27.9 is its 0.1 % quantile.
     settings = OrderSettings(seed=3, lanes=1, window=1)
@@ -220,6 +253,7 @@ def test_golden_order() -> None:
         ({"window": 2**40}, "window"),
         ({"shuffle": 1}, "shuffle"),
         ({"shuffle": False}, "lanes=4"),
+        ({"scope": "node"}, "scope"),
     ],
 )
 def test_settings_refuse_what_cannot_work(change: dict[str, Any], word: str) -> None:
