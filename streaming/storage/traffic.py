@@ -16,6 +16,8 @@ from streaming.storage.throttle import Gate
 
 _RETRIES_SAVED = 40
 _RETRIES_PER_S = 2.0
+_UNKNOWN_S = 2.0
+"""Patience with the first answers, by which nothing can be judged yet."""
 _HEDGES_SAVED = 8
 _HEDGES_PER_S = 0.1
 
@@ -32,7 +34,9 @@ class Traffic:
         self.retries = Allowance(share=policy.retry_share, burst=_RETRIES_SAVED, per_s=_RETRIES_PER_S)
         self.crew = crew
         self.patience = Patience(
-            quantile=hedging.hedge_quantile, least_s=hedging.hedge_least_s, unknown_s=policy.read_timeout_s / 4
+            quantile=hedging.hedge_quantile,
+            least_s=hedging.hedge_least_s,
+            unknown_s=min(_UNKNOWN_S, policy.read_timeout_s / 4),
         )
         self._gate = Gate(NodeSlowdown(f"{options.endpoint_url or ''}|{name}"))
         self._hedges = Allowance(share=hedging.hedge_share, burst=_HEDGES_SAVED, per_s=_HEDGES_PER_S)
