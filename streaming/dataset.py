@@ -145,6 +145,7 @@ class StreamingDataset:
         elif not isinstance(shuffle, bool):
             raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
         self.fields = _checked_fields(fields)
+        self.decode = decode
         self.decoders = resolve_decoders(decode)
         self.transform = transform
         self.shuffle = bool(shuffle)

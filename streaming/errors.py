@@ -19,6 +19,7 @@
     │   └── IndexMismatchError                       an index that does not describe the shards as they are
     ├── IndexMissingError       (FileNotFoundError)  needs an index, and there is none
     ├── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
+    ├── AgreementError          (RuntimeError)       ranks are about to train on different things
     ├── ReplicaError            (RuntimeError)       another rank of the same data share is gone, or left its loop
     └── WorkerError             (RuntimeError)       an exception of a decode worker that cannot leave it as it is
         └── WorkerDiedError                          a batch on which decode workers die again and again
@@ -97,6 +98,10 @@ class IndexMissingError(ShardstreamError, FileNotFoundError):
 
 class TooManyBadSamplesError(ShardstreamError, RuntimeError):
     """More samples were unreadable than ``max_bad_samples`` allows."""
+
+
+class AgreementError(ShardstreamError, RuntimeError):
+    """Ranks differ in data set, order, options or position; the message names them and what differs."""
 
 
 class ReplicaError(ShardstreamError, RuntimeError):

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeAlias, Unpack
 
 import torch
 
+from streaming.checked_start import StartCheck
 from streaming.dataset import StreamingDataset
 from streaming.engine.build import Recipe
 from streaming.errors import ConfigError
@@ -65,10 +66,12 @@ class DataLoader:
             About replicas: ``replicate``: ``"read"``: each reads for itself; ``"broadcast"`` (or a ``Broadcast``):
             one reads and sends its batches to the others. ``stage_fields``, a ``StageFields``: what the first and the
             last pipeline stage use of a batch; stages in between get batches without payload and read nothing.
-            ``sequence``, a ``SequenceSlice``:
-            context-parallel peers get their slices of the sequence. For map-style and iterable torch data sets, which
-            ``num_workers`` torch processes read (0: this one): ``shuffle``, ``seed``, ``on_error``, ``max_retries``,
-            ``max_bad_samples``, ``sharding`` and ``multiprocessing_context``; see ``OrdinaryConfig``.
+            ``sequence``, a ``SequenceSlice``: context-parallel peers get their slices of the sequence.
+            ``agreement_timeout`` (60 s; None: off): how long the first iteration waits for the other ranks of the mesh,
+            to compare with them what it is about to read; ranks that differ are an error, absent ones a warning.
+            For map-style and iterable torch data sets, which ``num_workers`` torch processes read (0: this one):
+            ``shuffle``, ``seed``, ``on_error``, ``max_retries``, ``max_bad_samples``, ``sharding`` and
+            ``multiprocessing_context``; see ``OrdinaryConfig``.
 
     Raises:
         ConfigError: An argument, or a combination, cannot work.
@@ -100,6 +103,7 @@ class DataLoader:
         self.stall_report_s = checked_stall_report_s(stall_report_s)
         self._stages: _Stages = []
         self._watchdog: Watchdog | None = None
+        self._check: StartCheck | None = None
         remote_group = more.pop("remote_group", None)
         if remote_group is not None:
             self.dataset, self.device_mesh = dataset, resolve_mesh(device_mesh)
@@ -116,7 +120,7 @@ class DataLoader:
         self.dataset = dataset
         self.device_mesh = mesh = resolve_mesh(device_mesh)
         global_batch_size = resolve_batch_size(batch_size, global_batch_size, mesh)
-        replicas, ordinary = split_options(more)
+        replicas, agreement_timeout_s, ordinary = split_options(more)
         if not isinstance(dataset, StreamingDataset):
             if self._inline:
                 raise _no_dataset(dataset)
@@ -162,7 +166,9 @@ class DataLoader:
             recipe=recipe,
             replicas=replicas,
         )
-        self._loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
+        self._loop = loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
+        options = {"global_batch_size": global_batch_size, "last_batch": last_batch}
+        self._check = StartCheck(dataset, mesh, options, replicas, agreement_timeout_s, loop.state)
 
     @property
     def epoch(self) -> int:
@@ -176,9 +182,25 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch in progress; after its last batch, ``epoch`` is the next one."""
+        if self._check is not None:
+            self._check.first()
         report = partial(_report, self._loop, self._stages)
         self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
         return Watched(self._loop.run(), self._watchdog, self._loop.metrics)
+
+    def check_agreement(self, timeout: float = 600.0) -> None:
+        """Compare data set, order, options and position with all ranks of the mesh; all of them must call this.
+
+        The first iteration of a loader over a ``StreamingDataset`` does the same, but goes on with a warning when ranks
+        do not come within ``agreement_timeout``.
+
+        Raises:
+            AgreementError: Ranks differ; names them and their values. Or some did not come within ``timeout`` seconds.
+            ConfigError: torch.distributed is not set up, or this is an ordinary data set.
+        """
+        if self._check is None:
+            raise ConfigError("check_agreement: for a StreamingDataset only")
+        self._check.now(timeout)
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""

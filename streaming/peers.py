@@ -51,8 +51,11 @@ def job_store(needed_for: str) -> tuple[int, Any]:
     return dist.get_rank(), dist.distributed_c10d._get_default_store()
 
 
+def job_world_size() -> int:
+    """Processes of the job, as torch.distributed knows them; 1 where it is not set up."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def job_peers() -> Peers | None:
     """The job's processes, if torch.distributed is set up with more than one."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return TorchPeers()
+    return TorchPeers() if job_world_size() > 1 else None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from infra import DeviceMesh
+from streaming.agreement import DEFAULT_TIMEOUT_S, checked_timeout
 from streaming.errors import ConfigError
 from streaming.ordinary_config import OrdinaryOptions
 from streaming.plan import Plan
@@ -138,13 +139,15 @@ class MoreOptions(ReplicaOptions, OrdinaryOptions, total=False):
     """The loader's options beyond torch's and its own few."""
 
     remote_group: RemoteGroup | str | None
+    agreement_timeout: float | None
 
 
-def split_options(more: MoreOptions) -> tuple[Replicas, OrdinaryOptions]:
-    """What is about replicas, and the rest."""
+def split_options(more: MoreOptions) -> tuple[Replicas, float | None, OrdinaryOptions]:
+    """What is about replicas, the time-out of the agreement check, and the rest."""
     rest: dict[str, Any] = dict(more)
+    timeout_s = checked_timeout(rest.pop("agreement_timeout", DEFAULT_TIMEOUT_S))
     chosen = {name: rest.pop(name) for name in ReplicaOptions.__annotations__ if name in rest}
-    return Replicas(**chosen), cast("OrdinaryOptions", rest)
+    return Replicas(**chosen), timeout_s, cast("OrdinaryOptions", rest)
 
 
 class CountedRun:

@@ -20,7 +20,7 @@ SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetc
 SURFACE += ("streaming.loop", "streaming.streamed", "streaming.base_loop", "streaming.bad_samples", "streaming.peers")
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
 SURFACE += ("streaming.iterable", "streaming.shares", "streaming.replicas")
-SURFACE += ("streaming.broadcast", "streaming.replica_group", "streaming.remote")
+SURFACE += ("streaming.broadcast", "streaming.replica_group", "streaming.remote", "streaming.checked_start")
 SURFACE += ("streaming.watch", "streaming.copiers")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -57,6 +57,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.sequence",
             "streaming.portion",
             "streaming.batch_codec",
+            "streaming.agreement",
         ),
     ),
     ("run", ("streaming.engine",)),

@@ -1,0 +1,181 @@
+"""Whether all ranks are about to train on the same thing: compared at the start, told by name where they differ.
+
+Through the key-value store of torch.distributed, not by a collective: a rank that iterates alone waits for nobody
+longer than a time-out. Every rank leaves one small entry and reads one verdict; the first rank of the mesh compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from streaming.errors import AgreementError, ConfigError
+
+DEFAULT_TIMEOUT_S = 60.0
+"""How long the first iteration waits for ranks that do not come, before it warns and goes on without them."""
+
+_NAMED = 8
+"""Differences that a message spells out."""
+
+_log = logging.getLogger(__name__)
+
+Facts = Mapping[str, Any]
+"""What must agree: JSON-able values by the name that users know."""
+
+
+class Board(Protocol):
+    """What is used of ``torch.distributed.Store``. Entries are seen by all ranks."""
+
+    def set(self, key: str, value: str) -> object:
+        """Leave an entry."""
+
+    def get(self, key: str) -> bytes:
+        """Read one that is there."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Count up; the new number."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+
+    def wait(self, keys: list[str], timeout: timedelta) -> object:
+        """Wait for all; raises at the time-out."""
+
+    def delete_key(self, key: str) -> bool:
+        """Remove an entry."""
+
+
+def agree(
+    board: Board, rank: int, ranks: Sequence[int], facts: Facts, *, subject: str, timeout_s: float, required: bool
+) -> None:
+    """Compare ``facts`` over ``ranks``.
+
+    The n-th call of a rank for a ``subject`` meets the n-th of the others.
+
+    Args:
+        board: Where ranks leave entries.
+        rank: This one.
+        ranks: All that take part, in the same order everywhere; the first compares.
+        facts: This rank's.
+        subject: What is compared: calls for different subjects do not meet.
+        timeout_s: How long to wait for ranks that do not come.
+        required: Whether their absence is an error; else it is a warning.
+
+    Raises:
+        AgreementError: Ranks differ (the same message on all of them), or did not come.
+    """
+    digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
+    home = f"shardstream/agree/{digest}"
+    turn = board.add(f"{home}/turn/{rank}", 1)
+    board.set(f"{home}/{turn}/{rank}", json.dumps(dict(facts)))
+    verdict_key = f"{home}/{turn}/verdict"
+    if rank == ranks[0]:
+        verdict = _gather(board, f"{home}/{turn}", ranks, timeout_s)
+        board.set(verdict_key, json.dumps(verdict))
+        board.delete_key(f"{home}/{turn - 1}/verdict")
+    elif not _came(board, [verdict_key], timeout_s + _MARGIN_S):
+        _absent([ranks[0]], timeout_s, required=required)
+        return
+    verdict = json.loads(board.get(verdict_key))
+    if verdict["problem"]:
+        raise AgreementError(verdict["problem"])
+    late = differences({rank: facts}, verdict["majority"])
+    if late:  # came after the verdict
+        raise AgreementError(_problem(late, len(ranks) - len(verdict["missing"])))
+    if verdict["missing"] and rank not in verdict["missing"]:
+        _absent(verdict["missing"], timeout_s, required=required)
+
+
+_MARGIN_S = 5.0  # for the comparing rank to have waited itself
+
+
+def _came(board: Board, keys: list[str], timeout_s: float) -> bool:
+    try:
+        board.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:  # torch.distributed.DistStoreError is one
+        return board.check(keys)
+    return True
+
+
+def _gather(board: Board, home: str, ranks: Sequence[int], timeout_s: float) -> dict[str, Any]:
+    keys = [f"{home}/{rank}" for rank in ranks]
+    present = list(ranks)
+    if not _came(board, keys, timeout_s):
+        present = [rank for rank, key in zip(ranks, keys, strict=True) if board.check([key])]
+    told = {rank: json.loads(board.get(f"{home}/{rank}")) for rank in present}
+    for rank in present:
+        board.delete_key(f"{home}/{rank}")
+    majority = majority_of(list(told.values()))
+    found = differences(told, majority)
+    return {
+        "problem": _problem(found, len(told)) if found else "",
+        "majority": majority,
+        "missing": [rank for rank in ranks if rank not in told],
+    }
+
+
+def majority_of(told: Sequence[Facts]) -> dict[str, Any]:
+    """By fact: what most say; among equals, what the first says."""
+    names = dict.fromkeys(name for facts in told for name in facts)
+    return {name: json.loads(Counter(_text(facts.get(name)) for facts in told).most_common(1)[0][0]) for name in names}
+
+
+def differences(told: Mapping[int, Facts], majority: Facts) -> list[tuple[int, str, Any, Any]]:
+    """Rank, fact, its value, the majority's, for all that differ."""
+    return [
+        (rank, name, facts.get(name), value)
+        for rank, facts in told.items()
+        for name, value in majority.items()
+        if _text(facts.get(name)) != _text(value)
+    ]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _problem(found: Sequence[tuple[int, str, Any, Any]], num_ranks: int) -> str:
+    lines = [
+        f"  rank {rank}: {name} is {value!r}; most of the {num_ranks} ranks have {usual!r}"
+        for rank, name, value, usual in found[:_NAMED]
+    ]
+    if len(found) > _NAMED:
+        lines.append(f"  and {len(found) - _NAMED} more")
+    return (
+        "ranks do not agree, and would train on a mixture:\n"
+        + "\n".join(lines)
+        + "\nGive all ranks the same data set, "
+        "options and state (agreement_timeout=None goes on without this check)"
+    )
+
+
+def _absent(missing: Sequence[int], timeout_s: float, *, required: bool) -> None:
+    shown = ", ".join(map(str, missing[:_NAMED]))
+    if len(missing) > _NAMED:
+        shown += f" and {len(missing) - _NAMED} more"
+    what = f"ranks {shown} did not come within {timeout_s:g} s to compare what they are about to iterate over"
+    if required:
+        raise AgreementError(f"{what}; check_agreement() is for all ranks of the mesh")
+    _log.warning(
+        "%s; going on. If this rank iterates alone on purpose, give it a mesh of its own (infra.DeviceMesh.from_sizes("
+        "dp_size=1, rank=0, world_size=1)), which also gives it all the data, or agreement_timeout=None",
+        what,
+    )
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """``agreement_timeout`` itself.
+
+    Raises:
+        ConfigError: It is no positive number, and not None.
+    """
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
+        raise ConfigError(f"agreement_timeout: expected seconds above 0, or None for no check, got {timeout_s!r}")
+    return float(timeout_s)

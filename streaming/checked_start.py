@@ -1,0 +1,112 @@
+"""What ranks compare before they iterate: the facts of a loader over a ``StreamingDataset``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from infra import DeviceMesh
+from streaming.agreement import agree
+from streaming.dataset import StreamingDataset
+from streaming.peers import job_store, job_world_size
+from streaming.replicas import Replicas
+from streaming.state import LoaderState
+
+_DISTRIBUTION = "shardstream"
+
+
+class StartCheck:
+    """Compares once, before the first iteration, and on request.
+
+    Args:
+        dataset: What is read.
+        mesh: Who takes part: its ranks.
+        options: The loader's own choices that must agree, by name.
+        replicas: The choices about replicas.
+        timeout_s: For the first iteration; None: it does not compare.
+        state: Gives the position.
+    """
+
+    def __init__(
+        self, dataset: StreamingDataset, mesh: DeviceMesh, options: Mapping[str, Any], replicas: Replicas,
+        timeout_s: float | None, state: Callable[[], LoaderState],
+    ) -> None:  # fmt: skip
+        self._state = state
+        self._dataset = dataset
+        self._mesh = mesh
+        self._options = dict(options)
+        self._replicas = replicas
+        self._timeout_s = timeout_s
+        self._is_done = timeout_s is None
+
+    def first(self) -> None:
+        """Before an iteration: compare, if it is the first and the job has other ranks.
+
+        Ranks are expected for the shards that this loader reads: a loader over other shards, on some ranks only, is not
+        taken for this one.
+
+        Raises:
+            AgreementError: They differ.
+        """
+        if self._is_done or self._timeout_s is None:
+            return
+        self._is_done = True
+        # A mesh played in one process, or of other processes than torch.distributed's: nobody to ask.
+        if 1 < self._mesh.world_size <= job_world_size() and job_store("")[0] == self._mesh.rank:
+            self._compare(f"start of {self._dataset.shards.urls}", self._timeout_s, required=False)
+
+    def now(self, timeout_s: float) -> None:
+        """Compare with all ranks of the mesh.
+
+        Raises:
+            AgreementError: They differ, or do not come.
+            ConfigError: torch.distributed is not set up.
+        """
+        self._compare("on request", timeout_s, required=True)
+
+    def _compare(self, subject: str, timeout_s: float, *, required: bool) -> None:
+        rank, board = job_store("check_agreement()")
+        agree(board, rank, self._mesh.ranks, self._facts(), subject=subject, timeout_s=timeout_s, required=required)
+
+    def _facts(self) -> dict[str, Any]:
+        told = self._state().to_dict()
+        order = told.pop("order")
+        dataset = self._dataset
+        return {
+            "version": _installed(),
+            "position": told.pop("samples_seen"),
+            "state version": told.pop("version"),
+            **told,
+            **{f"order: {name}": value for name, value in order.items()},
+            **self._options,
+            "shards": len(dataset.shards.urls),
+            "fields": None if dataset.fields is None else list(dataset.fields),
+            "decode": _described(dataset.decode),
+            "transform": _described(dataset.transform),
+            "on_error": dataset.on_error,
+            "stage_fields": repr(self._replicas.stage_fields),
+            "sequence": repr(self._replicas.sequence),
+            "mesh": {"axes": list(self._mesh.axis_names), "shape": list(self._mesh.shape),
+                     "data_axes": list(self._mesh.data_axes)},
+        }  # fmt: skip
+
+
+def _installed() -> str:
+    try:
+        return version(_DISTRIBUTION)
+    except PackageNotFoundError:  # run from a checkout
+        return "not installed"
+
+
+def _described(value: Any) -> Any:
+    """Functions by name, never by address."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _described(item) for name, item in value.items()}
+    if isinstance(value, partial):
+        return f"partial of {_described(value.func)}"
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,255 @@
+"""Ranks that differ are named. Ranks are threads over one key-value store here."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from data_sets import SampleSet, write_set
+
+from infra import DeviceMesh
+from streaming import DataLoader, SequenceSlice, ShuffleConfig
+from streaming.agreement import agree
+from streaming.errors import AgreementError, ConfigError
+
+GOOD: dict[str, Any] = {"seed": 5, "batch": 24}
+
+
+class CountingBoard:
+    """A store that counts what each thread asks of it."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.calls: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            with self._lock:
+                thread = threading.current_thread().name
+                self.calls[thread] = self.calls.get(thread, 0) + 1
+            return getattr(self._store, name)(*args)
+
+        return call
+
+
+def on_ranks(num_ranks: int, call: Callable[[int], Any]) -> list[Any]:
+    """What ``call`` returns or raises on each rank."""
+
+    def one(rank: int) -> Any:
+        threading.current_thread().name = f"rank {rank}"
+        try:
+            return call(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        return list(ranks.map(one, range(num_ranks)))
+
+
+def compare(board: Any, told: list[dict[str, Any]], **options: Any) -> list[Any]:
+    options = {"subject": "x", "timeout_s": 30, "required": False, **options}
+    ranks = range(len(told))
+    return on_ranks(len(told), lambda rank: agree(board, rank, ranks, told[rank], **options))
+
+
+def test_ranks_that_agree_go_on_at_constant_cost() -> None:
+    board = CountingBoard()
+    assert compare(board, [GOOD] * 64) == [None] * 64
+    assert {count for thread, count in board.calls.items() if thread != "rank 0"} == {4}
+    assert compare(board, [GOOD] * 64) == [None] * 64
+    assert board._store.num_keys() <= 64 + 2
+
+
+def test_a_rank_that_differs_is_named_on_all() -> None:
+    told: list[dict[str, Any]] = [dict(GOOD) for _ in range(8)]
+    told[3]["seed"] = 6
+    told[6]["batch"] = {"size": 1}
+    found = compare(dist.HashStore(), told)
+    assert {type(one) for one in found} == {AgreementError}
+    assert len({str(one) for one in found}) == 1
+    message = str(found[0])
+    assert "rank 3: seed is 6; most of the 8 ranks have 5\n" in message
+    assert "rank 6: batch is {'size': 1}; most of the 8 ranks have 24\n" in message
+    assert message.count("  rank ") == 2
+
+
+def test_the_comparing_rank_may_be_the_one_that_differs() -> None:
+    found = compare(dist.HashStore(), [{"seed": 1}, {"seed": 2}, {"seed": 2}])
+    assert all("rank 0: seed is 1; most of the 3 ranks have 2" in str(one) for one in found)
+
+
+def test_a_fact_that_one_rank_alone_knows() -> None:
+    found = compare(dist.HashStore(), [{}, {}, {"new": 1}])
+    assert all("rank 2: new is 1; most of the 3 ranks have None" in str(one) for one in found)
+
+
+def test_ranks_that_do_not_come(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning at an ordinary start, an error where all were to come; one that comes late is compared as well."""
+    board = dist.HashStore()
+    ranks = (0, 1, 2, 3)
+    with caplog.at_level(logging.WARNING):
+        agree(board, 0, ranks, GOOD, subject="x", timeout_s=0.05, required=False)
+    assert "ranks 1, 2, 3 did not come within 0.05 s" in caplog.text
+    caplog.clear()
+    agree(board, 2, ranks, GOOD, subject="x", timeout_s=0.05, required=False)
+    assert caplog.text == ""
+    with pytest.raises(AgreementError, match="rank 3: seed is 7; most of the 1 ranks have 5"):
+        agree(board, 3, ranks, {**GOOD, "seed": 7}, subject="x", timeout_s=0.05, required=False)
+    with pytest.raises(AgreementError, match=r"ranks 1, 2, 3 did not come .*check_agreement\(\) is for all"):
+        agree(board, 0, ranks, GOOD, subject="y", timeout_s=0.05, required=True)
+
+
+# --- the loader ---
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return write_set(tmp_path_factory.mktemp("agreement") / "train")
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands in for the job's store; a thread's name says which rank it is."""
+    store = dist.HashStore()
+
+    def job(_: str = "") -> tuple[int, Any]:
+        return int(threading.current_thread().name.split()[1]), store
+
+    monkeypatch.setattr("streaming.checked_start.job_store", job)
+    monkeypatch.setattr("streaming.checked_start.job_world_size", lambda: 4)
+    return store
+
+
+def mesh(rank: int) -> DeviceMesh:
+    return DeviceMesh.from_sizes(dp_size=2, tp_size=2, rank=rank, environ={})
+
+
+def starts(samples: SampleSet, change: Callable[[int], tuple[dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    """What the first iteration of four ranks ends in; ``change``: options of the data set and the loader by rank."""
+
+    def start(rank: int) -> None:
+        of_set, of_loader = change(rank)
+        dataset = samples.open(**{"seed": 5, **of_set})
+        options = {"batch_size": 8, "num_threads": 0, **of_loader}
+        with DataLoader(dataset, device_mesh=mesh(rank), **options) as loader:
+            next(iter(loader))
+
+    return on_ranks(4, start)
+
+
+@pytest.mark.usefixtures("board")
+def test_loaders_that_agree_start(samples: SampleSet) -> None:
+    sequence = {"sequence": SequenceSlice(fields=("vec.npy",), axes=("tp", ""))}
+    assert starts(samples, lambda _: ({"decode": {"cls": int}}, sequence)) == [None] * 4
+
+
+def _number(data: Any) -> int:
+    return int(bytes(data))
+
+
+@pytest.mark.usefixtures("board")
+@pytest.mark.parametrize(
+    ("of_set", "of_loader", "told"),
+    [
+        ({"seed": 6}, {}, "order: seed is 6; most of the 4 ranks have 5"),
+        ({"shuffle": False}, {}, "order: shuffle is False; most of the 4 ranks have True"),
+        ({"shuffle": ShuffleConfig(window=7)}, {}, "order: window is 7; most"),
+        ({"fields": ("cls",)}, {}, "fields is ['cls']; most of the 4 ranks have None"),
+        ({"decode": {"cls": _number}}, {}, "decode is {'cls': 'test_agreement._number'}; most"),
+        ({"on_error": "raise"}, {}, "on_error is 'raise'; most of the 4 ranks have 'substitute'"),
+        ({}, {"batch_size": 9}, "global_batch_size is 18; most of the 4 ranks have 16"),
+        ({}, {"last_batch": "pad"}, "last_batch is 'pad'; most of the 4 ranks have 'drop'"),
+        ({}, {"epoch_size": 64}, "epoch_size is 64; most of the 4 ranks have None"),
+    ],
+)
+def test_loaders_that_differ_are_told(
+    samples: SampleSet, of_set: dict[str, Any], of_loader: dict[str, Any], told: str
+) -> None:
+    found = starts(samples, lambda rank: (of_set, of_loader) if rank == 2 else ({}, {}))
+    assert {type(one) for one in found} == {AgreementError}, found
+    assert all(f"rank 2: {told}" in str(one) for one in found), found[0]
+
+
+@pytest.mark.usefixtures("board")
+def test_versions_and_positions_are_compared(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streaming.checked_start.version", lambda _: "9.9" if _rank() == 1 else "9.8")
+    dataset = samples.open()
+
+    def start(rank: int) -> None:
+        with DataLoader(dataset, 8, device_mesh=mesh(rank)) as loader:
+            loader.set_epoch(3 if rank == 3 else 0)
+            loader.check_agreement()
+
+    (message,) = {str(one) for one in on_ranks(4, start)}
+    assert "rank 1: version is '9.9'; most of the 4 ranks have '9.8'" in message
+    assert "rank 3: epoch is 3; most of the 4 ranks have 0" in message
+    assert message.count("  rank ") == 2
+
+
+def _rank() -> int:
+    return int(threading.current_thread().name.split()[1])
+
+
+@pytest.mark.usefixtures("board")
+def test_a_set_that_changed_between_two_starts(tmp_path: Path) -> None:
+    """The same URLs, but rank 3 opened them when there was another index."""
+    old = write_set(tmp_path / "train", (20, 20)).open()
+    shutil.rmtree(tmp_path / "train")
+    new = write_set(tmp_path / "train", (20, 20), first=100).open()
+
+    def start(rank: int) -> None:
+        with DataLoader(old if rank == 3 else new, 4, device_mesh=mesh(rank)) as loader:
+            next(iter(loader))
+
+    (message,) = {str(one) for one in on_ranks(4, start)}
+    assert f"rank 3: fingerprint is {old.table.fingerprint!r}" in message
+    assert f"most of the 4 ranks have {new.table.fingerprint!r}" in message
+
+
+@pytest.mark.usefixtures("board")
+def test_only_the_first_iteration_asks_and_others_may_be_alone(samples: SampleSet) -> None:
+    """Rank 0 evaluates alone on a mesh of its own, and goes on alone after the first epoch: nobody is waited for."""
+    dataset = samples.open()
+    alone = DeviceMesh.from_sizes(dp_size=1, rank=0, world_size=1, environ={})
+
+    def train(rank: int) -> int:
+        with DataLoader(dataset, 8, device_mesh=mesh(rank), agreement_timeout=100) as loader:
+            next(iter(loader))
+            if rank == 0:
+                with DataLoader(dataset, 8, device_mesh=alone, agreement_timeout=100) as evaluation:
+                    next(iter(evaluation))
+                return len(list(loader))
+        return 0
+
+    assert on_ranks(4, train) == [12, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("board")
+def test_it_can_be_switched_off(samples: SampleSet) -> None:
+    assert starts(samples, lambda rank: ({"seed": rank}, {"agreement_timeout": None})) == [None] * 4
+
+
+def test_on_request_it_needs_torch_distributed(samples: SampleSet) -> None:
+    with (
+        DataLoader(samples.open(), 8, device_mesh=mesh(0)) as loader,
+        pytest.raises(ConfigError, match=r"check_agreement\(\) needs torch.distributed"),
+    ):
+        loader.check_agreement()
+    with pytest.raises(ConfigError, match="agreement_timeout: expected seconds above 0"):
+        DataLoader(samples.open(), 8, device_mesh=mesh(0), agreement_timeout=0)
+
+
+def test_the_verdict_is_small() -> None:
+    """Whatever differs on however many ranks."""
+    board = dist.HashStore()
+    found = compare(board, [{"seed": rank} for rank in range(64)], subject="z")
+    assert len(str(found[0])) < 1000
+    assert "and 55 more" in str(found[0])
