@@ -144,10 +144,9 @@ class OrderSettings:
         return cls(seed=0, lanes=1, window=0, shuffle=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict that :meth:`from_dict` reads."""
-        return {
-            "seed": self.seed, "lanes": self.lanes, "window": self.window, "shuffle": self.shuffle, "scope": self.scope,
-        }  # fmt: skip
+        """A JSON-able dict that :meth:`from_dict` reads; ``scope`` is in it only where it is not ``"global"``."""
+        plain = {"seed": self.seed, "lanes": self.lanes, "window": self.window, "shuffle": self.shuffle}
+        return plain if self.scope == "global" else {**plain, "scope": self.scope}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> OrderSettings:
@@ -158,7 +157,7 @@ class OrderSettings:
         """
         names = ("seed", "lanes", "window", "shuffle", "scope")
         if isinstance(data, Mapping) and "scope" not in data:
-            data = {**data, "scope": "global"}  # saved before there was a choice
+            data = {**data, "scope": "global"}
         if not isinstance(data, Mapping) or set(data) != set(names):
             got = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
             raise StateError(f"order settings of a state: expected the keys {sorted(names)}, got {got}")
