@@ -18,8 +18,18 @@ from infra import DeviceMesh
 from shard_tools import render
 from shard_tools.bad_list import load_bad_list, records_of
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
+from shard_tools.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.inspect import cat_field, describe_sample, info, list_samples
-from shard_tools.options import COUNT, PAIR, SIZE, as_storage_options, index_option, json_option, with_storage_options
+from shard_tools.options import (
+    COUNT,
+    PAIR,
+    SIZE,
+    as_storage_options,
+    engine_option,
+    index_option,
+    json_option,
+    with_storage_options,
+)
 from shard_tools.plan import PlanOptions, plan
 from shard_tools.plan_view import save_plot, show_plan
 from shard_tools.progress import progress_bar
@@ -97,11 +107,14 @@ def _finish(*, failed: bool) -> None:
     help="Store this column as a field of its own, say image=jpg or text=txt; COLUMN=- drops it.",
 )
 @click.option("--columns", help="Comma-separated scalar columns that the index shall hold too, for filters.")
-@click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Reading threads.")
+@engine_option
+@click.option("--workers", type=click.IntRange(min=1), help="Reading threads (default 8), or tasks on Ray (64).")
 @click.option("--overwrite", is_flag=True, help="Delete what the target holds, and begin anew.")
 @json_option
 @with_storage_options
-def convert_command(source: str, target: str, *, as_json: bool, **arguments: Any) -> None:
+def convert_command(
+    source: str, target: str, *, engine: str, workers: int | None, as_json: bool, **arguments: Any
+) -> None:
     """Packs SOURCE (a folder of images, JSONL, Parquet, CSV, text, tars) into indexed tar shards in TARGET.
 
     The same source gives the same bytes. A conversion that was stopped goes on where it was when run again.
@@ -115,22 +128,26 @@ def convert_command(source: str, target: str, *, as_json: bool, **arguments: Any
     storage_options = as_storage_options(arguments)
     columns = tuple(name.strip() for name in (arguments.pop("columns") or "").split(",") if name.strip())
     fields = tuple(arguments.pop("fields"))
-    options = ConvertOptions(columns=columns, fields=fields, **arguments)
-    with progress_bar("convert", "samples") as progress:
-        report = convert(source, target, options=options, storage_options=storage_options, progress=progress)
+    threads = workers if workers and engine == "local" else DEFAULT_WORKERS["local"]
+    options = ConvertOptions(columns=columns, fields=fields, workers=threads, **arguments)
+    with open_engine(engine, workers) as executor, progress_bar("convert", "samples") as progress:
+        report = convert(
+            source, target, options=options, storage_options=storage_options, executor=executor, progress=progress
+        )
     _emit(report, as_json=as_json, for_people=render.show_convert)
 
 
 @cli.command("index")
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @index_option
-@click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Shards at a time.")
+@engine_option
+@click.option("--workers", type=click.IntRange(min=1), help="Shards at a time (default 8; on Ray 64).")
 @click.option("--force", is_flag=True, help="Index anew what has an index.")
 @click.option("--prune", is_flag=True, help="Take shards that are gone out of the index.")
 @click.option("--head-starts/--no-head-starts", default=True, help="Use and check sidecars of Energon, DALI and wids.")
 @json_option
 @with_storage_options
-def index_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
+def index_command(urls: tuple[str, ...], *, engine: str, workers: int | None, as_json: bool, **arguments: Any) -> None:
     """Builds the index of existing shards, beside them or at --index. Goes on where it was stopped.
 
     \b
@@ -139,8 +156,9 @@ def index_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> 
       shard_tools index https://host/public/train/ --index ./train-index/
     """
     storage = Storage(as_storage_options(arguments))
-    with progress_bar("index", "shards") as progress:
-        report = index(urls, storage=storage, progress=progress, **arguments)
+    workers = workers or DEFAULT_WORKERS[engine]
+    with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
+        report = index(urls, storage=storage, workers=workers, executor=executor, progress=progress, **arguments)
     _emit(report, as_json=as_json, for_people=render.show_index)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from shard_tools.engine import ENGINES
 from streaming.errors import ConfigError
 from streaming.storage import RetryPolicy
 from streaming.units import parse_bytes
@@ -46,6 +47,9 @@ class PairType(click.ParamType[tuple[str, str]]):
 SIZE = SizeType()
 PAIR = PairType()
 COUNT = click.IntRange(min=1)
+engine_option = click.option(
+    "--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Work here, or on a Ray cluster."
+)
 _SWITCHES = frozenset({"anon", "requester_pays", "path_style"})
 _NUMBERS = {item.name: int if item.type == "int" else float for item in fields(RetryPolicy)}
 

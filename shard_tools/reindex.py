@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 
@@ -87,6 +87,7 @@ def index(
     force: bool = False,
     prune: bool = False,
     head_starts: bool = True,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> IndexReport:
     """Indexes shards; those whose index is there and fits their size are not read again.
@@ -99,6 +100,7 @@ def index(
         force: Read every shard anew.
         prune: Take shards that are in the index, but no longer in the store, out of it.
         head_starts: Use what Energon, DALI and wids left beside new shards, and refuse it where it is stale.
+        executor: Scan there, on a cluster for example, instead of here.
         progress: Told of bytes read and shards begun.
 
     Raises:
@@ -120,6 +122,7 @@ def index(
         parallel=workers,
         force=force,
         processes=total_bytes >= _PROCESSES_FROM_BYTES and len(shards) > 1,
+        executor=executor,
         head_starts=head_starts,
         progress=told,
     )

@@ -139,8 +139,12 @@ class ShardWriter:
             raise
         self._seen.add(key, new_shard=rolls)
 
-    def close(self) -> None:
+    def close(self, *, chunk_table: bool = True) -> None:
         """Publish the last shard and the chunk table. Calling it again does nothing.
+
+        Args:
+            chunk_table: False leaves the chunk table to another writer of the directory that is closed later: it
+                takes up the shards of all of them.
 
         Raises:
             StorageError: If the store fails. Shards published before stay; the open one is dropped.
@@ -149,7 +153,7 @@ class ShardWriter:
             return
         try:
             self._finish_shard()
-            if self._recorder is not None:
+            if chunk_table and self._recorder is not None:
                 self._recorder.publish_chunk_table()
         except BaseException:
             self.abort()
@@ -177,9 +181,13 @@ class ShardWriter:
             self.abort()
 
     def _is_full(self, num_bytes: int) -> bool:
-        if self._max_samples is not None and self._shard_samples >= self._max_samples:
-            return True
-        return self._shard_bytes + num_bytes + len(END_OF_ARCHIVE) > self._max_bytes
+        return is_full(
+            self._shard_bytes,
+            self._shard_samples,
+            num_bytes,
+            max_bytes=self._max_bytes,
+            max_samples=self._max_samples,
+        )
 
     def _start_shard(self) -> None:
         url = self._pattern.url(self._next_shard)
@@ -223,6 +231,13 @@ class ShardWriter:
         self._shards.append(self._url)
         if self._recorder is not None:
             self._recorder.publish_shard()
+
+
+def is_full(shard_bytes: int, shard_samples: int, num_bytes: int, *, max_bytes: int, max_samples: int | None) -> bool:
+    """Whether a record of ``num_bytes`` goes into a new shard, after a shard of so many bytes and samples."""
+    if max_samples is not None and shard_samples >= max_samples:
+        return True
+    return shard_bytes + num_bytes + len(END_OF_ARCHIVE) > max_bytes
 
 
 def make_record(sample: Mapping[str, object], key: str) -> Record:

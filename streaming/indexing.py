@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -49,6 +49,7 @@ def index_shards(
     parallel: int | None = None,
     force: bool = False,
     processes: bool = False,
+    executor: Executor | None = None,
     head_starts: bool = True,
     rule: ChunkRule = DEFAULT_RULE,
     progress: Progress | None = None,
@@ -68,9 +69,10 @@ def index_shards(
         force: Scan every shard anew.
         processes: Scan in processes instead of threads: faster for small records, but a script needs its
             ``if __name__ == "__main__":`` guard.
+        executor: Scan there: elsewhere, on a cluster. The caller shuts it down.
         head_starts: Use and check what Energon, DALI and wids left beside shards that are scanned.
         rule: Where chunks are cut.
-        progress: Told about scanned bytes from any thread; with ``processes`` once per shard.
+        progress: Told about scanned bytes from any thread; with ``processes`` or ``executor`` once per shard.
 
     Raises:
         ConfigError: For a compressed shard, or two shards of one name in one index.
@@ -88,13 +90,15 @@ def index_shards(
     workers = min(cpus, max(1, len(todo)))
     new = [url for url, home, name in todo if force or name not in rows_of[home]] if head_starts else []
     sidecars = find_sidecars(storage, new)
-    executor: Executor = (
-        ProcessPoolExecutor(workers, mp_context=get_context("forkserver"))
-        if processes and workers > 1
-        else ThreadPoolExecutor(workers, thread_name_prefix="index")
-    )
-    told = None if isinstance(executor, ProcessPoolExecutor) else progress
-    with executor:
+    with ExitStack() as closing:
+        told, share = progress, cpus // workers
+        if executor is not None:
+            told, share = None, 1
+        elif processes and workers > 1:
+            told = None
+            executor = closing.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("forkserver")))
+        else:
+            executor = closing.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="index"))
         futures = []
         for url, home, name in todo:
             rows = rows_of[home].get(name)
@@ -107,7 +111,7 @@ def index_shards(
                     force,
                     rule,
                     told,
-                    cpus // workers,
+                    share,
                 )
             )
         tables = _gather(futures, todo, progress if told is None else None)

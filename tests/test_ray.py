@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +19,17 @@ import numpy as np
 import pytest
 import ray
 import torch
+from click.testing import CliRunner
 from data_sets import SampleSet, mesh_of, play, valid_keys, write_set
 from ray.util import placement_group, remove_placement_group
 from ray_cluster import TwoNodes, locations, wait_for_end
+from test_convert_elsewhere import contents, parquet_source
 
 import infra
 from infra import DeviceMesh
+from shard_tools.cli import cli
+from shard_tools.engine import ordered
+from shard_tools.ray_engine import RayExecutor
 from streaming import DataLoader, RemoteBatch, RemoteGroup, StreamingDataset
 from streaming.errors import ConfigError, NotFoundError, StateError, WorkerDiedError
 from streaming.remote import cluster, wire
@@ -361,6 +367,9 @@ def test_a_batch_that_kills_every_reader_is_an_error(
 DRIVER = """
 import os, signal, sys
 import ray
+from shard_tools.cli import cli
+from shard_tools.engine import ordered
+from shard_tools.ray_engine import RayExecutor
 from streaming import DataLoader, RemoteGroup, StreamingDataset
 
 address, url, place = sys.argv[1:]
@@ -449,3 +458,47 @@ def test_each_ray_train_worker_reads_its_own_share(nodes: TwoNodes, samples: Sam
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [launcher for launcher, _ in found] == ["ray", "ray"]
     assert [keys for _, keys in found] == play(samples.open(), 2, batch_size=8)
+
+
+# ------------------------------------------------------------------------------------------------- the tools
+
+
+def run_tool(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(cli, [*words, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def test_the_tools_give_the_same_bytes_on_ray(nodes: TwoNodes, tmp_path: Path) -> None:
+    source = parquet_source(tmp_path / "source")
+    words = ["convert", source, "--max-bytes", "100kB", "--columns", "tokens"]
+    for engine in ("local", "ray"):
+        run_tool(*words[:2], str(tmp_path / engine), *words[2:], "--engine", engine)
+    expected = contents(tmp_path / "local")
+    assert len(expected) > 10
+    assert contents(tmp_path / "ray") == expected
+    for engine in ("local", "ray"):
+        shutil.rmtree(tmp_path / engine / "_shardstream")
+        run_tool("index", f"{tmp_path / engine}/", "--engine", engine)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "local")
+
+
+def test_a_killed_task_is_done_again_and_errors_are_as_raised(nodes: TwoNodes, tmp_path: Path) -> None:
+    def die_once(path: Path) -> str:
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            return "done"
+        os.kill(os.getpid(), signal.SIGKILL)
+        return "never"
+
+    def fail(number: int) -> None:
+        raise NotFoundError(f"no number {number}")
+
+    with RayExecutor(2) as executor:
+        assert executor.submit(die_once, tmp_path / "mark").result() == "done"
+        with pytest.raises(NotFoundError, match=r"^no number 7$"):
+            executor.submit(fail, 7).result()
+        assert list(ordered(executor, lambda number: number + 1, range(5), ahead=3)) == [1, 2, 3, 4, 5]
+    assert ray.is_initialized()  # it was not the executor's

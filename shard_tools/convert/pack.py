@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 
+from shard_tools.convert.elsewhere import Work, write_elsewhere
 from shard_tools.convert.files import is_local, local_path
 from shard_tools.convert.journal import Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.convert.records import Source
 from shard_tools.progress import Progress
-from shard_tools.writer import ShardWriter
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
@@ -60,6 +62,7 @@ def pack(
     *,
     options: Mapping[str, object],
     storage_options: Mapping[str, object] | None,
+    executor: Executor | None = None,
     progress: Progress,
 ) -> Packed:
     """Writes all records of ``reader``; goes on where an earlier run of the same work was stopped.
@@ -70,6 +73,7 @@ def pack(
         packing: How.
         options: JSON-able, all that the result's bytes depend on but the source: another run goes on only if they hold.
         storage_options: How to reach the store.
+        executor: Read and write there; None: here, in one pass.
         progress: Told about samples and bytes written.
 
     Raises:
@@ -83,7 +87,24 @@ def pack(
     progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
     progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
     if not earlier.complete:
-        _write(reader, place, earlier, packing, storage_options, progress)
+        work = Work(
+            reader=reader,
+            pattern=place.pattern,
+            max_bytes=packing.max_bytes,
+            max_samples=packing.max_samples,
+            columns={name: _Lift(name) for name in packing.columns},
+            storage_options=storage_options,
+        )
+        write = _write if executor is None else partial(write_elsewhere, executor=executor)
+        number = write(
+            work,
+            start=earlier.num_samples,
+            first_shard=earlier.num_shards,
+            known_keys=earlier.keys,
+            progress=progress,
+        )
+        if number == 0:
+            raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
     table = _chunk_table(place.directory, storage)
     if not earlier.complete:
         save_journal(place.directory, replace(journal, complete=True, num_samples=table.total_samples), storage)
@@ -221,28 +242,12 @@ def _finished_shard(place: Place, number: int, sizes: Mapping[str, int], storage
     return table if table.shard.size_bytes == size_bytes else None
 
 
-def _write(
-    reader: Source,
-    place: Place,
-    earlier: _Earlier,
-    packing: Packing,
-    storage_options: Mapping[str, object] | None,
-    progress: Progress,
-) -> None:
-    """Writes all records but those that are there."""
-    writer = ShardWriter(
-        place.pattern,
-        max_bytes=packing.max_bytes,
-        max_samples=packing.max_samples,
-        storage_options=storage_options,
-        columns={name: _column(name) for name in packing.columns},
-        overwrite=True,  # whatever stands there is ours and unfinished: see _prepare
-        start_shard=earlier.num_shards,
-    )
-    number = earlier.num_samples
-    with writer, contextlib.closing(reader.records(number)) as records:
+def _write(work: Work, start: int, first_shard: int, known_keys: Collection[str], progress: Progress) -> int:
+    """Writes all records but those that are there, one after the other; the number of all records."""
+    number = start
+    with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
         for record in records:
-            if record.key in earlier.keys:
+            if record.key in known_keys:
                 raise DuplicateKeyError(
                     f"record {number}: the key {record.key!r} was given to an earlier record; keys must be unique: "
                     "take another --key, or number the records with --key number"
@@ -250,17 +255,18 @@ def _write(
             writer.write({**record.fields, "__key__": record.key, "__metadata__": record.metadata})
             progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
             number += 1
-    if number == 0:
-        raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
+    return number
 
 
-def _column(name: str) -> Callable[[Mapping[str, object]], object]:
+@dataclass(frozen=True, slots=True)
+class _Lift:
     """Takes metadata ``name`` out of a sample; a dotted name goes into nested values."""
 
-    def lift(sample: Mapping[str, object]) -> object:
+    name: str
+
+    def __call__(self, sample: Mapping[str, object]) -> object:
         value = sample["__metadata__"]
-        for part in (name,) if isinstance(value, Mapping) and name in value else name.split("."):
+        whole = isinstance(value, Mapping) and self.name in value
+        for part in (self.name,) if whole else self.name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
-
-    return lift

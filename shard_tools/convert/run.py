@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
@@ -98,6 +99,7 @@ def convert(
     *,
     options: ConvertOptions | None = None,
     storage_options: Mapping[str, object] | None = None,
+    executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
     """Packs ``source`` into shards ``000000.tar``, … in ``target``, with their index.
@@ -110,6 +112,8 @@ def convert(
         target: Folder or prefix for the shards, or a pattern such as ``"out/train-{:06d}.tar"``.
         options: What to do.
         storage_options: How to reach the stores of both, as in ``StreamingDataset``.
+        executor: Read and write there, on a cluster for example: many shards at a time, the same bytes. Source and
+            target must be within its reach.
         progress: Told about samples and bytes written.
 
     Raises:
@@ -141,7 +145,15 @@ def convert(
         columns=options.columns,
         overwrite=options.overwrite,
     )
-    packed = pack(reader, place, packing, options=what, storage_options=storage_options, progress=progress)
+    packed = pack(
+        reader,
+        place,
+        packing,
+        options=what,
+        storage_options=storage_options,
+        executor=executor,
+        progress=progress,
+    )
     return ConvertReport(
         kind=reader.kind,
         target=place.directory,

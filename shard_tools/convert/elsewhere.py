@@ -1,0 +1,152 @@
+"""Converting by an executor, on a cluster for example: many shards at a time, the same bytes as one writer's.
+
+Where shards end depends on the sizes of all records before, so there are two steps, each spread over the executor:
+ranges of records are measured, and from their sizes follows which records each shard holds; then shards are written,
+each by a writer of its own. The source is read twice for it. Both steps overlap: a shard is written as soon as its
+records are measured. Shards may be finished out of order; a stopped conversion goes on after those without a gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+
+from shard_tools.convert.records import Source
+from shard_tools.engine import ordered
+from shard_tools.keys import SeenKeys, check_key
+from shard_tools.progress import Progress
+from shard_tools.writer import ShardWriter, is_full, make_record
+from streaming.errors import ConfigError, DuplicateKeyError
+
+_AHEAD = 256  # calls under way or done ahead; an executor of fewer workers makes them wait
+_MIN_RANGE, _MAX_RANGE, _RANGES = 64, 100_000, 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What every call needs to know.
+
+    Attributes:
+        reader: The source.
+        pattern: Of the shards' URLs.
+        max_bytes: Largest shard.
+        max_samples: Most samples of a shard.
+        columns: Names and functions of the sample table's columns.
+        storage_options: For the target.
+    """
+
+    reader: Source
+    pattern: str
+    max_bytes: int
+    max_samples: int | None
+    columns: Mapping[str, Callable[[Mapping[str, object]], object]]
+    storage_options: Mapping[str, object] | None
+
+    def writer(self, shard: int) -> ShardWriter:
+        """A writer that begins with this shard."""
+        return ShardWriter(
+            self.pattern,
+            max_bytes=self.max_bytes,
+            max_samples=self.max_samples,
+            storage_options=self.storage_options,
+            columns=self.columns,
+            overwrite=True,  # whatever stands there is of this conversion and unfinished
+            start_shard=shard,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """Which records a shard holds: ``num_samples`` from number ``start`` on."""
+
+    number: int
+    start: int
+    num_samples: int
+
+
+def write_elsewhere(
+    work: Work, executor: Executor, progress: Progress, *, start: int, first_shard: int, known_keys: Collection[str]
+) -> int:
+    """Writes all shards from ``first_shard`` on, which begins with record ``start``; the number of all records.
+
+    Raises:
+        ConfigError: The source cannot be read from its middle.
+        DuplicateKeyError: Two records have one key.
+    """
+    num_records = work.reader.num_records
+    if num_records is None:
+        raise ConfigError(
+            f"--engine: a source of kind {work.reader.kind!r} can only be read front to back, by one process; "
+            "use --engine local, or bring it into Parquet first"
+        )
+    sizes = _measured(work, executor, range(start, num_records), known_keys)
+    shards = _cut(sizes, work, start, first_shard)
+    next_shard = first_shard
+    for shard, num_bytes in ordered(executor, partial(_write_shard, work), shards, _AHEAD):
+        next_shard = shard.number + 1
+        progress.advance(num_bytes=num_bytes, num=shard.num_samples)
+    work.writer(next_shard).close()  # publishes the chunk table of all shards
+    return num_records
+
+
+def _measured(work: Work, executor: Executor, numbers: range, known_keys: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Key and size of every record, in order; no key is among ``known_keys``."""
+    length = min(_MAX_RANGE, max(_MIN_RANGE, len(numbers) // _RANGES))
+    ranges = (numbers[first : first + length] for first in range(0, len(numbers), length))
+    for part in ordered(executor, partial(_measure, work), ranges, _AHEAD):
+        for key, num_bytes in part:
+            if key in known_keys:
+                raise DuplicateKeyError(
+                    f"the key {key!r} was given to an earlier record; keys must be unique: take another --key, or "
+                    "number the records with --key number"
+                )
+            yield key, num_bytes
+
+
+def _measure(work: Work, numbers: range) -> list[tuple[str, int]]:
+    """Key, and bytes in a tar, of these records."""
+    with contextlib.closing(work.reader.records(numbers.start)) as records:
+        return [
+            (record.key, make_record(record.fields, check_key(record.key)).num_bytes)
+            for record in itertools.islice(records, len(numbers))
+        ]
+
+
+def _cut(sizes: Iterator[tuple[str, int]], work: Work, start: int, number: int) -> Iterator[_Shard]:
+    """The shards, by the writer's own rule."""
+    seen = SeenKeys()
+    shard_bytes = shard_samples = 0
+    for key, num_bytes in sizes:
+        rolls = shard_samples > 0 and is_full(
+            shard_bytes, shard_samples, num_bytes, max_bytes=work.max_bytes, max_samples=work.max_samples
+        )
+        if rolls:
+            yield _Shard(number=number, start=start, num_samples=shard_samples)
+            number, start, shard_bytes, shard_samples = number + 1, start + shard_samples, 0, 0
+        new_shard = shard_samples == 0
+        seen.check(key, new_shard=new_shard)
+        seen.add(key, new_shard=new_shard)
+        shard_bytes += num_bytes
+        shard_samples += 1
+    if shard_samples:
+        yield _Shard(number=number, start=start, num_samples=shard_samples)
+
+
+def _write_shard(work: Work, shard: _Shard) -> tuple[_Shard, int]:
+    """Writes one shard and its sample table; the bytes of its fields. May be repeated."""
+    num_bytes = 0
+    writer = work.writer(shard.number)
+    try:
+        with contextlib.closing(work.reader.records(shard.start)) as records:
+            for record in itertools.islice(records, shard.num_samples):
+                writer.write({**record.fields, "__key__": record.key, "__metadata__": record.metadata})
+                num_bytes += sum(map(len, record.fields.values()))
+        writer.close(chunk_table=False)
+    except BaseException:
+        writer.abort()
+        raise
+    return shard, num_bytes

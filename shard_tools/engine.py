@@ -1,0 +1,47 @@
+"""Where the work of ``convert`` and ``index`` runs: here, or on a Ray cluster.
+
+The seam is the standard ``concurrent.futures.Executor``: a library function that is given one runs its calls there.
+Results are the same bytes either way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+from shard_tools.ray_engine import RayExecutor
+
+ENGINES = ("local", "ray")
+DEFAULT_WORKERS = {"local": 8, "ray": 64}
+"""Calls at once: threads of this machine; on Ray as many as there are CPUs, and no more than this."""
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def open_engine(name: str, workers: int | None) -> AbstractContextManager[Executor | None]:
+    """The executor of this name, to be left with ``with``; None for ``"local"``: threads and processes of this one.
+
+    Raises:
+        ConfigError: Its package is missing.
+    """
+    return RayExecutor(workers or DEFAULT_WORKERS["ray"]) if name == "ray" else nullcontext(None)
+
+
+def ordered(
+    executor: Executor, function: Callable[[_T], _R], items: Iterable[_T], ahead: int
+) -> Generator[_R, None, None]:
+    """``map``: results in the order of ``items``, at most ``ahead`` of them under way or ready."""
+    pending: deque[Future[_R]] = deque()
+    try:
+        for item in items:
+            pending.append(executor.submit(function, item))
+            if len(pending) >= ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()

@@ -1,0 +1,105 @@
+"""``--engine ray``: an ``Executor`` whose calls are tasks of a Ray cluster. The one module of the tools that knows Ray.
+
+A task whose worker process or node dies is run again by Ray: calls must bear to be repeated, as all of the tools' do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+from streaming.errors import ConfigError, WorkerDiedError, WorkerError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MAX_RETRIES = 3  # as often as Ray does by default
+
+
+class RayExecutor(Executor):
+    """Runs calls on the cluster, one CPU each. For one thread that submits.
+
+    Connects to the cluster that this process is connected to, or that ``RAY_ADDRESS`` names, or that runs on this
+    machine; where there is none it starts one. ``shutdown`` leaves what it found as it was.
+
+    Args:
+        workers: Calls under way at once, at most: ``submit`` waits for room.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
+
+    def __init__(self, workers: int) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError("--engine ray: needs Ray: pip install 'shardstream[ray]'") from error
+        self._connected = not ray.is_initialized()
+        if self._connected:
+            ray.init(log_to_driver=False)
+        self._call = ray.remote(num_cpus=1, max_retries=_MAX_RETRIES)(_call)
+        self._function: object = None
+        self._stored: Any = None
+        self._room = threading.BoundedSemaphore(workers)
+        self._under_way: set[Any] = set()
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
+        """The future of ``function(…)``; its exceptions come out as they were raised."""
+        import ray
+
+        self._room.acquire()
+        if function is not self._function:  # stored once, with all that it carries, for many calls
+            self._function, self._stored = function, ray.put(function)
+        ref = self._call.remote(self._stored, args, kwargs)
+        future: Future[_R] = Future()
+        with self._lock:
+            self._under_way.add(ref)
+
+        def done(inner: Future[_R]) -> None:
+            with self._lock:
+                self._under_way.discard(ref)
+            error = inner.exception()
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                if error is None:
+                    future.set_result(inner.result())
+                else:
+                    future.set_exception(_as_raised(error))
+            self._room.release()
+
+        ref.future().add_done_callback(done)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002  as Executor
+        """Wait for the calls that are under way, and leave the cluster if this object had connected to it."""
+        import ray
+
+        with self._lock:
+            refs = list(self._under_way)
+        if cancel_futures:
+            for ref in refs:
+                ray.cancel(ref)
+        if wait and refs:
+            ray.wait(refs, num_returns=len(refs), fetch_local=False)
+        if self._connected:
+            self._connected = False
+            ray.shutdown()
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _as_raised(error: BaseException) -> BaseException:
+    from ray.exceptions import RayError, RayTaskError
+
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, Exception) and not isinstance(cause, RayError):
+            return cause
+        return WorkerError(f"raised in a Ray task:\n{error}")
+    if isinstance(error, RayError):
+        return WorkerDiedError(f"a Ray task did not survive, {_MAX_RETRIES} retries included: {error}")
+    return error
