@@ -1,6 +1,6 @@
 # make demo   from raw data to training from a bucket, with a crash in the middle (DEMO_URL=s3://… for a real one)
 # make test   everything that must hold: ruff, mypy, all tests
-# make venv | lint | types | pytest | bench    the parts
+# make venv | lint | types | pytest | bench | peers    the parts (peers: us beside the other loaders, PEERS_ARGS=--quick)
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
 # torch), PYTEST_ARGS=… to pytest. Several processes test at once: JOBS=0 for one.
@@ -11,8 +11,9 @@ BIN := $(VENV)/bin
 JOBS ?= auto
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+PEERS_ARGS ?= --publish
 
-.PHONY: help venv demo test lint types pytest format bench clean
+.PHONY: help venv demo test lint types pytest format bench peers clean
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +48,9 @@ format: venv
 
 bench: venv
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+peers: venv
+	$(BIN)/python benchmarks/peers/run.py $(PEERS_ARGS)
 
 clean:
 	rm -rf .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

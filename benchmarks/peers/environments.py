@@ -1,0 +1,101 @@
+"""The contestants and the virtual environment of each, made from ``requirements/PEER.txt``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+_INSTALL_TIMEOUT_S = 1200.0
+
+
+class PeerError(Exception):
+    """A peer cannot take part; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A contestant: module ``peer_NAME``, whether it reads a copy of its own of the data, why it cannot read S3."""
+
+    name: str
+    title: str
+    own_data: bool = False
+    no_s3: str = ""
+
+
+OURS = "shardstream"
+_NO_HANDLER = "webdataset has no s3:// handler; its documentation pipes from a shell command"
+_BLOCK_SIZE = "its tar builder opens files with block_size=0, which s3fs hands on to aiobotocore, which refuses it"
+PEERS = {
+    one.name: one
+    for one in (
+        Peer(name=OURS, title="shardstream"),
+        Peer(name="webdataset", title="webdataset", no_s3=_NO_HANDLER),
+        Peer(name="mosaic", title="Mosaic Streaming", own_data=True),
+        Peer(name="litdata", title="LitData", own_data=True),
+        Peer(name="energon", title="Megatron-Energon", own_data=True),
+        Peer(name="torchdata", title="StatefulDataLoader over webdataset", no_s3=_NO_HANDLER),
+        Peer(name="huggingface", title="Hugging Face datasets", own_data=True, no_s3=_BLOCK_SIZE),
+        Peer(name="grain", title="Grain", own_data=True, no_s3="ArrayRecord has no S3 client"),
+        Peer(name="spdl", title="SPDL, own tar reader", no_s3="no storage clients of its own"),
+    )
+}
+
+
+def interpreter(name: str, venvs: str) -> str:
+    """The Python of ``name``'s environment, installed if it is not yet there; ours is the one that runs this.
+
+    Raises:
+        PeerError: It does not install.
+    """
+    if name == OURS:
+        return sys.executable
+    requirements = os.path.join(HERE, "requirements", f"{name}.txt")
+    with open(requirements) as file:
+        wanted = file.read()
+    folder = os.path.join(venvs, name)
+    python, mark = os.path.join(folder, "bin", "python"), os.path.join(folder, "installed.txt")
+    if os.path.exists(mark):
+        with open(mark) as file:
+            if file.read() == wanted:
+                return python
+    print(f"installing {name} into {folder} …", file=sys.stderr)
+    if not os.path.exists(python):
+        venv.create(folder, with_pip=True)
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", requirements]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise PeerError(f"does not install: pip took more than {_INSTALL_TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        raise PeerError(f"does not install: {last_line(done.stderr)}")
+    with open(mark, "w") as file:
+        file.write(wanted)
+    return python
+
+
+def versions(name: str, python: str) -> dict[str, str]:
+    """The installed versions of the packages that the requirements name."""
+    names = ["torch", "numpy", "obstore"] if name == OURS else []
+    if name != OURS:
+        with open(os.path.join(HERE, "requirements", f"{name}.txt")) as file:
+            names = [
+                line.partition("==")[0].partition("[")[0] for line in file if "==" in line and not line.startswith("#")
+            ]
+    program = (
+        "import json, sys; from importlib.metadata import version; "
+        "print(json.dumps({n: version(n) for n in sys.argv[1:]}))"
+    )
+    done = subprocess.run([python, "-c", program, *names], capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def last_line(text: str) -> str:
+    """The last line with anything in it, at most 300 characters."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"

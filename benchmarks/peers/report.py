@@ -1,0 +1,206 @@
+"""From runs to a table: medians, ratios, Markdown. Pure; standard library only.
+
+A run is what ``measure.py`` and the contestant said of one process. Each either has a rate, or a word in its place:
+``-`` (cannot, and why), ``wrong`` (other samples than it should), ``failed``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Case:
+    """What is measured; ``where`` is ``disk`` or ``s3``."""
+
+    set: str
+    where: str
+    workers: int
+    peer: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.set} {self.where} {self.workers} {self.peer}"
+
+    @classmethod
+    def of(cls, key: str) -> Case:
+        name, where, workers, peer = key.split()
+        return cls(set=name, where=where, workers=int(workers), peer=peer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Medians over the rounds of one case."""
+
+    per_second: float
+    cpu_s_per_sample: float
+    peak_bytes: float
+    first_batch_s: float
+    lowest: float
+    highest: float
+    rounds: int
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Why there are no figures: ``word`` for the table, ``reason`` for the notes."""
+
+    word: str
+    reason: str
+
+
+Outcome = Figures | Missing
+
+
+def rate(run: Mapping[str, Any], size: int) -> float:
+    """Samples per second of one pass over ``size`` samples, from opening to the last batch.
+
+    A pass that was cut short counts as what the whole pass would have taken: the wait for its first batch, and the rest
+    at the pace seen since then. So a slow start weighs what it weighs in a whole pass.
+    """
+    samples, seconds = int(run["samples"]), float(run["seconds"])
+    if run["whole"]:
+        return samples / seconds
+    later, later_s = samples - int(run["first_samples"]), seconds - float(run["first_batch_s"])
+    if later <= 0 or later_s <= 0:
+        return samples / seconds
+    return size / (float(run["first_batch_s"]) + (size - int(run["first_samples"])) * later_s / later)
+
+
+def flaw(run: Mapping[str, Any]) -> Missing | None:
+    """Why this run has no rate, if it has none."""
+    if "unsupported" in run:
+        return Missing(word="-", reason=str(run["unsupported"]))
+    if "failed" in run:
+        return Missing(word="failed", reason=str(run["failed"]))
+    if run["wrong"]:
+        return Missing(word="wrong", reason=str(run["wrong"]))
+    return None
+
+
+def outcome(runs: Sequence[Mapping[str, Any]], size: int) -> Outcome:
+    """Medians; one flawed run is enough to have none."""
+    for run in runs:
+        if found := flaw(run):
+            return found
+    rates = [rate(run, size) for run in runs]
+    return Figures(
+        per_second=statistics.median(rates),
+        cpu_s_per_sample=statistics.median(run["cpu_s"] / max(1, run["samples"]) for run in runs),
+        peak_bytes=statistics.median(run["peak_bytes"] for run in runs),
+        first_batch_s=statistics.median(run["first_batch_s"] for run in runs),
+        lowest=min(rates),
+        highest=max(rates),
+        rounds=len(runs),
+        whole=all(run["whole"] for run in runs),
+    )
+
+
+def number(value: float) -> str:
+    """Three significant digits, thousands apart."""
+    if value >= 999.5:
+        digits = len(str(round(value))) - 3
+        return f"{round(value / 10**digits) * 10**digits:,}"
+    return f"{value:.3g}"
+
+
+def table(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str], ours: str) -> str:
+    """One set at one place: a row per contestant, a column per number of workers, ours first and at the ratio of 1."""
+    workers = sorted({case.workers for case in outcomes})
+    peers = [peer for peer in titles if any(case.peer == peer for case in outcomes)]
+    found = {(case.peer, case.workers): result for case, result in outcomes.items()}
+    several = "/".join(map(str, workers))
+    heads = ["", *(f"{count} worker{'s' * (count != 1)}, samples/s" for count in workers),
+             f"CPU ms a sample ({several})", f"peak MiB ({several})", f"first batch s ({several})"]  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for peer in peers:
+        results = [found.get((peer, count)) for count in workers]
+        cells = [titles[peer]]
+        cells += [_rate_cell(result, found.get((ours, count)), own=peer == ours)
+                  for count, result in zip(workers, results, strict=True)]  # fmt: skip
+        cells.append(_side_cell(results, lambda one: number(one.cpu_s_per_sample * 1e3)))
+        cells.append(_side_cell(results, lambda one: f"{one.peak_bytes / 2**20:,.0f}"))
+        cells.append(_side_cell(results, lambda one: f"{one.first_batch_s:.2f}"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _rate_cell(result: Outcome | None, base: Outcome | None, *, own: bool) -> str:
+    if result is None:
+        return ""
+    if isinstance(result, Missing):
+        return result.word
+    text = number(result.per_second) + ("" if result.whole else " ~")
+    if own:
+        return f"**{text}**"
+    return f"{text} ({base.per_second / result.per_second:.1f} x)" if isinstance(base, Figures) else text
+
+
+def _side_cell(results: Sequence[Outcome | None], shown: Any) -> str:
+    texts = [shown(one) if isinstance(one, Figures) else "-" for one in results]
+    return "" if set(texts) == {"-"} else " / ".join(texts)
+
+
+def best_peers(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str], ours: str) -> str:
+    """One line: ours against the fastest peer, for each number of workers."""
+    parts = []
+    for count in sorted({case.workers for case in outcomes}):
+        rates = {case.peer: one.per_second for case, one in outcomes.items()
+                 if case.workers == count and isinstance(one, Figures)}  # fmt: skip
+        own = rates.pop(ours, None)
+        if own and rates:
+            best = max(rates, key=lambda peer: rates[peer])
+            parts.append(f"{count} workers {own / rates[best]:.2f} x ({titles[best]})")
+    return f"Against the best peer: {'; '.join(parts)}." if parts else ""
+
+
+def notes(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str]) -> list[str]:
+    """Each contestant's reasons for having no figures, once, with the workers they hold for."""
+    workers: dict[tuple[str, str, str], list[int]] = {}
+    for case, one in sorted(outcomes.items()):
+        if isinstance(one, Missing):
+            workers.setdefault((case.peer, one.word, one.reason), []).append(case.workers)
+    return [
+        f"- {titles[peer]}, {'/'.join(map(str, counts))} workers: {'' if word == '-' else word + ': '}{reason}"
+        for (peer, word, reason), counts in workers.items()
+    ]
+
+
+def document(results: Mapping[str, Any], sets: Mapping[str, str], titles: Mapping[str, str], ours: str) -> str:
+    """The whole report as Markdown: from ``{"machine", "versions", "sizes", "runs": {key: [run, …]}, …}``."""
+    outcomes = {
+        case: outcome(runs, results["sizes"][case.set])
+        for key, runs in results["runs"].items()
+        if runs and (case := Case.of(key)).peer in titles
+    }
+    loads = [run["load"] for runs in results["runs"].values() for run in runs if "load" in run]
+    rounds = sorted({one.rounds for one in outcomes.values() if isinstance(one, Figures)})
+    lines = [
+        "# The peers, measured",
+        "",
+        f"{results['machine']}.",
+        "",
+        f"Load before a measurement: {min(loads, default=0):.1f} to {max(loads, default=0):.1f}.",
+        f"Medians of {' to '.join(map(str, rounds[:1] + rounds[1:][-1:]))} rounds.",
+        "",
+        "In brackets: how many times faster ours is. `~`: cut short, the whole pass extrapolated. CPU: all processes,",
+        "user and system, imports left out. Peak: PSS of all processes together. The rules are in README.md.",
+    ]
+    places = sorted({(case.where, case.set) for case in outcomes}, key=lambda at: (at[0], list(sets).index(at[1])))
+    for where, name in places:
+        here = {case: one for case, one in outcomes.items() if (case.where, case.set) == (where, name)}
+        place = "local disk, in the page cache" if where == "disk" else "an S3 server on loopback, nothing cached"
+        lines += ["", f"## {sets[name]}; {results['sizes'][name]:,} samples, {place}", ""]
+        lines += [table(here, titles, ours), "", best_peers(here, titles, ours), "", *notes(here, titles)]
+    lines += ["", "## Versions", ""]
+    for peer, packages in results["versions"].items():
+        lines.append(f"- {titles[peer]}: {', '.join(f'{name} {one}' for name, one in packages.items())}")
+    lines += [f"- {titles[peer]}: {reason}" for peer, reason in results.get("absent", {}).items()]
+    text = "\n".join(lines)
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    return text.rstrip() + "\n"

@@ -1,0 +1,101 @@
+"""What is delivered: the sets, their sizes, and how a sample is known again. Standard library and NumPy only.
+
+Every contestant imports this in an environment of its own, so nothing of the project may be imported here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TOKENS_PER_SEQUENCE = 2048
+SIDE = 224
+GRID = 7
+"""A decoded image is compared as means over ``GRID`` x ``GRID`` squares."""
+
+PIXEL_TOLERANCE = 5.0
+"""Mean difference of those means, of 255, that decoders and ways of resizing may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Set:
+    """One kind of delivery: which data, how many samples and shards of it, and in which batches."""
+
+    name: str
+    title: str
+    data: str
+    field: str
+    batch_size: int
+    count: int
+    num_shards: int
+    quick_count: int
+    quick_num_shards: int
+    decode: bool = False
+    large: bool = False
+
+    def size(self, *, quick: bool) -> int:
+        return self.quick_count if quick else self.count
+
+    def shards(self, *, quick: bool) -> int:
+        return self.quick_num_shards if quick else self.num_shards
+
+
+_IMAGES: dict[str, Any] = {
+    "data": "images", "field": "jpg", "batch_size": 64,
+    "count": 4_000, "num_shards": 16, "quick_count": 320, "quick_num_shards": 8,
+}  # fmt: skip
+
+SETS = {
+    one.name: one
+    for one in (
+        Set(name="images-raw", title="D1 JPEGs of 68 KB with class and JSON, bytes", **_IMAGES),
+        Set(name="images-decoded", title=f"D1 JPEGs 400x400 to {SIDE}x{SIDE} uint8", decode=True, **_IMAGES),
+        Set(
+            name="records", title="D2 JSON records of 430 B, bytes", data="records", field="json", batch_size=256,
+            count=300_000, num_shards=16, quick_count=8_000, quick_num_shards=8,
+        ),
+        Set(
+            name="tokens", title="D3 2,048 uint16 tokens to int64 [32, 2048]", data="tokens", field="bin",
+            batch_size=32, count=40_000, num_shards=16, quick_count=1_600, quick_num_shards=8, decode=True,
+        ),
+        Set(
+            name="large", title="D4 samples of 20 MB, bytes", data="large", field="bin", batch_size=2,
+            count=60, num_shards=12, quick_count=8, quick_num_shards=4, large=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def fingerprint(payload: Any) -> int:
+    """64 bits of a sample's bytes: all of them up to 4 KiB, beyond that 64 slices of 64 bytes and the length."""
+    view = memoryview(payload).cast("B")
+    digest = hashlib.blake2b(digest_size=8)
+    if len(view) <= 4096:
+        digest.update(view)
+    else:
+        step = (len(view) - 64) // 63
+        digest.update(b"%d" % len(view))
+        for start in range(0, 64 * step, step):
+            digest.update(view[start : start + 64])
+    return int.from_bytes(digest.digest(), "little")
+
+
+def thumbnail(pixels: np.ndarray) -> np.ndarray:
+    """Means over the squares of one image, uint8 [224, 224, 3] or [3, 224, 224], as float32 [GRID, GRID, 3]."""
+    if pixels.shape == (3, SIDE, SIDE):
+        pixels = pixels.transpose(1, 2, 0)
+    if pixels.shape != (SIDE, SIDE, 3) or pixels.dtype != np.uint8:
+        raise ValueError(
+            f"expected uint8 [{SIDE}, {SIDE}, 3] or [3, {SIDE}, {SIDE}], got {pixels.dtype} {pixels.shape}"
+        )
+    step = SIDE // GRID
+    return pixels.reshape(GRID, step, GRID, step, 3).mean((1, 3), dtype=np.float32)
+
+
+def shard_files(folder: str) -> list[str]:
+    """The shards in ``folder``, sorted."""
+    return sorted(entry.path for entry in os.scandir(folder) if entry.name.endswith(".tar"))

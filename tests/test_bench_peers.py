@@ -1,0 +1,143 @@
+"""The pure parts of ``benchmarks/peers``: the rate of a run, the table of many, and how wrong samples are seen."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "benchmarks", "peers")
+MODULES = ("sets", "contestant", "report")
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The benchmark's modules, which are no package, taken away again afterwards."""
+    monkeypatch.syspath_prepend(FOLDER)
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = {name: __import__(name) for name in MODULES}
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name)
+    return found
+
+
+def run(samples: int, seconds: float, **more: object) -> dict[str, object]:
+    return {"samples": samples, "seconds": seconds, "first_batch_s": 0.5, "first_samples": 10, "whole": True,
+            "wrong": "", "cpu_s": 2.0, "peak_bytes": 1 << 20, "load": 1.0, **more}  # fmt: skip
+
+
+def test_a_whole_pass_counts_from_opening_to_the_last_batch(peers):
+    assert peers["report"].rate(run(1000, 2.0), 1000) == 500
+
+
+def test_a_pass_cut_short_is_extrapolated_with_its_start_counted_once(peers):
+    cut = run(110, 1.5, first_batch_s=0.5, whole=False)
+    # 10 samples after 0.5 s, then 100 a second: 1,000 samples take 0.5 + 9.9 s
+    assert peers["report"].rate(cut, 1000) == pytest.approx(1000 / 10.4)
+
+
+def test_a_pass_cut_short_at_its_first_batch_has_the_rate_that_was_seen(peers):
+    assert peers["report"].rate(run(10, 0.5, whole=False), 1000) == 20
+
+
+def test_medians_over_the_rounds(peers):
+    report = peers["report"]
+    found = report.outcome([run(100, 1.0), run(100, 4.0), run(100, 2.0, peak_bytes=3 << 20)], 100)
+    assert (found.per_second, found.lowest, found.highest, found.rounds) == (50, 25, 100, 3)
+    assert found.cpu_s_per_sample == 0.02
+    assert found.peak_bytes == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("flawed", "word", "reason"),
+    [
+        ({"unsupported": "no client"}, "-", "no client"),
+        ({"failed": "killed"}, "failed", "killed"),
+        (run(99, 1.0, wrong="99 samples instead of 100"), "wrong", "99 samples instead of 100"),
+    ],
+)
+def test_one_flawed_round_leaves_a_word_in_place_of_a_rate(peers, flawed, word, reason):
+    report = peers["report"]
+    assert report.outcome([run(100, 1.0), flawed], 100) == report.Missing(word=word, reason=reason)
+
+
+def test_table_has_ratios_to_ours_and_the_reasons_below(peers):
+    report = peers["report"]
+    results = {
+        "machine": "a machine", "versions": {"theirs": {"their-package": "1.2"}},
+        "absent": {"third": "does not install"},
+        "sizes": {"small": 100},
+        "runs": {
+            "small disk 0 ours": [run(100, 0.01)],
+            "small disk 0 theirs": [run(100, 0.04)],
+            "small disk 2 ours": [run(100, 0.02)],
+            "small disk 2 theirs": [run(50, 0.1, wrong="50 samples instead of 100")],
+            "small s3 2 ours": [run(100, 0.02)],
+            "small s3 2 theirs": [{"unsupported": "no client"}],
+        },
+    }  # fmt: skip
+    titles = {"ours": "Ours", "theirs": "Theirs", "third": "Third"}
+    lines = report.document(results, {"small": "Small things"}, titles, "ours").splitlines()
+    assert "| Ours | **10,000** | **5,000** | 20 / 20 | 1 / 1 | 0.50 / 0.50 |" in lines
+    assert "| Theirs | 2,500 (4.0 x) | wrong | 20 / - | 1 / - | 0.50 / - |" in lines
+    assert "Against the best peer: 0 workers 4.00 x (Theirs)." in lines
+    assert "- Theirs, 2 workers: wrong: 50 samples instead of 100" in lines
+    assert "- Theirs, 2 workers: no client" in lines
+    assert "- Theirs: their-package 1.2" in lines
+    assert "- Third: does not install" in lines
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1234567.0, "1,230,000"), (1000.0, "1,000"), (999.6, "1,000"), (61.94, "61.9"), (0.01234, "0.0123")],
+)
+def test_three_digits(peers, value, text):
+    assert peers["report"].number(value) == text
+
+
+def test_fingerprints_see_length_order_and_content(peers):
+    fingerprint = peers["sets"].fingerprint
+    large = bytes(range(256)) * 64
+    assert fingerprint(large) == fingerprint(memoryview(large)) == fingerprint(np.frombuffer(large, np.uint8))
+    assert len({fingerprint(one) for one in (large, large[:-1], large[::-1], b"\1" + large[1:], b"", b"\0")}) == 6
+
+
+def test_witness_tells_lost_doubled_and_foreign_samples(peers, tmp_path):
+    sets, contestant = peers["sets"], peers["contestant"]
+    samples = [b"%d" % i for i in range(8)]
+    np.save(tmp_path / "fingerprints.npy", np.array([sets.fingerprint(one) for one in samples], np.uint64))
+
+    def verdict(batches: list[list[bytes]], *, whole: bool = True) -> str:
+        witness = contestant.Witness(sets.SETS["records"], check_all=True)
+        for batch in batches:
+            witness.see(batch)
+        return witness.verdict(str(tmp_path), sum(map(len, batches)), whole=whole)
+
+    assert verdict([samples[:3], samples[3:]]) == ""
+    assert verdict([samples[:3]], whole=False) == ""
+    assert verdict([samples[:7]]) == "7 samples instead of 8"
+    assert verdict([samples[:7], [b"x"]]) == "1 of 8 checked samples have other content"
+    assert verdict([samples[:7], samples[:1]]) == "1 of 8 checked samples came twice"
+
+
+def test_witness_tells_other_pictures_however_they_are_laid_out(peers, tmp_path):
+    sets, contestant = peers["sets"], peers["contestant"]
+    rng = np.random.default_rng(0)
+    squares = rng.integers(0, 255, (3, sets.GRID, sets.GRID, 3), np.uint8)
+    pictures = squares.repeat(sets.SIDE // sets.GRID, 1).repeat(sets.SIDE // sets.GRID, 2)
+    np.save(tmp_path / "thumbnails.npy", np.stack([sets.thumbnail(one) for one in pictures[:2]]))
+    np.save(tmp_path / "fingerprints.npy", np.zeros(2, np.uint64))
+
+    def verdict(batch: np.ndarray) -> str:
+        witness = contestant.Witness(sets.SETS["images-decoded"], check_all=True)
+        witness.see(batch)
+        return witness.verdict(str(tmp_path), 2, whole=True)
+
+    assert verdict(pictures[:2]) == verdict(pictures[:2].transpose(0, 3, 1, 2)) == ""
+    assert verdict(pictures[1:]) == "1 of 2 checked samples have other content"
+    with pytest.raises(ValueError, match="expected uint8"):
+        verdict(pictures[:2].astype(np.float32))
