@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from processes import cpu_s
 from sets import PIXEL_TOLERANCE, SETS, TOKENS_PER_SEQUENCE, Set, fingerprint, thumbnail
 
 
@@ -153,12 +154,11 @@ def main() -> None:
             peer.make(job)
             return
         witness = Witness(job.set, check_all=args.check_all)
-        cpu_before_s, start_s = sum(os.times()[:4]), time.perf_counter()
-        main_before_s = time.process_time()
+        before_s, main_before_s, start_s = cpu_s(os.getpid()), time.process_time(), time.perf_counter()
         batches = iter(peer.batches(job))
         result = deliver(batches, witness, args.seconds, start_s)
         result["main_cpu_s"] = time.process_time() - main_before_s
-        result["cpu_before_s"] = cpu_before_s
+        result["cpu_s"] = cpu_s(os.getpid()) - before_s
         result["wrong"] = witness.verdict(job.source, result["samples"], whole=result["whole"])
         write(args.output, result)
         del batches

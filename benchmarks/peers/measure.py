@@ -1,9 +1,8 @@
 """Run a command to its end and say what all its processes together used.
 
-``measure.py --result FILE --timeout S CMD …`` prints one line of JSON: CPU seconds (user and system), peak memory, wall
-seconds, whether it had to be killed, processes left over, the end of its errors. As the subreaper of the tree it also
-accounts for processes that lost their parent, and ends those that outlive the command. Linux only; standard library
-only, so that it starts at once.
+``measure.py --result FILE --timeout S CMD …`` prints one line of JSON: peak memory, wall seconds, whether it had to be
+killed, processes left over, the end of its errors. As the subreaper of the tree it also ends what outlives the command.
+Linux only; standard library only, so that it starts at once.
 
 Memory is PSS (each page shared by n processes counts 1/n in each) summed over the processes. Reading it costs time, so
 a sample is followed by a pause of 20 times what it took, at least 50 ms: peaks shorter than that may be missed.
@@ -16,31 +15,16 @@ import contextlib
 import ctypes
 import json
 import os
-import resource
 import signal
 import subprocess
 import tempfile
 import time
 
+from processes import descendants
+
 _PR_SET_CHILD_SUBREAPER = 36
 _CLOSING_S = 20.0
 """How long a command may take to end once its result is there, and its orphans once it has ended."""
-
-
-def descendants(root: int) -> list[int]:
-    """Processes below ``root``, zombies left out."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-                state, parent = file.read().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    children.setdefault(int(parent), []).append(int(name))
-    found, front = [], [root]
-    while front:
-        front = [child for parent in front for child in children.get(parent, ())]
-        found += front
-    return found
 
 
 def memory(pids: list[int]) -> tuple[int, int]:
@@ -58,7 +42,7 @@ def memory(pids: list[int]) -> tuple[int, int]:
 
 
 def reap() -> None:
-    """Take the exit of every orphan that has ended, so that its CPU time is counted."""
+    """Take the exit of every orphan that has ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -109,12 +93,11 @@ def main() -> None:
         child.poll()
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4000))
         tail = errors.read().decode(errors="replace")
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         json.dumps(
             {
                 "returncode": child.returncode, "killed": killed, "left_over": len(left), "wall_s": wall_s,
-                "cpu_s": used.ru_utime + used.ru_stime, "peak_bytes": peak,
+                "peak_bytes": peak,
                 "peak_without_files_bytes": peak_without_files, "errors": tail,
             }
         )

@@ -188,7 +188,7 @@ def document(results: Mapping[str, Any], sets: Mapping[str, str], titles: Mappin
         f"Medians of {' to '.join(map(str, rounds[:1] + rounds[1:][-1:]))} rounds.",
         "",
         "In brackets: how many times faster ours is. `~`: cut short, the whole pass extrapolated. CPU: all processes,",
-        "user and system, imports left out. Peak: PSS of all processes together. The rules are in README.md.",
+        "user and system, while the clock runs. Peak: PSS of all processes together. The rules are in README.md.",
     ]
     places = sorted({(case.where, case.set) for case in outcomes}, key=lambda at: (at[0], list(sets).index(at[1])))
     for where, name in places:
