@@ -10,8 +10,9 @@ import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any, TypeAlias, get_args
 
@@ -22,14 +23,14 @@ from streaming.cache import NodeCache
 from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.engine.build import OnError
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
-from streaming.fetch import FetchRange, fetch_range
+from streaming.fetch import FetchRange, FieldsOf, fetch_range, size_of_unit
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleLocation, SampleTable
 from streaming.layout import UnitLayout
 from streaming.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.peers import job_peers
 from streaming.shards import OpenShards, check_fields, open_shards, sample_table
-from streaming.storage import Storage, mirrors_of
+from streaming.storage import Storage, mirrors_of, scheme_of
 from streaming.types import Sample, Transform
 from streaming.units import parse_bytes
 
@@ -37,8 +38,15 @@ Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
 _RECENT_CHUNKS = 4
 """Chunks kept for random access: neighbours are usually asked for together."""
-_RECENT_TABLES = 8
-"""Sample tables kept for random access: some ten MB each for shards of a million samples."""
+_RECENT_TABLES_BYTES = 128 << 20
+"""Sample tables kept: four of shards of a million samples, or ten thousand of shards of a hundred videos."""
+_TABLE_REQUESTS = 16
+LOCAL_GAP_BYTES = 128 << 10
+"""A hole in a file that is worth another read: 15 us, as long as reading and summing 60 KiB from the page cache takes
+(benchmarks/bench_fields.py, 2026-11), and about as long as an SSD takes to find its place (80 us at 2 GB/s)."""
+REMOTE_GAP_BYTES = 1 << 20
+"""A hole in an object that is worth another GET: 12 ms of the 85 MB/s that one GET brings by AWS's guidelines for S3.
+The same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
 _MAX_SEED = 2**64 - 1
 
 
@@ -85,7 +93,8 @@ class StreamingDataset:
         urls: Shards: a URL or path with braces (``"s3://bucket/train/{000000..000099}.tar"``), a prefix or directory, a
             list, or several joined by ``::``.
         index: Directory in which the index lies; default: beside the shards.
-        fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all.
+        fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. Others that are large
+            (128 KiB, in object stores 1 MiB and more) are not fetched, if the index is of format 1.2.
         decode: ``"auto"``: by extension. None: raw bytes. A mapping such as ``{"jpg": "rgb8", "cls": int}``: those as
             told, the others by extension.
         transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; a dropped sample
@@ -269,7 +278,21 @@ class StreamingDataset:
 
     def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
         """Fill ``out`` and take it apart."""
-        return fetch_range(self.storage, wanted, out, self.cache, partial(self._samples_at, wanted.url))
+        return fetch_range(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
+
+    def unit_bytes(self, chunk_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Bytes that each chunk takes with these ``fields``, int64; reads the sample tables of their shards."""
+
+        def size(chunk_id: int) -> int:
+            wanted = self.chunk(chunk_id)
+            return size_of_unit(wanted, self._fields_of(wanted.url))
+
+        with ThreadPoolExecutor(_TABLE_REQUESTS, "shardstream-tables") as threads:
+            return np.fromiter(threads.map(size, chunk_ids.tolist()), np.int64, len(chunk_ids))
+
+    def _fields_of(self, url: str) -> FieldsOf:
+        gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
+        return FieldsOf(samples=partial(self._samples_at, url), fields=self.fields, gap_bytes=gap_bytes)
 
     def locate(self, chunk_id: int, offset: int) -> SampleLocation | None:
         """Where a sample of a chunk lies in its shard; None if the shard's sample table is missing or unreadable."""
@@ -282,9 +305,14 @@ class StreamingDataset:
     def _samples_at(self, url: str) -> SampleTable | None:
         """The sample table of a shard; None if it is missing, or of no use."""
         try:
-            return self._recent.table(self.shards.urls.index(url))
+            return self._recent.table(self._numbers[url])
         except DataError:
             return None
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """The number of each shard, by its URL."""
+        return {url: number for number, url in enumerate(self.shards.urls)}
 
     def has_sample_tables(self) -> bool:
         """Whether the first shard has a sample table (a data set is indexed as a whole)."""
@@ -335,6 +363,8 @@ class _Recent:
         self._lock = threading.Lock()
         self._chunks: OrderedDict[int, tuple[bytes, UnitLayout]] = OrderedDict()
         self._tables: OrderedDict[int, SampleTable | None] = OrderedDict()
+        self._tables_bytes = 0
+        self._reading: dict[int, threading.Lock] = {}
 
     def sample(self, index: int) -> Sample:
         table = self._dataset.table
@@ -346,16 +376,23 @@ class _Recent:
         return self._decode(url, key, fields)
 
     def table(self, shard: int) -> SampleTable | None:
-        """The sample table of a shard, or None if it has none."""
+        """The sample table of a shard, or None if it has none; asked for by many threads, it is read once."""
         with self._lock:
             if shard in self._tables:
                 self._tables.move_to_end(shard)
                 return self._tables[shard]
-        found = sample_table(self._dataset.storage, self._dataset.shards, shard)
-        with self._lock:
-            self._tables[shard] = found
-            while len(self._tables) > _RECENT_TABLES:
-                self._tables.popitem(last=False)
+            reading = self._reading.setdefault(shard, threading.Lock())
+        with reading:
+            with self._lock:
+                if shard in self._tables:
+                    return self._tables[shard]
+            found = sample_table(self._dataset.storage, self._dataset.shards, shard)
+            with self._lock:
+                self._tables[shard] = found
+                self._tables_bytes += _size_of_table(found)
+                while self._tables_bytes > _RECENT_TABLES_BYTES and len(self._tables) > 1:
+                    self._tables_bytes -= _size_of_table(self._tables.popitem(last=False)[1])
+                self._reading.pop(shard, None)
         return found
 
     def _starts(self) -> npt.NDArray[np.int64]:
@@ -404,6 +441,11 @@ class _Recent:
         if changed is None:
             raise DecodeError(f"{url}: sample {key!r}: transform returned None, which drops the sample")
         return changed
+
+
+def _size_of_table(table: SampleTable | None) -> int:
+    """About what a table takes in memory: keys are Python strings, fields have two numbers, large ones three."""
+    return 0 if table is None else table.num_samples * (100 + 24 * len(table.fields))
 
 
 def _checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
-
-import crc32c
 
 from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
+from streaming.index.large import LARGE_BYTES
+from streaming.index.pieces import Pieces, pieces_of
 from streaming.index.samples import SampleTable
+from streaming.index.sums import Sum, sums_of
 from streaming.layout import UnitLayout
-from streaming.narrow import checksum_error, narrowed
+from streaming.narrow import checksum_error, layout_by_table, narrowed
 from streaming.storage import ChangedError, Storage
 from streaming.tar import parse_chunk
 
@@ -66,104 +67,225 @@ class FetchRange:
         return self.url, self.byte_start, self.byte_end
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldsOf:
+    """What partial reads need to know of a range's shard, and how it is narrowed where it is damaged.
+
+    Attributes:
+        samples: The sample table of the shard, or None. Asked for only where large samples are to be read by fields, or
+            bytes are damaged.
+        fields: Fields to deliver; None: all.
+        gap_bytes: Holes from this size on are left out: about what is read in the time of one more request.
+    """
+
+    samples: Callable[[], SampleTable | None]
+    fields: tuple[str, ...] | None
+    gap_bytes: int
+
+
+_NOTHING_KNOWN = FieldsOf(samples=lambda: None, fields=None, gap_bytes=0)
+
+
 def fetch_range(
     storage: Storage,
     wanted: FetchRange,
     out: memoryview,
     cache: NodeCache | None = None,
-    samples: Callable[[], SampleTable | None] = lambda: None,
+    known: FieldsOf = _NOTHING_KNOWN,
 ) -> UnitLayout:
-    """Fill ``out`` (exactly ``wanted.num_bytes`` long) and return where each field lies, relative to ``out``.
+    """Fetch a range into ``out`` (``wanted.num_bytes`` long); where each field lies, relative to ``out``.
 
-    With a cache, the bytes come from there if they can, and go there if they could not. Where they are damaged, but
-    the sample table has checksums for parts of them, the layout says which samples are bad.
-
-    Args:
-        storage: Where the shard is.
-        wanted: The range.
-        out: Where to.
-        cache: The node's cache, if there is one.
-        samples: The sample table of the shard, or None; asked for only if bytes are damaged.
+    Fields that nobody wants are left out where that saves enough, if the sample table has checksums of the others: then
+    the first bytes of ``out`` hold the pieces that were read. With a cache, the bytes come from there if they can, and
+    go there if they could not. Where they are damaged, but the sample table has checksums for parts of them, the
+    layout says which samples are bad.
 
     Raises:
         ChecksumError: The bytes are damaged, and nobody knows which of them.
         TarError: The bytes match no checksum (there is none) and are not whole samples.
-        IndexMismatchError, StorageError: As :func:`fetch_bytes`.
+        IndexMismatchError: The shard is missing, or is another one than the index describes.
+        StorageError: The store did not deliver.
     """
+    rows = range(wanted.first_sample, wanted.first_sample + wanted.num_samples)
+    part = _part_of(wanted, rows, known)
+    read = _Read(storage, wanted, part or _whole_of(wanted))
+
+    def layout() -> UnitLayout:
+        if part is None:
+            return layout_of(wanted, out)
+        return layout_by_table(part.samples, rows, part.pieces, known.fields, {})
+
     try:
-        return _fetched(storage, wanted, out, cache)
+        return _through_cache(read, out[: read.plan.pieces.num_bytes], cache, layout)
     except ChecksumError:
-        table = samples()
-        stop = wanted.first_sample + wanted.num_samples
-        found = None if table is None else narrowed(table, wanted.first_sample, stop, out, wanted.url)
+        table = known.samples() if part is None else part.samples
+        found = None if table is None else narrowed(table, rows, read.plan.pieces, out, known.fields, wanted.url)
         if found is None:
             raise
         return found
 
 
-def _fetched(storage: Storage, wanted: FetchRange, out: memoryview, cache: NodeCache | None) -> UnitLayout:
-    if cache is None:
-        fetch_bytes(storage, wanted, out)
-        return layout_of(wanted, out)
-    read = partial(fetch_bytes, storage, wanted)
-    hit = cache.read_into(wanted.url, wanted.version, wanted.byte_start, out, read, crc32c=wanted.crc32c)
+def size_of_unit(wanted: FetchRange, known: FieldsOf) -> int:
+    """How many bytes of ``out`` :func:`fetch_range` will use."""
+    part = _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known)
+    return wanted.num_bytes if part is None else part.pieces.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What to read, and the sums to check it by."""
+
+    pieces: Pieces
+    sums: tuple[Sum, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part(_Plan):
+    """A plan to read some fields of a range, by this sample table."""
+
+    samples: SampleTable
+
+
+def _part_of(wanted: FetchRange, rows: range, known: FieldsOf) -> _Part | None:
+    """The plan for the fields that are wanted; None: read all of the range.
+
+    The sample table is not even looked at where samples are small on average.
+    """
+    if known.fields is None or wanted.num_bytes < max(known.gap_bytes, LARGE_BYTES * len(rows)):
+        return None
+    table = known.samples()
+    if table is None or not table.large.fields:
+        return None
+    sums = sums_of(table, rows.start, rows.stop, known.fields)
+    pieces = pieces_of(sums, wanted.byte_start, wanted.byte_end, known.gap_bytes)
+    return None if pieces is None else _Part(pieces=pieces, sums=sums, samples=table)
+
+
+def _whole_of(wanted: FetchRange) -> _Plan:
+    sums, start = [], wanted.byte_start
+    for end, expected in wanted.sums:
+        stop = wanted.byte_start + end
+        sums.append(Sum(ranges=((start, stop),), crc32c=expected, first=0, stop=wanted.num_samples))
+        start = stop
+    return _Plan(pieces=Pieces(ranges=((wanted.byte_start, wanted.byte_end),)), sums=tuple(sums))
+
+
+def _through_cache(
+    read: _Read, out: memoryview, cache: NodeCache | None, layout: Callable[[], UnitLayout]
+) -> UnitLayout:
+    """``layout()`` of the bytes, from the cache or the store; what the cache has is fetched anew if it is of no use."""
+    if cache is None or not len(out):
+        read.into(out)
+        return layout()
+    url, version, start = read.identity
+    hit = cache.read_into(url, version, start, out, read.into, crc32c=read.crc32c)
     try:
-        if hit and wanted.crc32c is None:  # else the cache compared it
-            _check(storage, wanted, out)
-        return layout_of(wanted, out)
+        if hit and read.crc32c is None:  # else the cache compared it
+            read.check(out)
+        return layout()
     except DataError:
         if not hit:
             raise
-        cache.invalidate(wanted.url, wanted.version, wanted.byte_start, wanted.num_bytes)
-        fetch_bytes(storage, wanted, out)
-        return layout_of(wanted, out)
+        cache.invalidate(url, version, start, len(out))
+        read.into(out)
+        return layout()
 
 
-def fetch_bytes(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
-    """Fill ``out`` from the store.
+class _Read:
+    """Carries out a plan for one range."""
 
-    Bytes that differ from the index's checksum are fetched once more before they count as damaged.
+    def __init__(self, storage: Storage, wanted: FetchRange, plan: _Plan) -> None:
+        self.plan = plan
+        self._storage = storage
+        self._wanted = wanted
+        self._is_whole = not isinstance(plan, _Part)
 
-    Raises:
-        IndexMismatchError: The shard is missing, or is another one than the index describes.
-        ChecksumError: The bytes are damaged, in a shard of the right size; ``out`` holds them as they are.
-        StorageError: The store did not deliver.
-    """
-    try:
-        _read(storage, wanted, out)
-        if _differing(wanted, out) is not None:
-            storage.read_into(wanted.url, wanted.byte_start, out)
-            _check(storage, wanted, out)
-    except NotFoundError as error:
-        raise IndexMismatchError(
-            f"{wanted.url}: the index lists this shard, but the store does not have it. Bring the shard back, or "
-            f"rebuild the index: shard_tools index <urls of the shards that there are>"
-        ) from error
-    except StorageError as error:
-        _check_size(storage, wanted, error)
-        raise
+    @property
+    def crc32c(self) -> int | None:
+        """CRC32C of all the bytes, if the index has it."""
+        return self._wanted.crc32c if self._is_whole else None
 
+    @property
+    def identity(self) -> tuple[str, str, int]:
+        """URL, version and first byte: with their number, what tells these bytes from any others."""
+        wanted = self._wanted
+        if self._is_whole:
+            return wanted.url, wanted.version, wanted.byte_start
+        digest = hashlib.blake2b(repr(self.plan.pieces.ranges).encode(), digest_size=16).hexdigest()
+        return wanted.url, f"{wanted.version}|pieces {digest}", wanted.byte_start
 
-def _read(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
-    """Fill ``out``. Of a shard that was replaced since this process first read it, the checksums decide.
+    def into(self, out: memoryview) -> None:
+        """Fill ``out`` from the store.
 
-    Raises:
-        IndexMismatchError: It was replaced, by something that the index does not describe.
-        ChangedError: It was replaced, and there are no checksums.
-    """
-    try:
-        storage.read_into(wanted.url, wanted.byte_start, out)
-    except ChangedError as error:
-        if not wanted.sums:
-            raise
-        storage.read_into(wanted.url, wanted.byte_start, out)
-        if _differing(wanted, out) is not None:
-            _check_size(storage, wanted, error)
+        Bytes that differ from the index's checksum are fetched once more before they count as damaged.
+
+        Raises:
+            IndexMismatchError: The shard is missing, or is another one than the index describes.
+            ChecksumError: The bytes are damaged, in a shard of the right size; ``out`` holds them as they are.
+            StorageError: The store did not deliver.
+        """
+        wanted = self._wanted
+        try:
+            self._read(out)
+            if self._differing(out) is not None:
+                self._fill(out)
+                self.check(out)
+        except NotFoundError as error:
             raise IndexMismatchError(
-                f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: the shard was replaced while it was being "
-                f"read, and is not the one that the index describes. Restore it, or write shards under new names and "
-                f"index them"
+                f"{wanted.url}: the index lists this shard, but the store does not have it. Bring the shard back, or "
+                f"rebuild the index: shard_tools index <urls of the shards that there are>"
             ) from error
+        except StorageError as error:
+            _check_size(self._storage, wanted, error)
+            raise
+
+    def check(self, out: memoryview) -> None:
+        """Compare the bytes with their sums.
+
+        Raises:
+            IndexMismatchError, ChecksumError: They differ.
+        """
+        found = self._differing(out)
+        if found is None:
+            return
+        one, got = found
+        _check_size(self._storage, self._wanted, None)
+        raise checksum_error(self._wanted.url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
+
+    def _read(self, out: memoryview) -> None:
+        """Fill ``out``. Of a shard that was replaced since this process first read it, the checksums decide.
+
+        Raises:
+            IndexMismatchError: It was replaced, by something that the index does not describe.
+            ChangedError: It was replaced, and there are no checksums.
+        """
+        wanted = self._wanted
+        try:
+            self._fill(out)
+        except ChangedError as error:
+            if not self.plan.sums:
+                raise
+            self._fill(out)
+            if self._differing(out) is not None:
+                _check_size(self._storage, wanted, error)
+                raise IndexMismatchError(
+                    f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: the shard was replaced while it was "
+                    f"being read, and is not the one that the index describes. Restore it, or write shards under new "
+                    f"names and index them"
+                ) from error
+
+    def _fill(self, out: memoryview) -> None:
+        pieces = self.plan.pieces
+        for (start, _), part in zip(pieces.ranges, pieces.parts(out, pieces.ranges), strict=True):
+            self._storage.read_into(self._wanted.url, start, part)
+
+    def _differing(self, out: memoryview) -> tuple[Sum, int] | None:
+        """The first sum that the bytes do not match, and what they give."""
+        for one in self.plan.sums:
+            got = one.found_in(self.plan.pieces.parts(out, one.ranges))
+            if got != one.crc32c:
+                return one, got
+        return None
 
 
 def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
@@ -179,27 +301,9 @@ def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
             f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: {len(layout.keys)} samples where the index "
             f"says {wanted.num_samples}. Rebuild the index: shard_tools index --force {wanted.url}"
         )
-    return UnitLayout(keys=layout.keys, fields=layout.fields, starts=layout.starts, sizes=layout.sizes)
-
-
-def _differing(wanted: FetchRange, out: memoryview) -> tuple[int, int, int, int] | None:
-    """The first piece whose bytes do not match: start and end in ``out``, CRC32C found and expected."""
-    start = 0
-    for end, expected in wanted.sums:
-        got = crc32c.crc32c(out[start:end])
-        if got != expected:
-            return start, end, got, expected
-        start = end
-    return None
-
-
-def _check(storage: Storage, wanted: FetchRange, out: memoryview) -> None:
-    found = _differing(wanted, out)
-    if found is None:
-        return
-    _check_size(storage, wanted, None)
-    start, end, got, expected = found
-    raise checksum_error(wanted.url, wanted.byte_start + start, wanted.byte_start + end, got, expected)
+    return UnitLayout(
+        keys=layout.keys, fields=layout.fields, starts=layout.starts, sizes=layout.sizes, num_bytes=wanted.num_bytes
+    )
 
 
 def _check_size(storage: Storage, wanted: FetchRange, cause: Exception | None) -> None:

@@ -20,6 +20,7 @@ class UnitLayout:
         fields: The ``F`` extensions.
         starts: int64 ``[n, F]``, where each field's bytes begin; -1 where the sample lacks the field.
         sizes: int64 ``[n, F]``, their number.
+        num_bytes: Bytes of the memory that they lie in; what was given beyond that is not in use.
         damage: Samples whose bytes are not those of the index, and why; all others are intact.
     """
 
@@ -27,4 +28,5 @@ class UnitLayout:
     fields: tuple[str, ...]
     starts: NDArray[np.int64]
     sizes: NDArray[np.int64]
+    num_bytes: int
     damage: Mapping[int, DataError] = field(default_factory=dict)

@@ -271,8 +271,17 @@ class EpochLoop(BaseLoop):
         """
         limit = self.config.memory_limit_bytes
         live = plan.live_bytes(self._chunk_bytes, dp_rank)
+        if live > budget.chunks_limit_bytes(limit) and self.dataset.fields is not None:
+            live = min(live, self._live_bytes_of_pieces(plan, dp_rank))
         budget.check_whole_chunks(plan, self._chunk_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit)
         return budget.chunks_bytes(limit, live)
+
+    def _live_bytes_of_pieces(self, plan: Plan, dp_rank: int) -> int:
+        """What is needed at once if ``fields`` leave out much of the chunks; sizes come from the sample tables."""
+        needed = np.unique(plan.chunk_intervals(dp_rank).chunk_ids)
+        sizes = self._chunk_bytes.copy()
+        sizes[needed] = budget.whole_pages(self.dataset.unit_bytes(needed))
+        return budget.live_bytes_of_pieces(plan, self._chunk_bytes, sizes, dp_rank)
 
     def _slices_bytes(self, plan: Plan) -> int:
         """What of memory_limit the arena uses where batches are read as slices of chunks.

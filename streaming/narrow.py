@@ -1,49 +1,66 @@
-"""What is left of a damaged range: the samples whose own checksums hold."""
+"""Layouts by the sample table: of ranges that were read in pieces, and of damaged ones, whose headers say nothing."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from streaming.errors import ChecksumError, DataError
+from streaming.index.pieces import Pieces
 from streaming.index.samples import SampleTable
 from streaming.index.sums import sums_of
 from streaming.layout import UnitLayout
 
 
-def narrowed(samples: SampleTable, first: int, stop: int, data: memoryview, url: str) -> UnitLayout | None:
-    """The layout of the damaged ``data``, by the sample table alone: a header may be what is damaged.
+def narrowed(
+    samples: SampleTable, rows: range, pieces: Pieces, data: memoryview, fields: Sequence[str] | None, url: str
+) -> UnitLayout | None:
+    """The layout of damaged bytes; its ``damage`` names the samples that no checksum vouches for.
+
+    Whether a sample is bad depends on the bytes of its shard and on ``fields``, not on which pieces were read.
 
     Args:
         samples: The sample table of the shard.
-        first: The first sample of the shard that ``data`` holds.
-        stop: One past the last.
-        data: The bytes of their records, as they are.
+        rows: Its samples whose bytes these are.
+        pieces: What was read.
+        data: The bytes as they are.
+        fields: Fields to deliver; None: all.
         url: The shard, for messages.
 
     Returns:
-        None where nothing can be told apart: the table has no spans, these samples are not whole spans, or no span
-        differs.
+        None where nothing can be told apart: the samples are not whole spans, or no sum differs.
     """
-    base = int(samples.record_starts[first])
     damage: dict[int, DataError] = {}
-    for one in sums_of(samples, first, stop):
-        got = one.found_in([data[start - base : end - base] for start, end in one.ranges])
+    for one in sums_of(samples, rows.start, rows.stop, fields):
+        got = one.found_in(pieces.parts(data, one.ranges))
         if got != one.crc32c:
             error = checksum_error(url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
-            damage |= dict.fromkeys(range(one.first - first, one.stop - first), error)
-    return _by_table(samples, first, stop, damage) if damage else None
+            damage |= dict.fromkeys(range(one.first - rows.start, one.stop - rows.start), error)
+    if not damage and (fields is None or narrowed(samples, rows, pieces, data, None, url) is None):
+        return None
+    return layout_by_table(samples, rows, pieces, fields, damage)
 
 
-def _by_table(samples: SampleTable, first: int, stop: int, damage: dict[int, DataError]) -> UnitLayout:
-    base = samples.record_starts[first]
-    columns = {name: (starts[first:stop], sizes[first:stop]) for name, (starts, sizes) in samples.fields.items()}
-    fields = tuple(name for name, (starts, _) in columns.items() if (starts >= 0).any())
-    starts = np.stack([columns[name][0] for name in fields], axis=1)
+def layout_by_table(
+    samples: SampleTable, rows: range, pieces: Pieces, fields: Sequence[str] | None, damage: Mapping[int, DataError]
+) -> UnitLayout:
+    """Where the sample table says that the fields of some samples lie in the memory of ``pieces``."""
+    among = slice(rows.start, rows.stop)
+    columns = {
+        name: (starts[among], sizes[among])
+        for name, (starts, sizes) in samples.fields.items()
+        if fields is None or name in fields
+    }
+    names = tuple(name for name, (starts, _) in columns.items() if (starts >= 0).any())
+    starts = np.array([columns[name][0] for name in names], np.int64).reshape(-1, len(rows)).T
+    sizes = np.array([columns[name][1] for name in names], np.int64).reshape(-1, len(rows)).T
     return UnitLayout(
-        keys=samples.keys[first:stop],
-        fields=fields,
-        starts=np.where(starts < 0, -1, starts - base),
-        sizes=np.stack([columns[name][1] for name in fields], axis=1),
+        keys=samples.keys[among],
+        fields=names,
+        starts=np.where(starts < 0, -1, pieces.located(starts)),
+        sizes=sizes,
+        num_bytes=pieces.num_bytes,
         damage=damage,
     )
 

@@ -82,6 +82,12 @@ class Arena:
         if start + size > self.budget_bytes:
             self.memory.madvise(self._drop_advice, start, size)
 
+    def shrink(self, start: int, num_bytes: int, left_bytes: int) -> None:
+        """Give back what lies behind the first ``left_bytes`` of ``allocate(num_bytes)``."""
+        left, size = _pages(left_bytes), _pages(num_bytes)
+        if left < size:
+            self.free(start + left, size - left)
+
     def close(self) -> None:
         """Release the memory. Views that others still hold keep their pages until they are gone."""
         if self._closed:

@@ -30,6 +30,7 @@ class Unit:
     Attributes:
         wanted: What to fetch.
         start: Where its bytes lie in the arena.
+        num_bytes: Room that it takes there: that of the whole range, until it is known how much of it is needed.
         users: Pieces of the plan that still need it; at 0 it may be dropped.
         ready: The fetch has ended, well or badly.
         first_row: Row of its first sample in the row table; -1 while not ready, or if none of it can be read.
@@ -41,6 +42,7 @@ class Unit:
 
     wanted: FetchRange
     start: int
+    num_bytes: int
     users: int = 0
     ready: bool = False
     first_row: int = -1
@@ -84,7 +86,7 @@ class ChunkStore:
             start = self._allocate(wanted.num_bytes)
             if start is None:
                 return None
-            unit = self._units[key] = Unit(wanted=wanted, start=start)
+            unit = self._units[key] = Unit(wanted=wanted, start=start, num_bytes=wanted.num_bytes)
             self._threads.submit(partial(self._run, unit))
         self._cold.pop(key, None)
         unit.users += 1
@@ -147,7 +149,7 @@ class ChunkStore:
 
     def _drop(self, unit: Unit) -> None:
         del self._units[unit.wanted.key]
-        self.arena.free(unit.start, unit.wanted.num_bytes)
+        self.arena.free(unit.start, unit.num_bytes)
         if unit.first_row >= 0:
             self.rows.remove(unit.first_row, unit.wanted.num_samples)
 
@@ -170,9 +172,11 @@ class ChunkStore:
             out.release()
         self._metrics.add("fetch_s", time.monotonic() - started_s)
         self._metrics.add("fetched_chunks")
-        self._metrics.add("fetched_bytes", unit.wanted.num_bytes)
+        self._metrics.add("fetched_bytes", unit.num_bytes if layout is None else layout.num_bytes)
         with self.changed:
             if layout is not None and not self._closed:
+                self.arena.shrink(unit.start, unit.num_bytes, layout.num_bytes)
+                unit.num_bytes = layout.num_bytes
                 unit.first_row = self.rows.add(layout, unit.start)
             unit.ready = True
             if unit.users == 0 and not self._closed:

@@ -100,13 +100,17 @@ class RowTable:
             return {place: known[row] for place, row in enumerate(rows.tolist()) if row in known}
 
     def select(self, rows: Ints, fields: tuple[str, ...] | None) -> tuple[list[str], dict[str, FieldRange]]:
-        """Keys, and the places of the fields (all that any of the rows has, or those asked for), of some rows."""
+        """Keys, and the places of the fields (all that any of the rows has, or those asked for), of some rows.
+
+        It does not depend on what other rows there are: a field that is asked for is there if no row has it, too.
+        """
         with self._lock:
             found: list[str] = self._keys[rows].tolist()
             ranges: dict[str, FieldRange] = {}
             for name in sorted(self._fields) if fields is None else fields:
                 column = self._fields.get(name)
                 if column is None:
+                    ranges[name] = FieldRange(starts=np.zeros_like(rows), sizes=np.full_like(rows, -1))
                     continue
                 sizes = column[1][rows]
                 if fields is not None or sizes.max(initial=-1) >= 0:
