@@ -172,9 +172,10 @@ class StreamingDataset:
         if mirrors:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
-        self.shards: OpenShards = open_shards(self.storage, urls, _checked_index(index), job_peers())
+        peers = job_peers()
+        self.shards: OpenShards = open_shards(self.storage, urls, _checked_index(index), peers)
         if self.fields is not None:
-            check_fields(self.storage, self.shards, self.fields)
+            check_fields(self.storage, self.shards, self.fields, peers)
         self.cache = _open_cache(cache_dir, cache_limit)
         self._versions = _Versions(self.shards, storage_options)
         self._recent = _Recent(self)

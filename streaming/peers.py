@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from streaming.errors import ConfigError
-from streaming.shards import Peers
+from streaming.shared import Peers
 
 
 class TorchPeers:
@@ -22,6 +22,10 @@ class TorchPeers:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._store = dist.distributed_c10d._get_default_store()
+
+    def turn(self, name: str) -> int:
+        """See ``Peers``."""
+        return int(self._store.add(f"shardstream/turn/{self.rank}/{name}", 1))
 
     def leave(self, name: str, data: bytes) -> None:
         """See ``Peers``."""

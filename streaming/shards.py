@@ -10,16 +10,18 @@ from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 from streaming.ahead import StorageAhead
 from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, NotFoundError
+from streaming.found import Found
 from streaming.index.chunks import ChunkTable
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
 from streaming.indexing import check_sizes, load_index, shard_name
 from streaming.scan import scan_shard
+from streaming.shared import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, expand_urls, join_url, redact, scheme_of, split_url
 from streaming.units import format_bytes
 
@@ -29,27 +31,6 @@ SCAN_LIMIT_BYTES = 1 << 30
 CHECKED_AT_OPEN = 256
 """Sets of up to so many shards have every shard's size checked at start; in larger ones a shard of another size than
 the index says shows at its first damaged or failing read."""
-
-PEER_WAIT_S = 20.0
-"""How long a process waits for a peer's share of indexing on the fly before it does that itself."""
-
-
-class Peers(Protocol):
-    """Processes that can leave bytes for each other. Nobody waits for anybody beyond a time-out."""
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-
-    @property
-    def world_size(self) -> int:
-        """All of them."""
-
-    def leave(self, name: str, data: bytes) -> None:
-        """Leave ``data`` for the others."""
-
-    def find(self, name: str, timeout_s: float) -> bytes | None:
-        """What somebody left, or None if nobody did in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,47 +64,61 @@ def open_shards(
         storage: Where they are.
         urls: As users write them.
         index: Where the index lies, if not beside the shards.
-        peers: Other processes that open the same set: each indexes its share of a set without an index.
+        peers: Other processes that open the same set: rank 0 looks for all; of a set without an index each
+            scans a share.
 
     Raises:
         NotFoundError: Nothing matches, or a shard is missing.
         IndexMismatchError: The index does not cover or describe these shards.
     """
-    with closing(StorageAhead(storage)) as ahead:
-        return _open(ahead, storage, urls, index, peers)
+    if peers is None:
+        found = _find(storage, urls, index)
+    else:
+        name = digest_of([str(urls) if isinstance(urls, (str, PathLike)) else list(map(str, urls)), index])
+        data = shared(peers, f"open/{name}", lambda: _find(storage, urls, index).to_bytes())
+        found = Found.from_bytes(data)
+    if not found.sizes:
+        return OpenShards(
+            urls=found.urls, table=found.table, missing_index=found.missing_index, index=index, scanned=None
+        )
+    with ThreadPoolExecutor(min(16, len(found.urls)), "shardstream-open") as threads:
+        scanned = tuple(_scan(storage, found.urls, list(found.sizes), peers, threads))
+    table = ChunkTable.concat([samples.chunks for samples in scanned])
+    return OpenShards(urls=found.urls, table=table, missing_index="", index=index, scanned=scanned)
 
 
-def _open(
-    storage: StorageAhead,
-    lasting: Storage,
-    urls: str | PathLike[str] | Sequence[str | PathLike[str]],
-    index: str | None,
-    peers: Peers | None,
-) -> OpenShards:
-    folders = _folders_of(urls)
-    for home in folders if index is None else [index]:
-        if scheme_of(home) != "file" and "{" not in home:
-            storage.will_read(join_url(home, chunks_path()))
-    shards = tuple(expand_urls(urls, storage))
-    if len(shards) <= CHECKED_AT_OPEN and not folders:
-        for url in shards:
-            storage.will_ask(url)
-    try:
-        table = load_index(storage, shards, index)
-    except IndexMissingError as missing:
-        _check_no_index(storage, shards, index, missing)
-        return _without_index(lasting, shards, index, missing, peers)
-    if index is None and folders:
-        _check_all_listed(storage, folders, shards)
-    if len(shards) <= CHECKED_AT_OPEN:
+def digest_of(value: Any) -> str:
+    """A name for a JSON-able value, the same on every rank."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _find(lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None) -> Found:
+    """List the shards and read their index; with ``sizes`` where they are to be scanned."""
+    with closing(StorageAhead(lasting)) as storage:
+        folders = _folders_of(urls)
+        for home in folders if index is None else [index]:
+            if scheme_of(home) != "file" and "{" not in home:
+                storage.will_read(join_url(home, chunks_path()))
+        shards = tuple(expand_urls(urls, storage))
+        if len(shards) <= CHECKED_AT_OPEN and not folders:
+            for url in shards:
+                storage.will_ask(url)
         try:
-            check_sizes(storage, shards, table)
-        except NotFoundError as error:
-            raise IndexMismatchError(
-                f"the index lists a shard that the store does not have: {error}. Bring it back, leave it out of the "
-                f"URLs, or rebuild the index: shard_tools index <urls of the shards that there are>"
-            ) from error
-    return OpenShards(urls=shards, table=table, missing_index="", index=index, scanned=None)
+            table = load_index(storage, shards, index)
+        except IndexMissingError as missing:
+            _check_no_index(storage, shards, index, missing)
+            return _without_index(lasting, shards, missing)
+        if index is None and folders:
+            _check_all_listed(storage, folders, shards)
+        if len(shards) <= CHECKED_AT_OPEN:
+            try:
+                check_sizes(storage, shards, table)
+            except NotFoundError as error:
+                raise IndexMismatchError(
+                    f"the index lists a shard that the store does not have: {error}. Bring it back, leave it out of "
+                    f"the URLs, or rebuild the index: shard_tools index <urls of the shards that there are>"
+                ) from error
+        return Found(urls=shards, table=table)
 
 
 def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTable | None:
@@ -151,14 +146,26 @@ _MOST_FOOTERS = 1024
 """Shards looked at for a field that the first ones lack: some seconds, and only for a name that is hardly right."""
 
 
-def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> None:
-    """Look for ``fields`` in the shards: one small request where the first shard has them all.
+def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], peers: Peers | None = None) -> None:
+    """Look for ``fields`` in the shards: one small request where the first shard has them all; with peers, on rank 0.
 
     Sets that can only be streamed, or whose index has no sample tables, are taken on trust.
 
     Raises:
         ConfigError: No shard has one of them (of at most 1,024 shards, spread evenly).
     """
+
+    def look() -> bytes:
+        _look_for(storage, shards, fields)
+        return b""
+
+    if peers is None:
+        look()
+    else:
+        shared(peers, f"fields/{digest_of([shards.urls, shards.index, list(fields)])}", look)
+
+
+def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> None:
     count = len(shards.urls) if shards.table is not None else 0
     step = max(1, count // _MOST_FOOTERS)
     places = range(0, count, step)
@@ -269,23 +276,19 @@ def _check_all_listed(storage: Storage, folders: Sequence[str], shards: Sequence
             )
 
 
-def _without_index(
-    storage: Storage, urls: tuple[str, ...], index: str | None, missing: IndexMissingError, peers: Peers | None
-) -> OpenShards:
+def _without_index(storage: Storage, urls: tuple[str, ...], missing: IndexMissingError) -> Found:
     with ThreadPoolExecutor(min(16, len(urls)), "shardstream-open") as threads:
-        sizes = list(threads.map(lambda url: storage.info(url).size_bytes, urls))
-        compressed = [url for url in urls if url.partition("?")[0].endswith((".gz", ".tgz"))]
-        total_bytes = sum(sizes)
-        if total_bytes > SCAN_LIMIT_BYTES or compressed:
-            why = (
-                f"{compressed[0]} is compressed, and compressed shards have no index"
-                if compressed
-                else f"{missing}; its {format_bytes(total_bytes)} are too much to index at every start"
-            )
-            return OpenShards(urls=urls, table=None, missing_index=why, index=index, scanned=None)
-        scanned = tuple(_scan(storage, urls, sizes, peers, threads))
-    table = ChunkTable.concat([samples.chunks for samples in scanned])
-    return OpenShards(urls=urls, table=table, missing_index="", index=index, scanned=scanned)
+        sizes = tuple(threads.map(lambda url: storage.info(url).size_bytes, urls))
+    compressed = [url for url in urls if url.partition("?")[0].endswith((".gz", ".tgz"))]
+    total_bytes = sum(sizes)
+    if total_bytes <= SCAN_LIMIT_BYTES and not compressed:
+        return Found(urls=urls, table=None, sizes=sizes)
+    why = (
+        f"{compressed[0]} is compressed, and compressed shards have no index"
+        if compressed
+        else f"{missing}; its {format_bytes(total_bytes)} are too much to index at every start"
+    )
+    return Found(urls=urls, table=None, missing_index=why)
 
 
 def _scan(
@@ -298,7 +301,7 @@ def _scan(
 
     if peers is None:
         return list(threads.map(scan, range(len(urls))))
-    digest = hashlib.sha256(json.dumps([urls, sizes]).encode()).hexdigest()
+    digest = digest_of([urls, sizes])
     mine = range(peers.rank, len(urls), peers.world_size)
     found = dict(zip(mine, threads.map(scan, mine), strict=True))
     for place, table in found.items():

@@ -58,6 +58,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.portion",
             "streaming.batch_codec",
             "streaming.agreement",
+            "streaming.shared",
+            "streaming.found",
         ),
     ),
     ("run", ("streaming.engine",)),

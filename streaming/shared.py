@@ -1,0 +1,88 @@
+"""Work that one rank does for all: the others get its result, or its error, instead of asking the store as well."""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Callable
+from typing import Protocol
+
+from streaming.error_codec import error_from_json, error_to_json
+
+PEER_WAIT_S = 20.0
+"""How long a process waits for a peer to begin what it counts on, before it does that itself."""
+
+RESULT_WAIT_S = 600.0
+"""How long it waits for one that has begun: listing and reading a large index from far away."""
+
+PIECE_BYTES = 4 << 20
+"""Of one entry in the key-value store, which takes 8 MiB."""
+
+MOST_BYTES = 4 << 30
+"""What the key-value store, which is one thread of one process, hands out to all ranks for one result: some seconds."""
+
+_log = logging.getLogger(__name__)
+
+
+class Peers(Protocol):
+    """Processes that can leave bytes for each other. Nobody waits for anybody beyond a time-out."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+
+    @property
+    def world_size(self) -> int:
+        """All of them."""
+
+    def turn(self, name: str) -> int:
+        """How often this process has asked for this name, this time included."""
+
+    def leave(self, name: str, data: bytes) -> None:
+        """Leave ``data`` for the others."""
+
+    def find(self, name: str, timeout_s: float) -> bytes | None:
+        """What somebody left, or None if nobody did in time."""
+
+
+def shared(peers: Peers, name: str, make: Callable[[], bytes]) -> bytes:
+    """What ``make`` returns: called on rank 0, whose result all others get.
+
+    The n-th call for a name meets the n-th of the others. Where rank 0 does not begin in time (this process works
+    alone), or the result is too large to be handed to all (more than ``MOST_BYTES`` together), ``make`` is called here.
+
+    Raises:
+        Exception: What ``make`` raised, here or on rank 0.
+    """
+    place = f"{name}/{peers.turn(name)}"
+    if peers.rank == 0:
+        return _made(peers, place, make)
+    if peers.find(f"{place}/begun", PEER_WAIT_S) is None:
+        _log.warning("rank 0 has not opened this data set within %g s; rank %d opens it alone", PEER_WAIT_S, peers.rank)
+        return make()
+    told = peers.find(f"{place}/told", RESULT_WAIT_S)
+    if told is None:
+        return make()
+    head = json.loads(told)
+    if head["error"] is not None:
+        raise error_from_json(head["error"].encode(), "raised on rank 0, which opens the data set for all ranks")
+    pieces = [peers.find(f"{place}/{number}", PEER_WAIT_S) for number in range(head["pieces"])]
+    found = [piece for piece in pieces if piece is not None]
+    return zlib.decompress(b"".join(found)) if len(found) == head["pieces"] and found else make()
+
+
+def _made(peers: Peers, place: str, make: Callable[[], bytes]) -> bytes:
+    """Make it, and leave it for the others: the pieces first, then word of them."""
+    peers.leave(f"{place}/begun", b"1")
+    try:
+        data = make()
+    except BaseException as error:
+        peers.leave(f"{place}/told", json.dumps({"error": error_to_json(error).decode(), "pieces": 0}).encode())
+        raise
+    packed = zlib.compress(data, 1)
+    count = -(-len(packed) // PIECE_BYTES) if len(packed) * (peers.world_size - 1) <= MOST_BYTES else 0
+    for number in range(count):
+        peers.leave(f"{place}/{number}", packed[number * PIECE_BYTES : (number + 1) * PIECE_BYTES])
+    peers.leave(f"{place}/told", json.dumps({"error": None, "pieces": count}).encode())
+    return data

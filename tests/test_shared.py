@@ -1,0 +1,186 @@
+"""Many ranks that open one data set: the store is asked once, and errors reach all. Ranks are threads here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from data_sets import SampleSet, write_set
+from servers import MiniS3Server
+
+from streaming import StreamingDataset, shared
+from streaming.errors import ConfigError, IndexMismatchError, NotFoundError
+from streaming.found import Found
+from streaming.index.chunks import ChunkTable, ShardInfo
+
+NUM_RANKS = 64
+
+
+class ThreadPeers:
+    """Ranks of one process; a thread's name says which."""
+
+    def __init__(self, world_size: int = NUM_RANKS) -> None:
+        self.world_size = world_size
+        self.left: dict[str, bytes] = {}
+        self._turns: dict[tuple[int, str], int] = {}
+        self._changed = threading.Condition()
+
+    @property
+    def rank(self) -> int:
+        return int(threading.current_thread().name.split()[1])
+
+    def turn(self, name: str) -> int:
+        key = (self.rank, name)
+        self._turns[key] = self._turns.get(key, 0) + 1
+        return self._turns[key]
+
+    def leave(self, name: str, data: bytes) -> None:
+        with self._changed:
+            self.left[name] = data
+            self._changed.notify_all()
+
+    def find(self, name: str, timeout_s: float) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: name in self.left, timeout_s)
+            return self.left.get(name)
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> ThreadPeers:
+    found = ThreadPeers()
+    monkeypatch.setattr("streaming.dataset.job_peers", lambda: found)
+    return found
+
+
+def on_ranks(call: Callable[[], Any], num_ranks: int = NUM_RANKS) -> list[Any]:
+    """What ``call`` returns or raises on each rank; all at once."""
+    together = threading.Barrier(num_ranks)
+
+    def one(rank: int) -> Any:
+        threading.current_thread().name = f"rank {rank}"
+        together.wait(60)
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        return list(ranks.map(one, range(num_ranks)))
+
+
+def requests(server: MiniS3Server, call: Callable[[], Any]) -> int:
+    server.clear_log()
+    call()
+    return len(server.log())
+
+
+@pytest.fixture(scope="module")
+def indexed(mini_s3: MiniS3Server) -> SampleSet:
+    bucket = mini_s3.create_bucket("shared")
+    return write_set(f"{bucket}/train", storage_options=mini_s3.storage_options)
+
+
+@pytest.mark.parametrize("options", [{}, {"fields": ("cls", "txt")}])
+def test_many_ranks_ask_as_often_as_one(
+    mini_s3: MiniS3Server, indexed: SampleSet, peers: ThreadPeers, monkeypatch: pytest.MonkeyPatch, options: Any
+) -> None:
+    with monkeypatch.context() as alone:
+        alone.setattr("streaming.dataset.job_peers", lambda: None)
+        single = indexed.open(**options)
+        cost = requests(mini_s3, lambda: indexed.open(**options))
+    found: list[StreamingDataset] = []
+    assert requests(mini_s3, lambda: found.extend(on_ranks(lambda: indexed.open(**options)))) == cost
+    assert cost > 0
+    assert len(found) == NUM_RANKS
+    for dataset in found:
+        assert dataset.shards.urls == single.shards.urls
+        assert dataset.table == single.table
+        assert dataset.table.fingerprint == single.table.fingerprint
+    assert found[-1][201]["cls"] == 201
+
+
+def test_a_set_without_an_index_is_listed_once_and_scanned_once(mini_s3: MiniS3Server, peers: ThreadPeers) -> None:
+    bucket = mini_s3.create_bucket("shared-scan")
+    samples = write_set(f"{bucket}/train", storage_options=mini_s3.storage_options, indexed=False)
+    found: list[StreamingDataset] = []
+    num_requests = requests(mini_s3, lambda: found.extend(on_ranks(samples.open)))
+    assert len({dataset.table.fingerprint for dataset in found}) == 1
+    assert sum(len(dataset) for dataset in found) == 202 * NUM_RANKS
+    gets = [entry for entry in mini_s3.log() if entry["method"] == "GET" and str(entry["path"]).endswith(".tar")]
+    assert sum(int(entry["bytes"]) for entry in gets) <= 1.01 * sum(one.size_bytes for one in found[0].table.shards)
+    assert num_requests < 2 * NUM_RANKS
+
+
+def test_errors_of_the_one_that_looks_reach_all(mini_s3: MiniS3Server, indexed: SampleSet, peers: ThreadPeers) -> None:
+    """The same type and message, at once and not after a time-out; and one request's worth of them."""
+    nowhere = SampleSet(url=indexed.url.replace("train", "nowhere"), keys=(), storage_options=indexed.storage_options)
+    found: list[Exception] = []
+    assert requests(mini_s3, lambda: found.extend(on_ranks(nowhere.open))) < 8
+    assert {type(one) for one in found} == {NotFoundError}
+    assert len({str(one) for one in found}) == 1
+    found = on_ranks(lambda: indexed.open(fields=("clz",)))
+    assert {type(one) for one in found} == {ConfigError}
+    assert len({str(one) for one in found}) == 1
+    assert "did you mean 'cls'?" in str(found[0])
+
+
+def test_opening_again_looks_again(mini_s3: MiniS3Server, peers: ThreadPeers) -> None:
+    """The n-th opening of a rank meets the n-th of rank 0: nobody gets what was there before."""
+    bucket = mini_s3.create_bucket("shared-again")
+    samples = write_set(f"{bucket}/train", (5,), storage_options=mini_s3.storage_options)
+    assert {len(one) for one in on_ranks(samples.open, 4)} == {5}
+    more = write_set(f"{bucket}/train", (0, 3), storage_options=mini_s3.storage_options, first=5, indexed=False)
+    assert {type(one) for one in on_ranks(more.open, 4)} == {IndexMismatchError}
+
+
+def test_a_process_that_opens_alone_waits_no_longer_than_it_must(
+    indexed: SampleSet, peers: ThreadPeers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "PEER_WAIT_S", 0.01)
+    threading.current_thread().name, name = "rank 3", threading.current_thread().name
+    try:
+        assert len(indexed.open()) == 202
+    finally:
+        threading.current_thread().name = name
+
+
+def test_what_is_too_large_is_looked_up_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "MOST_BYTES", 1000)
+    peers, made = ThreadPeers(4), []
+
+    def make() -> bytes:
+        made.append(1)
+        return np.random.default_rng(0).bytes(size)
+
+    for size, expected in ((300, 1), (400, 4)):
+        made.clear()
+        assert len(set(on_ranks(lambda size=size: shared.shared(peers, f"x{size}", make), 4))) == 1  # type: ignore[misc]
+        assert len(made) == expected
+
+
+def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "PIECE_BYTES", 100)
+    peers = ThreadPeers(3)
+    data = np.random.default_rng(0).bytes(1050)
+    assert on_ranks(lambda: shared.shared(peers, "x", lambda: data), 3) == [data] * 3
+    assert len(peers.left) == 2 + 11
+    assert max(map(len, peers.left.values())) == 100
+    assert on_ranks(lambda: shared.shared(peers, "empty", lambda: b""), 3) == [b""] * 3
+
+
+def test_what_was_found_survives_as_bytes() -> None:
+    shards = tuple(ShardInfo(name="same", size_bytes=1024 * number, num_samples=2) for number in (3, 4))
+    table = ChunkTable(
+        shards=shards, shard=np.array([0, 1]), first_sample=np.zeros(2), num_samples=np.array([2, 2]),
+        byte_start=np.zeros(2), byte_end=np.array([1024, 2048]), crc32c=np.array([7, 2**32 - 1]),
+    )  # fmt: skip
+    for found in (
+        Found(urls=("a", "ü"), table=table),
+        Found(urls=("a",), table=None, missing_index="none"),
+        Found(urls=("a",), table=None, sizes=(5,)),
+    ):
+        assert Found.from_bytes(found.to_bytes()) == found
