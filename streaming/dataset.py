@@ -42,8 +42,8 @@ _RECENT_TABLES_BYTES = 128 << 20
 """Sample tables kept: four of shards of a million samples, or ten thousand of shards of a hundred videos."""
 _TABLE_REQUESTS = 16
 LOCAL_GAP_BYTES = 128 << 10
-"""A hole in a file that is worth another read: 15 us, as long as reading and summing 60 KiB from the page cache takes
-(benchmarks/bench_fields.py, 2026-11), and about as long as an SSD takes to find its place (80 us at 2 GB/s)."""
+"""A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
+(benchmarks/bench_fields.py, 2026-11), to which the checksum and disks that are slower than memory come."""
 REMOTE_GAP_BYTES = 1 << 20
 """A hole in an object that is worth another GET: 12 ms of the 85 MB/s that one GET brings by AWS's guidelines for S3.
 The same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
