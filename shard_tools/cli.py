@@ -18,6 +18,7 @@ from infra import DeviceMesh
 from shard_tools import render
 from shard_tools.bad_list import load_bad_list, records_of
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
+from shard_tools.copy import copy
 from shard_tools.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.inspect import cat_field, describe_sample, info, list_samples
 from shard_tools.options import (
@@ -28,6 +29,7 @@ from shard_tools.options import (
     engine_option,
     index_option,
     json_option,
+    typed_option,
     with_storage_options,
 )
 from shard_tools.plan import PlanOptions, plan
@@ -265,6 +267,47 @@ def reshard_command(
             source, target, options=options, storage_options=as_storage_options(arguments), progress=progress
         )
     _emit(report, as_json=as_json, for_people=render.show_reshard)
+
+
+@cli.command("copy")
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "--target-option",
+    type=PAIR,
+    multiple=True,
+    metavar="K=V",
+    help="Option of the target's store, such as endpoint_url=URL. Given one, the others count for the source alone.",
+)
+@click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards at a time.")
+@click.option("--overwrite", is_flag=True, help="Replace shards of the same name that are others.")
+@index_option
+@json_option
+@with_storage_options
+def copy_command(
+    source: str, target: str, *, target_option: tuple[tuple[str, str], ...], as_json: bool, **arguments: Any
+) -> None:
+    """Copies the shards of SOURCE and their index to TARGET, every byte checked; the index comes last.
+
+    A run that was stopped goes on when run again: shards that are at the target are read there, and skipped if right.
+
+    \b
+    Example:
+      shard_tools copy s3://bucket/train/ /data/train/
+      shard_tools copy shards/ s3://bucket/train/ --target-option endpoint_url=https://host:9000
+    """
+    storage_options = as_storage_options(arguments)
+    target_options = {key: typed_option(key, text) for key, text in target_option} or None
+    with progress_bar("copy", "shards") as progress:
+        report = copy(
+            source,
+            target,
+            storage_options=storage_options,
+            target_options=target_options,
+            progress=progress,
+            **arguments,
+        )
+    _emit(report, as_json=as_json, for_people=render.show_copy)
 
 
 @cli.command("info")

@@ -38,10 +38,7 @@ def open_set(urls: Sequence[str], storage: Storage, index_url: str | None, *, ex
         IndexMissingError: If there is no index and the set is too large to read for this.
         NotFoundError: If nothing matches ``urls``.
     """
-    below = None if exclude is None else shown_url(exclude).rstrip("/") + "/"
-    shards = tuple(url for url in expand_urls(list(urls), storage) if not below or not shown_url(url).startswith(below))
-    if not shards:
-        raise NotFoundError(f"{', '.join(map(redact, urls))}: no shard but those in the target {exclude}")
+    shards = shards_beside(urls, storage, exclude)
     try:
         chunks = load_index(storage, shards, index_url)
         return OpenSet(urls=shards, chunks=chunks, scanned=None, index_url=index_url)
@@ -49,6 +46,19 @@ def open_set(urls: Sequence[str], storage: Storage, index_url: str | None, *, ex
         scanned = _read_all(shards, storage, missing)
     chunks = ChunkTable.concat([table.chunks for table in scanned])
     return OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url)
+
+
+def shards_beside(urls: Sequence[str], storage: Storage, exclude: str | None) -> tuple[str, ...]:
+    """The shards at ``urls`` that do not lie below ``exclude``, which may be a target inside a source.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    below = None if exclude is None else shown_url(exclude).rstrip("/") + "/"
+    shards = tuple(url for url in expand_urls(list(urls), storage) if not below or not shown_url(url).startswith(below))
+    if not shards:
+        raise NotFoundError(f"{', '.join(map(redact, urls))}: no shard but those in the target {exclude}")
+    return shards
 
 
 def _read_all(shards: Sequence[str], storage: Storage, missing: IndexMissingError) -> tuple[SampleTable, ...]:

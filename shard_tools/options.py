@@ -91,7 +91,7 @@ def with_storage_options(command: Command) -> Command:
 def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
     """Takes what :func:`with_storage_options` added out of ``arguments``; returns it as ``Storage`` expects it."""
     pairs: tuple[tuple[str, str], ...] = arguments.pop("storage_option")
-    options: dict[str, object] = {key: _typed(key, text) for key, text in pairs}
+    options: dict[str, object] = {key: typed_option(key, text) for key, text in pairs}
     for name in ("endpoint_url", "region", "profile", "anon"):
         value = arguments.pop(name)
         if value:
@@ -99,7 +99,7 @@ def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
     return options
 
 
-def _typed(key: str, text: str) -> object:
+def typed_option(key: str, text: str) -> object:
     """``text`` as the type that the store's option ``key`` has; all but switches and times are text."""
     if key in _SWITCHES and text.lower() in {"true", "false"}:
         return text.lower() == "true"

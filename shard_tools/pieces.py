@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,13 +72,21 @@ class ShardPieces:
         )
 
 
-def read_pieces(storage: Storage, wanted: FetchRange) -> tuple[bytearray, UnitLayout]:
-    """The bytes of ``wanted`` and where each field lies in them.
+def read_pieces(
+    storage: Storage, wanted: FetchRange, samples: Callable[[], SampleTable | None]
+) -> tuple[bytearray, UnitLayout]:
+    """The bytes of ``wanted`` and where each field lies in them; where some are damaged, the layout says whose.
+
+    Args:
+        storage: Where the shard lies.
+        wanted: Which bytes.
+        samples: Loads the shard's sample table, to tell damaged samples from others.
 
     Raises:
-        ChecksumError, TarError, IndexMismatchError, StorageError: As :func:`streaming.fetch.fetch_range`.
+        ChecksumError: They are damaged, and the index cannot tell which.
+        TarError, IndexMismatchError, StorageError: As :func:`streaming.fetch.fetch_range`.
     """
     buffer = bytearray(wanted.num_bytes)
     with memoryview(buffer) as out:
-        layout = fetch_range(storage, wanted, out)
+        layout = fetch_range(storage, wanted, out, samples=samples)
     return buffer, layout

@@ -165,13 +165,15 @@ class _Shard:
         key = table.keys[row]
         begin, end = table.record_starts[row : row + 2].tolist()
         self.num_bytes += wanted.num_bytes
+        number, good = row - int(pieces.bounds[piece]), True
         try:
-            buffer, layout = read_pieces(self._storage, wanted)
+            buffer, layout = read_pieces(self._storage, wanted, lambda: table)
+            if number in layout.damage:
+                raise layout.damage[number]
         except (DataError, StorageError) as error:
             kind = next(kind for type_, kind in _KINDS if isinstance(error, type_))
             self._find(kind, f"cannot be read: {error}", key=key, byte_start=begin, byte_end=end)
             return False
-        number, good = row - int(pieces.bounds[piece]), True
         for column, name in enumerate(layout.fields):
             start, size = int(layout.starts[number, column]), int(layout.sizes[number, column])
             if start < 0:

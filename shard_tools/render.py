@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shard_tools.convert import ConvertReport
+from shard_tools.copy import CopyReport
 from shard_tools.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.recheck import RecheckReport
 from shard_tools.reindex import IndexReport
@@ -96,6 +97,16 @@ def show_reshard(report: ReshardReport) -> None:
         f"{report.num_filtered:,} filtered out\n"
         f"{report.target}: {report.num_samples:,} samples in {report.num_shards:,} shards, "
         f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
+    )
+
+
+def show_copy(report: CopyReport) -> None:
+    """The outcome of copying."""
+    click.echo(
+        f"{report.target}: {report.num_shards:,} shards, {report.num_samples:,} samples, "
+        f"{format_bytes(report.num_bytes)}; {report.num_copied:,} copied, "
+        f"{report.num_shards - report.num_copied:,} were there already, in {report.seconds:.1f} s "
+        f"({_rate(report.num_bytes, report.seconds)})"
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from shard_tools.bad_list import BadList, rows_of, shards_by_shown_url
-from shard_tools.open_set import READ_THREADS, OpenSet, tables_of
+from shard_tools.open_set import READ_THREADS, OpenSet, table_of, tables_of
 from shard_tools.pieces import ShardPieces
 from shard_tools.progress import Progress
 from streaming.bad_file import BadRecord, shown_url
@@ -34,12 +35,14 @@ class Part:
         rows: int64 ``[m]``, numbers of the samples that are taken, ascending.
         columns: The lifted columns of these samples, Arrow arrays of ``m``.
         keys: Their keys as UTF-8, an Arrow array of ``m``; None unless they are to be sorted by.
+        samples: Loads the whole sample table.
     """
 
     pieces: ShardPieces
     rows: Int64s
     columns: Mapping[str, pa.Array]
     keys: pa.Array | None
+    samples: Callable[[], SampleTable]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,7 +104,7 @@ def select(
     fields: set[str] = set()
     not_found = [record for url, records in drop.by_shard.items() for record in records if url not in _shown(shards)]
     num_source = num_dropped = num_filtered = 0
-    for _, url, table in tables_of(shards, storage, READ_THREADS):
+    for position, (_, url, table) in enumerate(tables_of(shards, storage, READ_THREADS)):
         dropped, missing = _dropped(table, drop.by_shard.get(shown_url(url), ()))
         wanted = _wanted(table, where)
         rows = np.flatnonzero(wanted & ~dropped)
@@ -111,7 +114,7 @@ def select(
         num_filtered += int((~wanted & ~dropped).sum())
         columns.update(table.columns)
         fields.update(table.fields)
-        parts.append(_part(url, table, rows, with_keys=with_keys))
+        parts.append(_part(url, table, rows, partial(table_of, shards, position, storage), with_keys=with_keys))
         progress.advance(num=1)
     unknown = sorted((where.names if where else frozenset()) - columns - {KEY})
     if unknown:
@@ -154,7 +157,7 @@ def _wanted(table: SampleTable, where: Where | None) -> npt.NDArray[np.bool_]:
     return where.mask({**lacking, **there}, table.num_samples)
 
 
-def _part(url: str, table: SampleTable, rows: Int64s, *, with_keys: bool) -> Part:
+def _part(url: str, table: SampleTable, rows: Int64s, samples: Callable[[], SampleTable], *, with_keys: bool) -> Part:
     keys = [key.encode("utf-8", "surrogateescape") for key in table.keys] if with_keys else None
     taken = pa.array(rows)
     return Part(
@@ -162,6 +165,7 @@ def _part(url: str, table: SampleTable, rows: Int64s, *, with_keys: bool) -> Par
         rows=rows,
         columns={name: column.take(taken) for name, column in table.columns.items()},
         keys=None if keys is None else pa.array(keys, pa.binary()).take(taken),
+        samples=samples,
     )
 
 

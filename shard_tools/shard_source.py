@@ -19,6 +19,10 @@ from streaming.storage import Storage
 
 Int64s = npt.NDArray[np.int64]
 _RUN_BYTES = 8 << 20  # largest request; more in one costs parallelism, less costs requests
+_CURE = (
+    "To leave out what is damaged: `shard_tools verify SOURCE --write-bad bad.jsonl`, then the same command with "
+    "--drop bad.jsonl"
+)
 _Found: TypeAlias = "list[tuple[int, Record]]"
 
 
@@ -132,33 +136,26 @@ class ShardSource:
             yield from _part_runs(part, by_place[low:high], kept)
 
     def _read(self, run: _Run) -> _Found:
-        try:
-            return self._read_all(run)
-        except DataError:
-            for piece in range(run.first_piece, run.stop_piece):
-                inside = _piece_of_run(run, piece)
-                try:
-                    self._read_all(inside)
-                except DataError as error:
-                    rows = run.part.rows[inside.kept].tolist()
-                    error.add_note(
-                        f"Samples {rows[0]} to {rows[-1]} of the shard are in these bytes. To leave out what is "
-                        "damaged: shard_tools verify SOURCE --write-bad bad.jsonl, then shard_tools reshard --drop "
-                        "bad.jsonl"
-                    )
-                    raise
-            raise
-
-    def _read_all(self, run: _Run) -> _Found:
         part = run.part
-        buffer, layout = read_pieces(self._storage, part.pieces.range(run.first_piece, run.stop_piece))
+        wanted = part.pieces.range(run.first_piece, run.stop_piece)
+        rows = part.rows[run.kept].tolist()
+        try:
+            buffer, layout = read_pieces(self._storage, wanted, part.samples)
+        except DataError as error:
+            error.add_note(f"Samples {rows[0]} to {rows[-1]} of the shard were to be read. {_CURE}")
+            raise
         first = int(part.pieces.bounds[run.first_piece])
         taken = pa.array(run.kept)
         values = {name: column.take(taken).to_pylist() for name, column in part.columns.items()}
         names = [(column, name) for column, name in enumerate(layout.fields) if self._takes(name)]
+        for row in rows if layout.damage else ():
+            if row - first in layout.damage:
+                damage = layout.damage[row - first]
+                damage.add_note(f"Sample {layout.keys[row - first]!r} (number {row} of the shard) is damaged. {_CURE}")
+                raise damage
         found: _Found = []
         with memoryview(buffer) as view:
-            for i, (position, row) in enumerate(zip(run.positions.tolist(), part.rows[run.kept].tolist(), strict=True)):
+            for i, (position, row) in enumerate(zip(run.positions.tolist(), rows, strict=True)):
                 starts, sizes = layout.starts[row - first].tolist(), layout.sizes[row - first].tolist()
                 fields = {
                     name: bytes(view[starts[column] : starts[column] + sizes[column]])
@@ -191,18 +188,6 @@ def _part_runs(part: Part, positions: Int64s, kept: Int64s) -> Iterator[_Run]:
             kept=kept[begin:i],
         )
         begin = i
-
-
-def _piece_of_run(run: _Run, piece: int) -> _Run:
-    """The samples of ``run`` that one piece holds."""
-    inside = run.part.pieces.piece_of(run.part.rows[run.kept]) == piece
-    return _Run(
-        part=run.part,
-        first_piece=piece,
-        stop_piece=piece + 1,
-        positions=run.positions[inside],
-        kept=run.kept[inside],
-    )
 
 
 def _in_order(num_records: int, reads: Sequence[Future[_Found]]) -> Iterator[Record]:

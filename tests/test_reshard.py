@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from data_sets import make_sample
+from data_sets import make_sample, mesh_of
 from fault_proxy import Fault, FaultProxy
 from servers import MiniS3Server, fresh_name
 
@@ -25,7 +25,7 @@ from shard_tools.cli import cli
 from shard_tools.convert import TargetNotEmptyError
 from shard_tools.reshard import ReshardOptions, ReshardReport, reshard
 from shard_tools.verify import verify
-from streaming import StreamingDataset
+from streaming import DataLoader, StreamingDataset
 from streaming.bad_file import BadRecord
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DataError, DuplicateKeyError, NotFoundError
 from streaming.index.samples import SampleTable
@@ -236,7 +236,7 @@ def test_damage_is_an_error_by_name(damaged: tuple[Path, list[int]], tmp_path: P
     with pytest.raises(ChecksumError, match=r"000001\.tar, bytes \d+-\d+: CRC32C") as caught:
         run(source, tmp_path / "out", **options)
     (note,) = caught.value.__notes__
-    assert f"Samples {lost[0] - 20} to {lost[-1] - 20} of the shard" in note
+    assert f"Sample '{lost[0]:05d}' (number {lost[0] - 20} of the shard) is damaged" in note
     assert "--drop" in note
     assert not (tmp_path / "out" / "_shardstream" / "chunks.parquet").exists()
 
@@ -265,6 +265,41 @@ def test_a_neighbour_under_the_same_checksum_cannot_be_proven(damaged: tuple[Pat
     with pytest.raises(ChecksumError, match=r"000001\.tar"):
         run(source, tmp_path / "out", drop=(write_list(tmp_path / "bad.jsonl", *records),))
     assert len(lost) > 1
+
+
+def test_large_members_are_proven_alone(tmp_path: Path) -> None:
+    """What a loader lists of a span with one damaged large member is enough: its neighbours are carried over."""
+    with ShardWriter(f"{tmp_path}/in/{{:d}}.tar") as writer:
+        for number in range(9):
+            writer.write({"__key__": f"{number}", "cls": number, "bin": bytes([number]) * (number % 3 // 2 * 200_000)})
+    body = bytearray((tmp_path / "in" / "0.tar").read_bytes())
+    body[body.index(bytes([5]) * 100)] ^= 1
+    (tmp_path / "in" / "0.tar").write_bytes(body)
+    bad = tmp_path / "bad.jsonl"
+    dataset = StreamingDataset(f"{tmp_path}/in/", max_bad_samples=1, bad_samples_file=bad)
+    with DataLoader(dataset, batch_size=9, device_mesh=mesh_of(1, 0)) as loader:
+        next(iter(loader))
+    assert [BadRecord.from_line(line).key for line in bad.read_bytes().splitlines()] == ["5"]
+    run(tmp_path / "in", tmp_path / "out", drop=(str(bad),))
+    assert [(int(key), fields["cls"]) for key, fields in samples(tmp_path / "out")] == [
+        (number, b"%d" % number) for number in range(9) if number != 5
+    ]
+
+
+def test_an_index_without_spans(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
+    """Format 1.0 has checksums of chunks alone: they are what is read, and what is damaged."""
+    source, _ = damaged
+    for path in (source / "_shardstream" / "samples").iterdir():
+        table = SampleTable.from_parquet(path.read_bytes(), str(path))
+        facts = {
+            name: getattr(table, name) for name in ("chunks", "keys", "chunk", "record_starts", "fields", "columns")
+        }
+        path.write_bytes(SampleTable(**facts).to_parquet())
+    with pytest.raises(ChecksumError, match=r"000001\.tar") as caught:
+        run(source, tmp_path / "out")
+    assert "Samples 0 to 19 of the shard were to be read" in caught.value.__notes__[0]
+    run(source, tmp_path / "rest", where="json.number < 20 or json.number >= 40", shuffle_seed=1)
+    assert sorted(numbers(tmp_path / "rest")) == [*range(20), *range(40, COUNT)]
 
 
 def test_from_verify_to_a_clean_set(damaged: tuple[Path, list[int]], tmp_path: Path) -> None:
@@ -414,9 +449,9 @@ def test_only_what_is_taken_is_read_and_memory_is_bounded(
 ) -> None:
     read_pieces, asked = shard_source.read_pieces, []
 
-    def recorded(storage: Storage, wanted: Any) -> Any:
+    def recorded(storage: Storage, wanted: Any, samples: Any) -> Any:
         asked.append(wanted)
-        return read_pieces(storage, wanted)
+        return read_pieces(storage, wanted, samples)
 
     monkeypatch.setattr(shard_source, "read_pieces", recorded)
     run(data, tmp_path / "one", where="__key__ = '00090'")

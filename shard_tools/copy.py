@@ -1,0 +1,288 @@
+"""``copy``: shards from one store to another, every byte checked on the way, the index last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import crc32c
+import numpy as np
+
+from shard_tools.convert.journal import TargetNotEmptyError
+from shard_tools.convert.pack import Place, refuse_overlap
+from shard_tools.convert.records import map_ordered
+from shard_tools.open_set import shards_beside
+from shard_tools.progress import NoProgress, Progress
+from shard_tools.tables import home_of
+from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
+from streaming.fetch import FetchRange, fetch_bytes
+from streaming.index.chunks import ChunkTable
+from streaming.index.layout import chunks_path, samples_path
+from streaming.index.samples import SampleTable
+from streaming.indexing import load_index, shard_name
+from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
+from streaming.storage.urls import split_query
+
+_TAIL_BYTES = 1 << 20  # read at a time behind the last chunk: the end-of-archive mark, usually one or a few KiB
+_TABLE_THREADS = 16  # sample tables are small files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """What copying did.
+
+    Attributes:
+        target: Where the shards are now.
+        num_shards: Shards of the source.
+        num_samples: Their samples.
+        num_bytes: Their bytes.
+        num_copied: Shards that this run wrote; the others were there already, and were read and found right.
+        num_copied_bytes: Bytes of those.
+        num_without_samples: Shards that have no sample table, in the source either.
+        seconds: Wall time.
+    """
+
+    target: str
+    num_shards: int
+    num_samples: int
+    num_bytes: int
+    num_copied: int
+    num_copied_bytes: int
+    num_without_samples: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-able form."""
+        return {item.name: getattr(self, item.name) for item in fields(self)} | {"seconds": round(self.seconds, 3)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """One shard: where it lies, where it goes, and its rows of the chunk table (a table of this shard)."""
+
+    source: str
+    target: str
+    chunks: ChunkTable
+
+    @property
+    def size_bytes(self) -> int:
+        return self.chunks.shards[0].size_bytes
+
+    @property
+    def end(self) -> int:
+        """Where the last chunk ends."""
+        return int(self.chunks.byte_end[-1]) if self.chunks.num_chunks else 0
+
+
+def copy(
+    source: str,
+    target: str,
+    *,
+    index_url: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    target_options: Mapping[str, object] | None = None,
+    workers: int = 4,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Copies the shards of ``source`` and their index to ``target``, byte for byte; folders are kept.
+
+    Every chunk is compared with the checksum in the index before it is written. A shard appears at the target only
+    when it is whole; sample tables follow when all shards are there, and the chunk table comes last, joined with
+    that of other shards which the target holds. A run that was stopped is gone on with by running it again: a shard
+    that is at the target is read there and skipped if it is right.
+
+    Memory: per worker one chunk, and what the target's writer holds (up to four parts of 16 MiB).
+
+    Args:
+        source: Indexed shards, as in ``StreamingDataset``.
+        target: Folder or prefix.
+        index_url: Where the source's index lies, if not beside its shards.
+        storage_options: How to reach the source.
+        target_options: How to reach the target; None: as the source.
+        workers: Shards at a time.
+        overwrite: Replace shards of the same name that are others.
+        progress: Told of bytes and shards.
+
+    Raises:
+        IndexMissingError: The source has no index to check against.
+        ChecksumError, IndexMismatchError: A shard of the source is damaged, or another one than was indexed.
+        TargetNotEmptyError: The target holds another shard of the same name.
+        ConfigError: Source and target are one place, or two shards would get one name.
+        StorageError: A store fails.
+    """
+    started = time.monotonic()
+    progress = progress or NoProgress()
+    there, here = Storage(storage_options), Storage(storage_options if target_options is None else target_options)
+    place = Place.of(target)
+    if "{" in target:
+        raise ConfigError(f"{redact(target)}: copied shards keep their names; give a folder or prefix")
+    if target_options is None:
+        refuse_overlap(source, place)
+    urls = shards_beside([source], there, place.directory)
+    names = _relative_names(urls)
+    shards = _shards(urls, names, load_index(there, urls, index_url), place.directory)
+    progress.start(total_bytes=sum(shard.size_bytes for shard in shards), total=len(shards))
+
+    def bring(shard: _Shard) -> bool:
+        copied = not _is_there(shard, here, overwrite=overwrite)
+        if copied:
+            _copy_shard(shard, there, here)
+        progress.advance(num_bytes=shard.size_bytes, num=1)
+        return copied
+
+    copied = list(map_ordered(bring, shards, workers))
+    num_without = sum(
+        map_ordered(lambda shard: not _copy_samples(shard, there, here, index_url), shards, _TABLE_THREADS)
+    )
+    _write_chunk_tables(shards, here)
+    return CopyReport(
+        target=redact(place.directory),
+        num_shards=len(shards),
+        num_samples=sum(shard.chunks.total_samples for shard in shards),
+        num_bytes=sum(shard.size_bytes for shard in shards),
+        num_copied=sum(copied),
+        num_copied_bytes=sum(shard.size_bytes for shard, new in zip(shards, copied, strict=True) if new),
+        num_without_samples=num_without,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, target: str) -> list[_Shard]:
+    shards = []
+    for position, (url, name) in enumerate(zip(urls, names, strict=True)):
+        rows = chunks.take([position])
+        info = replace(rows.shards[0], name=name.rpartition("/")[2])
+        shards.append(_Shard(source=url, target=join_url(target, name), chunks=replace(rows, shards=(info,))))
+    return shards
+
+
+def _relative_names(urls: Sequence[str]) -> list[str]:
+    """Paths below the innermost folder that holds all shards; plain names where there is no such folder.
+
+    Raises:
+        ConfigError: Two shards have one name.
+    """
+    parts = [split_query(url)[0].split("/") for url in urls]
+    depth = 0
+    while all(len(part) > depth + 1 and part[depth] == parts[0][depth] for part in parts):
+        depth += 1
+    if any("://" in url for url in urls) and depth < len(("scheme:", "", "bucket")):
+        depth = 0
+    names = ["/".join(part[depth:]) if depth else part[-1] for part in parts]
+    for i, name in enumerate(names if len({*names}) < len(names) else ()):
+        if name in names[:i]:
+            raise ConfigError(f"two of the shards are called {name!r}; copy them to folders of their own")
+    return names
+
+
+def _is_there(shard: _Shard, here: Storage, *, overwrite: bool) -> bool:
+    """Whether the target holds this very shard.
+
+    Raises:
+        TargetNotEmptyError: It holds another one, which is not to be overwritten.
+    """
+    try:
+        size_bytes = here.info(shard.target).size_bytes
+    except NotFoundError:
+        return False
+    if size_bytes == shard.size_bytes and _is_right(shard, here):
+        return True
+    if overwrite:
+        return False
+    raise TargetNotEmptyError(
+        f"{redact(shard.target)} is another shard than {redact(shard.source)} ({size_bytes} bytes, expected "
+        f"{shard.size_bytes} with the checksums of the index); give another target, or replace it with --overwrite"
+    )
+
+
+def _is_right(shard: _Shard, here: Storage) -> bool:
+    for start, end, expected in _ranges(shard.chunks):
+        if crc32c.crc32c(here.read(shard.target, start, end)) != expected:
+            return False
+    return not any(np.frombuffer(tail, np.uint8).any() for tail in _tails(shard, shard.target, here))
+
+
+def _ranges(chunks: ChunkTable) -> list[tuple[int, int, int]]:
+    """Start, end and checksum of every chunk."""
+    return list(zip(chunks.byte_start.tolist(), chunks.byte_end.tolist(), chunks.crc32c.tolist(), strict=True))
+
+
+def _tails(shard: _Shard, url: str, storage: Storage) -> list[memoryview]:
+    """What lies behind the last chunk."""
+    starts = range(shard.end, shard.size_bytes, _TAIL_BYTES)
+    return [storage.read(url, start, min(shard.size_bytes, start + _TAIL_BYTES)) for start in starts]
+
+
+def _copy_shard(shard: _Shard, there: Storage, here: Storage) -> None:
+    size_bytes = there.info(shard.source).size_bytes
+    if size_bytes != shard.size_bytes:
+        raise IndexMismatchError(
+            f"{redact(shard.source)}: {size_bytes} bytes, the index says {shard.size_bytes}: replaced or cut off since "
+            f"it was indexed. Restore it, or run `shard_tools index --force {redact(shard.source)}`"
+        )
+    with here.open_write(shard.target) as out:
+        _stream(shard, there, out)
+    got = here.info(shard.target).size_bytes
+    if got != shard.size_bytes:
+        raise TransferError(f"{redact(shard.target)}: {got} bytes at the target, {shard.size_bytes} were written")
+
+
+def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
+    for row, (start, end, expected) in enumerate(_ranges(shard.chunks)):
+        wanted = FetchRange(
+            url=shard.source,
+            byte_start=start,
+            byte_end=end,
+            first_sample=int(shard.chunks.first_sample[row]),
+            num_samples=int(shard.chunks.num_samples[row]),
+            crc32c=expected,
+            shard_bytes=shard.size_bytes,
+        )
+        buffer = bytearray(wanted.num_bytes)
+        with memoryview(buffer) as view:
+            fetch_bytes(there, wanted, view)
+            out.write(view)
+    for tail in _tails(shard, shard.source, there):
+        if np.frombuffer(tail, np.uint8).any():
+            raise ChecksumError(
+                f"{redact(shard.source)}: bytes behind the last chunk that are not zero; see "
+                f"`shard_tools verify {redact(shard.source)}`"
+            )
+        out.write(tail)
+
+
+def _copy_samples(shard: _Shard, there: Storage, here: Storage, index_url: str | None) -> bool:
+    """Whether the shard has a sample table, which is at the target now."""
+    url = join_url(home_of(shard.source, index_url), samples_path(shard_name(shard.source, index_url)))
+    try:
+        body = bytes(there.read(url))
+    except NotFoundError:
+        return False
+    table = SampleTable.from_parquet(body, redact(url))
+    info = shard.chunks.shards[0]
+    if table.shard != info:  # it lay elsewhere, under another name
+        table = replace(table, chunks=replace(table.chunks, shards=(info,)))
+        body = table.to_parquet()
+    if table.chunks != shard.chunks:
+        raise DataError(
+            f"{redact(url)}: the sample table and the chunk table disagree; run `shard_tools index --force "
+            f"{redact(shard.source)}`"
+        )
+    here.put(join_url(split_url(shard.target)[0], samples_path(info.name)), body)
+    return True
+
+
+def _write_chunk_tables(shards: Sequence[_Shard], here: Storage) -> None:
+    """The chunk table of each folder of the target: the copied shards, and those that were listed there before."""
+    homes: dict[str, dict[str, ChunkTable]] = {}
+    for shard in shards:
+        homes.setdefault(split_url(shard.target)[0], {})[shard.chunks.shards[0].name] = shard.chunks
+    for home, tables in homes.items():
+        url = join_url(home, chunks_path())
+        known: dict[str, ChunkTable] = {}
+        if here.exists(url):
+            known = ChunkTable.from_parquet(here.read(url), redact(url)).by_shard()
+        merged = known | tables
+        here.put(url, ChunkTable.concat([merged[name] for name in sorted(merged)]).to_parquet())

@@ -1,0 +1,277 @@
+"""``copy``: the same bytes elsewhere, or an error by name; a half copied set has no index; stopping, going on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from data_sets import make_sample
+from fault_proxy import Fault, FaultProxy
+from servers import MiniS3Server, fresh_name
+
+from shard_tools import ShardWriter
+from shard_tools.cli import cli
+from shard_tools.convert import TargetNotEmptyError
+from shard_tools.copy import CopyReport, copy
+from shard_tools.reindex import index
+from shard_tools.verify import verify
+from streaming import StreamingDataset
+from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, IndexMismatchError, IndexMissingError
+from streaming.storage import Storage
+
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 samples in 6 shards."""
+    folder = tmp_path_factory.mktemp("source")
+    write(folder)
+    return folder
+
+
+@pytest.fixture
+def data(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "data"))
+
+
+def write(folder: Path, first: int = 0, name: str = "{:06d}.tar") -> None:
+    with ShardWriter(f"{folder}/{name}", max_samples=10, columns={"n": "cls"}) as writer:
+        for number in range(first, first + COUNT):
+            writer.write({**make_sample(number), "cls": f"{number}", "big": bytes([number]) * 3000})
+
+
+def tree(target: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(target)): path.read_bytes()
+        for path in sorted(target.rglob("*"))
+        if path.is_file() and not path.name.startswith(".~")
+    }
+
+
+def run(source: Path | str, target: Path | str, **options: Any) -> CopyReport:
+    return copy(str(source), str(target), **options)
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")
+
+
+def test_every_byte(data: Path, tmp_path: Path) -> None:
+    report = run(data, tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(data)
+    size_bytes = sum(path.stat().st_size for path in data.glob("*.tar"))
+    assert (report.num_shards, report.num_samples, report.num_bytes) == (6, COUNT, size_bytes)
+    assert (report.num_copied, report.num_copied_bytes, report.num_without_samples) == (6, size_bytes, 0)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
+    again = run(data, tmp_path / "out")
+    assert (again.num_copied, again.num_copied_bytes, again.num_bytes) == (0, 0, size_bytes)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")} == before
+    assert tree(tmp_path / "out") == tree(data)
+
+
+def test_between_stores_and_back(data: Path, tmp_path: Path, mini_s3: MiniS3Server, s3_bucket: str) -> None:
+    run(data, f"{s3_bucket}/train/", target_options=mini_s3.storage_options)
+    run(f"{s3_bucket}/train/", tmp_path / "back", storage_options=mini_s3.storage_options, target_options={})
+    assert tree(tmp_path / "back") == tree(data)
+    storage = Storage(mini_s3.storage_options)
+    assert verify([f"{s3_bucket}/train/"], storage=storage, decode=True).findings == ()
+    run(f"{s3_bucket}/train/", f"{s3_bucket}/again", storage_options=mini_s3.storage_options)
+    there = {info.url.partition("/again/")[2]: info.size_bytes for info in storage.list(f"{s3_bucket}/again")}
+    assert there == {name: len(body) for name, body in tree(data).items()}
+
+
+def test_some_shards_and_then_the_rest(data: Path, tmp_path: Path) -> None:
+    run(f"{data}/{{000001..000003}}.tar", tmp_path / "out")
+    assert len(StreamingDataset(str(tmp_path / "out"))) == 30
+    assert verify([str(tmp_path / "out")], storage=Storage()).findings == ()
+    report = run(data, tmp_path / "out")
+    assert report.num_copied == 3
+    assert tree(tmp_path / "out") == tree(data)
+
+
+def test_what_else_the_target_holds_stays(data: Path, tmp_path: Path) -> None:
+    write(tmp_path / "out", COUNT, "more-{:d}.tar")
+    run(data, tmp_path / "out")
+    assert len(StreamingDataset(str(tmp_path / "out"))) == 2 * COUNT
+    assert verify([str(tmp_path / "out")], storage=Storage()).findings == ()
+
+
+def test_folders_are_kept(tmp_path: Path) -> None:
+    for number, folder in enumerate(("a", "b/c")):
+        write(tmp_path / "in" / folder, number * COUNT)
+    run(tmp_path / "in", tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(tmp_path / "in")
+    with pytest.raises(ConfigError, match=r"two of the shards are called '000000\.tar'"):
+        run(f"{tmp_path}/in/a/::https://localhost:1/x/000000.tar", tmp_path / "flat")
+
+
+def test_an_index_elsewhere_comes_along(data: Path, tmp_path: Path) -> None:
+    shutil.rmtree(data / "_shardstream")
+    index([str(data)], storage=Storage(), index_url=str(tmp_path))
+    assert (tmp_path / "_shardstream" / "samples" / "data" / "000000.tar.parquet").exists()
+    run(data, tmp_path / "out", index_url=str(tmp_path))
+    index([str(data)], storage=Storage())
+    assert tree(tmp_path / "out") == tree(data)
+
+
+def test_a_target_inside_the_source(data: Path) -> None:
+    before = tree(data)
+    for _ in range(2):
+        run(data, data / "new")
+    assert tree(data / "new") == before
+    with pytest.raises(ConfigError, match="the same place"):
+        run(data, data)
+    with pytest.raises(ConfigError, match="keep their names"):
+        run(data, data / "x-{:d}.tar")
+
+
+def test_damage_is_an_error_by_name_and_nothing_of_it_is_copied(data: Path, tmp_path: Path) -> None:
+    body = bytearray((data / "000002.tar").read_bytes())
+    body[9000] ^= 1
+    (data / "000002.tar").write_bytes(body)
+    with pytest.raises(ChecksumError, match=r"000002\.tar, bytes 0-\d+: CRC32C"):
+        run(data, tmp_path / "out")
+    (data / "000002.tar").write_bytes(body[:-512])
+    with pytest.raises(IndexMismatchError, match=r"000002\.tar: \d+ bytes, the index says"):
+        run(data, tmp_path / "out")
+    body[9000] ^= 1
+    (data / "000002.tar").write_bytes(bytes(body[:-1]) + b"x")
+    with pytest.raises(ChecksumError, match=r"000002\.tar: bytes behind the last chunk"):
+        run(data, tmp_path / "out")
+    assert "000002.tar" not in tree(tmp_path / "out")
+    assert not (tmp_path / "out" / "_shardstream").exists()
+    (data / "000002.tar").write_bytes(body)
+    run(data, tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(data)
+
+
+def test_without_an_index_there_is_nothing_to_check_against(data: Path, tmp_path: Path) -> None:
+    shutil.rmtree(data / "_shardstream")
+    with pytest.raises(IndexMissingError, match="shard_tools index"):
+        run(data, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", ["flip", "cut", "tail"])
+def test_another_shard_at_the_target_is_not_replaced_unasked(data: Path, tmp_path: Path, change: str) -> None:
+    run(data, tmp_path / "out")
+    other = tmp_path / "out" / "000003.tar"
+    body = bytearray(other.read_bytes())
+    if change == "flip":
+        body[700] ^= 1
+    elif change == "cut":
+        del body[-512:]
+    else:
+        body[-1] = 1
+    other.write_bytes(body)
+    with pytest.raises(TargetNotEmptyError, match=r"000003\.tar is another shard than .*--overwrite"):
+        run(data, tmp_path / "out")
+    assert other.read_bytes() == body
+    assert run(data, tmp_path / "out", overwrite=True).num_copied == 1
+    assert tree(tmp_path / "out") == tree(data)
+
+
+KILLER = """
+import os, sys
+import shard_tools.copy as module
+stop_at, state = int(sys.argv[3]), [0]
+def counted(function):
+    def call(*arguments, **options):
+        state[0] += 1
+        if state[0] > stop_at:
+            os.kill(os.getpid(), 9)
+        return function(*arguments, **options)
+    return call
+for name in ("fetch_bytes", "_copy_samples", "_write_chunk_tables"):
+    setattr(module, name, counted(getattr(module, name)))
+module.copy(sys.argv[1], sys.argv[2], workers=1)
+"""
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 3, 5, 6, 8, 11, 12])
+def test_killed_and_gone_on_with(data: Path, tmp_path: Path, stop_at: int) -> None:
+    """6 chunks, 6 sample tables, 1 chunk table: killed before each kind, and in between."""
+    killed = [sys.executable, "-c", KILLER, str(data), str(tmp_path / "out"), str(stop_at)]
+    assert subprocess.run(killed, check=False).returncode == -signal.SIGKILL
+    half = tree(tmp_path / "out") if (tmp_path / "out").exists() else {}
+    assert all(tree(data)[name] == body for name, body in half.items())
+    assert "_shardstream/chunks.parquet" not in half
+    if any(name.endswith(".parquet") for name in half):
+        assert sum(name.endswith(".tar") for name in half) == 6
+    report = run(data, tmp_path / "out")
+    assert report.num_copied == 6 - sum(name.endswith(".tar") for name in half)
+    assert tree(tmp_path / "out") == tree(data)
+
+
+def test_killed_at_random_moments(data: Path, tmp_path: Path) -> None:
+    """SIGKILL from outside, whenever; again and again until it is done."""
+    arguments = [sys.executable, "-m", "shard_tools", "copy", str(data), str(tmp_path / "out"), "--workers", "2"]
+    kills, wait_s = 0, 0.5
+    while True:
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            code = process.wait(wait_s)  # what is tested: any moment
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills, wait_s = kills + 1, wait_s * 1.15
+    assert code == 0
+    assert kills
+    assert tree(tmp_path / "out") == tree(data)
+
+
+def test_a_target_that_fails_is_gone_on_with(data: Path, mini_s3: MiniS3Server) -> None:
+    bucket = mini_s3.create_bucket(fresh_name())
+    storage, calm = Storage(mini_s3.storage_options), tree(data)
+
+    def there() -> dict[str, bytes]:
+        return {info.url.removeprefix(f"{bucket}/"): bytes(storage.read(info.url)) for info in storage.list(bucket)}
+
+    with FaultProxy(mini_s3.port) as proxy:
+        store = {**mini_s3.storage_options, "endpoint_url": proxy.url}
+        for name in ("000003.tar", "samples/000004.tar.parquet", "chunks.parquet"):
+            proxy.add(Fault(kind="status", status=403, method="PUT", path=name))
+            with pytest.raises(AccessDeniedError):
+                run(data, bucket, target_options=store)
+            half = there()
+            assert "_shardstream/chunks.parquet" not in half
+            assert all(calm[name] == body for name, body in half.items())
+        proxy.add(Fault(kind="reset_before", method="PUT", path="samples/000001.tar.parquet"))
+        assert run(data, bucket, target_options=store).num_copied == 0
+    assert there() == calm
+
+
+def test_bytes_that_come_wrong_once_are_read_again(data: Path, tmp_path: Path, mini_s3: MiniS3Server) -> None:
+    bucket = mini_s3.create_bucket(fresh_name())
+    run(data, bucket, target_options=mini_s3.storage_options)
+    with FaultProxy(mini_s3.port) as proxy:
+        proxy.add(Fault(kind="flip", at_bytes=5000, path="000001.tar"))
+        store = {**mini_s3.storage_options, "endpoint_url": proxy.url}
+        run(bucket, tmp_path / "out", storage_options=store, target_options={})
+    assert tree(tmp_path / "out") == tree(data)
+
+
+def test_as_a_command(data: Path, tmp_path: Path, mini_s3: MiniS3Server, s3_bucket: str) -> None:
+    ran = command("copy", data, tmp_path / "out", "--json")
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["num_copied"] == 6
+    ran = command("copy", data, tmp_path / "out")
+    assert "0 copied, 6 were there already" in ran.stdout
+    options = [f"--target-option={name}={value}" for name, value in mini_s3.storage_options.items()]
+    ran = command("copy", data, f"{s3_bucket}/new/", *options)
+    assert ran.exit_code == 0, ran.output
+    assert len(list(Storage(mini_s3.storage_options).list(f"{s3_bucket}/new"))) == 13
+    assert command("copy", data, data).exit_code == 2
+    (tmp_path / "out" / "000000.tar").write_bytes(b"x")
+    ran = command("copy", data, tmp_path / "out")
+    assert ran.exit_code == 1
+    assert "is another shard than" in ran.stderr
