@@ -16,7 +16,7 @@ from shard_tools.open_set import shards_beside
 from shard_tools.progress import NoProgress, Progress
 from shard_tools.tables import home_of
 from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
-from streaming.fetch import FetchRange, fetch_bytes
+from streaming.fetch import FetchRange, fetch_range
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
@@ -242,7 +242,7 @@ def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
         )
         buffer = bytearray(wanted.num_bytes)
         with memoryview(buffer) as view:
-            fetch_bytes(there, wanted, view)
+            fetch_range(there, wanted, view)
             out.write(view)
     for tail in _tails(shard, shard.source, there):
         if np.frombuffer(tail, np.uint8).any():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from streaming.fetch import FetchRange, fetch_range
+from streaming.fetch import FetchRange, FieldsOf, fetch_range
 from streaming.index.samples import SampleTable
 from streaming.layout import UnitLayout
 from streaming.storage import Storage
@@ -88,5 +88,5 @@ def read_pieces(
     """
     buffer = bytearray(wanted.num_bytes)
     with memoryview(buffer) as out:
-        layout = fetch_range(storage, wanted, out, samples=samples)
+        layout = fetch_range(storage, wanted, out, known=FieldsOf(samples=samples, fields=None, gap_bytes=0))
     return buffer, layout

@@ -190,7 +190,7 @@ def counted(function):
             os.kill(os.getpid(), 9)
         return function(*arguments, **options)
     return call
-for name in ("fetch_bytes", "_copy_samples", "_write_chunk_tables"):
+for name in ("fetch_range", "_copy_samples", "_write_chunk_tables"):
     setattr(module, name, counted(getattr(module, name)))
 module.copy(sys.argv[1], sys.argv[2], workers=1)
 """
