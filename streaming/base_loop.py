@@ -100,7 +100,10 @@ class BaseLoop(ABC):
         """All metrics, and this epoch's bad samples by name."""
         cache = {} if self.dataset.cache is None else self.dataset.cache.metrics.snapshot()
         storage = self.dataset.storage.metrics.snapshot()
-        return {**self.metrics.snapshot(), **storage, **cache, "bad": self._bad.listing()}
+        gauges = self._gauges()
+        own = self.metrics.snapshot()
+        gauges["consumer_thread_s_per_batch"] = own.get("consumer_thread_s", 0.0) / max(1.0, own.get("batches", 0))
+        return {**own, **storage, **cache, **gauges, "bad": self._bad.listing()}
 
     def describe(self) -> str:
         """What the loop waits for at this moment."""
@@ -141,6 +144,10 @@ class BaseLoop(ABC):
         running, self._running = self._running, None
         if running is not None:
             running.close()
+
+    def _gauges(self) -> dict[str, float]:
+        """What holds at this moment, by name."""
+        return {}
 
     def _drop_machinery(self) -> None:  # noqa: B027  not every loop has something to give back
         """Give back what outlives a run."""

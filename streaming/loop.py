@@ -127,6 +127,7 @@ class EpochLoop(BaseLoop):
         self.config, self._sharing = open_sharing(config)
         self._store: ChunkStore | None = None
         self._builder: WorkerBuilder | None = None
+        self._ring: BatchRing | None = None
         self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(table.byte_end - table.byte_start)
         self._check_enough_samples()
 
@@ -177,10 +178,24 @@ class EpochLoop(BaseLoop):
         self._go_to(state.epoch, state.samples_seen)
         self.order, self.next_seed = state.order, state.next_seed
 
+    def _gauges(self) -> dict[str, float]:
+        self._note_ring_peak()
+        store, ring = self._store, self._ring
+        return {
+            "arena_bytes": 0 if store is None else store.arena.used_bytes,
+            "ring_bytes": 0 if ring is None else ring.held_bytes,
+            "ring_slots_in_use": 0 if ring is None else ring.num_taken,
+        }
+
+    def _note_ring_peak(self) -> None:
+        self.metrics.peak("ring_peak_bytes", 0 if self._ring is None else self._ring.peak_bytes)
+
     def _drop_machinery(self) -> None:
         if self._sharing is not None:
             self._sharing.drop()
         store, self._store, self._builder = self._store, None, None
+        self._note_ring_peak()
+        self._ring = None
         if store is not None:
             self._finalizer()
 
@@ -237,12 +252,14 @@ class EpochLoop(BaseLoop):
         """Store, and worker processes if there are to be any; all end with ``_finalizer``."""
         if self._store is None:
             num_workers = self.config.num_workers
-            arena = Arena(self.config.memory_limit_bytes, shared=num_workers > 0)
+            limit = self.config.memory_limit_bytes
+            arena = Arena(budget.chunks_limit_bytes(limit), shared=num_workers > 0)
             closing = ExitStack()
             if num_workers:
-                ring = BatchRing(self.config.depth + num_workers + 1)
+                ring = BatchRing(self.config.depth + num_workers + 1, limit_bytes=budget.batches_limit_bytes(limit))
+                self._ring = ring
                 closing.callback(ring.close)
-                pool = WorkerPool(num_workers, self.config.recipe, arena, ring=ring)
+                pool = WorkerPool(num_workers, self.config.recipe, arena, ring=ring, metrics=self.metrics)
                 closing.callback(pool.close)
                 self._builder = WorkerBuilder(self.config.recipe, pool)
             self._store = ChunkStore(

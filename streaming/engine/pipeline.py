@@ -43,6 +43,8 @@ Ints = npt.NDArray[np.int64]
 
 _BLOCKS_AHEAD = 16
 """Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
+_WITH_USER = 2
+"""Batches that a loop holds in the usual case: while it asks for the next one, the last one is still in use."""
 _LOCK_S = 2.0
 """How long a report waits for the lock, which nobody keeps for more than milliseconds."""
 
@@ -116,7 +118,8 @@ class Pipeline:
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._groups = Groups(settings.recipe, padded=plan.last_batch == "pad")
         self._group: Group | None = None
-        self._depth = settings.depth
+        self._depth = 1  # until the first batch says how large they are
+        self._largest_bytes = 0
         self._closed = False
         self._builders = [
             threading.Thread(target=self._build_loop, name=f"shardstream-build-{i}", daemon=True)
@@ -363,14 +366,22 @@ class Pipeline:
             with self._changed:
                 self._results[batch] = (value, error)
                 self._bound_depth(value)
+                value = error = None  # a thread that waits must not keep a batch
                 self._finish(batch)
                 self._advance()
                 self._changed.notify_all()
 
     def _bound_depth(self, batch: Any) -> None:
-        """Build no more batches ahead than fit, going by the largest one seen."""
-        fitting = self._settings.batch_bytes // max(1, size_of(batch))
-        self._depth = max(1, min(self._depth, fitting))
+        """Build no more batches ahead than fit beside those with the user, going by the largest one seen.
+
+        One that is being built takes its room twice: as samples, and as the batch that is made of them. In this process
+        it does so three times: the C library keeps memory that a thread has freed.
+        """
+        self._largest_bytes = max(self._largest_bytes, size_of(batch))
+        fitting = self._settings.batch_bytes // max(1, self._largest_bytes) - _WITH_USER
+        more = 2 if self._settings.builder.is_local else 1
+        fitting = max(fitting // (1 + more), fitting - more * self._settings.num_builders)
+        self._depth = max(1, min(self._settings.depth, fitting))
 
     def _can_start(self) -> bool:
         """Whether a builder may begin with a batch: never with what only one thread can do at a time anyway."""

@@ -4,7 +4,8 @@ A slot is handed out for one batch and comes back when nothing refers to that ba
 view and array of the batch keeps one NumPy array alive, and a finalizer on it gives the slot back. So a batch that is
 kept never changes; who keeps many gets fresh slots, and from ``MAX_EXTRA_SLOTS`` on private copies.
 
-Slots are sparse: their address range (``span_bytes``) is generous, pages come with the first touch.
+Slots are sparse: their address range (``span_bytes``) is generous, pages come with the first touch. Where all slots
+together hold more than ``limit_bytes``, free ones give their pages back.
 
 No lock anywhere: finalizers run whenever the collector likes, perhaps in a thread that is in the middle of these very
 functions. Everything they touch is changed by single atomic operations.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -42,6 +44,7 @@ class Slot:
         self.number = number
         self.fd = fd
         self.span_bytes = 0
+        self.held_bytes = 0
         self.follow()
 
     @classmethod
@@ -67,6 +70,15 @@ class Slot:
         span = -(-max(2 * self.span_bytes, num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(self.fd, span)
         self.follow()
+
+    def touched(self, num_bytes: int) -> None:
+        """Its first bytes were written: their pages stay until ``trim``."""
+        self.held_bytes = max(self.held_bytes, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+    def trim(self) -> None:
+        """Give its pages back to the system, in all processes that map it. Nobody uses it."""
+        self.held_bytes = 0
+        self.memory.madvise(mmap.MADV_REMOVE)
 
     def array(self, num_bytes: int | None = None) -> Memory:
         """A new array over its first bytes (default: all); what is cut from it refers to it."""
@@ -128,6 +140,11 @@ class Lease:
         self._want_span = want_span
         self._used_bytes = 0
 
+    @property
+    def used_bytes(self) -> int:
+        """Of the slot."""
+        return 0 if self._root is None else min(self._used_bytes, len(self._root))
+
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor with any content, in the slot or, where that is full or given up, in fresh memory."""
         start = -(-self._used_bytes // ALIGN_BYTES) * ALIGN_BYTES
@@ -150,10 +167,13 @@ class BatchRing:
     Args:
         num_slots: Slots to keep when they are free: those being built, waiting and in use in the usual case.
         span_bytes: Address range of a new slot.
+        limit_bytes: What all slots may hold; only batches that are being built, waiting or kept may hold more.
     """
 
-    def __init__(self, num_slots: int, span_bytes: int = FIRST_SPAN_BYTES) -> None:
+    def __init__(self, num_slots: int, span_bytes: int = FIRST_SPAN_BYTES, *, limit_bytes: int = sys.maxsize) -> None:
         self.num_slots = num_slots
+        self._limit_bytes = limit_bytes
+        self.peak_bytes = 0
         self._span_bytes = span_bytes
         self._numbers = count()
         self._free: deque[Slot] = deque()
@@ -171,9 +191,16 @@ class BatchRing:
         return len(self._free)
 
     @property
+    def held_bytes(self) -> int:
+        """What its batches have written and no slot has given back, in whole pages."""
+        return sum(slot.held_bytes for slot in (*self._free.copy(), *self._taken.copy()))
+
+    @property
     def resident_bytes(self) -> int:
         """Memory that the free and the taken slots hold now."""
-        return sum(os.fstat(slot.fd).st_blocks * 512 for slot in (*self._free, *self._taken) if slot.fd >= 0)
+        return sum(
+            os.fstat(slot.fd).st_blocks * 512 for slot in (*self._free.copy(), *self._taken.copy()) if slot.fd >= 0
+        )
 
     @property
     def crowded(self) -> bool:
@@ -191,6 +218,8 @@ class BatchRing:
 
     def wrap(self, slot: Slot, num_bytes: int) -> Memory:
         """The slot's first bytes as an array; when it and all cut from it are gone, the slot comes back by itself."""
+        self._trim_pages()
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         if self.crowded:
             copy = slot.array(num_bytes).copy()
             self.give_back(slot)
@@ -204,6 +233,7 @@ class BatchRing:
         self._taken.discard(slot)
         self._free.append(slot)
         self._trim()
+        self._trim_pages()
 
     def discard(self, slot: Slot) -> None:
         """Never use the slot again: somebody else may still write into it."""
@@ -212,7 +242,7 @@ class BatchRing:
 
     def numbers(self) -> set[int]:
         """Numbers of the slots that may be used again."""
-        return {slot.number for slot in (*self._free, *self._taken)}
+        return {slot.number for slot in (*self._free.copy(), *self._taken.copy())}
 
     def want_span(self, num_bytes: int) -> None:
         """Let new slots have room for ``num_bytes``."""
@@ -222,7 +252,7 @@ class BatchRing:
     @contextmanager
     def lease(self) -> Iterator[Lease]:
         """A slot for a batch built in this process: ``with ring.lease() as lease: build(…, lease.allocate)``."""
-        root = None
+        root = slot = None
         if len(self._taken) < self.num_slots + MAX_EXTRA_SLOTS and not self._closed:
             slot = self.take()
             if slot.span_bytes < self._span_bytes:
@@ -233,6 +263,8 @@ class BatchRing:
         try:
             yield lease
         finally:
+            if slot is not None:
+                slot.touched(lease.used_bytes)
             lease.end()
 
     def close(self) -> None:
@@ -241,6 +273,18 @@ class BatchRing:
         self._trim()
         for slot in list(self._taken):
             slot.close_fd()
+
+    def _trim_pages(self) -> None:
+        """Free slots give pages back, the one idle longest first, until all hold no more than the limit."""
+        for _ in range(len(self._free)):
+            if self.held_bytes <= self._limit_bytes:
+                return
+            try:
+                slot = self._free.popleft()
+            except IndexError:  # somebody else took it
+                return
+            slot.trim()
+            self._free.append(slot)
 
     def _trim(self) -> None:
         while len(self._free) > (0 if self._closed else self.num_slots):

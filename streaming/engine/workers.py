@@ -36,6 +36,7 @@ from streaming.engine.worker_main import (
     describe_rows,
 )
 from streaming.errors import ConfigError, WorkerDiedError
+from streaming.metrics import Metrics
 
 MAX_DEATHS = 3
 """Workers that may die of one batch: a stray kill and an unlucky moment of memory, but not a habit."""
@@ -78,6 +79,7 @@ class WorkerPool:
         recipe: What to do; its ``finish`` is done here, in the calling thread.
         arena: Where most rows lie; must stay open while ``build`` runs.
         ring: Where batches go. The caller closes it, after the pool.
+        metrics: Where ``worker_restarts`` is counted; None: nowhere.
         server: A running fork server, which the caller closes after the pool; None: the one that all pools share.
 
     Raises:
@@ -85,13 +87,16 @@ class WorkerPool:
     """
 
     def __init__(
-        self, num_workers: int, recipe: Recipe, arena: Arena, *, ring: BatchRing, server: ForkServer | None = None
-    ) -> None:
+        self, num_workers: int, recipe: Recipe, arena: Arena, *, ring: BatchRing, metrics: Metrics | None = None,
+        server: ForkServer | None = None,
+    ) -> None:  # fmt: skip
         if num_workers < 1:
             raise ConfigError(f"num_workers: a pool needs at least one worker, got {num_workers}")
         self._recipe = recipe
         self._arena = arena
         self._ring = ring
+        self._metrics = metrics or Metrics()
+        self._metrics.add("worker_restarts", 0)
         self._processes = Processes(num_workers, _pickled(recipe), arena.fd, len(arena.memory), server)
         self._end = weakref.finalize(self, self._processes.close)
 
@@ -152,6 +157,7 @@ class WorkerPool:
             except BaseException:  # in the middle of a message, as by KeyboardInterrupt
                 with suppress(RuntimeError):  # closed meanwhile
                     self._processes.replace(worker, kill=True)
+                    self._metrics.add("worker_restarts")
                 raise
             else:
                 self._processes.give_back(worker)
@@ -177,6 +183,7 @@ class WorkerPool:
             WorkerDiedError: Too many have died of this batch, or before they had it.
         """
         how = self._processes.replace(worker)
+        self._metrics.add("worker_restarts")
         deaths = job.deaths if worker.pid is not None else job.failed_starts
         deaths.append(how)
         if len(deaths) < MAX_DEATHS:
@@ -252,6 +259,7 @@ class WorkerPool:
 
     def _unpacked(self, parcel: Parcel, slot: Slot, rows: Rows) -> Any:
         self._ring.want_span(slot.span_bytes)
+        slot.touched(parcel.used_bytes)
         memory = self._ring.wrap(slot, parcel.used_bytes)
         try:
             return unpack(parcel, memory, rows.keys, rows.urls)

@@ -1,0 +1,93 @@
+"""A loader alone in a process tree, and what that takes: run by test_memory.py as ``memory_run.py FOLDER WORKERS``.
+
+Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch), ``peak_bytes`` (the most while the data set was
+read by a consumer that is slower than the loader), both as PSS over all processes, and the loader's own figures.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Self
+
+import psutil
+import torch
+
+from streaming import DataLoader, ShuffleConfig, StreamingDataset
+
+LIMIT_BYTES = 128 << 20
+SAMPLE_BYTES = 256 << 10
+
+
+def decode(data: bytes) -> torch.Tensor:
+    """Twice the bytes that it gets, so that batches count."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).repeat(2)
+
+
+def pss_bytes() -> int:
+    """Of this process and all below it; what they share counts once."""
+    total = 0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        try:
+            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # has just ended
+            continue
+        total += int(text.split("\nPss:")[1].split()[0]) << 10
+    return total
+
+
+class Sampler:
+    """The most that was seen, looked at ten times a second."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.1):
+            self.peak_bytes = max(self.peak_bytes, pss_bytes())
+
+
+def loader_of(folder: str, num_workers: int) -> DataLoader:
+    dataset = StreamingDataset(
+        folder, decode={"bin": decode}, shuffle=ShuffleConfig(lanes=4, window=16), transform=dict
+    )
+    return DataLoader(dataset, batch_size=8, num_workers=num_workers, memory_limit=LIMIT_BYTES)
+
+
+def main(folder: str, num_workers: int) -> None:
+    with loader_of(f"{folder}/tiny/", num_workers) as tiny:
+        for batch in tiny:
+            del batch
+        gc.collect()
+        idle_bytes = pss_bytes()
+    with loader_of(f"{folder}/large/", num_workers) as loader, Sampler() as sampler:
+        slow = threading.Event()
+        for _ in loader:
+            slow.wait(0.03)  # the consumer is what everything waits for, so that buffers fill
+        found = loader.metrics()
+    print(
+        json.dumps(
+            {
+                "idle_bytes": idle_bytes,
+                "peak_bytes": sampler.peak_bytes,
+                **{name: found[name] for name in ("arena_peak_bytes", "ring_peak_bytes", "batches")},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,45 @@
+"""The promise of memory_limit, measured: peak over all processes, beyond what the same processes take when idle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from memory_run import LIMIT_BYTES, SAMPLE_BYTES
+
+from shard_tools import ShardWriter
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set three times as large as the limit, and a tiny one."""
+    folder = tmp_path_factory.mktemp("memory")
+    for name, count in (("tiny", 16), ("large", 3 * LIMIT_BYTES // SAMPLE_BYTES)):
+        (folder / name).mkdir()
+        data = os.urandom(SAMPLE_BYTES)
+        with ShardWriter(f"{folder}/{name}/{{:06d}}.tar", max_bytes="64MiB") as writer:
+            for number in range(count):
+                writer.write({"__key__": f"{number:06d}", "bin": data})
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2, 8])
+def test_all_processes_together_keep_within_the_limit(folder: Path, num_workers: int) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "memory_run.py"), str(folder), str(num_workers)],
+        check=False, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["batches"] == 3 * LIMIT_BYTES // SAMPLE_BYTES // 8
+    assert found["arena_peak_bytes"] > LIMIT_BYTES / 2, "the limit was really used"
+    assert found["arena_peak_bytes"] <= 0.75 * LIMIT_BYTES
+    assert found["ring_peak_bytes"] <= 0.25 * LIMIT_BYTES
+    assert found["peak_bytes"] - found["idle_bytes"] <= 1.1 * LIMIT_BYTES, found
