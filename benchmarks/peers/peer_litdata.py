@@ -15,6 +15,7 @@ from litdata.streaming import downloader
 from pillow_decode import decoded
 from plain_tar import shard_samples
 from sets import TOKENS_PER_SEQUENCE, shard_files
+from torch.utils.data import get_worker_info
 
 
 def images(path: str) -> Iterator[dict[str, Any]]:
@@ -47,7 +48,14 @@ def pixels(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "jpg": torch.from_numpy(decoded(sample["jpg"]))}
 
 
+def copied(value: Any) -> Any:
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
 def rows(items: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Workers copy bytes: they are views of chunks, which no queue takes, and the loader would wait for ever."""
+    if get_worker_info() is not None:
+        items = [{name: copied(value) for name, value in item.items()} for item in items]
     return {name: [item[name] for item in items] for name in items[0]}
 
 
