@@ -24,6 +24,7 @@ from data_sets import SampleSet, mesh_of, play, valid_keys, write_set
 from ray.util import placement_group, remove_placement_group
 from ray_cluster import TwoNodes, locations, wait_for_end
 from test_convert_elsewhere import contents, parquet_source
+from test_readme import blocks
 
 import infra
 from infra import DeviceMesh
@@ -460,7 +461,18 @@ def test_each_ray_train_worker_reads_its_own_share(nodes: TwoNodes, samples: Sam
     assert [keys for _, keys in found] == play(samples.open(), 2, batch_size=8)
 
 
-# ------------------------------------------------------------------------------------------------- the tools
+# ------------------------------------------------------------------------------------------------- docs and the tools
+
+
+def test_the_page_about_ray_runs(nodes: TwoNodes, tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parent.parent / "docs/ray.md"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    code = [block.code for block in blocks(page.read_text()) if block.language == "python" and block.excuse is None]
+    assert len(code) == 2
+    for block in code:
+        exec(compile(block.replace("/tmp/shardstream-ray", str(tmp_path)), str(page), "exec"), names)
+    for trainer in names["trainers"]:
+        ray.kill(trainer)
 
 
 def run_tool(*words: str) -> dict[str, Any]:
