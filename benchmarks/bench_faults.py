@@ -74,7 +74,7 @@ def epochs(url: str, options: dict[str, str], counted: dict[str, float] | None =
 
 
 def cpu_turns(contestants: dict[str, common.Run], rounds: int) -> list[common.Rates]:
-    """As ``common.take_turns``, per second of this process's CPU time: small differences drown otherwise."""
+    """As ``common.take_turns``, per second of this process's CPU time, in which some percent do not drown."""
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds):
         for name in sorted(contestants, reverse=bool(turn % 2)):

@@ -490,7 +490,7 @@ class TestRace:
     @pytest.fixture(autouse=True)
     def nothing_left(self) -> Iterator[None]:
         before = leftovers()
-        self.held = threading.Event()
+        self.held, self.gave_up = threading.Event(), False
         yield
         self.held.set()
         for thread in threading.enumerate():
@@ -506,7 +506,8 @@ class TestRace:
         return transfer
 
     def wait(self) -> None:
-        assert self.held.wait(10)
+        self.gave_up = not self.held.wait(10)
+        assert not self.gave_up
 
     def test_the_rival_asks_for_what_is_missing_of_the_same_version(self) -> None:
         out, hedging = bytearray(10), Eager()
@@ -603,6 +604,26 @@ class TestRace:
             transfer.attempt(call, hedging, time.monotonic() + 10)
         assert out == b"wxyz"
         assert script.asked[-1] == (1, 4, '"v"')
+
+    def test_a_rival_that_stalls_as_well_gets_one_too(self) -> None:
+        out, hedging = bytearray(4), Eager(allowed=9)
+        silent = [Answer([b"w", self.wait, b"XYZ"]), self.silent]
+        script = Script(*silent, Answer([b"xyz"]))
+        self.read(script, hedging, out)
+        assert out == b"wxyz"
+        assert [start for start, _, _ in script.asked] == [0, 1, 1]
+        assert hedging.ended == [False, True]
+        assert not self.gave_up
+
+    def test_three_requests_at_once_are_the_most(self) -> None:
+        out, hedging = bytearray(4), Eager(allowed=9)
+        timer = threading.Timer(0.3, self.held.set)
+        timer.start()
+        script = Script(*[Answer([self.wait, b"wxyz"]) for _ in range(3)])
+        self.read(script, hedging, out)
+        timer.join()
+        assert out == b"wxyz"
+        assert len(script.asked) == 3
 
     def test_without_leave_nothing_is_asked_twice(self) -> None:
         out, hedging = bytearray(4), Eager(allowed=0)

@@ -24,6 +24,9 @@ from streaming.storage.crew import Crew
 from streaming.storage.patience import Patience
 from streaming.storage.urls import redact
 
+_MOST_AT_ONCE = 3
+"""Requests for the same bytes. Two are not enough: of many rivals, some stall as well (``bench_faults.py``)."""
+
 
 class Hedging(Protocol):
     """What a transfer needs for second requests."""
@@ -185,17 +188,17 @@ class Transfer:
     # --- with rivals ---
 
     def _race(self, hedging: Hedging, until_s: float) -> None:
-        """The first request on a thread of the crew; another one whenever the only one left is silent for too long."""
+        """The first request on a thread of the crew; another one whenever all that are left are silent for too long."""
         hedging.crew.run(partial(self._work, self._requests[0]))
         with self._changed:
             try:
                 while not self._is_over():
                     left = [request for request in self._requests if not request.lost and not request.ended]
-                    if len(left) > 1:
+                    if len(left) == _MOST_AT_ONCE:
                         self._changed.wait()
                         continue
                     limit_s = hedging.patience.limit_s
-                    patient_s = limit_s - (time.monotonic() - left[0].heard_s)
+                    patient_s = limit_s - (time.monotonic() - max(request.heard_s for request in left))
                     if patient_s > 0:
                         self._changed.wait(patient_s)
                     elif hedging.begin(until_s):
