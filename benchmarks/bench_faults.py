@@ -113,7 +113,7 @@ def main() -> None:
             proxy.communicate()
 
         def unchecked() -> int:
-            with mock.patch.object(streaming.fetch, "_differing", return_value=None):
+            with mock.patch.object(streaming.fetch._Read, "_differing", return_value=None):
                 return epochs(url, options)
 
         rates = cpu_turns({"checksums off": unchecked, "checksums on": lambda: epochs(url, options)}, 2 * args.rounds)
