@@ -1,6 +1,7 @@
 # make demo   from raw data to training from a bucket, with a crash in the middle (DEMO_URL=s3://… for a real one)
 # make test   everything that must hold: ruff, mypy, all tests
 # make venv | lint | types | pytest | bench | peers    the parts (peers: us beside the other loaders, PEERS_ARGS=--quick)
+# make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
 # torch), PYTEST_ARGS=… to pytest. Several processes test at once: JOBS=0 for one.
@@ -13,11 +14,11 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish
 
-.PHONY: help venv demo test lint types pytest format bench peers clean
+.PHONY: help venv demo test lint types pytest format bench peers fuzz clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
 
 venv: $(VENV)/.installed
 
@@ -51,6 +52,9 @@ bench: venv
 
 peers: venv
 	$(BIN)/python benchmarks/peers/run.py $(PEERS_ARGS)
+
+fuzz: venv
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
 
 clean:
 	rm -rf .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

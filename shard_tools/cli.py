@@ -6,7 +6,6 @@ progress and errors to standard error; an error is one message without a traceba
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -57,9 +56,7 @@ class ToolGroup(click.Group):
         except ShardstreamError as error:
             if ctx.meta.get("shard_tools.debug"):
                 raise
-            click.echo(f"Error: {error}", err=True)
-            for note in getattr(error, "__notes__", ()):
-                click.echo(note, err=True)
+            render.show_error(error)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
         except KeyboardInterrupt:
             click.echo("Stopped. Run the same command again to go on.", err=True)
@@ -81,7 +78,7 @@ def cli() -> None:
 def _emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
     """Prints a result value: as JSON, or with its renderer."""
     if as_json:
-        click.echo(json.dumps(result.as_dict(), indent=2, ensure_ascii=False))
+        click.echo(render.as_json(result.as_dict(), indent=2))
     else:
         for_people(result)
 
@@ -347,7 +344,7 @@ def ls_command(
     storage = Storage(as_storage_options(arguments))
     for sample in list_samples(urls, storage=storage, index_url=index_url, limit=limit):
         if as_json:
-            click.echo(json.dumps(sample.as_dict(), ensure_ascii=False))
+            click.echo(render.as_json(sample.as_dict()))
         else:
             render.show_sample_line(sample, long=long)
 

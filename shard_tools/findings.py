@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from streaming.storage import redact, redact_text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -39,17 +41,17 @@ class Finding:
         if self.key is not None:
             where += f", sample {self.key!r}"
         compared = "" if self.expected is None else f" (expected {self.expected}, got {self.got})"
-        return f"{where}: {self.what}{compared}; {self.cure}"
+        return redact_text(f"{where}: {self.what}{compared}; {self.cure}")
 
     def as_dict(self) -> dict[str, object]:
         """JSON-able form; what does not apply is null."""
         return {
             "kind": self.kind,
-            "shard": self.shard,
+            "shard": redact(self.shard),
             "byte_start": self.byte_start,
             "byte_end": self.byte_end,
             "key": self.key,
-            "what": self.what,
+            "what": redact_text(self.what),
             "expected": self.expected,
             "got": self.got,
             "cure": self.cure,

@@ -14,7 +14,7 @@ from shard_tools.open_set import READ_THREADS, OpenSet, open_set, table_of, tabl
 from shard_tools.progress import NoProgress, Progress
 from streaming.errors import NotFoundError
 from streaming.index.samples import SampleLocation
-from streaming.storage import Storage
+from streaming.storage import Storage, redact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class SampleEntry:
 
     def as_dict(self) -> dict[str, object]:
         """JSON-able form."""
-        return {"number": self.number, "shard": self.shard, "key": self.key, "fields": dict(self.fields)}
+        return {"number": self.number, "shard": redact(self.shard), "key": self.key, "fields": dict(self.fields)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +107,13 @@ class SampleView:
 def _content(field: str, payload: bytes) -> object:
     try:
         text = payload.decode()
-        return json.loads(text) if field.rpartition(".")[2] in {"json", "jsn"} else text
-    except ValueError:
+        if field.rpartition(".")[2] not in {"json", "jsn"}:
+            return text
+        content: object = json.loads(text)
+        json.dumps(content, indent=2)  # what is nested deeper than the stack parses sooner than it prints
+    except (ValueError, RecursionError):
         return None
+    return content
 
 
 def info(
@@ -160,8 +164,8 @@ def _add(before: FieldInfo | None, name: str, sizes: npt.NDArray[np.int64]) -> F
 
 def _where(shards: OpenSet, urls: Sequence[str]) -> str:
     if shards.scanned is not None:
-        return f"none stored (the shards were read); make one with `shard_tools index {' '.join(urls)}`"
-    return shards.index_url or "beside the shards"
+        return f"none stored (the shards were read); make one with `shard_tools index {' '.join(map(redact, urls))}`"
+    return redact(shards.index_url or "") or "beside the shards"
 
 
 def list_samples(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shard_tools.convert import ConvertReport
@@ -15,10 +18,32 @@ from shard_tools.recheck import RecheckReport
 from shard_tools.reindex import IndexReport
 from shard_tools.reshard import ReshardReport
 from shard_tools.verify import VerifyReport
+from streaming.storage import redact, redact_text
 from streaming.units import format_bytes
 
 _SHOWN_SKIPPED = 10
 _PREVIEW_CHARACTERS = 2000
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+_NOT_PLAIN = re.compile(r"[\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+_BINARY = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def plain(text: str) -> str:
+    """``text`` from the data on one line of a terminal: control characters, which could steer it, are written out."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def as_json(value: object, *, indent: int | None = None) -> str:
+    """``value`` as JSON that any terminal and any encoding takes."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return _NOT_PLAIN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def show_error(error: BaseException) -> None:
+    """An error and its notes, without secrets in URLs and without control characters from names."""
+    for line in (f"Error: {error}", *getattr(error, "__notes__", ())):
+        for part in redact_text(line).split("\n"):
+            click.echo(plain(part), err=True)
 
 
 def _rate(num_bytes: int, seconds: float) -> str:
@@ -30,7 +55,7 @@ def show_convert(report: ConvertReport) -> None:
     if report.num_resumed_samples:
         click.echo(f"went on after {report.num_resumed_samples:,} samples that were there already")
     click.echo(
-        f"{report.target}: {report.num_samples:,} samples in {report.num_shards:,} shards, "
+        f"{redact(report.target)}: {report.num_samples:,} samples in {report.num_shards:,} shards, "
         f"{format_bytes(report.num_bytes)}, from {report.kind} in {report.seconds:.1f} s"
     )
     if report.classes:
@@ -38,7 +63,7 @@ def show_convert(report: ConvertReport) -> None:
     if report.skipped:
         click.echo(f"left out {len(report.skipped):,} files of the source:", err=True)
         for entry in report.skipped[:_SHOWN_SKIPPED]:
-            click.echo(f"  {entry.path}: {entry.reason}", err=True)
+            click.echo(f"  {plain(entry.path)}: {entry.reason}", err=True)
         if len(report.skipped) > _SHOWN_SKIPPED:
             click.echo(f"  … {len(report.skipped) - _SHOWN_SKIPPED:,} more; --json lists all", err=True)
 
@@ -58,9 +83,9 @@ def show_index(report: IndexReport) -> None:
 def show_verify(report: VerifyReport) -> None:
     """Every finding, and the sum."""
     for finding in report.findings:
-        click.echo(str(finding))
+        click.echo(plain(str(finding)))
     if report.not_decoded:
-        click.echo(f"not decoded, for want of a safe decoder: {', '.join(report.not_decoded)}", err=True)
+        click.echo(f"not decoded, for want of a safe decoder: {plain(', '.join(report.not_decoded))}", err=True)
     found = f"{len(report.findings):,} findings" if report.findings else "all as the index says"
     click.echo(
         f"{report.num_shards:,} shards, {report.num_samples:,} samples, {format_bytes(report.num_bytes)} "
@@ -121,31 +146,32 @@ def show_info(report: DataSetInfo) -> None:
     if report.fingerprint:
         click.echo(f"print     {report.fingerprint}")
     if report.columns:
-        click.echo(f"columns   {', '.join(report.columns)}")
+        click.echo(f"columns   {plain(', '.join(report.columns))}")
     if report.fields:
         table = Table("field", "samples", "bytes", "mean", "least", "most", box=None, pad_edge=False)
         for field in report.fields:
             sizes = (field.num_bytes, field.num_bytes / field.num_samples, field.min_bytes, field.max_bytes)
-            table.add_row(field.name, f"{field.num_samples:,}", *(format_bytes(size) for size in sizes))
+            table.add_row(escape(plain(field.name)), f"{field.num_samples:,}", *(format_bytes(size) for size in sizes))
         Console(width=shutil.get_terminal_size().columns).print(table)
 
 
 def show_sample_line(sample: SampleEntry, *, long: bool) -> None:
     """One line of ``ls``."""
     if long:
-        fields = "  ".join(f"{field}:{size}" for field, size in sample.fields.items())
-        click.echo(f"{sample.number}\t{sample.shard}\t{sample.key}\t{fields}")
+        fields = "  ".join(f"{plain(field)}:{size}" for field, size in sample.fields.items())
+        click.echo(f"{sample.number}\t{redact(sample.shard)}\t{plain(sample.key)}\t{fields}")
     else:
-        click.echo(f"{sample.key}\t{' '.join(sample.fields)}")
+        click.echo(f"{plain(sample.key)}\t{plain(' '.join(sample.fields))}")
 
 
 def show_sample(sample: SampleView) -> None:
     """One sample: text as text, all else by its size."""
-    click.echo(f"key    {sample.entry.key}\nnumber {sample.entry.number}\nshard  {sample.entry.shard}")
+    shard = redact(sample.entry.shard)
+    click.echo(f"key    {plain(sample.entry.key)}\nnumber {sample.entry.number}\nshard  {shard}")
     for field, payload in sample.payloads.items():
-        click.echo(f"--- {field} ({format_bytes(len(payload))})")
+        click.echo(f"--- {plain(field)} ({format_bytes(len(payload))})")
         if is_binary(payload):
-            click.echo(f"(binary; write it out with --field {field})")
+            click.echo(f"(binary; write it out with --field {plain(field)})")
         else:
             text = payload.decode()
             more = f"\n… {len(text) - _PREVIEW_CHARACTERS:,} characters more"
@@ -158,4 +184,4 @@ def is_binary(payload: bytes) -> bool:
         text = payload.decode()
     except UnicodeDecodeError:
         return True
-    return any(character < " " and character not in "\n\r\t" for character in text)
+    return _BINARY.search(text.replace("\r\n", "\n")) is not None

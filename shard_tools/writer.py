@@ -15,6 +15,7 @@ from shard_tools.keys import SeenKeys, check_field, check_key, is_meta
 from shard_tools.recorder import IndexRecorder, Record
 from streaming.errors import ConfigError, StorageError
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
+from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
 from streaming.units import parse_bytes
 
@@ -249,6 +250,10 @@ def make_record(sample: Mapping[str, object], key: str) -> Record:
     fields = tuple(sorted(check_field(name, key) for name in sample if not _is_note(name)))
     if not fields:
         raise ConfigError(f"sample {key!r} has no field but __key__; readers would never see it; add one or skip it")
+    if len(fields) > MAX_FIELDS:
+        raise ConfigError(
+            f"sample {key!r} has {len(fields)} fields, readers take at most {MAX_FIELDS}; pack them together"
+        )
     pieces: Buffers = []
     starts, sizes = [], []
     offset = 0

@@ -30,7 +30,7 @@ from streaming.layout import UnitLayout
 from streaming.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.peers import job_peers
 from streaming.shards import OpenShards, check_fields, open_shards, sample_table
-from streaming.storage import Storage, mirrors_of, scheme_of
+from streaming.storage import Storage, mirrors_of, redact, scheme_of
 from streaming.types import Sample, Transform
 from streaming.units import parse_bytes
 
@@ -228,9 +228,13 @@ class StreamingDataset:
 
     # --- what the engine needs (streaming.engine.pipeline.Source) ---
 
+    @cached_property
+    def _shown_urls(self) -> list[str]:
+        return [redact(url) for url in self.shards.urls]
+
     def urls_of(self, chunk_ids: npt.NDArray[np.int64]) -> list[str]:
-        """URL of the shard of each chunk."""
-        urls = self.shards.urls
+        """URL of the shard of each chunk, as samples and messages show it: without what may be secret."""
+        urls = self._shown_urls
         return [urls[shard] for shard in self.table.shard[chunk_ids].tolist()]
 
     def chunk(self, chunk_id: int) -> FetchRange:
@@ -368,11 +372,10 @@ class _Recent:
         self._reading: dict[int, threading.Lock] = {}
 
     def sample(self, index: int) -> Sample:
-        table = self._dataset.table
         starts = self._starts()
         chunk = int(np.searchsorted(starts, index, side="right")) - 1
         offset = index - int(starts[chunk])
-        url = self._dataset.shards.urls[int(table.shard[chunk])]
+        (url,) = self._dataset.urls_of(np.array([chunk]))
         key, fields = self._fields(chunk, offset)
         return self._decode(url, key, fields)
 

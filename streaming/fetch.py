@@ -15,7 +15,7 @@ from streaming.index.samples import SampleTable
 from streaming.index.sums import Sum, sums_of
 from streaming.layout import UnitLayout
 from streaming.narrow import checksum_error, layout_by_table, narrowed
-from streaming.storage import ChangedError, Storage
+from streaming.storage import ChangedError, Storage, redact
 from streaming.tar import parse_chunk
 
 UnitKey: TypeAlias = tuple[str, int, int]
@@ -50,6 +50,11 @@ class FetchRange:
     version: str = ""
     spans: tuple[tuple[int, int], ...] = ()
     lead: int = 0
+
+    @property
+    def shown_url(self) -> str:
+        """The URL for messages."""
+        return redact(self.url)
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +124,7 @@ def fetch_range(
         return _through_cache(read, out[: read.plan.pieces.num_bytes], cache, layout)
     except ChecksumError:
         table = known.samples() if part is None else part.samples
-        found = None if table is None else narrowed(table, rows, read.plan.pieces, out, known.fields, wanted.url)
+        found = None if table is None else narrowed(table, rows, read.plan.pieces, out, known.fields, wanted.shown_url)
         if found is None:
             raise
         return found
@@ -232,8 +237,8 @@ class _Read:
                 self.check(out)
         except NotFoundError as error:
             raise IndexMismatchError(
-                f"{wanted.url}: the index lists this shard, but the store does not have it. Bring the shard back, or "
-                f"rebuild the index: shard_tools index <urls of the shards that there are>"
+                f"{wanted.shown_url}: the index lists this shard, but the store does not have it. Bring the shard "
+                f"back, or rebuild the index: shard_tools index <urls of the shards that there are>"
             ) from error
         except StorageError as error:
             _check_size(self._storage, wanted, error)
@@ -250,7 +255,7 @@ class _Read:
             return
         one, got = found
         _check_size(self._storage, self._wanted, None)
-        raise checksum_error(self._wanted.url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
+        raise checksum_error(self._wanted.shown_url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
 
     def _read(self, out: memoryview) -> None:
         """Fill ``out``. Of a shard that was replaced since this process first read it, the checksums decide.
@@ -269,8 +274,8 @@ class _Read:
             if self._differing(out) is not None:
                 _check_size(self._storage, wanted, error)
                 raise IndexMismatchError(
-                    f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: the shard was replaced while it was "
-                    f"being read, and is not the one that the index describes. Restore it, or write shards under new "
+                    f"{wanted.shown_url}, bytes {wanted.byte_start}-{wanted.byte_end}: the shard was replaced while it "
+                    f"was being read, and is not the one that the index describes. Restore it, or write shards under new "
                     f"names and index them"
                 ) from error
 
@@ -295,11 +300,12 @@ def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
         TarError: They are not whole samples.
         IndexMismatchError: They are another number of samples.
     """
-    layout = parse_chunk(out, url=wanted.url, base=wanted.byte_start, verify_headers=not wanted.sums)
+    layout = parse_chunk(out, url=wanted.shown_url, base=wanted.byte_start, verify_headers=not wanted.sums)
     if len(layout.keys) != wanted.num_samples:
+        shown = wanted.shown_url
         raise IndexMismatchError(
-            f"{wanted.url}, bytes {wanted.byte_start}-{wanted.byte_end}: {len(layout.keys)} samples where the index "
-            f"says {wanted.num_samples}. Rebuild the index: shard_tools index --force {wanted.url}"
+            f"{shown}, bytes {wanted.byte_start}-{wanted.byte_end}: {len(layout.keys)} samples where the index "
+            f"says {wanted.num_samples}. Rebuild the index: shard_tools index --force {shown}"
         )
     return UnitLayout(
         keys=layout.keys, fields=layout.fields, starts=layout.starts, sizes=layout.sizes, num_bytes=wanted.num_bytes
@@ -313,8 +319,9 @@ def _check_size(storage: Storage, wanted: FetchRange, cause: Exception | None) -
     except StorageError:
         return
     if size_bytes != wanted.shard_bytes:
+        shown = wanted.shown_url
         raise IndexMismatchError(
-            f"{wanted.url}: {size_bytes} bytes, the index says {wanted.shard_bytes}: the shard was replaced or "
+            f"{shown}: {size_bytes} bytes, the index says {wanted.shard_bytes}: the shard was replaced or "
             f"truncated after it was indexed. Restore it, or rebuild the index: "
-            f"shard_tools index --force {wanted.url}"
+            f"shard_tools index --force {shown}"
         ) from cause

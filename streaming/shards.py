@@ -13,7 +13,7 @@ from os import PathLike
 from typing import Any
 
 from streaming.ahead import StorageAhead
-from streaming.errors import ConfigError, IndexMismatchError, IndexMissingError, NotFoundError
+from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, NotFoundError
 from streaming.found import Found
 from streaming.index.chunks import ChunkTable
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
@@ -197,7 +197,10 @@ def _fields_of(storage: Storage, shards: OpenShards, shard: int) -> tuple[str, .
     url = shards.urls[shard]
     home = split_url(url)[0] if shards.index is None else shards.index
     facts = _footer_facts(storage, join_url(home, samples_path(shard_name(url, shards.index))), "samples")
-    return None if facts is None else tuple(map(str, facts.get("fields", ())))
+    fields = None if facts is None else facts.get("fields", [])
+    if fields is not None and not isinstance(fields, list):
+        raise IndexFormatError(f"{redact(url)}: its sample table names no fields; run `shard_tools index --force`")
+    return None if fields is None else tuple(map(str, fields))
 
 
 def _footer_facts(storage: Storage, url: str, kind: str) -> dict[str, Any] | None:

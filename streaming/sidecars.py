@@ -24,7 +24,8 @@ from streaming.storage.urls import local_path
 
 SPLIT_BYTES = 64 << 20
 """Parts of a shard scanned at a time are at least this long: a thread and a chunk border cost little beside it."""
-_MAX_JSON_BYTES = 64 << 20
+MAX_SIDECAR_BYTES = 64 << 20
+"""Larger files are taken for something else: Energon needs 8 bytes a sample, DALI some 30 a field."""
 _MAX_JSON_FILES = 8  # more are not descriptions of shards but data (a file of statistics per shard, say)
 _CURE = "renew or delete the sidecar, or index with `--no-head-starts` (head_starts=False)"
 
@@ -49,7 +50,8 @@ def find_sidecars(storage: Storage, urls: Iterable[str]) -> dict[str, Sidecars]:
     found: dict[str, Sidecars] = {}
     for folder, shards in folders.items():
         try:
-            sizes = _names_in(storage, folder)
+            listed = _names_in(storage, folder)
+            sizes = {name: size for name, size in listed.items() if size <= MAX_SIDECAR_BYTES}
             wids = _wids_rows(storage, folder, sizes)
         except (StorageError, ConfigError):
             continue
@@ -80,7 +82,7 @@ def _names_in(storage: Storage, folder: str) -> dict[str, int]:
 
 def _wids_rows(storage: Storage, folder: str, sizes: Mapping[str, int]) -> dict[str, tuple[str, WidsShard]]:
     """Rows of wids descriptions by the shard's file name, with the URL of the description."""
-    documents = [name for name, size in sizes.items() if name.endswith(".json") and size <= _MAX_JSON_BYTES]
+    documents = [name for name in sizes if name.endswith(".json")]
     rows: dict[str, tuple[str, WidsShard]] = {}
     for name in documents if len(documents) <= _MAX_JSON_FILES else []:
         url = join_url(folder, name)

@@ -64,7 +64,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
             complete=bool(content["complete"]),
             num_samples=content["num_samples"],
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise IndexFormatError(
             f"{url}: not a journal that this release reads ({error}); begin anew with --overwrite"
         ) from error

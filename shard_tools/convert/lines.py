@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
+import zlib
 from collections.abc import Generator, Iterator
 from typing import BinaryIO
 
@@ -89,7 +91,7 @@ class LineFiles(FileSource):
         line = line.strip().removeprefix(b"\xef\xbb\xbf")
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON: {error}; got {line[:60]!r}; correct or remove this line") from error
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object a line, got {line[:60]!r}")
@@ -109,6 +111,15 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
             yield line
     except EOFError as error:
         raise DataError(f"{url}: the compressed file ends early; get it anew") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{url}: the compressed file is damaged ({error}); get it anew") from error
+
+
+def _bounded_lines(text: io.TextIOWrapper, url: str) -> Iterator[str]:
+    while line := text.readline(_MAX_LINE_BYTES):
+        if len(line) == _MAX_LINE_BYTES:
+            raise DataError(f"{url}: a line is longer than {_MAX_LINE_BYTES} characters; is this a file of rows?")
+        yield line
 
 
 def _line_table(file: SourceFile, storage: Storage) -> npt.NDArray[np.int64]:
@@ -152,7 +163,7 @@ class CsvFiles(FileSource):
     def _rows(self, stream: BinaryIO, file: SourceFile) -> Iterator[tuple[dict[str, object], str]]:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         delimiter = "\t" if ".tsv" in file.name.lower() else ","
-        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        reader = csv.reader(_bounded_lines(text, file.url), delimiter=delimiter, strict=True)
         try:
             header = next(reader, None)
             if header is None or len({*header}) < len(header):
@@ -164,5 +175,5 @@ class CsvFiles(FileSource):
                 if len(values) != len(header):
                     raise DataError(f"{where}: expected {len(header)} values, got {len(values)}; correct this row")
                 yield dict(zip(header, values, strict=True)), where
-        except (csv.Error, UnicodeDecodeError, EOFError) as error:
+        except (csv.Error, UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{file.url}:{reader.line_num}: not readable as CSV in UTF-8: {error}") from error

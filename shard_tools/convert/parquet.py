@@ -14,7 +14,7 @@ from shard_tools.convert.file_source import FileSource
 from shard_tools.convert.files import SourceFile, find_files, open_stored
 from shard_tools.convert.records import Record, permutation
 from shard_tools.convert.rows import RowMapper
-from streaming.errors import DataError
+from streaming.errors import DataError, StorageError
 from streaming.storage import Storage
 
 SUFFIXES = (".parquet", ".pq")
@@ -95,7 +95,9 @@ class ParquetFiles(FileSource):
         stream = open_stored(file, self._storage, unzip=False)
         try:
             return pq.ParquetFile(pa.PythonFile(stream, mode="r"))
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, StorageError):
+                raise
             raise DataError(f"{file.url}: not a Parquet file, or a damaged one: {error}") from error
 
 

@@ -11,7 +11,7 @@ from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
 from shard_tools.convert.records import Skipped
 from shard_tools.convert.sources import open_source
 from shard_tools.progress import NoProgress, Progress
-from streaming.storage import Storage
+from streaming.storage import Storage, redact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ConvertReport:
         """JSON-able form."""
         return {
             "kind": self.kind,
-            "target": self.target,
+            "target": redact(self.target),
             "num_shards": self.num_shards,
             "num_samples": self.num_samples,
             "num_bytes": self.num_bytes,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -77,6 +78,22 @@ class Layout:
         """Path of the unfinished entry of ``key``; a ``suffix`` of 16 digits makes it one's own."""
         return os.path.join(self.parts, f"{key.name}.{suffix}.part" if suffix else f"{key.name}.part")
 
+    def check_owner(self) -> None:
+        """Nothing, if our folder is ours alone to write, or not there: who else could, could feed us bytes.
+
+        Raises:
+            PermissionError: It is a link, belongs to another user (but root), or others may write into it.
+        """
+        try:
+            status = os.stat(self.root, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid not in {os.geteuid(), 0} or status.st_mode & 0o022:
+            raise PermissionError(
+                f"{self.root}: expected a folder of this user that nobody else may write, got mode "
+                f"{stat.filemode(status.st_mode)} of user {status.st_uid}; delete it, or choose another cache_dir"
+            )
+
     def make(self) -> None:
         """Make the folders and the marker, unless they are there. Private to the user: the data may be.
 
@@ -86,6 +103,7 @@ class Layout:
         os.makedirs(self.directory, exist_ok=True)
         for folder in (self.root, self.entries, self.parts):
             os.makedirs(folder, mode=0o700, exist_ok=True)
+        self.check_owner()
         marker = f"{_MARKER}{self.version}\n"
         found = _text(self.marker)
         if not found:  # new, or its maker was killed before the first byte

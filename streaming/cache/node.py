@@ -147,6 +147,7 @@ class NodeCache:
         """Whether ``out`` now holds the entry. A damaged one is deleted."""
         path = self._layout.entry(key)
         try:
+            self._layout.check_owner()
             found = read_entry(path, key, crc32c, out)
             if found is Found.DAMAGED:
                 self.metrics.add("cache_damaged")

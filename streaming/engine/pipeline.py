@@ -264,7 +264,7 @@ class Pipeline:
             return None
         arena, wanted = self._store.arena, self._units.wanted(need.unit)
         return MemoryLimitError(
-            f"batch {need.first_batch} needs {wanted.url} bytes {wanted.byte_start}-{wanted.byte_end} "
+            f"batch {need.first_batch} needs {wanted.shown_url} bytes {wanted.byte_start}-{wanted.byte_end} "
             f"({format_bytes(wanted.num_bytes)}) together with what it already holds "
             f"({format_bytes(arena.used_bytes)}), which is more than the {format_bytes(self._store.limit_bytes)} that "
             f"chunks may have. Raise memory_limit, or lower lanes or window in ShuffleConfig"

@@ -20,7 +20,7 @@ from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe
 from streaming.engine.rows import FieldRange, Rows
 from streaming.errors import ConfigError
 from streaming.order import EpochOrder, OrderSettings
-from streaming.storage import Storage
+from streaming.storage import Storage, redact
 from streaming.tar.samples import iter_samples
 
 PIECE_BYTES = 8 << 20
@@ -107,8 +107,9 @@ def read_shard(storage: Storage, url: str) -> Iterator[RawSample]:
                 for future in coming:
                     future.cancel()
 
-    for key, fields in iter_samples(pieces(), url):
-        yield RawSample(key=key, url=url, fields=fields)
+    shown = redact(url)
+    for key, fields in iter_samples(pieces(), shown):
+        yield RawSample(key=key, url=shown, fields=fields)
 
 
 def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator[RawSample]:
@@ -206,7 +207,7 @@ class ShardStream:
             missing = [name for name in self._settings.fields or () if name not in seen]
             if missing and place == 0:
                 raise ConfigError(
-                    f"fields: no sample of {url} has {missing[0]!r}; its samples have {', '.join(sorted(seen))}"
+                    f"fields: no sample of {redact(url)} has {missing[0]!r}; its samples have {', '.join(sorted(seen))}"
                 )
 
     def _produce(self) -> None:

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from streaming.errors import IndexFormatError, IndexMismatchError
 from streaming.index.files import read_table, write_table
+from streaming.tar.headers import BLOCK_BYTES
 
 KIND = "chunks"
+_MAX_TOTAL_BYTES = 1 << 62  # so that no sum of sizes or samples leaves int64
 _COLUMNS = {
     "shard": np.int32,
     "first_sample": np.int64,
@@ -176,6 +178,11 @@ class ChunkTable:
         self._refuse(self.first_sample != previous_sample, "chunks that do not tile the shard's samples", source)
         if self.num_chunks:
             self._refuse(self.byte_end > size[self.shard], "a chunk beyond the end of the shard", source)
+        self._refuse(
+            self.num_samples > (self.byte_end - self.byte_start) // BLOCK_BYTES, "more samples than headers fit", source
+        )
+        if sum(max(0, shard.size_bytes) for shard in self.shards) > _MAX_TOTAL_BYTES:
+            raise IndexFormatError(f"{source}: shards of more than {_MAX_TOTAL_BYTES} bytes together")
         counted = np.zeros(len(self.shards), np.int64)
         np.add.at(counted, self.shard, self.num_samples)
         for shard, num_samples in zip(self.shards, counted.tolist(), strict=True):
@@ -218,7 +225,7 @@ class ChunkTable:
             names = pa.array([shard.name for shard in shards], pa.string())
             index = pa.compute.index_in(table.column("shard"), value_set=names)
             columns["shard"] = numbers(index, np.int32)
-        except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
             raise IndexFormatError(
                 f"{source}: not a chunk table ({error}); rebuild it with `shard_tools index`"
             ) from error
@@ -244,9 +251,22 @@ def shard_rows(shards: Sequence[ShardInfo]) -> list[list[Any]]:
 def shards_of_rows(rows: Any) -> tuple[ShardInfo, ...]:
     """The inverse of :func:`shard_rows`; ValueError, TypeError if ``rows`` are something else."""
     return tuple(
-        ShardInfo(name=str(name), size_bytes=int(size_bytes), num_samples=int(num_samples))
-        for name, size_bytes, num_samples in rows
+        ShardInfo(name=_checked_name(name), size_bytes=_checked_count(size_bytes), num_samples=_checked_count(num))
+        for name, size_bytes, num in rows
     )
+
+
+def _checked_count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MAX_TOTAL_BYTES:
+        raise ValueError(f"expected a number of bytes or samples, got {str(value)[:80]}")
+    return value
+
+
+def _checked_name(name: Any) -> str:
+    """``name``, if it stays below the folder of the shards: tools join it to URLs that they read, and delete."""
+    if not isinstance(name, str) or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise ValueError(f"shard name {str(name)[:80]!r} is not a path below the folder of the shards")
+    return name
 
 
 def one_shard_table(shard: ShardInfo, rows: Mapping[str, Any]) -> ChunkTable:

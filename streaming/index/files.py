@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from streaming.errors import IndexFormatError
@@ -15,7 +16,11 @@ FORMAT_VERSION = (1, 2)
 """Major and minor. Readers take any minor of their major: what they do not know, they ignore."""
 METADATA_KEY = b"shardstream"
 FOOTER_TAIL_BYTES = 8
+MAX_UNPACKED_BYTES = 1 << 30
+"""What the rows of any index file may take in memory; larger files may take a thousand times their own size."""
+_MAX_RATIO = 1000
 _MAGIC = b"PAR1"
+_VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
 
 
 def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) -> bytes:
@@ -49,13 +54,50 @@ def read_table(buffer: Any, kind: str, source: str) -> tuple[pa.Table, dict[str,
     """The rows and the facts of an index file of this ``kind``.
 
     Raises:
-        IndexFormatError: If the bytes are no such file, damaged, or of a newer major version.
+        IndexFormatError: If the bytes are no such file, damaged, of a newer major version, or their rows would take
+            more than :data:`MAX_UNPACKED_BYTES` and a thousand times the file.
     """
     facts = read_facts(buffer, kind, source)
     try:
-        return pq.read_table(pa.BufferReader(buffer)), facts
+        return _read_bounded(buffer, source), facts
     except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, IndexFormatError):
+            raise
         raise _damaged(source, str(error)) from error
+
+
+def _read_bounded(buffer: Any, source: str) -> pa.Table:
+    """The rows, after a look at what they take: a run of equal values costs nothing in the file.
+
+    Texts that the file stores once and refers to are read so, counted, and only then written out.
+    """
+    limit_bytes = max(MAX_UNPACKED_BYTES, _MAX_RATIO * memoryview(buffer).nbytes)
+    file = pq.ParquetFile(pa.BufferReader(buffer))
+    metadata, texts, num_bytes = file.metadata, set(), 0
+    for group in range(metadata.num_row_groups):
+        # Looking at damaged facts of a column ends the process (pyarrow 26); reading a row of it raises. So read first.
+        next(file.iter_batches(batch_size=1, row_groups=[group], use_threads=False), None)
+        for index in range(metadata.num_columns):
+            column = metadata.row_group(group).column(index)
+            width = _VALUE_BYTES.get(column.physical_type) or max(1, metadata.schema.column(index).length)
+            num_bytes += max(column.total_uncompressed_size, column.num_values * width)
+            if column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in one for one in column.encodings):
+                texts.add(column.path_in_schema)
+    _check_unpacked(num_bytes, limit_bytes, source)
+    schema = pq.read_schema(pa.BufferReader(buffer))
+    table = pq.read_table(pa.BufferReader(buffer), read_dictionary=sorted(texts))
+    for name in texts.intersection(table.column_names):
+        for chunk in table.column(name).chunks:
+            if pa.types.is_dictionary(chunk.type):
+                lengths = pc.binary_length(chunk.dictionary)
+                num_bytes += pc.sum(pc.take(lengths, chunk.indices)).as_py() or 0
+    _check_unpacked(num_bytes, limit_bytes, source)
+    return table.cast(schema) if table.schema != schema else table
+
+
+def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
+    if num_bytes > limit_bytes:
+        raise _damaged(source, f"its rows would take {num_bytes} bytes, at most {limit_bytes} are read")
 
 
 def read_facts(buffer: Any, kind: str, source: str) -> dict[str, Any]:
@@ -83,7 +125,7 @@ def footer_bytes(tail: bytes, source: str) -> int:
 
 def _check_version(version: str, source: str) -> None:
     major, dot, _ = version.partition(".")
-    if not dot or not major.isdigit():
+    if not dot or not (major.isascii() and major.isdigit() and len(major) < 10):
         raise _damaged(source, f"version {version!r}")
     if int(major) > FORMAT_VERSION[0]:
         raise IndexFormatError(

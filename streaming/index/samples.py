@@ -313,7 +313,7 @@ class SampleTable:
                 span_crc32c=span_crc32c,
                 large=_large(rows, facts, span_starts),
             )
-        except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
             raise IndexFormatError(
                 f"{source}: not a sample table ({error}); rebuild it with `shard_tools index`"
             ) from error

@@ -7,7 +7,7 @@ from streaming.storage.facade import Storage
 from streaming.storage.mirrors import mirrors_of
 from streaming.storage.options import StorageOptions
 from streaming.storage.retry import RetryPolicy
-from streaming.storage.urls import join_url, redact, scheme_of, split_url
+from streaming.storage.urls import join_url, redact, redact_text, scheme_of, split_url
 
 __all__ = [
     "DEFAULT_PART_BYTES",
@@ -24,6 +24,7 @@ __all__ = [
     "join_url",
     "mirrors_of",
     "redact",
+    "redact_text",
     "scheme_of",
     "split_url",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 
 from braceexpand import braceexpand
@@ -14,6 +15,11 @@ from streaming.storage.urls import HTTP_SCHEMES, as_url, redact, scheme_of, spli
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 INDEX_DIRECTORY = "_shardstream"
+MAX_BRACE_URLS = 5_000_000
+"""URLs that one pattern may stand for: a thousand terabytes in shards of 256 MB, and half a minute to write out."""
+_MAX_DEPTH = 20
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
+_LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 
 
 def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: Storage) -> list[str]:
@@ -60,10 +66,61 @@ def _braces(pattern: str) -> Iterator[str]:
         yield pattern
         return
     try:
+        _refuse_many(path, redact(pattern))
         for url in braceexpand(path, escape=False):
             yield url + query
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{redact(pattern)!r}: unbalanced braces; write as in 's3://b/{{000..099}}.tar'") from error
+
+
+def _refuse_many(pattern: str, shown: str) -> None:
+    """Refuse what would take forever, or the stack, to write out."""
+    depth = deepest = 0
+    for letter in pattern:
+        depth += (letter == "{") - (letter == "}")
+        deepest = max(deepest, depth)
+    if deepest > _MAX_DEPTH:
+        raise ConfigError(f"{shown[:200]!r}: braces nested deeper than {_MAX_DEPTH}; write them flat")
+    if (count := _count(pattern)) > MAX_BRACE_URLS:
+        raise ConfigError(
+            f"{shown[:200]!r}: these braces stand for {count:,} URLs, at most {MAX_BRACE_URLS:,} are written out; "
+            "name a prefix or directory"
+        )
+
+
+def _count(pattern: str) -> int:
+    """At least as many as ``braceexpand`` would give, without writing any of them out."""
+    total, depth, start = 1, 0, 0
+    for at, letter in enumerate(pattern):
+        if letter == "{":
+            start = at + 1 if depth == 0 else start
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+            if depth == 0:
+                total *= _count_group(pattern[start:at])
+    return total
+
+
+def _count_group(inside: str) -> int:
+    """What one pair of braces around ``inside`` multiplies the number of URLs by."""
+    if _LETTERS.fullmatch(inside):
+        return 52
+    found = _RANGE.fullmatch(inside)
+    if found is not None:
+        first, last, step = found.groups()
+        if max(len(first), len(last), len(step or "")) > 18:
+            return MAX_BRACE_URLS + 1
+        return abs(int(last) - int(first)) // max(1, abs(int(step or 1))) + 1
+    total, depth, start = 0, 0, 0
+    for at, letter in enumerate(inside):
+        depth += (letter == "{") - (letter == "}")
+        if letter == "," and depth == 0:
+            total += _count(inside[start:at])
+            start = at + 1
+    return total + _count(inside[start:])
 
 
 def _shards(url: str, storage: Storage) -> Iterator[str]:

@@ -159,7 +159,7 @@ _REASONS = (
     ("dns error", "the name does not resolve"),
     ("Name or service not known", "the name does not resolve"),
     ("ConnectionRefused", "connection refused"),
-    ("certificate", "its certificate is not trusted; see the option ca_file"),
+    ("InvalidCertificate", "its certificate is not trusted; see the option ca_file"),
     ("IncompleteBody", "the answer ended early"),
     ("UnexpectedEof", "the answer ended early"),
     ("ConnectionReset", "the connection was reset"),

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from streaming.errors import ConfigError
 
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]+):/")
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]+://[^\s'\"`]+")
 HTTP_SCHEMES = frozenset({"http", "https"})
 
 
@@ -71,10 +72,22 @@ def join_url(base: str, *names: str) -> str:
 
 
 def redact(url: str) -> str:
-    """``url`` for messages: without user, password and the values of its query string."""
+    """``url`` for messages: without user and password, and without a query string that may be a signature.
+
+    Outside http(s) a question mark may be part of a key: what follows it is hidden where it looks like ``name=value``.
+    """
     path, query = split_query(url)
-    path = re.sub(r"(://)[^/@]*:[^/@]*@", r"\1…@", path)
+    if not query and scheme_of(url) != "file":
+        path, mark, query = url.partition("?")
+        if mark and "=" not in query:
+            path, query = url, ""
+    path = re.sub(r"(://)[^/?]*@", r"\1…@", path)
     return f"{path}?…" if query else path
+
+
+def redact_text(text: str) -> str:
+    """``text`` with every URL in it redacted."""
+    return _URL.sub(lambda found: redact(found[0]), text)
 
 
 def bucket_and_key(url: str) -> tuple[str, str]:

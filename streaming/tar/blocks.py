@@ -14,6 +14,10 @@ from streaming.tar.names import decode_name
 BLOCK_BYTES = 512
 MAX_EXTENSION_BYTES = 1 << 20
 """Longest PAX record or GNU long name that is read; anything longer is damage or an attack."""
+MAX_EXTENSION_RUN_BYTES = 4 << 20
+"""Most bytes of extension headers before one member; tar programs write at most one of each kind."""
+MAX_PAX_RECORDS = 4096
+"""Most records in one PAX header; real ones hold a handful, and a file's extended attributes."""
 MAX_MEMBER_BYTES = 1 << 56
 """Largest size a header may state, so that offsets stay within int64."""
 
@@ -95,11 +99,14 @@ def parse_pax(payload: bytes, where: Where, offset: int) -> dict[bytes, bytes]:
     """The records ``length key=value`` of a PAX header's payload that begins at ``offset`` of the buffer.
 
     Raises:
-        TarError: If a record's length does not hold.
+        TarError: If a record's length does not hold, or there are more than :data:`MAX_PAX_RECORDS`.
     """
     records: dict[bytes, bytes] = {}
-    at, payload_end = 0, len(payload.rstrip(b"\0"))
+    at, payload_end, num_records = 0, len(payload.rstrip(b"\0")), 0
     while at < payload_end:
+        num_records += 1
+        if num_records > MAX_PAX_RECORDS:
+            where.fail(offset, f"PAX header of more than {MAX_PAX_RECORDS} records", cure="repack the archive")
         space = payload.find(b" ", at, at + 20)
         digits = payload[at:space] if space > 0 else b""
         stop = at + int(digits) if digits.isdigit() else -1
@@ -121,7 +128,9 @@ def member_of_pax(records: dict[bytes, bytes], where: Where, offset: int) -> tup
     if any(key.startswith(b"GNU.sparse") for key in records):
         where.fail(offset, "sparse file", cure="pack it without --sparse")
     size_text = records.get(b"size")
-    if size_text is not None and (not size_text.isdigit() or len(size_text) > 18):
+    if size_text is not None and not (
+        size_text.isdigit() and len(size_text) <= 18 and int(size_text) < MAX_MEMBER_BYTES
+    ):
         where.fail(offset, f"PAX size {size_text[:40]!r} is not a size")
     path = records.get(b"path")
     return (None if path is None else path.rstrip(b"/")), (None if size_text is None else int(size_text))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from streaming.tar.blocks import (
     BLOCK_BYTES,
     MAX_EXTENSION_BYTES,
+    MAX_EXTENSION_RUN_BYTES,
     BytesLike,
     Int64s,
     Members,
@@ -170,7 +171,7 @@ def _byte_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return (total & np.uint64(0xFFFFFFFF)) + (total >> np.uint64(32))
 
 
-def _members(
+def _members(  # noqa: PLR0911 - as above
     raw: NDArray[np.uint8],
     at: Int64s,
     sizes: Int64s,
@@ -192,18 +193,22 @@ def _members(
             if not partial or ended:
                 return None
             last = at.size - int(np.argmin(extends[::-1])) if not extends.all() else 0
-            end = int(at[last]) * BLOCK_BYTES
+            run_bytes, end = end - int(at[last]) * BLOCK_BYTES, int(at[last]) * BLOCK_BYTES
+            if run_bytes > MAX_EXTENSION_RUN_BYTES:
+                return None
             at, sizes, roles, extends = at[:last], sizes[:last], roles[:last], extends[:last]
         if (extends[:-1] & (roles[1:] == _GLOBAL)).any():
+            return None
+        # A member begins after the last header before it that does not extend it.
+        own = np.flatnonzero(~extends)
+        begins = at.copy()
+        begins[own] = at[np.concatenate(([0], own[:-1] + 1))] if own.size else at[own]
+        if ((at - begins) * BLOCK_BYTES > MAX_EXTENSION_RUN_BYTES).any():
             return None
         applied = _apply_extensions(raw, at, sizes, roles, where)
         if applied is None:
             return None
         names_at = applied
-        # A member begins after the last header before it that does not extend it.
-        own = np.flatnonzero(~extends)
-        begins = at.copy()
-        begins[own] = at[np.concatenate(([0], own[:-1] + 1))] if own.size else at[own]
     if (roles == _GLOBAL).any() and _globals_matter(raw, at, sizes, roles):
         return None
     kept = np.flatnonzero(roles == _REGULAR)
@@ -255,10 +260,12 @@ def _any_concerns_us(raw: NDArray[np.uint8], at: Int64s, sizes: Int64s) -> bool:
 def _carry(names: dict[int, bytes], roles: NDArray[np.uint8]) -> dict[int, bytes]:
     """Move each name from its extension header to the member that it is for; the last of several wins."""
     carried: dict[int, bytes] = {}
+    member = 0
     for index in sorted(names):
-        member = index + 1
-        while _PAX <= roles[member] <= _LONG_LINK:
-            member += 1
+        if index >= member:
+            member = index + 1
+            while _PAX <= roles[member] <= _LONG_LINK:
+                member += 1
         carried[member] = names[index]
     return carried
 

@@ -14,6 +14,8 @@ from streaming.tar.blocks import Int64s, Members, Names, Where
 from streaming.tar.keys import KeyLines, join_lines, rises
 from streaming.tar.names import decode_name, split_name
 
+MAX_FIELDS = 16384
+"""Most fields of one sample; every field more costs all readers a column."""
 _MAX_UNIFORM_FIELDS = 64
 _FREE_FIELDS = 256
 _MAX_CELLS_PER_MEMBER = 64
@@ -189,6 +191,7 @@ def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int) 
         if column in seen:
             _raise_duplicate(members, where, seen[column], index, split)
         seen[column] = index
+        check_num_fields(split[0], len(seen), where.url)
         kept.append(index)
         rows.append(len(keys) - 1)
         columns.append(column)
@@ -217,6 +220,19 @@ def _raise_duplicate(members: Members, where: Where, before: int, index: int, sp
         f"{where.url or 'tar'}: sample {split[0]!r} holds field {split[1]!r} twice, at bytes {first} and {second}; "
         "keys end at the first dot of the file name: rename the files, or remove one"
     )
+
+
+def check_num_fields(key: str, num_fields: int, url: str) -> None:
+    """Refuse a sample that no reader would want.
+
+    Raises:
+        TarError: If it has more than :data:`MAX_FIELDS` fields.
+    """
+    if num_fields > MAX_FIELDS:
+        raise TarError(
+            f"{url or 'tar'}: sample {key[:80]!r} has more than {MAX_FIELDS} fields; the key ends at the first dot of "
+            "the file name: rename the files"
+        )
 
 
 def check_density(num_samples: int, fields: Sequence[str], num_members: int, url: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 
-_SAMPLE_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 _META_NAME = re.compile(r"__[^/]*__($|/)")
 
 
@@ -38,5 +37,9 @@ def split_name(name: str) -> tuple[str, str] | None:
         return None
     if dot > last and "\n" not in name:
         return name[:dot], name[dot + 1 :].lower()
-    match = _SAMPLE_NAME.match(name)
-    return (match[1], match[2].lower()) if match else None
+    # webdataset's regular expression, ^((?:.*/|)[^.]+)[.]([^/]*)$, without its steps back: they are quadratic.
+    newline = name.find("\n")
+    folder = name.rfind("/", 0, min(newline % (len(name) + 1), max(dot - 1, 0))) + 1
+    if folder >= dot or "." in name[folder:dot]:
+        return None
+    return name[:dot], name[dot + 1 :].lower()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from streaming.tar.blocks import BytesLike, Members, Names, Where, as_array, is_zero
 from streaming.tar.fast import read_members
-from streaming.tar.group import ChunkLayout, PackedLayout, group_members
+from streaming.tar.group import MAX_FIELDS, ChunkLayout, PackedLayout, check_num_fields, group_members
 from streaming.tar.names import decode_name, split_name
 
 _BRIDGE_BYTES = 4096
@@ -147,6 +147,8 @@ class TarScanner:
         if not last:
             return self._group(None, self.record_start)
         self._open = _taken(joined, last)
+        if len(last) > MAX_FIELDS:
+            check_num_fields(decode_name(bytes(joined.names[last[0]])), len(last), self.url)
         return self._group(_taken(joined, slice(0, last[0])), int(self._open.headers[0]))
 
     def _group(self, members: Members | None, stop: int) -> PackedLayout:

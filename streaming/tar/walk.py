@@ -13,6 +13,7 @@ from streaming.tar.blocks import (
     DATALESS_TYPES,
     EXTENSION_TYPES,
     MAX_EXTENSION_BYTES,
+    MAX_EXTENSION_RUN_BYTES,
     MAX_MEMBER_BYTES,
     PAX_TYPES,
     REGULAR_TYPES,
@@ -97,7 +98,7 @@ class _Walk:
             self.where.fail(
                 self.at, "no tar header here (its checksum does not hold)", member=member, cure="damaged shard?"
             )
-        size = parse_number(header[124:136])
+        size = 0 if header[156] in DATALESS_TYPES else parse_number(header[124:136])
         if size is None or not 0 <= size < MAX_MEMBER_BYTES:
             self.where.fail(self.at, f"size field {header[124:136]!r} is not a size", member=member)
         return header[156], size
@@ -106,6 +107,10 @@ class _Walk:
         at, start = self.at, self.at + BLOCK_BYTES
         if size > MAX_EXTENSION_BYTES:
             self.where.fail(at, f"extension header of {size} bytes, at most {MAX_EXTENSION_BYTES} are read")
+        run_bytes = start + padded(size) - (at if self.begin is None else self.begin)
+        if run_bytes > MAX_EXTENSION_RUN_BYTES:
+            what = f"{run_bytes} bytes of extension headers before one member"
+            self.where.fail(at, f"{what}, at most {MAX_EXTENSION_RUN_BYTES} are read", cure="damaged shard?")
         if start + padded(size) > len(self.view):
             if not self.partial:
                 self.where.fail(at, f"extension header of {size} bytes exceeds the {len(self.view) - start} left")

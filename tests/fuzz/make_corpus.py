@@ -1,0 +1,158 @@
+"""Writes the corpus of the fuzz tests, byte for byte the same each time: ``python tests/fuzz/make_corpus.py``."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from streaming.index.chunks import ChunkTable
+from streaming.index.samples import SampleTable
+from streaming.order import OrderSettings
+from streaming.state import LoaderState
+from streaming.tar.headers import member_header, padding
+
+CORPUS = Path(__file__).resolve().parent / "corpus"
+FORMS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+
+
+def block(name: str, size: int, kind: str = "0") -> bytes:
+    """A header of any type whose checksum holds."""
+    data = bytearray(member_header(name, size))
+    data[156] = ord(kind)
+    data[148:156] = b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data)
+    return bytes(data)
+
+
+def member(name: str, payload: bytes, kind: str = "0") -> bytes:
+    return block(name, len(payload), kind) + payload + padding(len(payload))
+
+
+def archive(form: int, files: list[tuple[str, bytes]], mtime: float = 0) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=form, encoding="utf-8") as tar:
+        for name, payload in files:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(payload), mtime
+            tar.addfile(info, io.BytesIO(payload))
+        if form != tarfile.USTAR_FORMAT:
+            link = tarfile.TarInfo("z/link.jpg")
+            link.type, link.linkname = tarfile.SYMTYPE, "t" * 150
+            tar.addfile(link)
+    return whole(out.getvalue().rstrip(b"\0"))  # without tarfile's padding to 10,240 bytes
+
+
+def whole(data: bytes) -> bytes:
+    """Whole blocks and the end-of-archive mark."""
+    return data + padding(len(data)) + bytes(1024)
+
+
+def tars() -> dict[str, bytes]:
+    plain = [(f"{i:03d}.{field}", bytes([i]) * (i * 97 % 600)) for i in range(4) for field in ("jpg", "cls")]
+    long = [("d" * 90 + "/" + "n" * 80 + ".x", b"1"), ("e" * 120 + ".y", b"22"), *plain]
+    found = {f"{name}.tar": archive(form, plain) for name, form in FORMS.items()}
+    found |= {f"{name}-long.tar": archive(form, long, 1.5) for name, form in FORMS.items() if name != "ustar"}
+    inner = found["ustar.tar"]
+    magic = bytes(257) + b"ustar\x0000" + bytes(247)
+    base256 = bytearray(member("b.x", b"abc"))
+    base256[124:136] = b"\x80" + (3).to_bytes(11, "big")
+    base256[148:156] = b" " * 8
+    base256[148:156] = b"%06o\0 " % sum(base256[:512])
+    old = bytearray(member("o.x", b"abc"))
+    old[257:265], old[156] = bytes(8), 0
+    old[148:156] = b" " * 8
+    old[148:156] = b"%06o\0 " % sum(old[:512])
+    records = b"12 path=a.b\n" + b"10 size=3\n"
+    found |= {
+        "empty.tar": bytes(1024),
+        "nested.tar": whole(member("0.tar", inner) + member("1.bin", magic * 3)),
+        "base256.tar": whole(bytes(base256) + member("c.x", b"d")),
+        "old.tar": whole(bytes(old) * 2),
+        "pax-size.tar": whole(block("x", len(records), "x") + records + padding(len(records)) + member("z", b"abc")),
+        "pax-sparse.tar": whole(member("x", b"22 GNU.sparse.major=1\n", "x") + member("z.x", b"abc")),
+        "sparse.tar": whole(member("a.x", b"abc", "S")),
+        "global.tar": whole(member("g", b"13 comment=a\n", "g") + member("a.x", b"1")),
+        "global-path.tar": whole(member("g", b"12 path=a.b\n", "g") + member("a.x", b"1")),
+        "many-extensions.tar": whole(
+            member("L", b"name.txt\0", "L") * 5 + member("K", b"t\0", "K") + member("q", b"1")
+        ),
+        "directories.tar": whole(block("d/", 0, "5") + member("d/a.x", b"1") + block("d/l", 0, "2")),
+        "duplicate.tar": whole(member("a.x", b"1") + member("a.x", b"2")),
+        "names.tar": whole(
+            b"".join(member(name, b"1") for name in ("__meta__/a.x", ".hid", "a/.x", "../../a.b", "a.\nb"))
+        ),
+        "truncated.tar": found["pax-long.tar"][:1700],
+        "joined.tar": inner + inner,
+        "negative.tar": whole(member("a.x", b"1")[:124] + b"\xff" * 12 + member("a.x", b"1")[136:]),
+    }
+    return found
+
+
+def tables() -> dict[str, bytes]:
+    keys = [f"k{i:02d}" for i in range(6)]
+    starts = np.arange(7) * 1536
+    y = np.where(np.arange(6) % 2, -1, starts[:-1] + 1024)
+    table = SampleTable.build(
+        name="a.tar",
+        size_bytes=7 * 1536 + 1024,
+        keys=keys,
+        record_starts=starts,
+        fields={"x": (starts[:-1] + 512, np.full(6, 100)), "y": (y, np.where(y < 0, 0, 7))},
+        chunk_bounds=np.array([0, 2, 6]),
+        crc32c=[1, 2],
+        columns={"lang": pa.array(["en", None, "de"] * 2)},
+    )
+    both = ChunkTable.concat([table.chunks])
+    return {"samples.parquet": table.to_parquet(), "chunks.parquet": both.to_parquet()}
+
+
+def others() -> dict[str, dict[str, bytes]]:
+    state = LoaderState(epoch=3, samples_seen=40, order=OrderSettings(seed=1, lanes=4, window=100), fingerprint="f",
+                        num_samples=100)  # fmt: skip
+    wids = {"shardlist": [{"url": "a.tar", "nsamples": 6, "filesize": 4096}, {"url": "../b.tar", "nsamples": 0}]}
+    return {
+        "pax": {
+            "plain": b"12 path=a.b\n10 size=3\n",
+            "time": b"20 mtime=1700000000\n",
+            "hostile": b"999999999999999999 path=a\n",
+            "digits": b"0 =\n00000000000000000005 \n",
+        },
+        "sidecars": {
+            "energon.idx": struct.pack("<4Q", 0, 1536, 3072, 4096),
+            "dali.idx": b"v1.2 2\njpg 512 100 a.jpg cls 1536 1 a.cls\njpg 2048 7 b.jpg\n",
+            "dali-old.idx": b"v1.0 1\njpg 512 100\n",
+            "wids.json": json.dumps(wids).encode(),
+        },
+        "state": {"state.json": json.dumps(state.to_dict()).encode()},
+        "urls": {
+            "braces": b"a/{000..003}-{x,y}",
+            "nested": b"{a{1,2},b{3..1}}",
+            "query": b"https://u:p@host:80/k@x?token=1&a=b",
+            "joined": b"a::b::{1..2}",
+            "file": b"file:///a%20b/../c",
+        },
+    }
+
+
+def make() -> dict[str, dict[str, bytes]]:
+    """Files by the folder of their kind."""
+    shards = tars()
+    packed = {f"{name}.gz": gzip.compress(data, mtime=0) for name, data in shards.items() if "long" in name}
+    packed["two.tar.gz"] = packed["gnu-long.tar.gz"] + bytes(100) + packed["pax-long.tar.gz"]
+    packed["bomb.tar.gz"] = gzip.compress(whole(member("a.x", bytes(24 << 20))), 9, mtime=0)
+    return {"tar": shards, "gzip": packed, "index": tables(), **others()}
+
+
+if __name__ == "__main__":
+    for folder, files in make().items():
+        os.makedirs(CORPUS / folder, exist_ok=True)
+        for name, data in files.items():
+            (CORPUS / folder / name).write_bytes(data)
