@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from streaming.engine.ring import Memory, PageLocker
+
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), memoryview, bytearray})
 """Types that cannot hold a tensor: lists of nothing else are passed through without a look at each element."""
 
@@ -41,7 +43,13 @@ class Copied:
 
 
 class Copier(Protocol):
-    """How batches get to a device. For one thread."""
+    """How batches get to a device. For one thread.
+
+    Attributes:
+        page_locker: Locks memory for this device's copies; None: they do not need that.
+    """
+
+    page_locker: PageLocker | None
 
     def issue(self, batch: Any) -> Copied:
         """Start the copies of ``batch`` and return at once; if it raises, none is under way any more."""
@@ -66,6 +74,8 @@ class _Done:
 class CpuCopier:
     """Passes tensors through; one that lies on another device is copied to the CPU before ``issue`` returns."""
 
+    page_locker: PageLocker | None = None
+
     def issue(self, batch: Any) -> Copied:
         """``batch``, with its tensors as they are."""
         return Copied(batch=map_tensors(batch, lambda tensor: tensor.to("cpu")), event=_Done())
@@ -76,6 +86,34 @@ class CpuCopier:
     def mark(self) -> Event:
         """Done."""
         return _Done()
+
+
+class CudaPageLocker:
+    """Registers memory with CUDA: ``cudaHostRegister``, portable, so that every device of the process may copy from it.
+
+    Whoever copies from it must keep it until the copy is done: torch's host allocator does not know it.
+
+    Args:
+        device: A CUDA device with its index.
+        cuda: Stands in for ``torch.cuda`` in tests: ``device`` and ``cudart``.
+    """
+
+    _PORTABLE = 1
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+
+    def lock(self, memory: Memory) -> bool:
+        """See ``PageLocker``."""
+        with self._cuda.device(self._device):
+            code = self._cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, self._PORTABLE)
+        return int(code) == 0
+
+    def unlock(self, memory: Memory) -> None:
+        """See ``PageLocker``. At interpreter exit CUDA may be gone already, and the registration with it."""
+        with self._cuda.device(self._device):
+            self._cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
 class CudaCopier:
@@ -94,6 +132,7 @@ class CudaCopier:
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self.page_locker: PageLocker | None = CudaPageLocker(device, cuda)
         self._device = device
         self._cuda = cuda
         self._side = cuda.Stream(device=device)

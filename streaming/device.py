@@ -28,6 +28,7 @@ from typing import Any, Self
 import torch
 
 from streaming.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
+from streaming.engine.ring import PageLocker
 from streaming.errors import ConfigError
 from streaming.watch import STALL_REPORT_S, Watchdog
 
@@ -216,6 +217,7 @@ class DevicePrefetcher:
         self._position = self._loader_position()
         if hasattr(self.loader, "add_stage"):
             self.loader.add_stage(self.describe_stage)
+        self._page_lock(self._copier.page_locker)
         source = iter(self.loader)
         flight = self._flight = _Flight(
             source=source, owns_source=source is not self.loader, copier=self._copier, depth=self.depth,
@@ -308,6 +310,10 @@ class DevicePrefetcher:
     ) -> None:
         self.close()
 
+    def _page_lock(self, locker: PageLocker | None) -> None:
+        if hasattr(self.loader, "page_lock"):
+            self.loader.page_lock(locker)
+
     def _watchdog(self) -> Watchdog:
         after_s = getattr(self.loader, "stall_report_s", STALL_REPORT_S)
         this = weakref.ref(self)
@@ -337,6 +343,7 @@ class DevicePrefetcher:
         finally:
             if self._flight is flight:
                 self._flight = None
+                self._page_lock(None)
                 epoch = None if self._position is None else self._position.epoch
                 if epoch is not None and epoch != self.loader.epoch and hasattr(self.loader, "set_epoch"):
                     self.loader.set_epoch(epoch)

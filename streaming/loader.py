@@ -14,6 +14,7 @@ import torch
 from streaming.checked_start import StartCheck
 from streaming.dataset import StreamingDataset
 from streaming.engine.build import Recipe
+from streaming.engine.ring import PageLocker
 from streaming.errors import ConfigError
 from streaming.loop import (
     EpochLoop,
@@ -244,6 +245,15 @@ class DataLoader:
         """
         self._stages[:] = [stage for stage in self._stages if stage() is not None]
         self._stages.append(weakref.WeakMethod(describe))
+
+    def page_lock(self, locker: PageLocker | None) -> None:
+        """Have worker processes' batches built in page-locked memory from now on; None: not any more.
+
+        For ``DevicePrefetcher``, which keeps a batch until it is copied: nobody else may copy from such memory without
+        waiting, because it is built in again as soon as the batch is let go.
+        """
+        if isinstance(self._loop, EpochLoop):
+            self._loop.page_lock(locker)
 
     def close(self) -> None:
         """Stop threads and free memory. The loader may be used again, from the start of the epoch in progress."""

@@ -23,7 +23,7 @@ from streaming.engine.builders import LocalBuilder, WorkerBuilder
 from streaming.engine.chunks import ChunkStore
 from streaming.engine.needs import BatchSlices, Units, WholeChunks
 from streaming.engine.pipeline import Pipeline, Settings
-from streaming.engine.ring import BatchRing
+from streaming.engine.ring import BatchRing, PageLocker
 from streaming.engine.workers import WorkerPool
 from streaming.errors import ConfigError, StateError
 from streaming.plan import LastBatch, Plan
@@ -128,6 +128,7 @@ class EpochLoop(BaseLoop):
         self._store: ChunkStore | None = None
         self._builder: WorkerBuilder | None = None
         self._ring: BatchRing | None = None
+        self._locker: PageLocker | None = None
         self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(table.byte_end - table.byte_start)
         self._check_enough_samples()
 
@@ -189,6 +190,12 @@ class EpochLoop(BaseLoop):
 
     def _note_ring_peak(self) -> None:
         self.metrics.peak("ring_peak_bytes", 0 if self._ring is None else self._ring.peak_bytes)
+
+    def page_lock(self, locker: PageLocker | None) -> None:
+        """Have batches of worker processes page-locked from now on, or not any more."""
+        self._locker = locker
+        if self._ring is not None:
+            self._ring.locker = locker
 
     def _drop_machinery(self) -> None:
         if self._sharing is not None:
@@ -258,6 +265,7 @@ class EpochLoop(BaseLoop):
             if num_workers:
                 ring = BatchRing(self.config.depth + num_workers + 1, limit_bytes=budget.batches_limit_bytes(limit))
                 self._ring = ring
+                ring.locker = self._locker
                 closing.callback(ring.close)
                 pool = WorkerPool(num_workers, self.config.recipe, arena, ring=ring, metrics=self.metrics)
                 closing.callback(pool.close)

@@ -435,8 +435,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, port: int, state: State, handler: type[Handler] = Handler) -> None:
-        super().__init__(("127.0.0.1", port), handler)
+    def __init__(self, host: str, port: int, state: State, handler: type[Handler] = Handler) -> None:
+        super().__init__((host, port), handler)
         self.state = state
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -446,6 +446,7 @@ class Server(ThreadingHTTPServer):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--root", required=True)
     parser.add_argument("--key", default=KEY)
@@ -456,7 +457,7 @@ def main() -> None:
     os.makedirs(args.root, exist_ok=True)
     state = State(root=args.root, key=args.key, secret=args.secret, region=args.region)
     state.buckets.update({name: {} for name in args.bucket})
-    server = Server(args.port, state)
+    server = Server(args.host, args.port, state)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_address[1], flush=True)
     sys.stdin.buffer.read()  # ends with the parent, however that ends

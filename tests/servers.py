@@ -37,6 +37,7 @@ def free_port() -> int:
 class LoopbackServer:
     """A server process with its own scratch folder."""
 
+    host = "127.0.0.1"
     port: int
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class LoopbackServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -117,7 +118,7 @@ class LoopbackServer:
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
         """One plain HTTP request to this server."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=30)
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
@@ -161,8 +162,11 @@ class MiniS3Server(LoopbackServer):
 
     key, secret = "mini-key", "mini-secret"
 
-    def __init__(self, buckets: tuple[str, ...] = (), region: str = "us-east-1", port: int = 0) -> None:
+    def __init__(
+        self, buckets: tuple[str, ...] = (), region: str = "us-east-1", port: int = 0, host: str = "127.0.0.1"
+    ) -> None:
         super().__init__()
+        self.host = host
         self._buckets = buckets
         self._port = port
         self.region = region
@@ -174,8 +178,8 @@ class MiniS3Server(LoopbackServer):
     def _start(self) -> None:
         program, objects = os.path.join(_HERE, "mini_s3.py"), os.path.join(self._folder, "objects")
         buckets = [item for name in self._buckets for item in ("--bucket", name)]
-        self._spawn(sys.executable, program, "--root", objects, "--port", str(self._port), "--region", self.region,
-                    *buckets, announces=True)  # fmt: skip
+        self._spawn(sys.executable, program, "--root", objects, "--host", self.host, "--port", str(self._port),
+                    "--region", self.region, *buckets, announces=True)  # fmt: skip
 
     def _client(self) -> Any:
         import boto3  # noqa: PLC0415 (slow, and not for every user of this file)

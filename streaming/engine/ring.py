@@ -13,6 +13,7 @@ functions. Everything they touch is changed by single atomic operations.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import sys
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +30,24 @@ import torch
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
 
+_log = logging.getLogger(__name__)
+
 ALIGN_BYTES = 64
 """A cache line, and more than any dtype needs."""
 FIRST_SPAN_BYTES = 64 << 20
 """Address range of a first slot; a batch that needs more grows it, and the ring remembers."""
 MAX_EXTRA_SLOTS = 32
 """Slots beyond the nominal number: each costs two descriptors (``mmap`` keeps one), of which a process has 1,000."""
+
+
+class PageLocker(Protocol):
+    """Makes memory page-locked, so that a device can copy straight from it. Thread-safe."""
+
+    def lock(self, memory: Memory) -> bool:
+        """Lock the pages of ``memory``, whole ones; False if that cannot be had."""
+
+    def unlock(self, memory: Memory) -> None:
+        """Undo ``lock`` of the same memory."""
 
 
 class Slot:
@@ -45,6 +58,7 @@ class Slot:
         self.fd = fd
         self.span_bytes = 0
         self.held_bytes = 0
+        self._locked: tuple[PageLocker, Memory] | None = None
         self.follow()
 
     @classmethod
@@ -62,6 +76,7 @@ class Slot:
         """Map all of it, if another process has made it larger; arrays over an earlier mapping stay as good."""
         span = os.fstat(self.fd).st_size
         if span != self.span_bytes:
+            self.unlock()
             self.memory = mmap.mmap(self.fd, span)
             self.span_bytes = span
 
@@ -77,8 +92,32 @@ class Slot:
 
     def trim(self) -> None:
         """Give its pages back to the system, in all processes that map it. Nobody uses it."""
+        self.unlock()
         self.held_bytes = 0
         self.memory.madvise(mmap.MADV_REMOVE)
+
+    def lock(self, locker: PageLocker, num_bytes: int) -> bool:
+        """Have its first bytes page-locked, once: again does nothing, more bytes do it anew. Nobody uses it yet.
+
+        Returns:
+            Whether they are.
+        """
+        if self._locked is not None and self._locked[0] is locker and len(self._locked[1]) >= num_bytes:
+            return True
+        self.unlock()
+        wanted = min(self.span_bytes, -(-(num_bytes + num_bytes // 4) // mmap.PAGESIZE) * mmap.PAGESIZE)
+        memory = self.array(wanted)
+        if not locker.lock(memory):
+            return False
+        self.touched(wanted)
+        self._locked = locker, memory
+        return True
+
+    def unlock(self) -> None:
+        """Undo ``lock``, if it was."""
+        locked, self._locked = self._locked, None
+        if locked is not None:
+            locked[0].unlock(locked[1])
 
     def array(self, num_bytes: int | None = None) -> Memory:
         """A new array over its first bytes (default: all); what is cut from it refers to it."""
@@ -92,6 +131,7 @@ class Slot:
 
     def close(self) -> None:
         """Of no use any more; the mapping goes with the last array over it."""
+        self.unlock()
         self.close_fd()
         del self.memory
 
@@ -179,6 +219,8 @@ class BatchRing:
         self._free: deque[Slot] = deque()
         self._taken: set[Slot] = set()
         self._closed = False
+        self.locker: PageLocker | None = None
+        """Locks the pages of batches that are wrapped from now on; None: unlocks them."""
 
     @property
     def num_taken(self) -> int:
@@ -224,6 +266,7 @@ class BatchRing:
             copy = slot.array(num_bytes).copy()
             self.give_back(slot)
             return copy
+        self._lock_pages(slot, num_bytes)
         root = slot.array(num_bytes)
         weakref.finalize(root, self.give_back, slot).atexit = False
         return root
@@ -273,6 +316,18 @@ class BatchRing:
         self._trim()
         for slot in list(self._taken):
             slot.close_fd()
+
+    def _lock_pages(self, slot: Slot, num_bytes: int) -> None:
+        locker = self.locker
+        if locker is None:
+            slot.unlock()
+        elif not slot.lock(locker, num_bytes):
+            self.locker = None
+            _log.warning(
+                "the batch ring cannot be page-locked (%d bytes): batches are copied to page-locked memory first, "
+                "which is slower. Raise the limit on locked memory (ulimit -l), or lower prefetch_factor",
+                num_bytes,
+            )
 
     def _trim_pages(self) -> None:
         """Free slots give pages back, the one idle longest first, until all hold no more than the limit."""

@@ -6,6 +6,9 @@
 
 set -euo pipefail
 
+# torch 2.13: without this, nodes that join a running job wait in vain for the address of their round.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 exec torchrun \
   --nnodes=2:4 \
   --nproc-per-node="${GPUS_PER_NODE:-8}" \
