@@ -275,8 +275,8 @@ class _Read:
                 _check_size(self._storage, wanted, error)
                 raise IndexMismatchError(
                     f"{wanted.shown_url}, bytes {wanted.byte_start}-{wanted.byte_end}: the shard was replaced while it "
-                    f"was being read, and is not the one that the index describes. Restore it, or write shards under new "
-                    f"names and index them"
+                    f"was being read, and is not the one that the index describes. Restore it, or write shards under "
+                    f"new names and index them"
                 ) from error
 
     def _fill(self, out: memoryview) -> None:
