@@ -16,6 +16,7 @@ from sets import SETS
 
 mpl.use("svg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 OUR_SHADES = ("#9ecae1", "#4292c6", "#08519c")
 PEER_SHADES = ("#d9d9d9", "#969696", "#525252")
@@ -37,6 +38,7 @@ def panel(axes: Any, title: str, found: dict[tuple[str, int], Outcome], workers:
             axes.text(rates[peer, count], y, f" {number(rates[peer, count])}", va="center", fontsize=6)
     axes.set_yticks(range(len(peers)), [PEERS[peer].title for peer in peers], fontsize=7)
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.15)
     axes.set_title(title, fontsize=8)
     axes.tick_params(axis="x", labelsize=6)
