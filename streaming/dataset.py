@@ -263,7 +263,9 @@ class StreamingDataset:
             return whole
         samples = self._recent.table(int(self.table.shard[chunk_id]))
         if samples is None:
-            raise IndexMissingError(f"{whole.url}: no sample table; build it with shard_tools index {whole.url}")
+            raise IndexMissingError(
+                f"{whole.shown_url}: no sample table; build it with shard_tools index {whole.shown_url}"
+            )
         begin = int(self.table.first_sample[chunk_id])
         low, high, spans = samples.widened(begin + first, begin + stop)
         lead = begin + first - low
@@ -443,7 +445,7 @@ class _Recent:
             return sample
         changed = self._dataset.transform(sample)
         if changed is None:
-            raise DecodeError(f"{url}: sample {key!r}: transform returned None, which drops the sample")
+            raise DecodeError(f"{redact(url)}: sample {key!r}: transform returned None, which drops the sample")
         return changed
 
 

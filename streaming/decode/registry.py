@@ -11,6 +11,7 @@ import numpy as np
 
 from streaming.decode import arrays, images, values
 from streaming.errors import ConfigError, DecodeError
+from streaming.storage import redact
 from streaming.types import Decoder, ReadBuffer
 from streaming.units import format_bytes
 
@@ -244,7 +245,7 @@ def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, fiel
     except Exception as error:  # the border to foreign decoders
         size = format_bytes(len(data))
         raise DecodeError(
-            f"{url}: sample {key!r}: field {field!r} ({size}) does not decode: "
+            f"{redact(url)}: sample {key!r}: field {field!r} ({size}) does not decode: "
             f"{type(error).__name__}: {error}. Look at the bytes with `shard_tools cat`, take the "
             f"field as bytes with decode={{{field!r}: None}}, or pass over the sample with "
             f'on_error="substitute" or "skip"'

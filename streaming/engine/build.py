@@ -18,6 +18,7 @@ from streaming.engine.rows import Rows
 from streaming.engine.work import Place
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.portion import Portion
+from streaming.storage import redact
 from streaming.types import Batch, Sample, Transform
 
 OnError: TypeAlias = Literal["substitute", "skip", "raise"]
@@ -253,21 +254,21 @@ class BatchBuilder:
         return sample if self._recipe.transform is None else self._transformed(self._recipe.transform, sample)
 
     def _transformed(self, transform: Transform, sample: Sample) -> Sample:
-        key, url = sample["__key__"], sample["__url__"]
+        key, url = sample["__key__"], str(sample["__url__"])
         try:
             changed = transform(sample)
         except MemoryError:
             raise
         except Exception as error:
-            wrapped = DecodeError(f"{url}: sample {key!r}: transform raised {type(error).__name__}: {error}")
+            wrapped = DecodeError(f"{redact(url)}: sample {key!r}: transform raised {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             raise _Bad("transform", wrapped) from error
         if changed is None:
             raise _Bad("transform", None)
         if self._recipe.collate_fn is None and not isinstance(changed, Mapping):
             raise ConfigError(
-                f"{url}: sample {key!r}: transform returned {type(changed).__name__}, expected a dict of fields (or "
-                f"None to drop the sample); other types need a collate_fn that takes them"
+                f"{redact(url)}: sample {key!r}: transform returned {type(changed).__name__}, expected a dict of "
+                f"fields (or None to drop the sample); other types need a collate_fn that takes them"
             )
         return changed
 

@@ -37,6 +37,7 @@ from streaming.engine.worker_main import (
 )
 from streaming.errors import ConfigError, WorkerDiedError
 from streaming.metrics import Metrics
+from streaming.storage import redact
 
 MAX_DEATHS = 3
 """Workers that may die of one batch: a stray kill and an unlucky moment of memory, but not a habit."""
@@ -194,7 +195,9 @@ class WorkerPool:
                 f"num_workers=0 works without them"
             )
         rows = job.rows
-        listed = ", ".join(f"{url} {key!r}" for url, key in list(zip(rows.urls, rows.keys, strict=True))[:_LISTED])
+        listed = ", ".join(
+            f"{redact(url)} {key!r}" for url, key in list(zip(rows.urls, rows.keys, strict=True))[:_LISTED]
+        )
         raise WorkerDiedError(
             f"{len(job.deaths)} decode workers, one after the other, died of the same batch of "
             f"{describe_rows(rows.keys, rows.urls)}: {'; '.join(job.deaths)}. Killed by SIGKILL: lower num_workers, "
