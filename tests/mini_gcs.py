@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--token", default=TOKEN)
     args = parser.parse_args()
     os.makedirs(args.root, exist_ok=True)
-    server = Server(args.port, State(root=args.root, key=args.token), GcsHandler)
+    server = Server("127.0.0.1", args.port, State(root=args.root, key=args.token), GcsHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_address[1], flush=True)
     sys.stdin.buffer.read()  # ends with the parent, however that ends
