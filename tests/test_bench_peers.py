@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from types import ModuleType
 
 import numpy as np
 import pytest
+from mini_s3 import KEY, REGION, SECRET
+
+from streaming.storage import Storage
 
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "benchmarks", "peers")
 MODULES = ("sets", "contestant", "report")
@@ -141,3 +145,17 @@ def test_witness_tells_other_pictures_however_they_are_laid_out(peers, tmp_path)
     assert verdict(pictures[1:]) == "1 of 2 checked samples have other content"
     with pytest.raises(ValueError, match="expected uint8"):
         verdict(pictures[:2].astype(np.float32))
+
+
+def test_s3_server_has_the_files_of_a_folder_and_leaves_with_its_parent(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.tar").write_bytes(b"0123456789")
+    command = [sys.executable, os.path.join(FOLDER, "s3_server.py"), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": KEY, "secret": SECRET, "region": REGION}
+        assert bytes(Storage(options).read("s3://bench/set/a.tar", 2, 5)) == b"234"
+        server.stdin.close()
+        assert server.wait(30) == 0

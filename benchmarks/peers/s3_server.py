@@ -39,7 +39,7 @@ def as_store(port: int) -> dict[str, str]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="peers-s3-") as uploads:
-        server = Server(0, State(root=uploads, buckets={BUCKET: objects(sys.argv[1])}))
+        server = Server("127.0.0.1", 0, State(root=uploads, buckets={BUCKET: objects(sys.argv[1])}))
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(server.server_address[1], flush=True)
         sys.stdin.buffer.read()
