@@ -23,10 +23,10 @@ from streaming.cache import NodeCache
 from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.engine.build import OnError
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
-from streaming.fetch import FetchRange, FieldsOf, fetch_range, size_of_unit
+from streaming.fetch import FetchRange, FieldsOf, fetch_range, fetch_unit, size_of_unit
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleLocation, SampleTable
-from streaming.layout import UnitLayout
+from streaming.layout import TakeApart, UnitLayout
 from streaming.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.peers import job_peers
 from streaming.shards import OpenShards, check_fields, open_shards, sample_table
@@ -286,6 +286,10 @@ class StreamingDataset:
     def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
         """Fill ``out`` and take it apart."""
         return fetch_range(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
+
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
+        """Fill ``out``; taking it apart may be left to the caller."""
+        return fetch_unit(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
 
     def unit_bytes(self, chunk_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes that each chunk takes with these ``fields``, int64; reads the sample tables of their shards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from streaming.cache import NodeCache
@@ -13,7 +14,7 @@ from streaming.index.large import LARGE_BYTES
 from streaming.index.pieces import Pieces, pieces_of
 from streaming.index.samples import SampleTable
 from streaming.index.sums import Sum, sums_of
-from streaming.layout import UnitLayout
+from streaming.layout import TakeApart, UnitLayout
 from streaming.narrow import checksum_error, layout_by_table, narrowed
 from streaming.storage import ChangedError, Storage, redact
 from streaming.tar import parse_chunk
@@ -98,7 +99,26 @@ def fetch_range(
     cache: NodeCache | None = None,
     known: FieldsOf = _NOTHING_KNOWN,
 ) -> UnitLayout:
+    """Fetch a range into ``out`` and take it apart at once: see :func:`fetch_unit`.
+
+    Raises:
+        TarError: The bytes match no checksum (there is none) and are not whole samples.
+        ChecksumError, IndexMismatchError, StorageError: As :func:`fetch_unit`.
+    """
+    found = fetch_unit(storage, wanted, out, cache, known)
+    return found if isinstance(found, UnitLayout) else found(out)
+
+
+def fetch_unit(
+    storage: Storage,
+    wanted: FetchRange,
+    out: memoryview,
+    cache: NodeCache | None = None,
+    known: FieldsOf = _NOTHING_KNOWN,
+) -> UnitLayout | TakeApart:
     """Fetch a range into ``out`` (``wanted.num_bytes`` long); where each field lies, relative to ``out``.
+
+    Whole ranges that match their checksums are not taken apart yet: for these it is the function that does it.
 
     Fields that nobody wants are left out where that saves enough, if the sample table has checksums of the others: then
     the first bytes of ``out`` hold the pieces that were read. With a cache, the bytes come from there if they can, and
@@ -114,6 +134,7 @@ def fetch_range(
     rows = range(wanted.first_sample, wanted.first_sample + wanted.num_samples)
     part = _part_of(wanted, rows, known)
     read = _Read(storage, wanted, part or _whole_of(wanted))
+    later = part is None and cache is None and bool(wanted.sums)
 
     def layout() -> UnitLayout:
         if part is None:
@@ -121,6 +142,9 @@ def fetch_range(
         return layout_by_table(part.samples, rows, part.pieces, known.fields, {})
 
     try:
+        if later:
+            read.into(out)
+            return partial(layout_of, wanted)
         return _through_cache(read, out[: read.plan.pieces.num_bytes], cache, layout)
     except ChecksumError:
         table = known.samples() if part is None else part.samples

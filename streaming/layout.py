@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,3 +31,11 @@ class UnitLayout:
     sizes: NDArray[np.int64]
     num_bytes: int
     damage: Mapping[int, DataError] = field(default_factory=dict)
+
+
+TakeApart: TypeAlias = Callable[[memoryview], UnitLayout]
+"""Where the samples lie in bytes that were fetched and checked; a ``DataError`` if they are not what the index says.
+
+It costs Python, and no waiting. So the thread that needs it does it: fetching threads would take the interpreter from
+that thread dozens of times a unit.
+"""

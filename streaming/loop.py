@@ -271,7 +271,7 @@ class EpochLoop(BaseLoop):
                 closing.callback(pool.close)
                 self._builder = WorkerBuilder(self.config.recipe, pool)
             self._store = ChunkStore(
-                fetch=self.dataset.fetch,
+                fetch=self.dataset.fetch_unit,
                 arena=arena,
                 num_threads=self._fetch_threads(),
                 metrics=self.metrics,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,13 +15,13 @@ from streaming.engine.rows import RowTable
 from streaming.engine.threads import JobThreads
 from streaming.errors import DataError, IndexMismatchError
 from streaming.fetch import FetchRange, UnitKey
-from streaming.layout import UnitLayout
+from streaming.layout import TakeApart, UnitLayout
 from streaming.metrics import Metrics
 
 _STOP_S = 1.0
 """How long closing waits for each thread's fetch under way: its memory stays mapped until it has ended."""
 
-Fetch = Callable[[FetchRange, memoryview], UnitLayout]
+Fetch = Callable[[FetchRange, memoryview], UnitLayout | TakeApart]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,7 @@ class Unit:
         num_bytes: Room that it takes there: that of the whole range, until it is known how much of it is needed.
         users: Pieces of the plan that still need it; at 0 it may be dropped.
         ready: The fetch has ended, well or badly.
+        take_apart: How to find its samples, until ``ChunkStore.settle`` has done so.
         first_row: Row of its first sample in the row table; -1 while not ready, or if none of it can be read.
         damage: Why nothing of it can be read, if that is so. (Of single samples the row table knows it.)
         failure: Why the fetch failed altogether, if it did.
@@ -45,6 +47,7 @@ class Unit:
     num_bytes: int
     users: int = 0
     ready: bool = False
+    take_apart: TakeApart | None = None
     first_row: int = -1
     damage: DataError | None = None
     failure: BaseException | None = None
@@ -111,9 +114,31 @@ class ChunkStore:
             and first < unit.wanted.first_sample + unit.wanted.num_samples
         ]
         for unit in found:
+            self.settle(unit)
             self._cold.pop(unit.wanted.key, None)
             unit.users += 1
         return found
+
+    def settle(self, unit: Unit) -> None:
+        """Find the samples of a unit that has come, if not done yet: fills in ``first_row``, or what is wrong."""
+        take_apart, unit.take_apart = unit.take_apart, None
+        if take_apart is None:
+            return
+        with self.arena.view[unit.start : unit.start + unit.num_bytes] as data, self._noting(unit):
+            unit.first_row = self.rows.add(take_apart(data), unit.start)
+
+    @staticmethod
+    @contextmanager
+    def _noting(unit: Unit) -> Iterator[None]:
+        """What goes wrong in the block is the unit's: its bytes, or the fetch altogether."""
+        try:
+            yield
+        except IndexMismatchError as error:
+            unit.failure = error
+        except DataError as error:
+            unit.damage = error
+        except BaseException as error:  # noqa: BLE001  the consumer gets it
+            unit.failure = error
 
     def pending(self) -> list[Unit]:
         """Units whose fetch has not ended yet."""
@@ -158,18 +183,10 @@ class ChunkStore:
         if self._closed:
             return
         unit.begun_at_s = started_s = time.monotonic()
-        layout: UnitLayout | None = None
-        out = self.arena.view[unit.start : unit.start + unit.wanted.num_bytes]
-        try:
-            layout = self._fetch(unit.wanted, out)
-        except IndexMismatchError as error:
-            unit.failure = error
-        except DataError as error:
-            unit.damage = error
-        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
-            unit.failure = error
-        finally:
-            out.release()
+        found: UnitLayout | TakeApart | None = None
+        with self.arena.view[unit.start : unit.start + unit.wanted.num_bytes] as out, self._noting(unit):
+            found = self._fetch(unit.wanted, out)
+        layout = found if isinstance(found, UnitLayout) else None
         self._metrics.add("fetch_s", time.monotonic() - started_s)
         self._metrics.add("fetched_chunks")
         self._metrics.add("fetched_bytes", unit.num_bytes if layout is None else layout.num_bytes)
@@ -178,6 +195,8 @@ class ChunkStore:
                 self.arena.shrink(unit.start, unit.num_bytes, layout.num_bytes)
                 unit.num_bytes = layout.num_bytes
                 unit.first_row = self.rows.add(layout, unit.start)
+            elif not isinstance(found, UnitLayout):
+                unit.take_apart = found
             unit.ready = True
             if unit.users == 0 and not self._closed:
                 self._retire(unit)

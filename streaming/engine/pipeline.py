@@ -220,7 +220,10 @@ class Pipeline:
                 break
             self._coming.append((need, unit, wanted.lead))
             self._next_need = next(self._needs, None)
-        while self._coming and self._coming[0][1].ready and self._coming[0][1].failure is None:
+        while self._coming and self._coming[0][1].ready:
+            self._store.settle(self._coming[0][1])
+            if self._coming[0][1].failure is not None:
+                break
             self._arrived(*self._coming.popleft())
         limit = self._handed_out + _BLOCKS_AHEAD * self._block_batches
         while self._planned < min(self._plan.num_batches, self._frontier(), limit):
