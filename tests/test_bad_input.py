@@ -646,7 +646,7 @@ class TestLoaderArguments:
     def test_collate_fn(self, dataset: StreamingDataset) -> None:
         refused(ConfigError, lambda: DataLoader(dataset, 4, collate_fn="stack"), "collate_fn", "function", "stack")  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("value", ["lane", None, "everything"])
+    @pytest.mark.parametrize("value", ["node", None, "everything"])
     def test_scope_of_a_shuffle(self, value: Any) -> None:
         refused(ConfigError, lambda: ShuffleConfig(scope=value), "scope", "global")
 
