@@ -46,7 +46,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated, of: %(default)s")
     parser.add_argument("--workers", default="0,1,2")
     parser.add_argument("--where", default="disk,s3", help=f"s3: sets {', '.join(S3_SETS)}, workers 0 and 2")
-    parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
+    parser.add_argument(
+        "--rounds", type=int, help="default: 2, or 1 with --quick; more can be added to earlier results"
+    )
     parser.add_argument("--seconds", type=float, help="cut a pass short after so long; default: 3, or 60 with --quick")
     parser.add_argument("--timeout", type=float, default=40.0, help="seconds that a contestant may go beyond that")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
@@ -55,7 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--publish", action="store_true",
                         help="also write RESULTS.md and results.json here, and docs/peers.svg")  # fmt: skip
     args = parser.parse_args()
-    args.rounds = args.rounds or (1 if args.quick else 3)
+    args.rounds = args.rounds or (1 if args.quick else 2)
     args.seconds = args.seconds or (60.0 if args.quick else 3.0)
     for name, known in (("sets", SETS), ("peers", PEERS), ("where", ("disk", "s3"))):
         chosen = getattr(args, name).split(",")
