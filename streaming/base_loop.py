@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
 from streaming.bad_samples import BadSamples
 from streaming.dataset import StreamingDataset
+from streaming.engine.crew import Crew
+from streaming.engine.ring import PageLocker
 from streaming.engine.standing import request_line
 from streaming.metrics import Metrics
 from streaming.order import OrderSettings, checked_int
@@ -48,6 +51,8 @@ class BaseLoop(ABC):
         self._global_batch_size = global_batch_size
         self._resume_at = 0
         self._running: Run | None = None
+        self._crew: Crew | None = None
+        self._locker: PageLocker | None = None
         self._bad = BadSamples(
             dataset.max_bad_samples, self.metrics, table=dataset.shards.table, file=dataset.bad_samples_file, rank=rank
         )
@@ -112,6 +117,12 @@ class BaseLoop(ABC):
             return "not running"
         return "\n".join([running.describe(), *map(request_line, self.dataset.storage.in_flight())])
 
+    def page_lock(self, locker: PageLocker | None) -> None:
+        """Have batches of worker processes page-locked from now on, or not any more."""
+        self._locker = locker
+        if self._crew is not None:
+            self._crew.page_lock(locker)
+
     def close(self) -> None:
         """Stop threads and processes, free memory. The loop may be used again; it starts them anew."""
         self._stop_running()
@@ -145,9 +156,30 @@ class BaseLoop(ABC):
         if running is not None:
             running.close()
 
+    def _keep(self, crew: Crew, close: Callable[[], object]) -> None:
+        """``crew`` serves all runs from now on, until ``close`` ends it together with what needs it."""
+        crew.page_lock(self._locker)
+        self._crew = crew
+        self._end_of_crew = weakref.finalize(self, close)
+
     def _gauges(self) -> dict[str, float]:
         """What holds at this moment, by name."""
-        return {}
+        self._note_ring_peak()
+        crew = self._crew
+        ring = None if crew is None else crew.ring
+        return {
+            "arena_bytes": 0 if crew is None else crew.arena.used_bytes,
+            "ring_bytes": 0 if ring is None else ring.held_bytes,
+            "ring_slots_in_use": 0 if ring is None else ring.num_taken,
+        }
 
-    def _drop_machinery(self) -> None:  # noqa: B027  not every loop has something to give back
+    def _note_ring_peak(self) -> None:
+        ring = None if self._crew is None else self._crew.ring
+        self.metrics.peak("ring_peak_bytes", 0 if ring is None else ring.peak_bytes)
+
+    def _drop_machinery(self) -> None:
         """Give back what outlives a run."""
+        self._note_ring_peak()
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            self._end_of_crew()

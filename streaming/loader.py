@@ -11,6 +11,7 @@ from typing import Any, Self, TypeAlias, Unpack
 
 import torch
 
+from streaming.base_loop import BaseLoop
 from streaming.checked_start import StartCheck
 from streaming.dataset import StreamingDataset
 from streaming.engine.build import Recipe
@@ -252,7 +253,7 @@ class DataLoader:
         For ``DevicePrefetcher``, which keeps a batch until it is copied: nobody else may copy from such memory without
         waiting, because it is built in again as soon as the batch is let go.
         """
-        if isinstance(self._loop, EpochLoop):
+        if isinstance(self._loop, BaseLoop):
             self._loop.page_lock(locker)
 
     def close(self) -> None:

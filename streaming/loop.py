@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -17,15 +16,13 @@ from streaming import budget
 from streaming.base_loop import BaseLoop, Run
 from streaming.broadcast import Place, Sharing
 from streaming.dataset import StreamingDataset
-from streaming.engine.arena import Arena
 from streaming.engine.build import Recipe
-from streaming.engine.builders import LocalBuilder, WorkerBuilder
 from streaming.engine.chunks import ChunkStore
+from streaming.engine.crew import Crew
 from streaming.engine.needs import BatchSlices, Units, WholeChunks
 from streaming.engine.pipeline import Pipeline, Settings
-from streaming.engine.ring import BatchRing, PageLocker
-from streaming.engine.workers import WorkerPool
 from streaming.errors import ConfigError, StateError
+from streaming.metrics import Metrics
 from streaming.plan import LastBatch, Plan
 from streaming.replicas import CountedRun, Replicas
 from streaming.state import LoaderState
@@ -90,6 +87,18 @@ def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, me
     return value
 
 
+def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
+    """Those who build the batches of a loop, over an arena of so many bytes."""
+    return Crew(
+        config.num_workers,
+        config.recipe,
+        arena_bytes=arena_bytes,
+        depth=config.depth,
+        batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes),
+        metrics=metrics,
+    )
+
+
 def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
     """The choices for the reading side, and how one rank of a data share reads for the others, if it does.
 
@@ -126,9 +135,6 @@ class EpochLoop(BaseLoop):
         super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
         self.config, self._sharing = open_sharing(config)
         self._store: ChunkStore | None = None
-        self._builder: WorkerBuilder | None = None
-        self._ring: BatchRing | None = None
-        self._locker: PageLocker | None = None
         self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(table.byte_end - table.byte_start)
         self._check_enough_samples()
 
@@ -179,32 +185,11 @@ class EpochLoop(BaseLoop):
         self._go_to(state.epoch, state.samples_seen)
         self.order, self.next_seed = state.order, state.next_seed
 
-    def _gauges(self) -> dict[str, float]:
-        self._note_ring_peak()
-        store, ring = self._store, self._ring
-        return {
-            "arena_bytes": 0 if store is None else store.arena.used_bytes,
-            "ring_bytes": 0 if ring is None else ring.held_bytes,
-            "ring_slots_in_use": 0 if ring is None else ring.num_taken,
-        }
-
-    def _note_ring_peak(self) -> None:
-        self.metrics.peak("ring_peak_bytes", 0 if self._ring is None else self._ring.peak_bytes)
-
-    def page_lock(self, locker: PageLocker | None) -> None:
-        """Have batches of worker processes page-locked from now on, or not any more."""
-        self._locker = locker
-        if self._ring is not None:
-            self._ring.locker = locker
-
     def _drop_machinery(self) -> None:
         if self._sharing is not None:
             self._sharing.drop()
-        store, self._store, self._builder = self._store, None, None
-        self._note_ring_peak()
-        self._ring = None
-        if store is not None:
-            self._finalizer()
+        self._store = None
+        super()._drop_machinery()
 
     def _plan(self, start: int) -> Plan:
         return Plan(
@@ -233,7 +218,7 @@ class EpochLoop(BaseLoop):
         dp_rank = self.config.mesh.data_rank
         sliced = not self.order.shuffle and plan.dp_world_size > 1 and self.dataset.has_sample_tables()
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset.slice)
-        store = self._open_store()
+        crew, store = self._open_store()
         store.limit_bytes = self._slices_bytes(plan) if sliced else self._arena_bytes(plan, dp_rank)
         store.retain = not sliced and store.limit_bytes >= self._rank_bytes(plan, dp_rank)
         self._bad.start_epoch(plan.num_samples, self.epoch)
@@ -245,7 +230,7 @@ class EpochLoop(BaseLoop):
             store=store,
             settings=Settings(
                 recipe=self.config.recipe,
-                builder=self._builder or LocalBuilder(self.config.recipe),
+                builder=crew.builder,
                 fields=self.dataset.fields,
                 num_builders=self.config.num_workers or self.config.num_threads,
                 depth=self.config.depth,
@@ -255,30 +240,21 @@ class EpochLoop(BaseLoop):
             report=self._bad.report,
         )
 
-    def _open_store(self) -> ChunkStore:
-        """Store, and worker processes if there are to be any; all end with ``_finalizer``."""
-        if self._store is None:
-            num_workers = self.config.num_workers
+    def _open_store(self) -> tuple[Crew, ChunkStore]:
+        """Chunks and those who build batches of them, for all runs."""
+        if self._crew is None or self._store is None:
             limit = self.config.memory_limit_bytes
-            arena = Arena(budget.chunks_limit_bytes(limit), shared=num_workers > 0)
-            closing = ExitStack()
-            if num_workers:
-                ring = BatchRing(self.config.depth + num_workers + 1, limit_bytes=budget.batches_limit_bytes(limit))
-                self._ring = ring
-                ring.locker = self._locker
-                closing.callback(ring.close)
-                pool = WorkerPool(num_workers, self.config.recipe, arena, ring=ring, metrics=self.metrics)
-                closing.callback(pool.close)
-                self._builder = WorkerBuilder(self.config.recipe, pool)
+            crew = open_crew(self.config, budget.chunks_limit_bytes(limit), self.metrics)
             self._store = ChunkStore(
                 fetch=self.dataset.fetch_unit,
-                arena=arena,
+                arena=crew.arena,
                 num_threads=self._fetch_threads(),
                 metrics=self.metrics,
                 changed=threading.Condition(),
             )
-            self._finalizer = weakref.finalize(self, _close_all, closing, self._store)
-        return self._store
+            self._keep(crew, partial(_close_all, crew, self._store))
+            return crew, self._store
+        return self._crew, self._store
 
     def _fetch_threads(self) -> int:
         local = all(scheme_of(url) == "file" for url in self.dataset.shards.urls)
@@ -358,6 +334,6 @@ def checked_memory_limit(memory_limit: int | str) -> int:
     return parse_bytes(memory_limit, name="memory_limit")
 
 
-def _close_all(closing: ExitStack, store: ChunkStore) -> None:
-    closing.close()
+def _close_all(crew: Crew, store: ChunkStore) -> None:
+    crew.close()
     store.close()

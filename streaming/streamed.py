@@ -5,19 +5,25 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import replace
+from functools import partial
 
+from streaming import budget
 from streaming.base_loop import BaseLoop, Run
 from streaming.broadcast import Place
 from streaming.dataset import StreamingDataset
-from streaming.engine.stream import ShardStream, StreamSettings
+from streaming.engine.crew import Crew
+from streaming.engine.shard_stream import ShardStream
+from streaming.engine.stream import StreamSettings, piece_bytes_of
 from streaming.errors import ConfigError, StateError
-from streaming.loop import LoopConfig, open_sharing
+from streaming.loop import LoopConfig, open_crew, open_sharing
 from streaming.order import OrderSettings
 from streaming.state import LoaderState
 
 DEFAULT_WINDOW = 4096
 """Samples in the shuffle window of a set whose size nobody knows; bounded in bytes by half of memory_limit."""
 _WINDOW_SHARE = 0.5
+_ARENA_SHARE = 0.125
+"""Of memory_limit, for batches that are read but not built. As much is for pieces of shards, the rest for batches."""
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +112,7 @@ class StreamedLoop(BaseLoop):
     def _drop_machinery(self) -> None:
         if self._sharing is not None:
             self._sharing.drop()
+        super()._drop_machinery()
 
     def _read(self, start: int) -> ShardStream:
         config, rank, ranks = self.config, self.config.mesh.data_rank, self.config.mesh.data_world_size
@@ -122,5 +129,28 @@ class StreamedLoop(BaseLoop):
             first_batch=start // config.global_batch_size,
             num_batches=self.num_batches,
             depth=config.depth,
+            piece_bytes=piece_bytes_of(config.memory_limit_bytes),
         )
-        return ShardStream(self.dataset.storage, settings, config.recipe, self._bad.report)
+        return ShardStream(
+            self.dataset.storage,
+            settings,
+            self._open_crew(),
+            num_builders=config.num_workers or config.num_threads,
+            batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes),
+            metrics=self.metrics,
+            report=self._bad.report,
+        )
+
+    def _open_crew(self) -> Crew:
+        """Those who build batches, for all runs."""
+        if self._crew is None:
+            limit = self.config.memory_limit_bytes
+            crew = open_crew(self.config, min(int(limit * _ARENA_SHARE), budget.READ_AHEAD_BYTES), self.metrics)
+            self._keep(crew, partial(_close_all, crew))
+            return crew
+        return self._crew
+
+
+def _close_all(crew: Crew) -> None:
+    crew.close()
+    crew.arena.close()

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import logging
+import os
+import random
+import re
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from data_sets import WORLD_SIZES, SampleSet, check_batch, loaders, merged, mesh_of, play, total, write_set
 from leftovers import leftovers
 
+from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
+from streaming.engine.fork_server import SHARED
 from streaming.engine.stream import RawSample, StreamSettings, shuffled
-from streaming.errors import ConfigError, IndexMissingError, StateError, TarError
+from streaming.errors import (
+    ConfigError,
+    DecodeError,
+    IndexMissingError,
+    StateError,
+    TarError,
+    TooManyBadSamplesError,
+)
 from streaming.order import OrderSettings
 
 
@@ -47,6 +62,14 @@ def large(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> SampleSet:
 def streamed(request: pytest.FixtureRequest) -> SampleSet:
     found: SampleSet = request.getfixturevalue(request.param)
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    """Worker processes of all loaders come from one fork server, which takes a second or more to start."""
+    server = SHARED.borrow()
+    yield
+    SHARED.give_back(server)
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +127,17 @@ def test_in_order_it_is_the_storage_order_without_end(streamed: SampleSet) -> No
         keys = [key for batch in loader for key in check_batch(batch)]
         assert loader.epoch == 1
     assert keys == [*streamed.keys, *streamed.keys][:400]
+
+
+def test_the_order_is_that_of_earlier_releases(large: SampleSet) -> None:
+    """Through a window bounded by its samples, and through one bounded by its bytes."""
+    for memory_limit, expected in (
+        ("4GiB", "51d4a0f660749320b1a820c67656a08f3ab7830be2ba2ebf8584e28cdcbeb96f"),
+        ("4KiB", "e292fc04bfdc0459575c842ea4803812e4d3ccf7a42b78cd9b36698906486055"),
+    ):
+        options: dict[str, Any] = {"batch_size": 20, "epoch_size": 200, "epochs": 2, "memory_limit": memory_limit}
+        ranks = play(large.open(seed=5), 2, **options)
+        assert hashlib.sha256(repr(ranks).encode()).hexdigest() == expected
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -219,3 +253,173 @@ def test_a_truncated_shard_is_an_error(compressed: SampleSet, tmp_path: Path) ->
         pytest.raises(TarError, match=r"000000\.tar\.gz"),
     ):
         list(loader)
+
+
+# Threads and processes
+
+
+def shifted(sample: dict[str, Any]) -> dict[str, Any] | None:
+    """Uses all there is; some samples fail, some are dropped."""
+    if sample["cls"] % 50 == 7:
+        raise ZeroDivisionError(f"no {sample['cls']}")
+    return None if sample["cls"] % 50 == 8 else {**sample, "more": torch.full((3,), sample["cls"] * 2)}
+
+
+HANDS = [{"num_threads": 0}, {"num_threads": 3}, {"num_workers": 1}, {"num_workers": 3}]
+
+
+def plain(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        for batch in batches
+    ]
+
+
+@pytest.mark.parametrize("on_error", ["substitute", "skip"])
+def test_batches_do_not_depend_on_who_builds_them(compressed: SampleSet, on_error: str) -> None:
+    def run(**hands: int) -> tuple[Any, ...]:
+        dataset = compressed.open(seed=5, transform=shifted, on_error=on_error, max_bad_samples=100)
+        found = []
+        options: dict[str, Any] = {"batch_size": 16, "epoch_size": 400, **hands}
+        for loader in loaders(dataset, 2, **options):
+            with loader:
+                epochs = [plain(list(loader)) for _ in range(2)]
+                metrics = loader.metrics()
+            bad = sorted((one["key"], one["stage"], one["reason"]) for one in metrics["bad"])
+            assert metrics["batches"] == 24
+            assert metrics["arena_bytes"] == 0
+            found.append((epochs, bad, metrics["bad_samples"], metrics["dropped_samples"]))
+        return tuple(found)
+
+    expected = run(num_threads=0)
+    assert expected[0][1], "there are bad samples"
+    assert [key for batch in expected[0][0][0] for key in batch["__key__"]] == [
+        key for batch in run(num_threads=1)[0][0][0] for key in batch["__key__"]
+    ]
+    for hands in HANDS[1:]:
+        assert run(**hands) == expected, hands
+
+
+def pid_and_draw(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"pid": os.getpid(), "thread": threading.current_thread().name, "drawn": random.random()}
+
+
+def test_workers_build_what_is_not_trivial_and_draw_the_same(compressed: SampleSet) -> None:
+    options: dict[str, Any] = {"batch_size": 16, "epoch_size": 160, "device_mesh": mesh_of(1, 0)}
+    drawn = []
+    for num_workers in (1, 3):
+        with DataLoader(compressed.open(transform=pid_and_draw), num_workers=num_workers, **options) as loader:
+            batches = list(loader)
+        assert all(os.getpid() not in batch["pid"].tolist() for batch in batches)
+        drawn.append([batch["drawn"].tolist() for batch in batches])
+    assert drawn[0] == drawn[1]
+    for num_threads, names in ((0, {threading.current_thread().name}), (1, {"shardstream-build-0"})):
+        with DataLoader(compressed.open(transform=pid_and_draw), num_threads=num_threads, **options) as loader:
+            found = {name for batch in loader for name in batch["thread"]}
+        assert found <= {*names, threading.current_thread().name}
+        assert found >= names
+
+
+def test_trivial_batches_stay_in_the_consumer(compressed: SampleSet) -> None:
+    options: dict[str, Any] = {"batch_size": 16, "epoch_size": 160, "device_mesh": mesh_of(1, 0)}
+    with DataLoader(compressed.open(decode=None), num_workers=2, **options) as loader:
+        batches = list(loader)
+        described = loader.describe()
+        metrics = loader.metrics()
+    assert described == "not running"
+    assert len(batches) == 10
+    assert metrics["ring_peak_bytes"] == 0
+    assert metrics["build_in_consumer_s"] > 0
+
+
+@pytest.mark.parametrize("hands", HANDS)
+def test_errors_name_shard_key_and_stage(compressed: SampleSet, hands: dict[str, int]) -> None:
+    dataset = compressed.open(shuffle=False, transform=shifted, on_error="raise")
+    options: dict[str, Any] = {"batch_size": 4, "epoch_size": 100, "device_mesh": mesh_of(1, 0), **hands}
+    with DataLoader(dataset, **options) as loader:
+        batches = iter(loader)
+        assert check_batch(next(batches)) == list(compressed.keys[:4])
+        with pytest.raises(DecodeError, match=r"000000\.tar\.gz: sample '00007': transform raised ZeroDivisionError"):
+            next(batches)
+        assert list(batches) == []
+        with pytest.raises(DecodeError, match="'00007'"):
+            list(loader)
+    dataset = compressed.open(shuffle=False, transform=shifted, max_bad_samples=1)
+    with DataLoader(dataset, **options) as loader, pytest.raises(TooManyBadSamplesError, match="max_bad_samples=1"):
+        list(loader)
+
+
+@pytest.mark.parametrize("hands", HANDS)
+def test_leaving_early_and_going_on(compressed: SampleSet, hands: dict[str, int]) -> None:
+    dataset = compressed.open(seed=5, transform=dict)
+    options: dict[str, Any] = {"batch_size": 10, "epoch_size": 200, "device_mesh": mesh_of(1, 0), **hands}
+    with DataLoader(dataset, **options) as loader:
+        expected = [check_batch(batch) for batch in loader]
+        loader.set_epoch(0)
+        for taken, batch in enumerate(loader):
+            assert check_batch(batch) == expected[taken]
+            if taken == 6:
+                break
+        state = loader.state_dict()
+        assert loader.metrics()["arena_bytes"] == 0
+        loader.close()
+        loader.load_state_dict(state)
+        assert [check_batch(batch) for batch in loader] == expected[7:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_larger_than_their_room_come_one_at_a_time(tmp_path: Path, num_workers: int) -> None:
+    """An eighth of the limit is for batches that wait to be built; these are larger, and some fail."""
+    with ShardWriter(f"{tmp_path}/{{:06d}}.tar", index=False) as writer:
+        for number in range(12):
+            writer.write({"__key__": str(number), "bin": bytes([number]) * 60_000})
+    (tmp_path / "000000.tar.gz").write_bytes(gzip.compress((tmp_path / "000000.tar").read_bytes()))
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any] | None:
+        number = sample["bin"][0]
+        return None if number == 5 else {"number": number, "good": sample["bin"] == bytes([number]) * 60_000}
+
+    dataset = StreamingDataset(f"{tmp_path}/000000.tar.gz", shuffle=False, transform=transform)
+    options: dict[str, Any] = {"batch_size": 4, "epoch_size": 24, "device_mesh": mesh_of(1, 0)}
+    with DataLoader(dataset, memory_limit="1MiB", num_workers=num_workers, **options) as loader:
+        batches = list(loader)
+        assert loader.metrics()["arena_peak_bytes"] == 0
+    assert [batch["number"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 6, 6, 7], [8, 9, 10, 11]] * 2
+    assert all(batch["good"].all() for batch in batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_describe_says_what_is_built_where(compressed: SampleSet, tmp_path: Path, num_workers: int) -> None:
+    """A sample hangs: its batch, shard and key stand in the report, and so does the reader."""
+    fifo, other = str(tmp_path / "fifo"), str(tmp_path / "other")
+    os.mkfifo(fifo)
+    os.mkfifo(other)
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["__key__"] == "00021":
+            with open(fifo, "w") as out:
+                out.write("here")
+            with open(other) as go_on:
+                go_on.read()
+        return sample
+
+    dataset = compressed.open(shuffle=False, transform=transform)
+    options: dict[str, Any] = {"batch_size": 10, "epoch_size": 30, "device_mesh": mesh_of(1, 0)}
+    with DataLoader(dataset, num_workers=num_workers, num_threads=1, **options) as loader:
+        found = []
+
+        def ask() -> None:
+            with open(fifo) as signals:
+                assert signals.read() == "here"
+            found.append(loader.describe())
+            with open(other, "w") as go_on:
+                go_on.write("on")
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert len(list(loader)) == 3
+        asking.join()
+    assert re.search(r"batch \d of 3: .*; 3 batches read", found[0])
+    assert "arena: " in found[0]
+    assert "reading " in found[0]
+    assert re.search(r"builds batch 2 for .* at sample 2 of 10: '00021' of .*000000\.tar\.gz", found[0])

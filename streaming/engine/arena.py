@@ -76,7 +76,9 @@ class Arena:
         return start
 
     def free(self, start: int, num_bytes: int) -> None:
-        """Give back what ``allocate(num_bytes)`` handed out."""
+        """Give back what ``allocate(num_bytes)`` handed out; after ``close`` there is nothing to give back."""
+        if self._closed:
+            return
         size = _pages(num_bytes)
         self._extents.give(start, size)
         if start + size > self.budget_bytes:

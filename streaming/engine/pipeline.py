@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.engine.build import BadSample, BadSampleReport, BatchBuilder, Recipe, size_of
+from streaming.engine.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.engine.builders import Builder
 from streaming.engine.chunks import ChunkStore, Unit
+from streaming.engine.depth import Depth
 from streaming.engine.groups import Group, Groups
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import Rows
@@ -43,8 +44,6 @@ Ints = npt.NDArray[np.int64]
 
 _BLOCKS_AHEAD = 16
 """Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
-_WITH_USER = 2
-"""Batches that a loop holds in the usual case: while it asks for the next one, the last one is still in use."""
 _LOCK_S = 2.0
 """How long a report waits for the lock, which nobody keeps for more than milliseconds."""
 
@@ -118,8 +117,7 @@ class Pipeline:
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._groups = Groups(settings.recipe, padded=plan.last_batch == "pad")
         self._group: Group | None = None
-        self._depth = 1  # until the first batch says how large they are
-        self._largest_bytes = 0
+        self._depth = Depth(settings.depth, settings.batch_bytes, settings.num_builders)
         self._closed = False
         self._builders = [
             threading.Thread(target=self._build_loop, name=f"shardstream-build-{i}", daemon=True)
@@ -368,29 +366,17 @@ class Pipeline:
                 error = caught
             with self._changed:
                 self._results[batch] = (value, error)
-                self._bound_depth(value)
+                self._depth.saw(value, is_local=self._settings.builder.is_local)
                 value = error = None  # a thread that waits must not keep a batch
                 self._finish(batch)
                 self._advance()
                 self._changed.notify_all()
 
-    def _bound_depth(self, batch: Any) -> None:
-        """Build no more batches ahead than fit beside those with the user, going by the largest one seen.
-
-        One that is being built takes its room twice: as samples, and as the batch that is made of them. In this process
-        it does so three times: the C library keeps memory that a thread has freed.
-        """
-        self._largest_bytes = max(self._largest_bytes, size_of(batch))
-        fitting = self._settings.batch_bytes // max(1, self._largest_bytes) - _WITH_USER
-        more = 2 if self._settings.builder.is_local else 1
-        fitting = max(fitting // (1 + more), fitting - more * self._settings.num_builders)
-        self._depth = max(1, min(self._settings.depth, fitting))
-
     def _can_start(self) -> bool:
         """Whether a builder may begin with a batch: never with what only one thread can do at a time anyway."""
         if self._settings.builder.holds_gil:
             return False
-        return self._started < min(self._frontier(), self._planned, self._handed_out + self._depth)
+        return self._started < min(self._frontier(), self._planned, self._handed_out + self._depth.now)
 
     def _build(self, batch: int) -> Any:
         with self._changed:

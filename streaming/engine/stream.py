@@ -5,19 +5,14 @@ No promise of exactly once here: nobody knows how many samples there are before 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from queue import Empty, Full, Queue
-from typing import Any
 
 import numpy as np
 
-from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe
-from streaming.engine.rows import FieldRange, Rows
 from streaming.errors import ConfigError
 from streaming.order import EpochOrder, OrderSettings
 from streaming.storage import Storage, redact
@@ -58,6 +53,7 @@ class StreamSettings:
         first_batch: Batches before this one are read again, but neither decoded nor delivered.
         num_batches: Batches of the epoch.
         depth: Batches built ahead.
+        piece_bytes: Bytes of one request.
     """
 
     urls: tuple[str, ...]
@@ -70,6 +66,16 @@ class StreamSettings:
     first_batch: int
     num_batches: int
     depth: int
+    piece_bytes: int = PIECE_BYTES
+
+
+def piece_bytes_of(memory_limit_bytes: int) -> int:
+    """Bytes of one request, such that all pieces in memory take an eighth of the limit.
+
+    ``_PIECES_AHEAD`` are under way or wait; the parser holds up to four more: the piece that came, what is left of the
+    one before, and the two joined.
+    """
+    return max(64 << 10, min(PIECE_BYTES, memory_limit_bytes // 8 // (_PIECES_AHEAD + 4)))
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
@@ -87,10 +93,10 @@ def shard_sequence(settings: StreamSettings) -> Iterator[str]:
         yield settings.urls[int(order[index])]
 
 
-def read_shard(storage: Storage, url: str) -> Iterator[RawSample]:
+def read_shard(storage: Storage, url: str, piece_bytes: int) -> Iterator[RawSample]:
     """The samples of one shard, a few pieces read ahead."""
     num_bytes = storage.info(url).size_bytes
-    starts = iter(range(0, num_bytes, PIECE_BYTES))
+    starts = iter(range(0, num_bytes, piece_bytes))
     coming: deque[Future[memoryview]] = deque()
 
     def pieces() -> Iterator[memoryview]:
@@ -98,7 +104,7 @@ def read_shard(storage: Storage, url: str) -> Iterator[RawSample]:
             try:
                 while True:
                     while len(coming) < _PIECES_AHEAD and (start := next(starts, None)) is not None:
-                        stop = min(start + PIECE_BYTES, num_bytes)
+                        stop = min(start + piece_bytes, num_bytes)
                         coming.append(threads.submit(storage.read, url, start, stop))
                     if not coming:
                         return
@@ -132,134 +138,31 @@ def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator
             yield leaving
 
 
-class ShardStream:
-    """One rank's batches of one epoch, built on a background thread. Used once, then closed.
+def samples_of(storage: Storage, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
+    """This rank's samples without end, in the order of delivery.
 
     Args:
         storage: Where the shards are.
         settings: What to read.
-        recipe: How to build it.
-        report: Told of every bad sample; may raise to stop the run.
+        before: Called with the shard's URL before every sample is read; may raise to stop.
+
+    Raises:
+        ConfigError: A field that is asked for is in no sample of the first shard.
     """
-
-    def __init__(
-        self,
-        storage: Storage,
-        settings: StreamSettings,
-        recipe: Recipe,
-        report: BadSampleReport,
-    ) -> None:
-        self._storage = storage
-        self._settings = settings
-        self._recipe = recipe
-        self._report = report
-        self._ready: Queue[tuple[Any, BaseException | None] | None] = Queue(settings.depth)
-        self._stopped = threading.Event()
-        self.reading = ""
-        self._thread = threading.Thread(target=self._produce, name="shardstream-stream", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[Any]:
-        """Itself."""
-        return self
-
-    def __next__(self) -> Any:
-        """The next batch, or the error that kept it from being built."""
-        if self._stopped.is_set():
-            raise StopIteration
-        item = self._ready.get()
-        if item is None:
-            self.close()
-            raise StopIteration
-        value, error = item
-        if error is not None:
-            self.close()
-            if isinstance(error, StopIteration):
-                raise RuntimeError("a decoder, transform or collate_fn raised StopIteration") from error
-            raise error
-        return value
-
-    def close(self) -> None:
-        """Stop reading."""
-        self._stopped.set()
-        while True:
-            try:
-                self._ready.get_nowait()
-            except Empty:
-                break
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def describe(self) -> str:
-        """What the stream is at, for people."""
-        return f"reading {self.reading or 'nothing yet'}; {self._ready.qsize()} batches ready"
-
-    def _samples(self) -> Iterator[RawSample]:
-        seen: set[str] = set()
-        for place, url in enumerate(shard_sequence(self._settings)):
-            self.reading = url
-            for sample in read_shard(self._storage, url):
-                if self._stopped.is_set():
-                    return
-                if place == 0:
-                    seen.update(sample.fields)
-                yield sample
-            missing = [name for name in self._settings.fields or () if name not in seen]
-            if missing and place == 0:
-                raise ConfigError(
-                    f"fields: no sample of {redact(url)} has {missing[0]!r}; its samples have {', '.join(sorted(seen))}"
-                )
-
-    def _produce(self) -> None:
-        try:
-            samples = shuffled(self._samples(), self._settings)
-            for number in range(self._settings.num_batches):
-                batch = [sample for _, sample in zip(range(self._settings.batch_size), samples, strict=False)]
-                if self._stopped.is_set():
-                    return
-                if number >= self._settings.first_batch and not self._put((self._build(batch), None)):
-                    return
-            self._put(None)
-        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
-            self._put((None, error))
-
-    def _put(self, item: tuple[Any, BaseException | None] | None) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._ready.put(item, timeout=0.2)
-            except Full:
-                continue
-            return True
-        return False
-
-    def _build(self, batch: list[RawSample]) -> Any:
-        def neighbours(row: int) -> Iterator[Rows]:
-            for step in range(1, len(batch)):
-                yield rows_of([batch[(row + step) % len(batch)]], self._settings.fields)
-
-        return BatchBuilder(self._recipe, neighbours, self._report).build(rows_of(batch, self._settings.fields), None)
+    return shuffled(_read_all(storage, settings, before), settings)
 
 
-def rows_of(samples: list[RawSample], fields: tuple[str, ...] | None) -> Rows:
-    """Samples in memory as ``Rows``: their bytes end to end, each field aligned as in a tar."""
-    names = sorted({name for sample in samples for name in sample.fields if fields is None or name in fields})
-    starts = {name: np.zeros(len(samples), np.int64) for name in names}
-    sizes = {name: np.full(len(samples), -1, np.int64) for name in names}
-    memory = bytearray()
-    for row, sample in enumerate(samples):
-        for name in names:
-            data = sample.fields.get(name)
-            if data is None:
-                continue
-            starts[name][row], sizes[name][row] = len(memory), len(data)
-            memory += data
-            memory += bytes(-len(data) % 512)
-    whole = bytes(memory)
-    return Rows(
-        memory=whole,
-        view=memoryview(whole),
-        keys=[sample.key for sample in samples],
-        urls=[sample.url for sample in samples],
-        fields={name: FieldRange(starts=starts[name], sizes=sizes[name]) for name in names},
-        damage={},
-    )
+def _read_all(storage: Storage, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
+    seen: set[str] = set()
+    for place, url in enumerate(shard_sequence(settings)):
+        before(url)
+        for sample in read_shard(storage, url, settings.piece_bytes):
+            before(url)
+            if place == 0:
+                seen.update(sample.fields)
+            yield sample
+        missing = [name for name in settings.fields or () if name not in seen]
+        if missing and place == 0:
+            raise ConfigError(
+                f"fields: no sample of {redact(url)} has {missing[0]!r}; its samples have {', '.join(sorted(seen))}"
+            )

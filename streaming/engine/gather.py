@@ -1,0 +1,92 @@
+"""Samples that were read one by one, brought together as the rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from streaming.engine.rows import FieldRange, Rows
+from streaming.engine.stream import RawSample
+
+_ALIGN_BYTES = 512  # as in a tar: arrays of one size are then gathered in one step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Where the fields of the samples of a batch are to lie, one after the other.
+
+    Attributes:
+        samples: The samples.
+        fields: By name; places from the start of the batch.
+        num_bytes: Of all of them.
+    """
+
+    samples: Sequence[RawSample]
+    fields: dict[str, FieldRange]
+    num_bytes: int
+
+    def place(self, memory: Any, view: memoryview, base: int) -> Rows:
+        """The rows, copied to byte ``base`` of a buffer and the bytes behind it."""
+        fields = {
+            name: FieldRange(starts=where.starts + base, sizes=where.sizes) for name, where in self.fields.items()
+        }
+        for name, where in fields.items():
+            for sample, start in zip(self.samples, where.starts.tolist(), strict=True):
+                data = sample.fields.get(name)
+                if data is not None:
+                    view[start : start + len(data)] = data
+        return Rows(
+            memory=memory,
+            view=view,
+            keys=[sample.key for sample in self.samples],
+            urls=[sample.url for sample in self.samples],
+            fields=fields,
+            damage={},
+        )
+
+    def place_alone(self) -> Rows:
+        """The rows, in memory of their own."""
+        room = bytearray(self.num_bytes)
+        rows = self.place(room, memoryview(room), 0)
+        whole = bytes(room)
+        return replace(rows, memory=whole, view=memoryview(whole))
+
+
+def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -> Packing:
+    """Room for the fields that any of the samples has and that are ``wanted`` (None: all)."""
+    names = sorted({name for sample in samples for name in sample.fields if wanted is None or name in wanted})
+    # int64 [samples, fields], -1 where a sample lacks a field
+    sizes = np.array(
+        [[len(sample.fields[name]) if name in sample.fields else -1 for name in names] for sample in samples], np.int64
+    ).reshape(len(samples), len(names))
+    room = -(-sizes.clip(0) // _ALIGN_BYTES) * _ALIGN_BYTES
+    stops = np.cumsum(room).reshape(room.shape)
+    fields = {
+        name: FieldRange(starts=stops[:, i] - room[:, i], sizes=sizes[:, i].copy()) for i, name in enumerate(names)
+    }
+    return Packing(samples=samples, fields=fields, num_bytes=int(room.sum()))
+
+
+def neighbours(rows: Rows, row: int) -> Iterator[Rows]:
+    """The other rows of a batch, from ``row`` on, each in memory of its own."""
+    num_rows = len(rows.keys)
+    for step in range(1, num_rows):
+        yield _alone(rows, (row + step) % num_rows)
+
+
+def _alone(rows: Rows, row: int) -> Rows:
+    one = slice(row, row + 1)
+    places = [(int(where.starts[row]), int(where.sizes[row])) for where in rows.fields.values()]
+    begin = min((start for start, size in places if size >= 0), default=0)
+    end = max((start + size for start, size in places if size >= 0), default=0)
+    memory = bytes(rows.view[begin:end])
+    fields = {
+        name: FieldRange(starts=where.starts[one] - begin, sizes=where.sizes[one])
+        for name, where in rows.fields.items()
+    }
+    return replace(
+        rows, memory=memory, view=memoryview(memory), keys=rows.keys[one], urls=rows.urls[one], fields=fields
+    )
