@@ -23,7 +23,6 @@ from leftovers import leftovers
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.engine.fork_server import SHARED
 from streaming.engine.stream import RawSample, StreamSettings, shuffled
 from streaming.errors import (
     ConfigError,
@@ -64,16 +63,8 @@ def streamed(request: pytest.FixtureRequest) -> SampleSet:
     return found
 
 
-@pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    """Worker processes of all loaders come from one fork server, which takes a second or more to start."""
-    server = SHARED.borrow()
-    yield
-    SHARED.give_back(server)
-
-
 @pytest.fixture(autouse=True)
-def nothing_left(samples: SampleSet) -> Iterator[None]:
+def nothing_left(samples: SampleSet, one_fork_server: None) -> Iterator[None]:
     before = leftovers()
     yield
     assert leftovers() - before == {}
