@@ -3,8 +3,9 @@
 It speaks what loaders and writers use: signature version 4 in the header and in the query, ranged and conditional
 GET, HEAD, conditional PUT, uploads in parts, ListObjectsV2 with paging and delimiter, DELETE, buckets. Anonymous
 requests may read buckets whose names begin with ``public-``; nobody may do anything in those that begin with
-``locked-``. Objects are files (sent by ``sendfile``), their table is
-in memory, so a server starts empty. ``GET /_log`` returns every request since the last ``DELETE /_log`` as JSON.
+``locked-``. Objects are files (sent by ``sendfile``), their table is in memory and in a journal beside them, so that a
+server started again in the same folder has them again. ``GET /_log`` returns every request since the last
+``DELETE /_log`` as JSON.
 
 Run ``python mini_s3.py --root DIR``; it prints its port when it listens, and ends when its standard input does.
 """
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, quote, unquote
@@ -50,6 +51,26 @@ class State:
     buckets: dict[str, dict[str, StoredObject]] = field(default_factory=dict)
     uploads: dict[str, tuple[str, str, dict[int, StoredObject]]] = field(default_factory=dict)
     log: list[dict[str, object]] = field(default_factory=list)
+
+    def note(self, bucket: str, key: str | None = None, stored: StoredObject | None = None) -> None:
+        """Write down that a bucket was made, an object stored, or (None) removed; call with the lock held."""
+        entry = json.dumps([bucket, key, asdict(stored) if stored is not None else None])
+        with open(os.path.join(self.root, "journal"), "a") as file:
+            file.write(entry + "\n")
+
+    def remember(self) -> None:
+        """Take over what an earlier server in this folder wrote down, but for a line that it did not finish."""
+        path = os.path.join(self.root, "journal")
+        if not os.path.exists(path):
+            return
+        with open(path) as file:
+            entries = [json.loads(line) for line in file if line.endswith("\n")]
+        for bucket, key, stored in entries:
+            objects = self.buckets.setdefault(bucket, {})
+            if stored is not None:
+                objects[key] = StoredObject(**stored)
+            elif key is not None:
+                objects.pop(key, None)
 
 
 class Refused(Exception):
@@ -130,6 +151,7 @@ class Handler(BaseHTTPRequestHandler):
             self._drain()
             with state.lock:
                 state.buckets.setdefault(bucket, {})
+                state.note(bucket)
             return self._answer(200, b"", {})
         objects = state.buckets.get(bucket)
         if objects is None:
@@ -143,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "PUT" and "uploadId" in query:
             return self._put_part(query["uploadId"], int(query["partNumber"]))
         if self.command == "PUT":
-            return self._put(objects, key)
+            return self._put(bucket, objects, key)
         if self.command == "POST" and "uploads" in query:
             self._drain()
             upload = uuid.uuid4().hex
@@ -160,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
                 os.unlink(part.path)
             return self._answer(204, b"", {})
         if self.command == "DELETE":
-            self._remove(objects, key)
+            self._remove(bucket, objects, key)
             return self._answer(204, b"", {})
         raise Refused(501, "NotImplemented", "not part of this small server")
 
@@ -286,7 +308,7 @@ class Handler(BaseHTTPRequestHandler):
             for _ in self._body():
                 pass
 
-    def _put(self, objects: dict[str, StoredObject], key: str) -> None:
+    def _put(self, bucket: str, objects: dict[str, StoredObject], key: str) -> None:
         stored = self._store_body()
         with self.server.state.lock:
             before = objects.get(key)
@@ -298,13 +320,15 @@ class Handler(BaseHTTPRequestHandler):
                     412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
                 )
             objects[key] = stored
+            self.server.state.note(bucket, key, stored)
         if before is not None:
             os.unlink(before.path)
         self._answer(200, b"", {"ETag": stored.etag})
 
-    def _remove(self, objects: dict[str, StoredObject], key: str) -> None:
+    def _remove(self, bucket: str, objects: dict[str, StoredObject], key: str) -> None:
         with self.server.state.lock:
             before = objects.pop(key, None)
+            self.server.state.note(bucket, key)
         if before is not None:
             os.unlink(before.path)
 
@@ -342,7 +366,8 @@ class Handler(BaseHTTPRequestHandler):
         etag = f'"{digest.hexdigest()}-{len(parts)}"'
         size = sum(part.size for part in parts)
         with self.server.state.lock:
-            objects[key] = StoredObject(path=path, size=size, etag=etag, modified=time.time())
+            objects[key] = stored = StoredObject(path=path, size=size, etag=etag, modified=time.time())
+            self.server.state.note(bucket, key, stored)
         self._xml(
             "CompleteMultipartUploadResult", f"<Bucket>{bucket}</Bucket><Key>{escape(key)}</Key><ETag>{etag}</ETag>"
         )
@@ -359,7 +384,7 @@ class Handler(BaseHTTPRequestHandler):
                 rows = "".join(f"<Error><Key>{escape(key)}</Key>{denied}</Error>" for key in keys)
                 return self._xml("DeleteResult", rows)
             for key in keys:
-                self._remove(objects, key)
+                self._remove(bucket, objects, key)
             return self._xml("DeleteResult", "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys))
         if self.command == "HEAD":
             return self._answer(200, b"", {"x-amz-bucket-region": self.server.state.region})
@@ -457,6 +482,7 @@ def main() -> None:
     os.makedirs(args.root, exist_ok=True)
     state = State(root=args.root, key=args.key, secret=args.secret, region=args.region)
     state.buckets.update({name: {} for name in args.bucket})
+    state.remember()
     server = Server(args.host, args.port, state)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_address[1], flush=True)

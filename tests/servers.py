@@ -184,6 +184,21 @@ class MiniS3Server(LoopbackServer):
         self._spawn(sys.executable, program, "--root", objects, "--host", self.host, "--port", str(self._port),
                     "--region", self.region, *buckets, announces=True)  # fmt: skip
 
+    def kill(self) -> None:
+        """End the process by SIGKILL, with answers half sent; its objects stay for :meth:`start_again`."""
+        process, self._process = self._process, None
+        assert process is not None
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            assert stream is not None
+            stream.close()
+
+    def start_again(self) -> None:
+        """Another process on the same port, with the same objects."""
+        self._port = self.port
+        self._start()
+
     def _client(self) -> Any:
         import boto3  # noqa: PLC0415 (slow, and not for every user of this file)
         from botocore.config import Config  # noqa: PLC0415

@@ -1,0 +1,95 @@
+"""A store that dies in the middle of an epoch, with answers half sent, and comes back: a pause, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from data_sets import SampleSet, mesh_of, valid_keys, write_set
+from servers import MiniS3Server, fresh_name
+
+from streaming import DataLoader, ShuffleConfig, StreamingDataset
+from streaming.errors import TransferError
+
+SHUFFLE = ShuffleConfig(seed=1, lanes=2, window=8)
+BATCHING: dict[str, Any] = {"batch_size": 10, "num_threads": 0, "memory_limit": "512KiB"}
+QUICK = {"first_backoff_s": 0.01, "max_backoff_s": 0.05, "max_retries": 10_000, "retry_share": 1000.0}
+KILLED_AFTER = (3, 20, 50)
+WAIT_S = 120.0
+
+
+@pytest.fixture
+def server() -> Iterator[MiniS3Server]:
+    """One that nobody else uses."""
+    with MiniS3Server() as server:
+        yield server
+
+
+def samples_in(server: MiniS3Server) -> SampleSet:
+    """4 MB, of which a loader with the memory above holds an eighth."""
+    folder = server.create_bucket(fresh_name()) + "/train"
+    return write_set(folder, (200,) * 4, storage_options=server.storage_options)
+
+
+def open_for(server: MiniS3Server, samples: SampleSet, unreachable_s: float) -> StreamingDataset:
+    options = {**server.storage_options, **QUICK, "unreachable_s": unreachable_s}
+    return StreamingDataset(samples.url, shuffle=SHUFFLE, storage_options=options)
+
+
+def until_requests_fail(dataset: StreamingDataset) -> None:
+    before, end_s = dataset.storage.metrics.get("retries"), time.monotonic() + WAIT_S
+    while dataset.storage.metrics.get("retries") < before + 3:
+        assert time.monotonic() < end_s, "nobody noticed that the server is gone"
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_epoch_goes_on_where_it_was(server: MiniS3Server, one_fork_server: None, num_workers: int) -> None:
+    samples = samples_in(server)
+    with DataLoader(samples.open(shuffle=SHUFFLE), device_mesh=mesh_of(1, 0), **BATCHING) as loader:
+        calm = [valid_keys(batch) for batch in loader]
+    dataset = open_for(server, samples, WAIT_S)
+    pids, dead, got = {server.pid}, threading.Semaphore(0), []
+
+    def bring_back() -> None:
+        for _ in KILLED_AFTER:
+            dead.acquire()
+            until_requests_fail(dataset)
+            server.start_again()
+            pids.add(server.pid)
+
+    helper = threading.Thread(target=bring_back)
+    helper.start()
+    with DataLoader(dataset, num_workers=num_workers, device_mesh=mesh_of(1, 0), **BATCHING) as loader:
+        for batch in loader:
+            got.append(valid_keys(batch))
+            if len(got) in KILLED_AFTER:
+                server.kill()
+                dead.release()
+        bad = loader.metrics()["bad"]
+    helper.join()
+    assert got == calm
+    assert bad == []
+    assert len(pids) == 1 + len(KILLED_AFTER)
+
+
+def test_one_that_stays_away_is_an_error_after_unreachable_s(server: MiniS3Server) -> None:
+    samples = samples_in(server)
+    dataset = open_for(server, samples, 0.3)
+    with DataLoader(dataset, device_mesh=mesh_of(1, 0), **BATCHING) as loader:
+        batches = iter(loader)
+        valid_keys(next(batches))
+        server.kill()
+        with pytest.raises(TransferError, match=f"cannot reach {server.url}"):
+            list(batches)
+        seen = loader.state_dict()["samples_seen"]
+        assert 10 <= seen < 800
+        server.start_again()
+        rest = [valid_keys(batch) for batch in loader]
+    with DataLoader(samples.open(shuffle=SHUFFLE), device_mesh=mesh_of(1, 0), **BATCHING) as loader:
+        calm = [valid_keys(batch) for batch in loader]
+    assert rest == calm[seen // 10 :], "goes on where it was"
