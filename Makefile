@@ -2,6 +2,7 @@
 # make test   everything that must hold: ruff, mypy, all tests
 # make venv | lint | types | pytest | bench | peers    the parts (peers: us beside the other loaders, PEERS_ARGS=--quick)
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
+# make torture   an epoch under FAULTS=10000 faults, drawn from SEED=1
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
 # torch), PYTEST_ARGS=… to pytest. Several processes test at once: JOBS=0 for one.
@@ -14,11 +15,11 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish
 
-.PHONY: help venv demo test lint types pytest format bench peers fuzz clean
+.PHONY: help venv demo test lint types pytest format bench peers fuzz torture clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 venv: $(VENV)/.installed
 
@@ -55,6 +56,9 @@ peers: venv
 
 fuzz: venv
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
+
+torture: venv
+	$(BIN)/python -m pytest -n 0 -s --timeout 7200 tests/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
 
 clean:
 	rm -rf .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

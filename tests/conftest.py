@@ -12,6 +12,12 @@ from streaming.engine.fork_server import SHARED
 from streaming.storage import Storage
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What ``make torture`` sets: see test_torture.py."""
+    parser.addoption("--torture-faults", type=int, default=1000, help="faults that test_torture.py injects at least")
+    parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in test_torture.py")
+
+
 @pytest.fixture(scope="session")
 def moto() -> Iterator[MotoServer]:
     """moto's S3 server."""

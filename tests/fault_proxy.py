@@ -28,6 +28,8 @@ Kind = Literal[
     "ignore_range",  # answer with the whole object (zeros) and status 200
     "shift_range",  # say that the bytes are of another range than was asked for
     "wrong_length",  # declare and send ``at_bytes`` only, as if that were all
+    "list_less",  # a listing of before the last shard was there
+    "list_more",  # a listing of when there was one more shard
 ]
 
 
@@ -156,6 +158,10 @@ class FaultProxy:
             head = [
                 f"Content-Length: {at_bytes}" if line.lower().startswith("content-length:") else line for line in head
             ]
+        if kind in {"list_less", "list_more"}:
+            body = _stale(answers.read(length), less=kind == "list_less")
+            client.sendall(f"{head[0]}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            return True
         if kind in {"ignore_range", "shift_range"}:
             first, last, total = _content_range(headers["content-range"])
         if kind == "shift_range":
@@ -206,6 +212,16 @@ def _content_range(value: str) -> tuple[int, int, int]:
     span, total = value.removeprefix("bytes ").split("/")
     first, last = span.split("-")
     return int(first), int(last), int(total)
+
+
+def _stale(listing: bytes, *, less: bool) -> bytes:
+    """A listing without its last shard, or with one more, ``gone.tar``, of the same size."""
+    start = listing.rindex(b"<Contents>", 0, listing.rindex(b".tar</Key>"))
+    end = listing.index(b"</Contents>", start) + len(b"</Contents>")
+    last = listing[start:end]
+    folder = last[last.index(b"<Key>") : last.rindex(b"/", 0, last.index(b"</Key>")) + 1]
+    gone = folder + b"gone.tar" + last[last.index(b"</Key>") :]
+    return listing[:start] + (b"" if less else last + b"<Contents>" + gone) + listing[end:]
 
 
 def _reset(client: socket.socket) -> bool:

@@ -86,10 +86,11 @@ def test_one_that_stays_away_is_an_error_after_unreachable_s(server: MiniS3Serve
         server.kill()
         with pytest.raises(TransferError, match=f"cannot reach {server.url}"):
             list(batches)
-        seen = loader.state_dict()["samples_seen"]
-        assert 10 <= seen < 800
+        state = loader.state_dict()
+        assert 10 <= state["samples_seen"] < 800
         server.start_again()
+        loader.load_state_dict(state)
         rest = [valid_keys(batch) for batch in loader]
     with DataLoader(samples.open(shuffle=SHUFFLE), device_mesh=mesh_of(1, 0), **BATCHING) as loader:
         calm = [valid_keys(batch) for batch in loader]
-    assert rest == calm[seen // 10 :], "goes on where it was"
+    assert rest == calm[state["samples_seen"] // 10 :]

@@ -178,6 +178,16 @@ def test_another_range_than_asked_for_is_an_error(mini_s3, url: str) -> None:
         through(proxy, mini_s3).read(url, 100, 200)
 
 
+@pytest.mark.parametrize("kind", ["ignore_range", "shift_range"])
+def test_ranges_that_worked_before_are_asked_for_again(mini_s3, url: str, kind) -> None:
+    with FaultProxy(mini_s3.port) as proxy:
+        storage = through(proxy, mini_s3)
+        storage.read(url, 0, 100)
+        proxy.add(Fault(kind=kind), Fault(kind=kind))
+        assert bytes(storage.read(url, 100, 200)) == DATA[100:200]
+        assert spans(proxy) == [(0, 100)] + [(100, 200)] * 3
+
+
 def test_a_wrong_length_is_noticed(mini_s3, url: str) -> None:
     with FaultProxy(mini_s3.port, Fault(kind="wrong_length", at_bytes=60)) as proxy:
         assert bytes(through(proxy, mini_s3).read(url, 100, 200)) == DATA[100:200]

@@ -36,6 +36,10 @@ class ChangedError(TransferError):
     """The object is another, or a shorter, one than it should be. Final: more attempts would not help, or mix two."""
 
 
+class RangeIgnoredError(TransferError):
+    """The answer is not the range that was asked for. Final where ranges never worked; where they did, it will pass."""
+
+
 class UnreachableError(PassingError):
     """No connection at all (name not known, connection refused). Tried again for a few seconds only."""
 

@@ -18,7 +18,7 @@ import obstore
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from streaming.errors import ConfigError, NotFoundError, StorageError
-from streaming.storage.base import ObjectInfo, RangeBody, Sink, StoreWriter, copy_piece
+from streaming.storage.base import ObjectInfo, PassingError, RangeBody, RangeIgnoredError, Sink, StoreWriter, copy_piece
 from streaming.storage.credentials import azure_config, gcs_config, s3_access
 from streaming.storage.object_errors import Place, object_errors
 from streaming.storage.object_writer import ObjectWriter
@@ -59,6 +59,8 @@ class ObjectAdapter:
         self._options = options
         self._lock = threading.Lock()
         self._stores: OrderedDict[tuple[str, bool], tuple[Any, Place]] = OrderedDict()
+        self._ranged: set[str] = set()
+        """Endpoints that have answered a range."""
 
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`. Asks by HEAD; where that is refused, by a GET whose answer says why."""
@@ -82,8 +84,16 @@ class ObjectAdapter:
         if version is not None:
             options["if_match"] = version
         place = place.with_range(start, stop)
-        with object_errors(place, "reading"):
-            return _ObjectRange(place, obstore.get(store, key, options=options))  # type: ignore[arg-type] # TypedDict
+        try:
+            with object_errors(place, "reading"):
+                body = _ObjectRange(place, obstore.get(store, key, options=options))  # type: ignore[arg-type] # TypedDict
+        except RangeIgnoredError as error:
+            if place.endpoint in self._ranged:
+                raise PassingError(str(error)) from error
+            raise
+        if "range" in options:
+            self._ranged.add(place.endpoint)
+        return body
 
     def list(self, url: str) -> list[ObjectInfo]:
         """See :class:`Adapter`."""

@@ -25,9 +25,8 @@ from streaming.errors import (
     NotFoundError,
     ShardstreamError,
     StorageError,
-    TransferError,
 )
-from streaming.storage.base import ChangedError, PassingError, ThrottledError, UnreachableError
+from streaming.storage.base import ChangedError, PassingError, RangeIgnoredError, ThrottledError, UnreachableError
 from streaming.storage.urls import redact
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -114,7 +113,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     if isinstance(error, PreconditionError) or status == 412:
         return ChangedError(f"{where}: the object changed while it was read; write shards under new names")
     if isinstance(error, NotSupportedError) or "NotPartial" in debug or "UnexpectedRange" in debug:
-        return TransferError(
+        return RangeIgnoredError(
             f"{where}: the server does not answer byte ranges as asked; use a server or proxy that supports Range "
             "requests, or copy the data to one"
         )
