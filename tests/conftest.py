@@ -14,7 +14,7 @@ from streaming.storage import Storage
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What ``make torture`` sets: see test_torture.py."""
-    parser.addoption("--torture-faults", type=int, default=1000, help="faults that test_torture.py injects at least")
+    parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
     parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in test_torture.py")
 
 
