@@ -58,7 +58,7 @@ fuzz: venv
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
 
 torture: venv
-	$(BIN)/python -m pytest -n 0 -s --timeout 7200 tests/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n 0 -s -o faulthandler_timeout=0 tests/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
 
 clean:
 	rm -rf .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -36,7 +36,7 @@ from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
 GLOBAL_BATCH = 60
-SHARD_SAMPLES = 500
+SHARD_SAMPLES = 100
 SHUFFLE = ShuffleConfig(seed=3, lanes=12, window=24)
 FAULT_SHARE = 0.55
 DAMAGED_CHUNKS = (5, 33, 77)
