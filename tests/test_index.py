@@ -6,6 +6,9 @@ import contextlib
 import io
 import itertools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shard_tools import ShardWriter
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
 from streaming.index.chunks import ChunkTable, ShardInfo
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule, cut_records
@@ -355,3 +359,15 @@ def test_fuzzed_sidecars_raise_data_errors_only(data: bytes) -> None:
         for noise in (data, b"v1.2 1\n" + data, b'{"shardlist": [' + data):
             with contextlib.suppress(DataError):
                 parse(noise, "i")
+
+
+def test_opening_a_data_set_does_not_import_pandas(tmp_path: Path) -> None:
+    """Arrow imports it on many ways to NumPy, wherever it is installed: a quarter of a second before the first batch."""
+    with ShardWriter(f"{tmp_path}/{{:04d}}.tar") as writer:
+        writer.write({"__key__": "0", "txt": "text"})
+    program = (
+        "import sys; from streaming import StreamingDataset; dataset = StreamingDataset(sys.argv[1]); "
+        "dataset[0]; print('pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -222,9 +222,7 @@ class ChunkTable:
         try:
             shards = shards_of_rows(facts["shards"])
             columns = {name: numbers(table.column(name), dtype) for name, dtype in list(_COLUMNS.items())[1:]}
-            names = pa.array([shard.name for shard in shards], pa.string())
-            index = pa.compute.index_in(table.column("shard"), value_set=names)
-            columns["shard"] = numbers(index, np.int32)
+            columns["shard"] = _places(table.column("shard"), [shard.name for shard in shards])
         except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
             raise IndexFormatError(
                 f"{source}: not a chunk table ({error}); rebuild it with `shard_tools index`"
@@ -234,13 +232,37 @@ class ChunkTable:
         return chunks
 
 
+def _places(column: Any, names: Sequence[str]) -> NDArray[np.int32]:
+    """Where in ``names`` each text of a column is, int32 ``[n]``; ValueError if it is not there."""
+    if column.null_count:
+        raise ValueError(f"{column.null_count} chunks without a shard")
+    encoded = column.combine_chunks().dictionary_encode()
+    places = {name: place for place, name in enumerate(names)}
+    known = [places.get(name, -1) for name in encoded.dictionary.to_pylist()]
+    if -1 in known:
+        raise ValueError(f"chunks of {encoded.dictionary[known.index(-1)]}, which is none of the shards")
+    return np.array(known, np.int32)[numbers(encoded.indices, np.int64)] if known else np.empty(0, np.int32)
+
+
 def numbers(column: Any, dtype: Any) -> NDArray[Any]:
     """A column without nulls as an array of ``dtype``."""
     if column.null_count:
         raise ValueError(f"{column.null_count} missing values")
-    return (
-        column.to_numpy(zero_copy_only=False).astype(dtype, casting="same_kind") if len(column) else np.empty(0, dtype)
-    )
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    parts = [_values(chunk) for chunk in chunks if len(chunk)]
+    return np.concatenate(parts).astype(dtype, casting="same_kind", copy=False) if parts else np.empty(0, dtype)
+
+
+_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
+
+
+def _values(array: Any) -> NDArray[Any]:
+    """The numbers of an Arrow array without nulls. (``to_numpy`` would import pandas wherever it is installed.)"""
+    kind = array.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise TypeError(f"expected numbers, got {kind}")
+    dtype = np.dtype(_FLOATS.get(str(kind), str(kind)))
+    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * dtype.itemsize)
 
 
 def shard_rows(shards: Sequence[ShardInfo]) -> list[list[Any]]:

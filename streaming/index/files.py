@@ -85,7 +85,8 @@ def _read_bounded(buffer: Any, source: str) -> pa.Table:
                 texts.add(column.path_in_schema)
     _check_unpacked(num_bytes, limit_bytes, source)
     schema = pq.read_schema(pa.BufferReader(buffer))
-    table = pq.read_table(pa.BufferReader(buffer), read_dictionary=sorted(texts))
+    # (`pq.read_table` would import pandas wherever it is installed.)
+    table = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=sorted(texts)).read()
     for name in texts.intersection(table.column_names):
         for chunk in table.column(name).chunks:
             if pa.types.is_dictionary(chunk.type):

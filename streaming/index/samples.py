@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from streaming.errors import ConfigError, IndexFormatError
@@ -346,7 +347,7 @@ def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64s, NDArray[np
     if _SPAN_CRC32C not in rows.column_names or _SPAN_CRC32C in facts["columns"]:
         return np.zeros(1, np.int64), np.empty(0, np.uint32)
     column = rows.column(_SPAN_CRC32C)
-    firsts = np.flatnonzero(column.is_valid().to_numpy())
+    firsts = numbers(pc.indices_nonzero(column.is_valid()), np.uint64)
     starts = np.append(firsts, len(column) if firsts.size else 0).astype(np.int64)
     return starts, numbers(column.drop_null(), np.uint32)
 
@@ -372,8 +373,9 @@ def _sum_column(sums: Int64s) -> pa.Array:
 
 def _sums_of_column(column: Any) -> Int64s:
     """The inverse of :func:`_sum_column`."""
-    missing = column.is_null().to_numpy()
-    return np.where(missing, -1, numbers(column.fill_null(0), np.uint32).astype(np.int64))
+    sums = numbers(column.fill_null(0), np.uint32).astype(np.int64)
+    sums[numbers(pc.indices_nonzero(column.is_null()), np.uint64)] = -1
+    return sums
 
 
 def _is_utf8(text: str) -> bool:
