@@ -362,7 +362,7 @@ def test_fuzzed_sidecars_raise_data_errors_only(data: bytes) -> None:
 
 
 def test_opening_a_data_set_does_not_import_pandas(tmp_path: Path) -> None:
-    """Arrow imports it on many ways to NumPy, wherever it is installed: a quarter of a second before the first batch."""
+    """Arrow imports it on many ways to NumPy, wherever it is installed: a quarter of a second."""
     with ShardWriter(f"{tmp_path}/{{:04d}}.tar") as writer:
         writer.write({"__key__": "0", "txt": "text"})
     program = (

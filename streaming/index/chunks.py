@@ -257,7 +257,7 @@ _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
 def _values(array: Any) -> NDArray[Any]:
-    """The numbers of an Arrow array without nulls. (``to_numpy`` would import pandas wherever it is installed.)"""
+    """The numbers of an Arrow array without nulls; ``to_numpy`` would import pandas wherever it is installed."""
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise TypeError(f"expected numbers, got {kind}")
