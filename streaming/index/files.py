@@ -60,7 +60,7 @@ def read_table(buffer: Any, kind: str, source: str) -> tuple[pa.Table, dict[str,
     facts = read_facts(buffer, kind, source)
     try:
         return _read_bounded(buffer, source), facts
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, IndexFormatError):
             raise
         raise _damaged(source, str(error)) from error
