@@ -22,8 +22,9 @@ from streaming.state import LoaderState
 DEFAULT_WINDOW = 4096
 """Samples in the shuffle window of a set whose size nobody knows; bounded in bytes by half of memory_limit."""
 _WINDOW_SHARE = 0.5
-_ARENA_SHARE = 0.125
-"""Of memory_limit, for batches that are read but not built. As much is for pieces of shards, the rest for batches."""
+_ARENA_SHARE = 0.0625
+"""Of memory_limit, for batches that are read but not built. As much is for pieces of shards and a quarter for batches;
+the rest is for what the C library keeps of the window, from which samples leave at random."""
 
 _log = logging.getLogger(__name__)
 

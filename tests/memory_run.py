@@ -1,4 +1,5 @@
-"""A loader alone in a process tree, and what that takes: run by test_memory.py as ``memory_run.py FOLDER WORKERS``.
+"""A loader alone in a process tree, and what that takes: run by test_memory.py as ``memory_run.py FOLDER WORKERS``,
+or ``memory_run.py FOLDER WORKERS streamed``, where ``FOLDER/streamed`` has no index.
 
 Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch), ``peak_bytes`` (the most while the data set was
 read by a consumer that is slower than the loader), both as PSS over all processes, and the loader's own figures.
@@ -16,6 +17,7 @@ from typing import Self
 import psutil
 import torch
 
+import streaming.shards
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 
 LIMIT_BYTES = 128 << 20
@@ -60,20 +62,25 @@ class Sampler:
             self.peak_bytes = max(self.peak_bytes, pss_bytes())
 
 
-def loader_of(folder: str, num_workers: int) -> DataLoader:
+def loader_of(folder: str, num_workers: int, epoch_size: int | None = None) -> DataLoader:
+    window = 16 if epoch_size is None else 4096  # streamed: the window is bounded by its bytes
     dataset = StreamingDataset(
-        folder, decode={"bin": decode}, shuffle=ShuffleConfig(lanes=4, window=16), transform=dict
+        folder, decode={"bin": decode}, shuffle=ShuffleConfig(lanes=4, window=window), transform=dict
     )
-    return DataLoader(dataset, batch_size=8, num_workers=num_workers, memory_limit=LIMIT_BYTES)
+    return DataLoader(dataset, batch_size=8, num_workers=num_workers, memory_limit=LIMIT_BYTES, epoch_size=epoch_size)
 
 
-def main(folder: str, num_workers: int) -> None:
+def main(folder: str, num_workers: int, name: str = "large") -> None:
     with loader_of(f"{folder}/tiny/", num_workers) as tiny:
         for batch in tiny:
             del batch
         gc.collect()
         idle_bytes = pss_bytes()
-    with loader_of(f"{folder}/large/", num_workers) as loader, Sampler() as sampler:
+    epoch_size = None
+    if name == "streamed":
+        streaming.shards.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
+        epoch_size = 3 * LIMIT_BYTES // SAMPLE_BYTES
+    with loader_of(f"{folder}/{name}/", num_workers, epoch_size) as loader, Sampler() as sampler:
         slow = threading.Event()
         for _ in loader:
             slow.wait(0.03)  # the consumer is what everything waits for, so that buffers fill
@@ -90,4 +97,4 @@ def main(folder: str, num_workers: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

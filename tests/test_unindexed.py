@@ -360,7 +360,7 @@ def test_leaving_early_and_going_on(compressed: SampleSet, hands: dict[str, int]
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_larger_than_their_room_come_one_at_a_time(tmp_path: Path, num_workers: int) -> None:
-    """An eighth of the limit is for batches that wait to be built; these are larger, and some fail."""
+    """A sixteenth of the limit is for batches that wait to be built; these are larger, and some fail."""
     with ShardWriter(f"{tmp_path}/{{:06d}}.tar", index=False) as writer:
         for number in range(12):
             writer.write({"__key__": str(number), "bin": bytes([number]) * 60_000})

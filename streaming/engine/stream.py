@@ -70,12 +70,12 @@ class StreamSettings:
 
 
 def piece_bytes_of(memory_limit_bytes: int) -> int:
-    """Bytes of one request, such that all pieces in memory take an eighth of the limit.
+    """Bytes of one request, such that all pieces in memory take a sixteenth of the limit.
 
     ``_PIECES_AHEAD`` are under way or wait; the parser holds up to four more: the piece that came, what is left of the
     one before, and the two joined.
     """
-    return max(64 << 10, min(PIECE_BYTES, memory_limit_bytes // 8 // (_PIECES_AHEAD + 4)))
+    return max(64 << 10, min(PIECE_BYTES, memory_limit_bytes // 16 // (_PIECES_AHEAD + 4)))
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
