@@ -177,7 +177,7 @@ class _SourceRun(_Consumer):
         super().close()
         if running is not None:
             running.close()
-        self._reader.join()
+        self._reader.join(_GRACE_S)
 
     def describe(self) -> str:
         """For people."""

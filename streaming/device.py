@@ -17,6 +17,7 @@ costs is certain: it takes the interpreter lock from the training loop, and make
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,10 +51,12 @@ class _Position:
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """What one loop has under way. For one thread; closed once, by whoever comes first.
+    """What one loop has under way. For one thread, but for ``close``, which any may call, again and again.
 
-    Invariants: at most ``depth + 1`` batches in ``ahead``; every source whose copy may be under way is in ``held``, in
-    the order of the copies; the host is at most ``depth`` steps ahead of the device, because otherwise memory that
+    While the one thread is busy here, others' ``close`` leaves the tidying to it: the loader, once closed, lets it go.
+
+    Invariants: ``busy`` is the thread between ``advance`` and the end of ``hand_out``; at most ``depth + 1`` batches
+    in ``ahead``; every source whose copy may be under way is in ``held``, in the order of the copies; the host is at most ``depth`` steps ahead of the device, because otherwise memory that
     waits for the consumer's stream would pile up.
     """
 
@@ -70,7 +73,9 @@ class _Flight:
     failure: Exception | None = None
     num_handed_out: int = 0
     ended: bool = False
+    closing: bool = False
     closed: bool = False
+    busy: int | None = None
 
     def advance(self) -> bool:
         """Whether there is a next batch; if so, ``depth`` batches behind it are under way, too.
@@ -78,8 +83,16 @@ class _Flight:
         Raises:
             Exception: What the loader or a copy raised, once the batches before it are handed out.
         """
-        if self.closed:
-            return False
+        self.busy = threading.get_ident()  # first this, then a look at closing: close does it the other way
+        ready = False
+        try:
+            ready = not self.closing and self._advance() and not self.closing
+            return ready
+        finally:
+            if not ready:
+                self.busy = None
+
+    def _advance(self) -> bool:
         self._pace()
         while self.held and self.held[0][0].query():
             self.held.popleft()
@@ -94,16 +107,20 @@ class _Flight:
         return bool(self.ahead)
 
     def hand_out(self) -> tuple[Any, _Position]:
-        """The next batch; the current stream waits for it."""
-        copied, position = self.ahead[0]
-        self.copier.hand_over(copied)
-        self.ahead.popleft()
-        self.num_handed_out += 1
+        """The next batch, of which ``advance`` told; the current stream waits for it."""
+        try:
+            copied, position = self.ahead[0]
+            self.copier.hand_over(copied)
+            self.ahead.popleft()
+            self.num_handed_out += 1
+        finally:
+            self.busy = None
         return copied.batch, position
 
     def close(self) -> None:
         """Wait for the copies under way, then let go of their memory and stop the source. May be called again."""
-        if self.closed:
+        self.closing = True
+        if self.closed or self.busy not in (None, threading.get_ident()):
             return
         self.closed = self.ended = True
         try:
@@ -182,7 +199,7 @@ class DevicePrefetcher:
     comes after the batches before it. However a loop ends, copies under way are waited for and the loader's iterator is
     closed. After a loop that was left early the next one starts the same epoch anew, as with the loader itself.
 
-    For one thread.
+    For one thread; ``close`` may be called from any.
 
     Args:
         loader: A ``streaming.DataLoader``, or any iterable of batches. Methods that it lacks raise ``AttributeError``.
@@ -226,7 +243,7 @@ class DevicePrefetcher:
         try:
             while flight.advance():
                 yield self._hand_out(flight)  # no name here: the consumer alone decides how long the batch lives
-            if not flight.closed:
+            if not flight.closing:
                 self._position = None
         finally:
             self._end(flight)
@@ -341,7 +358,7 @@ class DevicePrefetcher:
         try:
             flight.close()
         finally:
-            if self._flight is flight:
+            if self._flight is flight and flight.closed:
                 self._flight = None
                 self._page_lock(None)
                 epoch = None if self._position is None else self._position.epoch

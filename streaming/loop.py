@@ -242,6 +242,8 @@ class EpochLoop(BaseLoop):
 
     def _open_store(self) -> tuple[Crew, ChunkStore]:
         """Chunks and those who build batches of them, for all runs."""
+        if self._store is not None and self._store.abandoned:
+            self._drop_machinery()
         if self._crew is None or self._store is None:
             limit = self.config.memory_limit_bytes
             crew = open_crew(self.config, budget.chunks_limit_bytes(limit), self.metrics)

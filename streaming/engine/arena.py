@@ -90,14 +90,20 @@ class Arena:
         if left < size:
             self.free(start + left, size - left)
 
-    def close(self) -> None:
-        """Release the memory. Views that others still hold keep their pages until they are gone."""
+    def close(self, *, keep_mapped: bool = False) -> None:
+        """Release the memory. Views that others still hold keep their pages until they are gone.
+
+        Args:
+            keep_mapped: Let others also go on to cut new views; the memory goes with the last who refers to it.
+        """
         if self._closed:
             return
         self._closed = True
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        if keep_mapped:
+            return
         try:
             self.view.release()
             self.memory.close()

@@ -46,6 +46,9 @@ class Builder(Protocol):
             batch: Its number, for reports.
         """
 
+    def give_up(self) -> None:
+        """Have calls of ``build`` under way raise GivenUpError soon, where that can be had. From any thread."""
+
     def describe(self) -> list[str]:
         """What is being built where, for people, a line each; from any thread."""
 
@@ -79,6 +82,9 @@ class LocalBuilder:
             return BatchBuilder(self._recipe, substitutes, report, place=work.row).build(rows, valid)
         finally:
             del self._under_way[thread]
+
+    def give_up(self) -> None:
+        """See ``Builder``. A thread that is in a user's function cannot be stopped."""
 
     def describe(self) -> list[str]:
         """See ``Builder``."""
@@ -116,6 +122,10 @@ class WorkerBuilder:
             self.is_local = True
             return self._local.build(rows, valid, substitutes, report, batch=batch)
         return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
+
+    def give_up(self) -> None:
+        """See ``Builder``."""
+        self._pool.give_up()
 
     def describe(self) -> list[str]:
         """See ``Builder``."""

@@ -19,7 +19,7 @@ from streaming.layout import TakeApart, UnitLayout
 from streaming.metrics import Metrics
 
 _STOP_S = 1.0
-"""How long closing waits for each thread's fetch under way: its memory stays mapped until it has ended."""
+"""How long closing waits for fetches under way: their memory stays mapped until they have ended."""
 
 Fetch = Callable[[FetchRange, memoryview], UnitLayout | TakeApart]
 
@@ -64,6 +64,8 @@ class ChunkStore:
     Attributes:
         limit_bytes: How much of the arena to use.
         retain: Keep units that nobody needs any more as long as there is room: the next epoch needs them again.
+        abandoned: A run that has ended left a thread behind, or may yet, which reads from the arena. Such a store is to
+            be closed and not used again; ``close`` leaves the memory to the last who refers to it.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class ChunkStore:
         self._fetch = fetch
         self.limit_bytes = arena.budget_bytes
         self.retain = False
+        self.abandoned = False
         self._metrics = metrics
         self._threads = JobThreads(num_threads, "shardstream-fetch")
         self._units: dict[UnitKey, Unit] = {}
@@ -151,7 +154,7 @@ class ChunkStore:
                 return
             self._closed = True
         self._threads.stop(_STOP_S)
-        self.arena.close()
+        self.arena.close(keep_mapped=self.abandoned)
 
     def _allocate(self, num_bytes: int) -> int | None:
         start = self._try_allocate(num_bytes)

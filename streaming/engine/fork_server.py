@@ -29,7 +29,7 @@ from streaming.decode.images import opencv
 from streaming.engine import worker_main
 
 _REQUEST = struct.Struct("<cQ")  # what, which worker
-_SPAWN, _STATUS, _KILL = b"+", b"?", b"!"
+_SPAWN, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"?", b"!", b"-"
 _REPLY = struct.Struct("<?i")  # known, its wait status
 _READY = b"ready"
 _GRACE_S = 0.5
@@ -112,6 +112,11 @@ class ForkServer:
         known, status = _REPLY.unpack(reply)
         return status if known else None
 
+    def kill(self, number: int) -> None:
+        """Have a worker killed as soon as the server gets to it; does not wait for a server that still imports."""
+        with self._lock, suppress(OSError):  # a server that has ended took its workers along
+            self._control.send(_REQUEST.pack(_KILL_UNHEARD, number))
+
     def close(self) -> None:
         """End the server and all its workers; returns when they are gone."""
         with suppress(OSError):  # nothing there yet, or it has gone already
@@ -154,15 +159,20 @@ class SharedServer:
             self._users += 1
             return self._server
 
-    def give_back(self, server: ForkServer) -> None:
-        """One user less; the last one ends the server, as does every user of one that was replaced."""
+    def give_back(self, server: ForkServer) -> bool:
+        """One user less; the last one ends the server, as does every user of one that was replaced.
+
+        Returns:
+            Whether the server goes on.
+        """
         with self._lock:
             if server is self._server:
                 self._users -= 1
                 if self._users or self.linger:
-                    return
+                    return True
                 self._server = None
         server.close()
+        return False
 
     def close(self) -> None:
         """End the server if nobody uses it."""
@@ -209,7 +219,9 @@ def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, i
         children[number] = _fork(fds[0], [control.fileno(), *([] if parent_fd is None else [parent_fd])])
         return True
     pid = children.pop(number, None)
-    status = 0 if pid is None else _reap(pid, 0.0 if what == _KILL else _EXIT_WAIT_S)
+    status = 0 if pid is None else _reap(pid, _EXIT_WAIT_S if what == _STATUS else 0.0)
+    if what == _KILL_UNHEARD:
+        return True
     try:
         control.send(_REPLY.pack(pid is not None, status))
     except ConnectionError:

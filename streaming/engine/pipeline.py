@@ -29,6 +29,7 @@ from streaming.engine.build import BadSample, BadSampleReport, BatchBuilder, Rec
 from streaming.engine.builders import Builder
 from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.depth import Depth
+from streaming.engine.grace import GRACE_S, GivenUpError, still_alive, tell_of
 from streaming.engine.groups import Group, Groups
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import Rows
@@ -119,6 +120,7 @@ class Pipeline:
         self._group: Group | None = None
         self._depth = Depth(settings.depth, settings.batch_bytes, settings.num_builders)
         self._closed = False
+        self._consumer: threading.Thread | None = None
         self._builders = [
             threading.Thread(target=self._build_loop, name=f"shardstream-build-{i}", daemon=True)
             for i in range(settings.num_builders)
@@ -140,16 +142,16 @@ class Pipeline:
         batch = self._handed_out
         if batch:
             self._metrics.add("consumer_s", time.perf_counter() - self._handed_out_s)
-        if batch >= self._plan.num_batches or self._closed:
+        if batch >= self._plan.num_batches:
             raise StopIteration
+        self._consumer = threading.current_thread()  # first this, then a look at _closed: close does it the other way
         try:
-            value = self._take(batch)
-        except StopIteration as error:  # of a user's function: left alone, it would end the epoch in silence
-            self.close()
-            raise RuntimeError(f"batch {batch}: a decoder, transform or collate_fn raised StopIteration") from error
-        except BaseException:
-            self.close()
-            raise
+            value = None if self._closed else self._take_or_close(batch)
+        finally:
+            self._consumer = None
+            if self._closed:
+                with self._changed:
+                    self._changed.notify_all()
         if self._closed:
             raise StopIteration
         if self._group is not None:
@@ -164,24 +166,40 @@ class Pipeline:
         return value
 
     def close(self) -> None:
-        """Stop building, give back every unit. Waits for batches being built in the background."""
+        """Stop building, give back every unit; batches under way have ``GRACE_S`` to end.
+
+        Then worker processes are killed. A thread that is still in a user's function is left behind: it keeps its
+        units, the store is marked as abandoned, and a warning names the function.
+        """
         with self._changed:
             if self._closed:
                 return
             self._closed = True
+            self._store.abandoned = True  # until it is known better, should this be interrupted
             self._changed.notify_all()
-        for thread in self._builders:
-            if thread is not threading.current_thread():
-                thread.join()
+        busy = still_alive(self._builders)
+        if busy:
+            self._settings.builder.give_up()
+            busy = still_alive(busy, 0 if self._settings.builder.is_local else GRACE_S)
         with self._changed:
+            own = threading.current_thread()
+            self._changed.wait_for(lambda: self._consumer in (None, own), 0 if busy else GRACE_S)
+            consumer = self._consumer
+            if consumer not in (None, own):
+                busy.append(consumer)
             self._group = None
+            self._results.clear()
+        if busy:
+            tell_of(busy)
+            return
+        with self._changed:
+            self._store.abandoned = own in self._builders
             released = [one for some in self._releases.values() for one in some]
             for unit in [unit for _, unit, _ in self._coming] + released:
                 self._store.release(unit)
             self._coming.clear()
             self._releases.clear()
             self._blocks.clear()
-            self._results.clear()
 
     def describe(self) -> str:
         """What the next batch waits for, and what every stage is at, for people; from any thread."""
@@ -211,6 +229,8 @@ class Pipeline:
 
     def _advance(self) -> None:
         """Start every fetch that has room, note every unit that has come; one that failed stops the frontier."""
+        if self._closed:
+            return
         while (need := self._next_need) is not None:
             wanted = self._units.wanted(need.unit)
             unit = self._store.admit(wanted)
@@ -247,6 +267,8 @@ class Pipeline:
 
     def _finish(self, batch: int) -> None:
         """Batch is built: give back the units of which it was the last to need."""
+        if self._closed:
+            return
         self._built.add(batch)
         while self._num_built in self._built:
             self._built.discard(self._num_built)
@@ -278,6 +300,21 @@ class Pipeline:
         raise AssertionError(f"batch {batch} is not planned")
 
     # --- taking and building ---
+
+    def _take_or_close(self, batch: int) -> Any:
+        try:
+            return self._take(batch)
+        except StopIteration as error:  # of a user's function: left alone, it would end the epoch in silence
+            self.close()
+            raise RuntimeError(f"batch {batch}: a decoder, transform or collate_fn raised StopIteration") from error
+        except Exception:
+            if self._closed:  # by another thread: nobody wants that batch any more, nor its errors
+                return None
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     def _take(self, batch: int) -> Any:
         """The batch, built by a builder or, if none has begun with it, right here."""
@@ -353,6 +390,8 @@ class Pipeline:
             with self._changed:
                 while not self._closed and not self._can_start():
                     self._changed.wait()
+                    if not self._settings.builder.holds_gil:
+                        self._advance()  # of what has been fetched nobody else may know: the consumer is in its step
                 if self._closed:
                     return
                 batch = self._started
@@ -364,13 +403,18 @@ class Pipeline:
                     value = self._build(batch)
             except BaseException as caught:  # noqa: BLE001  a thread border: the consumer gets it
                 error = caught
-            with self._changed:
-                self._results[batch] = (value, error)
-                self._depth.saw(value, is_local=self._settings.builder.is_local)
-                value = error = None  # a thread that waits must not keep a batch
-                self._finish(batch)
-                self._advance()
-                self._changed.notify_all()
+            self._deliver(batch, value, error)
+            value = error = None  # a thread that waits must not keep a batch
+
+    def _deliver(self, batch: int, value: Any, error: BaseException | None) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._results[batch] = (value, error)
+            self._depth.saw(value, is_local=self._settings.builder.is_local)
+            self._finish(batch)
+            self._advance()
+            self._changed.notify_all()
 
     def _can_start(self) -> bool:
         """Whether a builder may begin with a batch: never with what only one thread can do at a time anyway."""
@@ -408,7 +452,13 @@ class Pipeline:
         return Substitutes(self._plan, self._chunk_starts, self._source, self._store, self._settings.fields)
 
     def _report(self, bad: BadSample) -> None:
-        """Tell of a bad sample, by its key and place where they can be known."""
+        """Tell of a bad sample, by its key and place where they can be known.
+
+        Raises:
+            GivenUpError: The run is over, nobody will get the batch.
+        """
+        if self._closed:
+            raise GivenUpError
         if bad.number >= 0 and not bad.dropped:
             chunk = int(np.searchsorted(self._chunk_starts, bad.number, side="right")) - 1
             place = self._source.locate(chunk, bad.number - int(self._chunk_starts[chunk]))

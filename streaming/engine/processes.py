@@ -62,7 +62,7 @@ class Processes:
         self._num_workers = num_workers
         self._setup = (SETUP, recipe, arena_bytes)
         self._arena_fd = arena_fd
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # reentrant
         self._workers: dict[int, Worker] = {}
         self._idle: list[Worker] = []
         self._server = server
@@ -98,12 +98,12 @@ class Processes:
         Raises:
             RuntimeError: If closed, before or while waiting.
         """
-        self.start()
         with self._changed:
-            self._check_open()
-            while not self._idle:
+            while True:
+                self.start()
+                if self._idle:
+                    break
                 self._changed.wait()
-                self._check_open()
             return self._idle.pop()  # the one used last: its caches are warm
 
     def meet(self, worker: Worker) -> None:
@@ -145,6 +145,17 @@ class Processes:
             self._changed.notify()
         return _how_it_ended(worker.pid, status)
 
+    def retire(self, worker: Worker) -> None:
+        """Kill a worker; whoever needs one next starts another. It is dead when this returns, if it was up."""
+        worker.channel.shut()
+        server = self._server
+        if server is not None:
+            _end(server, worker, kill=True)
+        worker.close()
+        with self._changed:
+            self._workers.pop(worker.number, None)
+            self._changed.notify()
+
     def close(self) -> None:
         """End all, also those in the middle of a batch. Whoever talks to one gets ChannelClosedError."""
         if os.getpid() != self._owner_pid:  # a fork of the owner has nothing to end
@@ -159,13 +170,10 @@ class Processes:
             worker.channel.shut()
         for worker in idle:
             worker.close()
-        if server is None:
-            return
-        if self._owns_server:
-            SHARED.give_back(server)
+        if server is None or (self._owns_server and not SHARED.give_back(server)):
             return
         for worker in workers:
-            server.status(worker.number, kill=worker not in idle)
+            _end(server, worker, kill=worker not in idle)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -194,6 +202,14 @@ class Processes:
             SHARED.give_back(self._server)
         self._server, self._owns_server = SHARED.borrow(), True
         return self._server
+
+
+def _end(server: ForkServer, worker: Worker, *, kill: bool) -> None:
+    """Have a worker whose channel is shut end; wait for that if it was up, for else the server may not be up either."""
+    if worker.pid is None:
+        server.kill(worker.number)
+    else:
+        server.status(worker.number, kill=kill)
 
 
 def _how_it_ended(pid: int | None, status: int | None) -> str:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from streaming.engine.grace import still_alive
+
 Job = Callable[[], None]
 
 
@@ -32,17 +34,15 @@ class JobThreads:
         if not self._stopped:
             self._jobs.put(job)
 
-    def stop(self, timeout_s: float | None = None) -> None:
-        """Drop waiting jobs, let running ones end, and wait for the threads (each at most ``timeout_s``)."""
+    def stop(self, timeout_s: float) -> None:
+        """Drop waiting jobs, let running ones end, and wait for the threads, at most ``timeout_s`` for all together."""
         self._stopped = True
         threads, self._threads = self._threads, []
         while not self._jobs.empty():
             self._jobs.get()
         for _ in threads:
             self._jobs.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout_s)
+        still_alive(threads, timeout_s)
 
 
 def _run(jobs: SimpleQueue[Job | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from streaming.engine.arena import Arena
 from streaming.engine.build import BadSampleReport, Recipe
 from streaming.engine.channel import ChannelClosedError
 from streaming.engine.fork_server import ForkServer
+from streaming.engine.grace import GivenUpError
 from streaming.engine.processes import Processes, Worker
 from streaming.engine.ring import BatchRing, Slot
 from streaming.engine.rows import Rows
@@ -49,7 +51,11 @@ Substitutes = Callable[[int], Iterator[Rows]]
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One call of ``build``. Reports passed on are counted, so that a batch that is redone repeats none."""
+    """One call of ``build``. Reports passed on are counted, so that a batch that is redone repeats none.
+
+    ``give_up`` is for any thread, all else for the one that builds. The lock keeps a worker that has gone on to another
+    job from being hit.
+    """
 
     rows: Rows
     valid: npt.NDArray[np.bool_] | None
@@ -59,6 +65,29 @@ class _Job:
     num_reported: int = 0
     deaths: list[str] = field(default_factory=list)
     failed_starts: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _worker: Worker | None = None
+    _given_up: bool = False
+
+    def begin(self, worker: Worker) -> None:
+        """``worker`` has it now."""
+        with self._lock:
+            self._worker = worker
+            if self._given_up:
+                worker.channel.shut()
+
+    def end(self) -> bool:
+        """No worker has it any more; whether it is still wanted. If not, the worker's channel is shut."""
+        with self._lock:
+            self._worker = None
+            return not self._given_up
+
+    def give_up(self) -> None:
+        """Nobody wants it any more: whoever talks to its worker gets ChannelClosedError."""
+        with self._lock:
+            self._given_up = True
+            if self._worker is not None:
+                self._worker.channel.shut()
 
 
 class _BatchFailedError(Exception):
@@ -99,6 +128,7 @@ class WorkerPool:
         self._metrics = metrics or Metrics()
         self._metrics.add("worker_restarts", 0)
         self._processes = Processes(num_workers, _pickled(recipe), arena.fd, len(arena.memory), server)
+        self._jobs: set[_Job] = set()
         self._end = weakref.finalize(self, self._processes.close)
 
     @property
@@ -141,29 +171,23 @@ class WorkerPool:
         Raises:
             WorkerDiedError: ``MAX_DEATHS`` workers died of it.
             RuntimeError: The pool is closed, or was while the batch was being built.
+            GivenUpError: It was given up.
             BaseException: Whatever the recipe's functions raised, with the worker's traceback as a note.
         """
         job = _Job(rows, valid, substitutes, report, seed)
-        while True:
-            worker = self._processes.take()
-            worker.work = Work(batch, rows.keys, rows.urls)
-            try:
-                batch = self._converse(worker, job)
-            except ChannelClosedError:
-                self._bury(worker, job)
-                continue
-            except _BatchFailedError as failed:
-                self._processes.give_back(worker)
-                error = failed.error
-            except BaseException:  # in the middle of a message, as by KeyboardInterrupt
-                with suppress(RuntimeError):  # closed meanwhile
-                    self._processes.replace(worker, kill=True)
-                    self._metrics.add("worker_restarts")
-                raise
-            else:
-                self._processes.give_back(worker)
-                return self._recipe.finished(batch)
-            raise error
+        self._jobs.add(job)
+        try:
+            return self._recipe.finished(self._done(job, batch))
+        finally:
+            self._jobs.discard(job)
+
+    def give_up(self) -> None:
+        """Give up all batches being built now: their workers are killed, calls of ``build`` raise GivenUpError.
+
+        The pool goes on; it starts workers in the place of those killed when they are needed.
+        """
+        for job in self._jobs.copy():
+            job.give_up()
 
     def describe(self) -> list[str]:
         """What each worker is at, and who has the ring's slots, for people; from any thread."""
@@ -207,6 +231,36 @@ class WorkerPool:
         )
 
     # --- the conversation about one batch ---
+
+    def _done(self, job: _Job, number: int) -> Any:
+        """The batch, not finished; see ``build``."""
+        while True:
+            worker = self._processes.take()
+            worker.work = Work(number, job.rows.keys, job.rows.urls)
+            job.begin(worker)
+            batch: Any = None
+            is_dead, error = False, None
+            try:
+                batch = self._converse(worker, job)
+            except ChannelClosedError:
+                is_dead = True
+            except _BatchFailedError as failed:
+                error = failed.error
+            except BaseException:  # in the middle of a message, as by KeyboardInterrupt
+                with suppress(RuntimeError):  # closed meanwhile
+                    self._processes.replace(worker, kill=True)
+                    self._metrics.add("worker_restarts")
+                raise
+            if not job.end():
+                self._processes.retire(worker)
+                raise GivenUpError
+            if is_dead:
+                self._bury(worker, job)
+                continue
+            self._processes.give_back(worker)
+            if error is not None:
+                raise error
+            return batch
 
     def _converse(self, worker: Worker, job: _Job) -> Any:
         """The batch, not finished.
