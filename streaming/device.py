@@ -56,7 +56,8 @@ class _Flight:
     While the one thread is busy here, others' ``close`` leaves the tidying to it: the loader, once closed, lets it go.
 
     Invariants: ``busy`` is the thread between ``advance`` and the end of ``hand_out``; at most ``depth + 1`` batches
-    in ``ahead``; every source whose copy may be under way is in ``held``, in the order of the copies; the host is at most ``depth`` steps ahead of the device, because otherwise memory that
+    are in ``ahead``; every source whose copy may be under way is in ``held``, in the order of the copies; the host is
+    at most ``depth`` steps ahead of the device, because otherwise memory that
     waits for the consumer's stream would pile up.
     """
 
