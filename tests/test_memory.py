@@ -55,7 +55,7 @@ def test_all_processes_together_keep_within_the_limit(folder: Path, num_workers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 2, 8])
 def test_so_they_do_without_an_index(folder: Path, num_workers: int) -> None:
     """By and large: the C library keeps some of the window, from which samples leave at random (0013)."""
     found = play(folder, str(num_workers), "streamed")
