@@ -15,7 +15,7 @@ import torch
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
-from streaming.copiers import Copied, CpuCopier, CudaPageLocker
+from streaming.copiers import Copied, CpuCopier, CudaCopier, CudaPageLocker
 from streaming.engine.ring import BatchRing, Memory
 
 PAGE = 4096
@@ -181,3 +181,21 @@ def test_the_cuda_locker_registers_the_very_range_and_says_when_it_cannot() -> N
     ]  # fmt: skip
     cuda.code = 2
     assert not locker.lock(memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_copies_straight_from_the_ring(url: str) -> None:
+    class Noting(CudaCopier):
+        pinned: list[bool] = []  # noqa: RUF012  of this test alone
+
+        def issue(self, batch: Any) -> Copied:
+            self.pinned.append(batch["npy"].is_pinned())
+            return super().issue(batch)
+
+    copier = Noting(torch.device("cuda", torch.cuda.current_device()))
+    with DataLoader(StreamingDataset(url, shuffle=False), 10, num_workers=2) as loader:
+        for number, batch in enumerate(DevicePrefetcher(loader, "cuda", depth=2, copier=copier)):
+            torch.cuda._sleep(5_000_000)  # the device is behind the host
+            assert batch["npy"][:, 0].tolist() == list(range(10 * number, 10 * number + 10))
+    assert copier.pinned == [True] * 20
