@@ -144,6 +144,8 @@ class StreamedLoop(BaseLoop):
 
     def _open_crew(self) -> Crew:
         """Those who build batches, for all runs."""
+        if self._crew is not None and self._crew.abandoned:
+            self._drop_machinery()
         if self._crew is None:
             limit = self.config.memory_limit_bytes
             crew = open_crew(self.config, min(int(limit * _ARENA_SHARE), budget.READ_AHEAD_BYTES), self.metrics)
@@ -154,4 +156,4 @@ class StreamedLoop(BaseLoop):
 
 def _close_all(crew: Crew) -> None:
     crew.close()
-    crew.arena.close()
+    crew.arena.close(keep_mapped=crew.abandoned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -140,9 +141,18 @@ every_way = pytest.mark.parametrize("prefetch", [False, True], ids=["loader", "p
 workers = pytest.mark.parametrize("num_workers", [0, 2])
 
 
-@pytest.fixture
-def case(samples: SampleSet, hung: Hung, num_workers: int, prefetch: bool) -> Case:
-    return Case(samples, hung, num_workers, prefetch=prefetch)
+@pytest.fixture(scope="module")
+def compressed(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    """The same, without an index and never to have one."""
+    folder = tmp_path_factory.mktemp("compressed")
+    for path in Path(samples.url).glob("*.tar"):
+        (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    return SampleSet(url=f"{folder}/", keys=samples.keys)
+
+
+@pytest.fixture(params=["samples", "compressed"])
+def case(request: pytest.FixtureRequest, hung: Hung, num_workers: int, prefetch: bool) -> Case:
+    return Case(request.getfixturevalue(request.param), hung, num_workers, prefetch=prefetch)
 
 
 @every_way

@@ -27,12 +27,14 @@ class Crew:
         arena: Where the bytes of samples lie until they are built.
         builder: Builds batches.
         ring: Where batches of worker processes lie; None without.
+        abandoned: A run that has ended left a thread behind, or may yet, which uses the arena: no other run may.
     """
 
     def __init__(
         self, num_workers: int, recipe: Recipe, *, arena_bytes: int, depth: int, batch_bytes: int, metrics: Metrics,
     ) -> None:  # fmt: skip
         self._closing = ExitStack()
+        self.abandoned = False
         self.arena = Arena(arena_bytes, shared=num_workers > 0)
         self.ring: BatchRing | None = None
         self.builder: Builder = LocalBuilder(recipe)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from streaming.engine.build import BadSampleReport
+from streaming.engine.build import BadSample, BadSampleReport
 from streaming.engine.builders import Builder
 from streaming.engine.crew import Crew
 from streaming.engine.depth import Depth
 from streaming.engine.gather import Packing, neighbours, pack_samples
+from streaming.engine.grace import GRACE_S, still_alive, tell_of
 from streaming.engine.rows import Rows
 from streaming.engine.standing import thread_lines
 from streaming.engine.stream import StreamSettings, samples_of
@@ -71,6 +72,7 @@ class ShardStream:
     ) -> None:  # fmt: skip
         self._storage = storage
         self._settings = settings
+        self._crew = crew
         self._arena = crew.arena
         self._builder: Builder = crew.builder
         self._metrics = metrics
@@ -124,16 +126,26 @@ class ShardStream:
         return value
 
     def close(self) -> None:
-        """Stop reading and building, give back the arena's room. Waits for what the threads are in the middle of."""
+        """Stop reading and building, give back the arena's room; what is under way has ``GRACE_S`` to end.
+
+        Then worker processes are killed. A thread that is still at it, in a user's function or in a read, is left
+        behind with the arena, which is marked as abandoned, and a warning says where it is.
+        """
         with self._changed:
             if self._closed:
                 return
             self._closed = True
+            self._crew.abandoned = True  # until it is known better, should this be interrupted
             self._changed.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        busy = still_alive(self._threads)
+        if busy:
+            self._builder.give_up()
+            busy = still_alive(busy, 0 if self._builder.is_local else GRACE_S)
+        if busy:
+            tell_of(busy)
+            return
         with self._changed:
+            self._crew.abandoned = threading.current_thread() in self._threads
             while self._gathered:
                 self._give_back(self._gathered.popitem()[1])
             self._results.clear()
@@ -284,13 +296,17 @@ class ShardStream:
             batch = self._gathered.pop(number)
         try:
             return self._builder.build(
-                batch.rows, None, lambda row: neighbours(batch.rows, row), self._report,
+                batch.rows, None, lambda row: neighbours(batch.rows, row), self._tell,
                 seed=stream_seed(self._settings, number), batch=number,
             )  # fmt: skip
         finally:
             with self._changed:
                 self._give_back(batch)
                 self._changed.notify_all()
+
+    def _tell(self, bad: BadSample) -> None:
+        if not self._closed:  # else nobody asked for the batch
+            self._report(bad)
 
 
 class _ClosedError(Exception):
