@@ -134,4 +134,4 @@ def s3_copy(folder: str) -> Iterator[tuple[str, dict[str, str]]]:
                 path = os.path.join(directory, name)
                 with open(path, "rb") as file:
                     storage.put(f"s3://bench/{os.path.relpath(path, folder)}", file.read())
-        yield "s3://bench/", {name: value for name, value in server.storage_options.items() if name != "hedge"}
+        yield "s3://bench/", server.storage_options

@@ -172,11 +172,8 @@ class MiniS3Server(LoopbackServer):
         self.region = region
 
     @property
-    def storage_options(self) -> dict[str, Any]:
-        """How to reach it; without second requests for slow ones, since tests count what they ask for."""
-        return {
-            "endpoint_url": self.url, "key": self.key, "secret": self.secret, "region": self.region, "hedge": False,
-        }  # fmt: skip
+    def storage_options(self) -> dict[str, str]:
+        return {"endpoint_url": self.url, "key": self.key, "secret": self.secret, "region": self.region}
 
     def _start(self) -> None:
         program, objects = os.path.join(_HERE, "mini_s3.py"), os.path.join(self._folder, "objects")

@@ -239,7 +239,7 @@ def test_an_exception_in_the_loop_body(dataset: StreamingDataset, error: type[Ba
 
 def hold_fetches(dataset: StreamingDataset, gate: threading.Event) -> threading.Event:
     """Hold back every fetch until ``gate`` is set; the event returned is set when the first one is being held."""
-    fetch, held = dataset.fetch, threading.Event()
+    fetch, held = dataset.fetch_unit, threading.Event()
 
     def holding(wanted: FetchRange, out: memoryview) -> ChunkLayout:
         held.set()
@@ -247,7 +247,7 @@ def hold_fetches(dataset: StreamingDataset, gate: threading.Event) -> threading.
         layout: ChunkLayout = fetch(wanted, out)
         return layout
 
-    dataset.fetch = holding  # type: ignore[method-assign]
+    dataset.fetch_unit = holding  # type: ignore[method-assign]
     return held
 
 
@@ -408,7 +408,7 @@ def test_an_error_of_collate_fn_says_which_samples(samples: SampleSet, num_worke
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_a_fetch_that_fails_reaches_the_loop(dataset: StreamingDataset, num_workers: int) -> None:
-    fetch = dataset.fetch
+    fetch = dataset.fetch_unit
     broken = dataset.chunk(17)
 
     def failing(wanted: FetchRange, out: memoryview) -> ChunkLayout:
@@ -417,11 +417,11 @@ def test_a_fetch_that_fails_reaches_the_loop(dataset: StreamingDataset, num_work
         layout: ChunkLayout = fetch(wanted, out)
         return layout
 
-    dataset.fetch = failing  # type: ignore[method-assign]
+    dataset.fetch_unit = failing  # type: ignore[method-assign]
     with loader_of(dataset, num_workers=num_workers, last_batch="partial") as loader:
         with pytest.raises(PermissionError, match="out of luck"):
             list(loader)
-        dataset.fetch = fetch  # type: ignore[method-assign]
+        dataset.fetch_unit = fetch  # type: ignore[method-assign]
     with loader_of(dataset) as loader:
         assert len(list(loader)) == NUM_BATCHES
 

@@ -323,7 +323,7 @@ class Gate:
     """Lets through the fetches of some chunks and holds back all others until it is opened."""
 
     def __init__(self, dataset: StreamingDataset, allowed: set[tuple[str, int, int]]) -> None:
-        self._fetch = dataset.fetch
+        self._fetch = dataset.fetch_unit
         self._allowed = allowed
         self._open = threading.Event()
         self._lock = threading.Lock()
@@ -384,7 +384,7 @@ def test_the_first_batch_after_a_resume_reads_no_more_than_the_window(
             mine = range(rank * lanes // world_size, (rank + 1) * lanes // world_size)
             allowed = within_the_window(dataset, order, mine, start // lanes, (start + size) // lanes)
             gate = Gate(dataset, allowed)
-            dataset.fetch = gate  # type: ignore[method-assign]
+            dataset.fetch_unit = gate  # type: ignore[method-assign]
             loader.load_state_dict(state)
             batches = iter(loader)
             try:
@@ -413,14 +413,14 @@ def test_fetches_after_a_resume_come_in_the_order_of_their_use(
     for rank in range(world_size):
         dataset = long_samples.open(shuffle=ShuffleConfig(seed=3, window=4, lanes=4))
         asked: list[tuple[str, int]] = []
-        fetch = dataset.fetch
+        fetch = dataset.fetch_unit
 
         def recorded(wanted: FetchRange, out: memoryview, fetch: Any = fetch, asked: Any = asked) -> ChunkLayout:
             asked.append((wanted.url, wanted.byte_start))
             layout: ChunkLayout = fetch(wanted, out)
             return layout
 
-        dataset.fetch = recorded  # type: ignore[method-assign]
+        dataset.fetch_unit = recorded  # type: ignore[method-assign]
         with DataLoader(dataset, global_batch_size=16, device_mesh=mesh_of(world_size, rank)) as loader:
             state = {**loader.state_dict(), "samples_seen": start}
             loader.load_state_dict(state)

@@ -23,12 +23,12 @@ RANKS = 4096
 CHUNKS = 1_000_000
 BATCH = 256  # samples per rank: the global batch is a million samples
 CHUNKS_PER_SHARD = 1000
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 
 
 @cache
 def billion() -> ChunkTable:
-    """A million chunks of 750 to 1,250 samples in 6 to 10 MiB, in 1,000 shards."""
+    """A million chunks of 750 to 1,250 samples in 3 to 5 MiB, in 1,000 shards."""
     spread = np.arange(CHUNKS, dtype=np.int64) * 7919 % 501
     num_samples = 750 + spread
     sizes = CHUNK_BYTES * num_samples // 1000

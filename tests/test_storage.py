@@ -238,7 +238,7 @@ class TestLocal:
             storage.read(url)
             with contextlib.suppress(TransferError):
                 storage.read(url, 50, 200)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before  # what others left may be collected meanwhile
 
     def test_a_path_of_another_directory_is_relative_to_the_current_one(self, tmp_path, monkeypatch) -> None:
         monkeypatch.chdir(tmp_path)
