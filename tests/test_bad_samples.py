@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -301,13 +301,15 @@ def test_what_damage_costs(damaged: tuple[SampleSet, set[str]]) -> None:
     samples, lost = damaged
     dataset = samples.open(max_bad_samples=len(lost), shuffle=False)
     asked: list[FetchRange] = []
-    fetch = dataset.fetch
 
-    def recorded(wanted: FetchRange, out: memoryview) -> Any:
-        asked.append(wanted)
-        return fetch(wanted, out)
+    def recording(fetch: Callable[[FetchRange, memoryview], Any]) -> Any:
+        def recorded(wanted: FetchRange, out: memoryview) -> Any:
+            asked.append(wanted)
+            return fetch(wanted, out)
 
-    dataset.fetch = recorded  # type: ignore[method-assign]
+        return recorded
+
+    dataset.fetch, dataset.fetch_unit = recording(dataset.fetch), recording(dataset.fetch_unit)  # type: ignore[method-assign]
     with DataLoader(dataset, batch_size=24, last_batch="partial", device_mesh=mesh_of(1, 0)) as loader:
         for _ in loader:
             pass

@@ -186,9 +186,18 @@ def test_an_exception_in_the_loop(case: Case, caplog: pytest.LogCaptureFixture) 
 @workers
 def test_close_from_another_thread(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     found: list[int] = []
-    consumer = threading.Thread(target=lambda: found.extend(1 for _ in case.loader))
+    somebody_hangs = threading.Event()
+
+    def consume() -> None:
+        for _ in case.loader:
+            if not found:  # now it is a builder that hangs: the thread that asks for a batch may build it itself
+                case.hung.wait()
+                somebody_hangs.set()
+            found.append(1)
+
+    consumer = threading.Thread(target=consume)
     consumer.start()
-    case.hung.wait()
+    assert somebody_hangs.wait(60)
     begun_s = time.monotonic()
     case.loader.close()
     consumer.join(60)
