@@ -405,10 +405,14 @@ def test_close_ends_the_actors_and_keeps_what_was_handed_out(nodes: TwoNodes, sa
         batch = next(batches)
         (actor,) = loader._loop._actors
         assert re.search(r"^(reader 0: )?batch \d+ of 25", loader.describe(), re.MULTILINE)
-    until_s = time.monotonic() + 60
-    with pytest.raises(ray.exceptions.RayActorError):
-        while time.monotonic() < until_s:  # a kill is under way when it was asked for, not done
+
+    def ask_until_it_is_gone() -> None:  # a kill is under way when it was asked for, not done
+        until_s = time.monotonic() + 60
+        while time.monotonic() < until_s:
             ray.get(actor.length.remote())
+
+    with pytest.raises(ray.exceptions.RayActorError):
+        ask_until_it_is_gone()
     assert len(keys_of(batch)[0]) == 8
 
 
