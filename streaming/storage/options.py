@@ -16,7 +16,7 @@ from streaming.storage.retry import RetryPolicy
 class HedgePolicy:
     """When a read that stands still gets a second request, for the bytes that are missing; object stores only.
 
-    The defaults are a judgement: 0.25 s is some round trips to a store in the same region. ``bench_faults.py`` uses
+    The defaults are a judgement: 0.1 s is some round trips to a store in the same region. ``bench_faults.py`` uses
     them; no bucket of a cloud was measured.
 
     Attributes:
@@ -28,7 +28,7 @@ class HedgePolicy:
 
     hedge: bool = True
     hedge_quantile: float = 0.95
-    hedge_least_s: float = 0.25
+    hedge_least_s: float = 0.1
     hedge_share: float = 0.05
 
     def __post_init__(self) -> None:
