@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Sharing:
         self._group = None
 
 
-class _Consumer:
+class _Consumer(ABC):
     """What both kinds of run have: batches that wait for the training loop, and how the run ended."""
 
     def __init__(self, sharing: Sharing, group: ReplicaGroup, place: Place, name: str) -> None:
@@ -139,8 +140,9 @@ class _Consumer:
             self._end(None)
         del self._group
 
+    @abstractmethod
     def _converse(self) -> None:
-        raise NotImplementedError
+        """Talk to the other replicas until the epoch, or this run, is over."""
 
     def _end(self, error: BaseException | None) -> None:
         with self._changed:

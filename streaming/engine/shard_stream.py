@@ -285,11 +285,16 @@ class ShardStream:
                     value = self._build(number)
             except BaseException as caught:  # noqa: BLE001  a thread border: the consumer gets it
                 error = caught
-            with self._changed:
-                self._results[number] = value, error
-                self._depth.saw(value, is_local=self._builder.is_local)
-                value = error = None  # a thread that waits must not keep a batch
-                self._changed.notify_all()
+            self._deliver(number, value, error)
+            value = error = None  # a thread that waits must not keep a batch
+
+    def _deliver(self, number: int, value: Any, error: BaseException | None) -> None:
+        with self._changed:
+            if self._closed:  # nobody asks for it any more
+                return
+            self._results[number] = value, error
+            self._depth.saw(value, is_local=self._builder.is_local)
+            self._changed.notify_all()
 
     def _build(self, number: int) -> Any:
         with self._changed:
