@@ -71,6 +71,12 @@ def test_two_refusals_cost_two_more_requests(mini_s3, url: str, kind) -> None:
     assert counts == {"requests": 3, "retries": 2, "bytes": MIB - 10, **throttled}
 
 
+def test_a_reset_in_place_of_an_answer_is_not_taken_for_a_missing_server(mini_s3, url: str) -> None:
+    with FaultProxy(mini_s3.port, Fault(kind="reset_before")) as proxy:
+        assert bytes(through(proxy, mini_s3, unreachable_s=0).read(url, 0, 10)) == DATA[:10]
+    assert len(proxy.log) == 2
+
+
 @pytest.mark.parametrize("kind", ["truncate", "reset", "stall"])
 def test_after_a_break_only_the_missing_bytes_are_asked_for(mini_s3, url: str, kind) -> None:
     counts: Counter[str] = Counter()

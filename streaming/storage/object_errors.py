@@ -144,7 +144,7 @@ def _transfer_error(where: str, place: Place, status: int, said: str, debug: str
         return kind(f"{where}: the store is busy or failing{said}; endpoint {place.endpoint}")
     if status:
         return StorageError(f"{where}: the store refused{said}; endpoint {place.endpoint}")
-    if "kind: Connect" in debug:
+    if "kind: Connect," in debug:  # with the comma: not ConnectionReset
         reason = next((words for token, words in _REASONS if token in debug), "no connection")
         return UnreachableError(
             f"{where}: cannot reach {place.endpoint} ({reason}); "
