@@ -33,7 +33,7 @@ from sets import SETS, Set
 
 S3_SETS = ("images-raw", "records", "tokens", "large")
 S3_WORKERS = (0, 2)
-MAKE_TIMEOUT_S = 900.0
+MAKE_TIMEOUT_S = 1800.0
 TITLES = {peer.name: peer.title for peer in PEERS.values()}
 
 

@@ -46,7 +46,7 @@ class Set:
 
 _IMAGES: dict[str, Any] = {
     "data": "images", "field": "jpg", "batch_size": 64,
-    "count": 4_000, "num_shards": 16, "quick_count": 320, "quick_num_shards": 8,
+    "count": 20_000, "num_shards": 16, "quick_count": 320, "quick_num_shards": 8,
 }  # fmt: skip
 
 SETS = {
@@ -56,11 +56,11 @@ SETS = {
         Set(name="images-decoded", title=f"D1 JPEGs 400x400 to {SIDE}x{SIDE} uint8", decode=True, **_IMAGES),
         Set(
             name="records", title="D2 JSON records of 430 B, bytes", data="records", field="json", batch_size=256,
-            count=300_000, num_shards=16, quick_count=8_000, quick_num_shards=8,
+            count=1_000_000, num_shards=50, quick_count=8_000, quick_num_shards=8,
         ),
         Set(
             name="tokens", title="D3 2,048 uint16 tokens to int64 [32, 2048]", data="tokens", field="bin",
-            batch_size=32, count=40_000, num_shards=16, quick_count=1_600, quick_num_shards=8, decode=True,
+            batch_size=32, count=200_000, num_shards=16, quick_count=1_600, quick_num_shards=8, decode=True,
         ),
         Set(
             name="large", title="D4 samples of 20 MB, bytes", data="large", field="bin", batch_size=2,
