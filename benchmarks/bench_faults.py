@@ -100,15 +100,20 @@ def main() -> None:
         ]  # fmt: skip
         ends = [{**options, "endpoint_url": f"http://127.0.0.1:{proxy.stdout.readline().strip()}"} for proxy in proxies
                 if proxy.stdout is not None]  # fmt: skip
+        calm: dict[str, float] = {}
         counted: dict[str, float] = {}
         rates = common.take_turns(
-            {"no faults": lambda: epochs(url, ends[0]), "1 % fail, 1 % stall": lambda: epochs(url, ends[1], counted)},
+            {
+                "no faults": lambda: epochs(url, ends[0], calm),
+                "1 % fail, 1 % stall": lambda: epochs(url, ends[1], counted),
+            },
             args.rounds,
         )
         common.show(
             f"{EPOCHS} epochs of {args.records:,} records of 4 KiB, through a proxy", rates, against="no faults"
         )
-        print("with faults:", ", ".join(f"{name} {value:.0f}" for name, value in counted.items()))
+        for name, found in (("no faults", calm), ("with faults", counted)):
+            print(f"{name}:", ", ".join(f"{what} {value:.0f}" for what, value in found.items()))
         for proxy in proxies:
             proxy.communicate()
 

@@ -10,6 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,10 +25,10 @@ from streaming.storage.allowance import Allowance
 from streaming.storage.base import PassingError, Sink, ThrottledError, copy_piece
 from streaming.storage.crew import Crew
 from streaming.storage.node_slowdown import NodeSlowdown
-from streaming.storage.patience import Patience
+from streaming.storage.patience import Patience, Silences
 from streaming.storage.retry import RetryPolicy, retrying
 from streaming.storage.throttle import LEAST_SHARE, RECOVERY_S, Gate, Slowdown
-from streaming.storage.transfer import Transfer
+from streaming.storage.transfer import Transfer, _Request
 
 MIB = 1 << 20
 DATA = np.random.default_rng(12).integers(0, 256, 2 * MIB, np.uint8).tobytes()
@@ -119,6 +121,11 @@ class TestRetryBudget:
         for _ in range(5):
             assert self.fail(allowance, max_retries=0)[0] == 1
         assert allowance.take()
+
+    def test_a_thousand_failures_in_a_row_are_no_overflow(self) -> None:
+        policy = RetryPolicy(first_backoff_s=1e-9, max_backoff_s=1e-9, max_retries=1100)
+        with pytest.raises(PassingError):
+            retrying(policy, Mock(side_effect=PassingError("no")))
 
     def test_a_call_that_gets_on_retries_for_nothing(self) -> None:
         allowance = Allowance(share=0, burst=1, per_s=1e-9)
@@ -375,22 +382,23 @@ class TestNodeSlowdown:
         assert leftovers() - before == Counter()
 
 
-class TestPatience:
-    def test_it_follows_the_quantile(self) -> None:
-        patience = Patience(quantile=0.9, least_s=0.1, unknown_s=7)
-        assert patience.limit_s == 7
-        for _ in range(10):
-            patience.note(0.01)
-        assert patience.limit_s == 0.1
+class TestSilences:
+    def test_the_bound_follows_the_quantile(self) -> None:
+        silences = Silences(quantile=0.9, least_s=0.1, unknown_s=7)
+        for _ in range(7):
+            assert silences.limit_s == 7
+            silences.note(0.01)
+        silences.note(0.01)
+        assert silences.limit_s == 0.1
         for _ in range(200):
-            patience.note(1.0)
-        assert patience.limit_s == 3.0
+            silences.note(1.0)
+        assert silences.limit_s == 2.0
 
     def test_a_few_stalls_do_not_count(self) -> None:
-        patience = Patience(quantile=0.9, least_s=0.1, unknown_s=7)
+        silences = Silences(quantile=0.9, least_s=0.1, unknown_s=7)
         for step in range(100):
-            patience.note(30.0 if step % 20 == 0 else 0.1)
-        assert patience.limit_s == pytest.approx(0.3)
+            silences.note(30.0 if step % 20 == 0 else 0.1)
+        assert silences.limit_s == pytest.approx(0.2)
 
 
 class TestCrew:
@@ -518,6 +526,57 @@ class TestRace:
         assert script.asked == [(0, 10, None), (3, 10, '"v"')]
         assert hedging.ended == [True]
 
+    def test_what_others_teach_counts_for_requests_under_way(self) -> None:
+        asked = threading.Event()
+
+        class Unknown(Silences):
+            @property
+            def limit_s(self) -> float:
+                found = super().limit_s
+                asked.set()
+                return found
+
+        out, hedging = bytearray(4), Eager()
+        hedging.patience.first = Unknown(quantile=1, least_s=0.01, unknown_s=60)
+
+        def silent_while_others_are_answered() -> Answer:
+            assert asked.wait(10)
+            for _ in range(8):
+                hedging.patience.first.note(0.001)
+            return self.silent()
+
+        self.read(Script(silent_while_others_are_answered, Answer([b"wxyz"])), hedging, out)
+        assert out == b"wxyz"
+        assert not self.gave_up
+
+    @pytest.mark.parametrize("kind", ["first", "later"])
+    def test_each_kind_of_silence_has_a_bound_of_its_own(self, kind: str) -> None:
+        out, hedging = bytearray(4), Eager()
+        hedging.patience = Patience(quantile=1, least_s=60, unknown_s=60)
+        setattr(hedging.patience, kind, Silences(quantile=1, least_s=0.01, unknown_s=0.01))
+        stalls = Answer([b"w", self.wait, b"XYZ"]) if kind == "later" else self.silent
+        self.read(Script(stalls, Answer([b"xyz" if kind == "later" else b"wxyz"])), hedging, out)
+        assert out == b"wxyz"
+        assert not self.gave_up
+
+    def test_what_a_request_teaches(self) -> None:
+        for silences_s, lost, first_s, later_s in [
+            ([500, 300, 200], False, [500], [300]),
+            ([500, 300, 200, 900], True, [500], [900]),
+            ([500], True, [500], []),
+            ([500, 300, 200, 100], True, [500], [300]),
+        ]:
+            request = _Request(None, 0, None)  # type: ignore[arg-type]
+            for i, silence_s in enumerate(silences_s):
+                request.heard_s = time.monotonic() - silence_s
+                if not lost or i < len(silences_s) - 1:
+                    request.hear()
+            request.lost = lost
+            first, later = [], []
+            kinds = {name: SimpleNamespace(note=kept.append) for name, kept in (("first", first), ("later", later))}
+            request.teach(SimpleNamespace(**kinds))  # type: ignore[arg-type]
+            assert ([round(s, -2) for s in first], [round(s, -2) for s in later]) == (first_s, later_s)
+
     def test_the_loser_never_writes_into_memory_that_it_lost(self) -> None:
         out, hedging = bytearray(10), Eager()
         stalled = Answer([b"abc", self.wait, b"DEFGHIJ"])
@@ -626,15 +685,21 @@ class TestRace:
         assert len(script.asked) == 3
 
     def test_without_leave_nothing_is_asked_twice(self) -> None:
-        out, hedging = bytearray(4), Eager(allowed=0)
-        timer = threading.Timer(0.1, self.held.set)
-        timer.start()
+        held = self.held
+
+        class Reluctant(Eager):
+            def begin(self, until_s: float) -> bool:
+                self.left -= 1
+                if self.left == -3:  # it goes on asking for leave
+                    held.set()
+                return False
+
+        out = bytearray(4)
         script = Script(Answer([self.wait, b"wxyz"]))
-        self.read(script, hedging, out)
-        timer.join()
+        self.read(script, Reluctant(allowed=0), out)
         assert out == b"wxyz"
         assert len(script.asked) == 1
-        assert hedging.left < -1  # it was asked for more than once
+        assert not self.gave_up
 
     def test_an_end_that_nobody_knew_is_learnt_by_either(self) -> None:
         hedging = Eager()
@@ -648,7 +713,7 @@ class TestRace:
         raise PassingError("timed out")
 
 
-class Impatience(Patience):
+class Impatience(Silences):
     limit_s = 0.01  # type: ignore[assignment]
 
 
@@ -688,7 +753,8 @@ class TestHedging:
     def test_extra_requests_are_bounded(self, mini_s3, url: str) -> None:
         with FaultProxy(mini_s3.port, choose=lambda *_: Fault(kind="slow", seconds=0.03)) as proxy:
             storage = through(proxy, mini_s3)
-            storage._store.traffic_of(url).patience = Impatience(quantile=1, least_s=0, unknown_s=0)  # type: ignore[union-attr]
+            patience = storage._store.traffic_of(url).patience  # type: ignore[union-attr]
+            patience.first = patience.later = Impatience(quantile=1, least_s=0, unknown_s=0)
             for _ in range(40):
                 storage.read(url, 0, 10)
         assert 8 <= storage.metrics.get("hedges") <= 8 + 0.05 * 40 + 1  # the last for what ten seconds allow

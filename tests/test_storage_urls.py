@@ -222,9 +222,9 @@ class TestRetrying:
 
         return attempt
 
-    def test_delays_double_up_to_the_bound(self, clock: list[float]) -> None:
-        assert retrying(self.POLICY, self.fail(*[PassingError("x") for _ in range(5)])) == "done"
-        assert clock == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0])
+    def test_delays_grow_up_to_the_bound(self, clock: list[float]) -> None:
+        assert retrying(self.POLICY, self.fail(*[PassingError("x") for _ in range(4)])) == "done"
+        assert clock == pytest.approx([0.1, 0.4, 1.0, 1.0])
 
     def test_it_gives_up_after_max_retries(self, clock: list[float]) -> None:
         with pytest.raises(PassingError):
@@ -247,7 +247,7 @@ class TestRetrying:
     def test_no_connection_is_given_up_early(self, clock: list[float]) -> None:
         with pytest.raises(UnreachableError):
             retrying(self.POLICY, self.fail(*[UnreachableError("x") for _ in range(99)]))
-        assert 0.5 < sum(clock) <= 2.0
+        assert clock == pytest.approx([0.1, 0.4, 1.0, 0.5])  # the last attempt is at the end of the two seconds
 
     def test_other_errors_are_final(self, clock: list[float]) -> None:
         with pytest.raises(NotFoundError):

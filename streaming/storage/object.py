@@ -23,6 +23,7 @@ from streaming.storage.credentials import azure_config, gcs_config, s3_access
 from streaming.storage.object_errors import Place, object_errors
 from streaming.storage.object_writer import ObjectWriter
 from streaming.storage.options import StorageOptions
+from streaming.storage.retry import GROWTH
 from streaming.storage.urls import HTTP_SCHEMES, bucket_and_key, redact, scheme_of, split_query
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}) | HTTP_SCHEMES
@@ -241,7 +242,7 @@ class ObjectAdapter:
             "backoff": {
                 "init_backoff": timedelta(seconds=max(retry.first_backoff_s, 0.001)),
                 "max_backoff": timedelta(seconds=max(retry.max_backoff_s, retry.first_backoff_s, 0.001)),
-                "base": 2,
+                "base": GROWTH,
             },
         }
 

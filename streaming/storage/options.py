@@ -16,19 +16,19 @@ from streaming.storage.retry import RetryPolicy
 class HedgePolicy:
     """When a read that stands still gets a second request, for the bytes that are missing; object stores only.
 
-    The defaults are a judgement: 0.1 s is some round trips to a store in the same region. ``bench_faults.py`` uses
+    The defaults are a judgement: 0.05 s is some round trips to a store in the same region. ``bench_faults.py`` uses
     them; no bucket of a cloud was measured.
 
     Attributes:
         hedge: Whether at all.
-        hedge_quantile: Of the longest silences of recent answers; three times that is silent for too long.
+        hedge_quantile: Of the silences of recent answers, until they began and inside them; twice that is too long.
         hedge_least_s: Shorter silences are none.
         hedge_share: Second requests, as a share of all; a few can be saved up.
     """
 
     hedge: bool = True
     hedge_quantile: float = 0.95
-    hedge_least_s: float = 0.1
+    hedge_least_s: float = 0.05
     hedge_share: float = 0.05
 
     def __post_init__(self) -> None:

@@ -24,6 +24,8 @@ from streaming.storage.crew import Crew
 from streaming.storage.patience import Patience
 from streaming.storage.urls import redact
 
+_LOOK_S = 0.1
+"""How long it takes at most until a transfer sees that other answers have made the store's silences better known."""
 _MOST_AT_ONCE = 3
 """Requests for the same bytes. Two are not enough: of many rivals, some stall as well (``bench_faults.py``)."""
 
@@ -57,17 +59,35 @@ class _Request:
     ended: bool = False
     error: BaseException | None = None
     heard_s: float = field(default_factory=time.monotonic)
-    silence_s: float = 0.0
+    first_s: float | None = None
+    longest_s: float = 0.0
 
     def take(self, put: Callable[[memoryview], int]) -> None:
         """See :class:`Sink`."""
         self.transfer.take(self, put)
 
     def hear(self) -> None:
-        """A sign of life."""
+        """A sign of life: the first one is that the answer begins."""
         now_s = time.monotonic()
-        self.silence_s = max(self.silence_s, now_s - self.heard_s)
+        if self.first_s is None:
+            self.first_s = now_s - self.heard_s
+        else:
+            self.longest_s = max(self.longest_s, now_s - self.heard_s)
         self.heard_s = now_s
+
+    def patient_s(self, patience: Patience) -> float:
+        """For how long it may still be silent."""
+        kind = patience.first if self.first_s is None else patience.later
+        return kind.limit_s - (time.monotonic() - self.heard_s)
+
+    def teach(self, patience: Patience) -> None:
+        """What its silences were; one that was lost is silent up to now."""
+        last_s = time.monotonic() - self.heard_s if self.lost else 0.0
+        if self.first_s is None:
+            patience.first.note(last_s)
+        else:
+            patience.first.note(self.first_s)
+            patience.later.note(max(self.longest_s, last_s))
 
 
 class Transfer:
@@ -197,16 +217,15 @@ class Transfer:
                     if len(left) == _MOST_AT_ONCE:
                         self._changed.wait()
                         continue
-                    limit_s = hedging.patience.limit_s
-                    patient_s = limit_s - (time.monotonic() - max(request.heard_s for request in left))
+                    patient_s = max(request.patient_s(hedging.patience) for request in left)
                     if patient_s > 0:
-                        self._changed.wait(patient_s)
+                        self._changed.wait(min(patient_s, _LOOK_S))
                     elif hedging.begin(until_s):
                         self._requests.append(self._next(rival=True))
                         self._count("requests", 1)
                         hedging.crew.run(partial(self._work, self._requests[-1]))
                     else:
-                        self._changed.wait(limit_s)
+                        self._changed.wait(_LOOK_S)
             finally:
                 self._account(hedging)
 
@@ -245,10 +264,8 @@ class Transfer:
         for request in self._requests:
             if request.rival:
                 hedging.end(won=self.is_done and not request.lost)
-            if request.lost and not request.rival:
-                hedging.patience.note(time.monotonic() - request.heard_s)
-            elif not request.lost and request.error is None:
-                hedging.patience.note(request.silence_s)
+            if not request.rival if request.lost else request.error is None:
+                request.teach(hedging.patience)
 
     def _short(self, first: int, got: int, why: str) -> str:
         where = f"reading {redact(self.url)} bytes [{first}, {self.stop})"
