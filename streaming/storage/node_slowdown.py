@@ -14,7 +14,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from streaming.storage.throttle import LEAST_SHARE, RECOVERY_S, Slowdown, SlowdownState
@@ -43,15 +43,17 @@ class NodeSlowdown(SlowdownState):
             return _later(_parse(os.pread(file, _LAYOUT.size, 0)), self._state)
         return self._state
 
-    def halve(self, now_s: float, asked_s: float) -> Slowdown:
-        """See :class:`SlowdownState`. Whoever finds the file locked leaves it to the holder, who does the same."""
+    def change(self, how: Callable[[Slowdown], Slowdown]) -> Slowdown:
+        """See :class:`SlowdownState`. Where the file is locked, it happens in this process only."""
         with suppress(OSError), self._open(os.O_RDWR | os.O_CREAT) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._state = _later(_parse(os.pread(file, _LAYOUT.size, 0)), self._state).halved(now_s, asked_s)
-            numbers = _LAYOUT.pack(self._state.share, self._state.at_s, 0)[:16]
+            self._state = _later(_parse(os.pread(file, _LAYOUT.size, 0)), self._state)
+            changed = how(self._state)
+            numbers = _LAYOUT.pack(changed.share, changed.at_s, 0)[:16]
             os.pwrite(file, numbers + struct.pack("<I", zlib.crc32(numbers)), 0)
-            return self._state
-        return super().halve(now_s, asked_s)
+            self._state = changed
+            return changed
+        return super().change(how)
 
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:

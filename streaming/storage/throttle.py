@@ -1,7 +1,7 @@
-"""Fewer requests at once while a store says that it is too busy: halve, then recover with time.
+"""Fewer requests at once while a store says that it is too busy: each refusal takes some, each answer gives some back.
 
 After AIMD: Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion Avoidance", 1989. The
-design, and why a single refusal changes nothing: docs/design/0009-failing-stores.md.
+design, and what follows from the numbers here: docs/design/0009-failing-stores.md.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from streaming.storage.base import ThrottledError
 
 RECOVERY_S = 32.0
-"""From no requests at once to all of them. Shorter than a minute, so that nothing older need be believed."""
+"""From no requests at once to all of them, even without answers. Shorter than a minute, so that nothing older need be
+believed."""
 LEAST_SHARE = 1 / 64
-_MEMORY = 16
-"""Answers over which the share of refusals is averaged (exponentially)."""
-_MUCH = 0.1
-"""From this share of refusals on the store means us: S3 answers some requests per thousand with 503 on a good day."""
+CUT = 1 / 16
+"""What one refusal takes of the share. Of few requests, too, it makes one fewer."""
+GIVEN_BACK = 1 / 800
+"""What one answer gives back, of all requests. Fifty make up for a refusal: 2 % of refusals change nothing in the long
+run (S3 answers some requests per thousand with 503 on a good day), and a store that bears half of what is wanted
+refuses 4 %."""
+_RIVALS_SHARE = 1 / 2
+"""From this share on a second request need not wait for room: what stalls is no load, and 4 % of refusals are few."""
 _LOOK_S = 0.1
 """How long it takes at most until a process sees that another one was refused."""
 
@@ -35,14 +40,16 @@ class Slowdown:
         """The share of the usual requests at once, in (0, 1]."""
         return min(1.0, self.share + max(0.0, now_s - self.at_s) / RECOVERY_S)
 
-    def halved(self, now_s: float, asked_s: float) -> Slowdown:
-        """After a refusal of a request that was sent at ``asked_s``; unchanged if it was sent before the last change.
+    def after(self, now_s: float, given_back: float, sent_at: float | None = None) -> Slowdown:
+        """After answers that gave back so much, and the refusal, if any, of a request sent at the share ``sent_at``.
 
-        So all requests of one round trip count as one.
+        Refusals take no more than half of the share at which their request was sent. So all of one round trip together
+        halve it at most, and no round trip need be measured.
         """
-        if asked_s <= self.at_s:
-            return self
-        return Slowdown(max(LEAST_SHARE, self.share_at(now_s) / 2), now_s)
+        share = min(1.0, self.share_at(now_s) + given_back)
+        if sent_at is not None:
+            share = max(share * (1 - CUT), min(share, sent_at / 2), LEAST_SHARE)
+        return Slowdown(share, max(now_s, self.at_s))
 
 
 class SlowdownState:
@@ -55,9 +62,9 @@ class SlowdownState:
         """The state; the default one if there is none."""
         return self._state
 
-    def halve(self, now_s: float, asked_s: float) -> Slowdown:
-        """Apply :meth:`Slowdown.halved`; the state after it."""
-        self._state = self._state.halved(now_s, asked_s)
+    def change(self, how: Callable[[Slowdown], Slowdown]) -> Slowdown:
+        """Replace the state by ``how(state)``; the state after it."""
+        self._state = how(self._state)
         return self._state
 
 
@@ -76,18 +83,18 @@ class Gate:
         self._clock = clock
         self._changed = threading.Condition()
         self._state = Slowdown()
+        self._given_back = 0.0
         self._looked_s = float("-inf")
         self._under_way = self._waiting = self._most = 0
-        self._refused = 0.0
 
     @property
     def limit(self) -> int:
         """Requests allowed at once now; at least 1."""
         with self._changed:
-            return self._limit()
+            return self._limit(self._share())
 
-    def enter(self, until_s: float) -> None:
-        """Wait until one more request may be under way.
+    def enter(self, until_s: float) -> float:
+        """Wait until one more request may be under way; the share of the usual requests at which that is so.
 
         Raises:
             ThrottledError: At ``until_s`` (monotonic) that is still not so.
@@ -96,23 +103,25 @@ class Gate:
             self._waiting += 1
             try:
                 self._most = max(self._most, self._under_way + self._waiting)
-                while self._under_way >= (limit := self._limit()):
+                while self._under_way >= (limit := self._limit(share := self._share())):
                     now_s = self._clock()
                     if now_s >= until_s:
                         raise ThrottledError(
                             f"no request was sent: the store is busy, {limit} may be under way at once, and none of "
                             "them ended in time; use fewer ranks, or spread the data over more prefixes"
                         )
-                    grows_s = ((limit + 1) / self._most - self._state.share_at(now_s)) * RECOVERY_S
+                    grows_s = ((limit + 1) / self._most - share) * RECOVERY_S
                     self._changed.wait(max(0.01, min(grows_s, until_s - now_s)))
             finally:
                 self._waiting -= 1
             self._under_way += 1
+            return share
 
     def try_enter(self) -> bool:
-        """Whether one more request may be under way at once; if so, it counts."""
+        """Whether one more request, beside one that stalls, may be under way at once; if so, it counts."""
         with self._changed:
-            if self._under_way >= self._limit() and self._state.share_at(self._clock()) < 1:
+            share = self._share()
+            if self._under_way >= self._limit(share) and share < _RIVALS_SHARE:
                 return False
             self._under_way += 1
             return True
@@ -121,24 +130,34 @@ class Gate:
         """A request has ended."""
         with self._changed:
             self._under_way -= 1
-            self._changed.notify()
+            self._changed.notify(2)  # for its place, and for one more that the answer may have given back
 
     def answered(self) -> None:
         """A request was not refused."""
         with self._changed:
-            self._refused -= self._refused / _MEMORY
+            if self._share() < 1:
+                self._given_back += GIVEN_BACK
 
-    def refused(self, asked_s: float) -> None:
-        """A request that was sent at ``asked_s`` was refused because the store is too busy."""
+    def refused(self, sent_at: float) -> None:
+        """A request was refused because the store is too busy; ``sent_at`` is what :meth:`enter` returned for it."""
         with self._changed:
-            self._refused += (1 - self._refused) / _MEMORY
-            if self._refused >= _MUCH:
-                self._state = self._shared.halve(self._clock(), asked_s)
+            self._change(sent_at)
 
-    def _limit(self) -> int:
+    def _limit(self, share: float) -> int:
+        return max(1, self._most if share >= 1 else int(self._most * share))
+
+    def _share(self) -> float:
         now_s = self._clock()
         if now_s - self._looked_s >= _LOOK_S:
             self._looked_s = now_s
-            self._state = self._shared.read()
-        share = self._state.share_at(now_s)
-        return max(1, self._most if share >= 1 else int(self._most * share))
+            if self._given_back:
+                self._change()
+            else:
+                self._state = self._shared.read()
+        return min(1.0, self._state.share_at(now_s) + self._given_back)
+
+    def _change(self, sent_at: float | None = None) -> None:
+        """Write down what was given back, and a refusal."""
+        now_s, given_back = self._clock(), self._given_back
+        self._given_back = 0.0
+        self._state = self._shared.change(lambda state: state.after(now_s, given_back, sent_at))

@@ -49,13 +49,12 @@ class Traffic:
         Raises:
             ThrottledError: There is no room before ``until_s`` (monotonic).
         """
-        self._gate.enter(until_s)
-        asked_s = time.monotonic()
+        share = self._gate.enter(until_s)
         try:
             yield
         except ThrottledError:
             self._count("throttled", 1)
-            self._gate.refused(asked_s)
+            self._gate.refused(share)
             raise
         else:
             self._hedges.earn()
