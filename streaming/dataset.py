@@ -6,7 +6,6 @@ import hashlib
 import math
 import operator
 import os
-import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,11 @@ from typing import Any, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from streaming.cache import NodeCache
+from streaming.cache import open_cache
 from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.engine.build import OnError
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
-from streaming.fetch import FetchRange, FieldsOf, fetch_range, fetch_unit, size_of_unit
+from streaming.fetch import FetchRange, FieldsOf, fetch_range, fetch_unit, matches_sums, reads_whole, size_of_unit
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleLocation, SampleTable
 from streaming.layout import TakeApart, UnitLayout
@@ -32,7 +31,6 @@ from streaming.peers import job_peers
 from streaming.shards import OpenShards, check_fields, open_shards, sample_table
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
 from streaming.types import Sample, Transform
-from streaming.units import parse_bytes
 
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
@@ -176,7 +174,7 @@ class StreamingDataset:
         self.shards: OpenShards = open_shards(self.storage, urls, _checked_index(index), peers)
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
-        self.cache = _open_cache(cache_dir, cache_limit)
+        self.cache = open_cache(cache_dir, cache_limit)
         self._versions = _Versions(self.shards, storage_options)
         self._recent = _Recent(self)
 
@@ -291,6 +289,10 @@ class StreamingDataset:
         """Fill ``out``; taking it apart may be left to the caller."""
         return fetch_unit(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
 
+    def is_whole(self, wanted: FetchRange, data: memoryview) -> bool:
+        """Whether ``data`` is what :meth:`fetch_unit` would put there: all the bytes, matching their checksums."""
+        return reads_whole(wanted, self._fields_of(wanted.url)) and matches_sums(wanted, data)
+
     def unit_bytes(self, chunk_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes that each chunk takes with these ``fields``, int64; reads the sample tables of their shards."""
 
@@ -350,20 +352,6 @@ class _Versions:
             sums = hashlib.blake2b(table.crc32c[low:high].tobytes(), digest_size=16).hexdigest()
             version = self._known[shard] = f"{self._store}|{table.shards[shard].size_bytes}|{sums}"
         return version
-
-
-def _open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> NodeCache | None:
-    if cache_dir is None:
-        if cache_limit is not None:
-            raise ConfigError(f"cache_limit={cache_limit!r} without a cache_dir: give the folder of the cache, too")
-        return None
-    folder = os.path.abspath(os.fspath(cache_dir))
-    if cache_limit is not None:
-        return NodeCache(folder, parse_bytes(cache_limit, name="cache_limit"))
-    there = folder
-    while not os.path.exists(there):
-        there = os.path.dirname(there)
-    return NodeCache(folder, max(1, shutil.disk_usage(there).free * 4 // 5))
 
 
 class _Recent:

@@ -317,6 +317,18 @@ class _Read:
         return None
 
 
+def matches_sums(wanted: FetchRange, data: memoryview) -> bool:
+    """Whether the bytes of a range are those of the index; without checksums nobody knows."""
+    return bool(wanted.sums) and all(
+        one.found_in(_whole_of(wanted).pieces.parts(data, one.ranges)) == one.crc32c for one in _whole_of(wanted).sums
+    )
+
+
+def reads_whole(wanted: FetchRange, known: FieldsOf) -> bool:
+    """Whether :func:`fetch_unit` reads all of a range."""
+    return _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known) is None
+
+
 def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
     """Where each field lies in the bytes of ``wanted``.
 

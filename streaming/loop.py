@@ -19,6 +19,7 @@ from streaming.dataset import StreamingDataset
 from streaming.engine.build import Recipe
 from streaming.engine.chunks import ChunkStore
 from streaming.engine.crew import Crew
+from streaming.engine.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.needs import BatchSlices, Units, WholeChunks
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.errors import ConfigError, StateError
@@ -135,7 +136,10 @@ class EpochLoop(BaseLoop):
         super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
         self.config, self._sharing = open_sharing(config)
         self._store: ChunkStore | None = None
-        self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(table.byte_end - table.byte_start)
+        sizes = table.byte_end - table.byte_start
+        if self._is_mapped:
+            sizes += np.where(sizes < LEAST_BYTES, 0, table.byte_start % budget.PAGE_BYTES)  # FileMaps.skew_bytes
+        self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(sizes)
         self._check_enough_samples()
 
     @property
@@ -253,14 +257,23 @@ class EpochLoop(BaseLoop):
                 num_threads=self._fetch_threads(),
                 metrics=self.metrics,
                 changed=threading.Condition(),
+                maps=FileMaps(crew.arena, self.dataset.is_whole) if self._is_mapped else None,
             )
             self._keep(crew, partial(_close_all, crew, self._store))
             return crew, self._store
         return self._crew, self._store
 
+    @property
+    def _is_mapped(self) -> bool:
+        """Local shards are mapped, where nobody outside this process is to see the arena."""
+        return not self.config.num_workers and self._is_local and self.dataset.cache is None
+
+    @property
+    def _is_local(self) -> bool:
+        return all(scheme_of(url) == "file" for url in self.dataset.shards.urls)
+
     def _fetch_threads(self) -> int:
-        local = all(scheme_of(url) == "file" for url in self.dataset.shards.urls)
-        return min(FETCH_THREADS, os.cpu_count() or 1) if local else FETCH_THREADS
+        return min(FETCH_THREADS, os.cpu_count() or 1) if self._is_local else FETCH_THREADS
 
     def _rank_bytes(self, plan: Plan, dp_rank: int) -> int:
         """Bytes of all the chunks that this rank needs in the epoch."""

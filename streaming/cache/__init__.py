@@ -1,5 +1,5 @@
 """A cache of fetched byte ranges on a node's disk or tmpfs, shared by all of its processes."""
 
-from streaming.cache.node import NodeCache
+from streaming.cache.node import NodeCache, open_cache
 
-__all__ = ["NodeCache"]
+__all__ = ["NodeCache", "open_cache"]

@@ -6,11 +6,13 @@ import errno
 import logging
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from os import PathLike
 
 import crc32c as crc32c_of
 
@@ -21,7 +23,7 @@ from streaming.cache.locks import Waiting, try_lock
 from streaming.cache.space import Part, Space
 from streaming.errors import ConfigError
 from streaming.metrics import Metrics
-from streaming.units import format_bytes
+from streaming.units import format_bytes, parse_bytes
 
 RETRY_AFTER_S = 60.0
 """How long nothing is written after the disk refused: long against one failed call, short against an epoch."""
@@ -282,3 +284,22 @@ class NodeCache:
 
 _LOADED = Part("", -1)
 """Stands for "no claim needed": somebody else has published the entry meanwhile."""
+
+
+def open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> NodeCache | None:
+    """The cache that a user asked for; by default it may take four fifths of what is free on its disk.
+
+    Raises:
+        ConfigError: A limit without a folder.
+    """
+    if cache_dir is None:
+        if cache_limit is not None:
+            raise ConfigError(f"cache_limit={cache_limit!r} without a cache_dir: give the folder of the cache, too")
+        return None
+    folder = os.path.abspath(os.fspath(cache_dir))
+    if cache_limit is not None:
+        return NodeCache(folder, parse_bytes(cache_limit, name="cache_limit"))
+    there = folder
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    return NodeCache(folder, max(1, shutil.disk_usage(there).free * 4 // 5))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from contextlib import suppress
+from functools import cache
 
 from streaming.engine.extents import Extents
 
 PAGE_BYTES = mmap.PAGESIZE
 
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED = 0x10  # Linux, on every machine but Alpha, MIPS, PA-RISC and Xtensa
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MADV_POPULATE_READ = 22  # Linux 5.14
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # its name came with Python 3.12; the number is Linux's
 
 
@@ -37,6 +43,7 @@ class Arena:
         self.fd = -1
         self.memory = self._map_shared() if shared else self._map_private()
         self.view = memoryview(self.memory)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._closed = False
 
     def _map_shared(self) -> mmap.mmap:
@@ -90,6 +97,39 @@ class Arena:
         if left < size:
             self.free(start + left, size - left)
 
+    def map_file(self, start: int, num_bytes: int, fd: int, offset: int) -> None:
+        """Put the bytes of a file from ``offset`` on in the place of allocated memory, and read them; whole pages.
+
+        Only for an arena of this process alone. What is written to them does not reach the file.
+
+        Raises:
+            OSError: A page cannot be read, or lies behind the end of the file; or the system cannot do it. Then
+                ``unmap_file`` is to follow.
+        """
+        self._remap(start, num_bytes, mmap.MAP_PRIVATE, fd, offset)
+        self.memory.madvise(_MADV_POPULATE_READ, start, _pages(num_bytes))
+
+    def unmap_file(self, start: int, num_bytes: int) -> None:
+        """Undo ``map_file``; the contents are lost."""
+        if not self._closed:
+            self._remap(start, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+
+    def copy_file(self, start: int, num_bytes: int) -> None:
+        """Put a copy in the place of what ``map_file`` mapped; who reads it meanwhile sees no difference."""
+        if self._closed:
+            return
+        size = _pages(num_bytes)
+        copy = _mapped(_libc().mmap(None, size, _READ_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0))
+        ctypes.memmove(copy, self._address + start, num_bytes)
+        _mapped(_libc().mremap(copy, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self._address + start))
+
+    def _remap(self, start: int, num_bytes: int, flags: int, fd: int, offset: int) -> None:
+        size = _pages(num_bytes)
+        if self.fd >= 0 or start % PAGE_BYTES or start + size > self._extents.capacity:
+            raise ValueError(f"bytes {start}-{start + size} of this arena cannot be mapped (shared: {self.fd >= 0})")
+        flags |= _MAP_FIXED | _MAP_NORESERVE
+        _mapped(_libc().mmap(self._address + start, size, _READ_WRITE, flags, fd, offset))
+
     def close(self, *, keep_mapped: bool = False) -> None:
         """Release the memory. Views that others still hold keep their pages until they are gone.
 
@@ -118,3 +158,23 @@ class Arena:
 
 def _pages(num_bytes: int) -> int:
     return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    where, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes, libc.mmap.restype = [where, size, number, number, number, ctypes.c_int64], where
+    libc.mremap.argtypes, libc.mremap.restype = [where, size, size, number, where], where
+    return libc
+
+
+def _mapped(address: int) -> int:
+    """An address that the system gave.
+
+    Raises:
+        OSError: It is none, but says that something failed.
+    """
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return address

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from streaming.engine.arena import Arena
+from streaming.engine.mapped import FileMaps
 from streaming.engine.rows import RowTable
 from streaming.engine.threads import JobThreads
 from streaming.errors import DataError, IndexMismatchError
-from streaming.fetch import FetchRange, UnitKey
+from streaming.fetch import FetchRange, UnitKey, layout_of
 from streaming.layout import TakeApart, UnitLayout
 from streaming.metrics import Metrics
 
@@ -31,6 +32,7 @@ class Unit:
     Attributes:
         wanted: What to fetch.
         start: Where its bytes lie in the arena.
+        skew_bytes: Room before them that is also its own.
         num_bytes: Room that it takes there: that of the whole range, until it is known how much of it is needed.
         users: Pieces of the plan that still need it; at 0 it may be dropped.
         ready: The fetch has ended, well or badly.
@@ -45,6 +47,7 @@ class Unit:
     wanted: FetchRange
     start: int
     num_bytes: int
+    skew_bytes: int = 0
     users: int = 0
     ready: bool = False
     take_apart: TakeApart | None = None
@@ -70,11 +73,13 @@ class ChunkStore:
 
     def __init__(
         self, *, fetch: Fetch, arena: Arena, num_threads: int, metrics: Metrics, changed: threading.Condition,
+        maps: FileMaps | None = None,
     ) -> None:  # fmt: skip
         self.arena = arena
         self.rows = RowTable()
         self.changed = changed
         self._fetch = fetch
+        self._maps = maps
         self.limit_bytes = arena.budget_bytes
         self.retain = False
         self.abandoned = False
@@ -89,10 +94,12 @@ class ChunkStore:
         key = wanted.key
         unit = self._units.get(key)
         if unit is None:
-            start = self._allocate(wanted.num_bytes)
+            skew = 0 if self._maps is None else self._maps.skew_bytes(wanted)
+            start = self._allocate(skew + wanted.num_bytes)
             if start is None:
                 return None
-            unit = self._units[key] = Unit(wanted=wanted, start=start, num_bytes=wanted.num_bytes)
+            unit = Unit(wanted=wanted, start=start + skew, num_bytes=wanted.num_bytes, skew_bytes=skew)
+            self._units[key] = unit
             self._threads.submit(partial(self._run, unit))
         self._cold.pop(key, None)
         unit.users += 1
@@ -155,6 +162,8 @@ class ChunkStore:
             self._closed = True
         self._threads.stop(_STOP_S)
         self.arena.close(keep_mapped=self.abandoned)
+        if self._maps is not None:
+            self._maps.close()
 
     def _allocate(self, num_bytes: int) -> int | None:
         start = self._try_allocate(num_bytes)
@@ -177,7 +186,9 @@ class ChunkStore:
 
     def _drop(self, unit: Unit) -> None:
         del self._units[unit.wanted.key]
-        self.arena.free(unit.start, unit.num_bytes)
+        if self._maps is not None:
+            self._maps.unmap(unit.wanted, unit.start)
+        self.arena.free(unit.start - unit.skew_bytes, unit.skew_bytes + unit.num_bytes)
         if unit.first_row >= 0:
             self.rows.remove(unit.first_row, unit.wanted.num_samples)
 
@@ -188,14 +199,19 @@ class ChunkStore:
         unit.begun_at_s = started_s = time.monotonic()
         found: UnitLayout | TakeApart | None = None
         with self.arena.view[unit.start : unit.start + unit.wanted.num_bytes] as out, self._noting(unit):
-            found = self._fetch(unit.wanted, out)
+            if self._maps is not None and self._maps.map(unit.wanted, unit.start, out):
+                self._metrics.add("mapped_bytes", unit.num_bytes)
+                found = partial(layout_of, unit.wanted)
+            else:
+                found = self._fetch(unit.wanted, out)
         layout = found if isinstance(found, UnitLayout) else None
         self._metrics.add("fetch_s", time.monotonic() - started_s)
         self._metrics.add("fetched_chunks")
         self._metrics.add("fetched_bytes", unit.num_bytes if layout is None else layout.num_bytes)
         with self.changed:
             if layout is not None and not self._closed:
-                self.arena.shrink(unit.start, unit.num_bytes, layout.num_bytes)
+                skew = unit.skew_bytes
+                self.arena.shrink(unit.start - skew, skew + unit.num_bytes, skew + layout.num_bytes)
                 unit.num_bytes = layout.num_bytes
                 unit.first_row = self.rows.add(layout, unit.start)
             elif not isinstance(found, UnitLayout):

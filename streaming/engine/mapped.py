@@ -1,0 +1,194 @@
+"""Chunks of files on this machine's own disks: mapped into the arena where others are copied into it.
+
+The page cache has these bytes already. A copy costs a read, memory that nobody has touched before, and the clearing of
+that memory: most of what a pass over local shards takes. What a map lacks is that the bytes stay as they were when they
+were checked: who writes into the file writes into the map, and who cuts the file short makes the system kill whoever
+reads behind the new end.
+
+So files are mapped under a *read lease* of the kernel: who wants to write into such a file, or to cut it short, waits
+until the lease is given back (at most ``/proc/sys/fs/lease-break-time``, 45 s). A thread that looks four times a second
+copies what is mapped of the file and gives the lease back. Where there is no lease (network file systems, files of other
+users, files that are open for writing), chunks are read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from streaming.engine.arena import PAGE_BYTES, Arena
+from streaming.fetch import FetchRange
+from streaming.storage.urls import local_path
+
+LEAST_BYTES = 256 << 10
+"""Below this size a copy costs no more than the system calls of a map."""
+_LOOK_EVERY_S = 0.25
+_OWN_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "overlay", "tmpfs"})
+"""Where pages of files come from this machine. On network file systems a lost connection is an error of ``read``, and
+would be a signal that kills here."""
+_HAS_LEASES = hasattr(fcntl, "F_SETLEASE")
+
+Fits = Callable[[FetchRange, memoryview], bool]
+"""Whether bytes match the checksums of the index."""
+
+
+@dataclass(slots=True)
+class _File:
+    """A file under lease.
+
+    Attributes:
+        descriptor: Open for reading.
+        mapped: Ranges that are mapped, by where in the arena their bytes lie.
+        coming: Maps that are being made.
+        wanted_back: Somebody waits for the lease.
+    """
+
+    descriptor: int
+    mapped: dict[int, FetchRange] = field(default_factory=dict)
+    coming: int = 0
+    wanted_back: bool = False
+
+
+class FileMaps:
+    """The maps of one arena. Thread-safe.
+
+    Args:
+        arena: Private memory of this process.
+        fits: Compares bytes with the index.
+    """
+
+    def __init__(self, arena: Arena, fits: Fits) -> None:
+        self._arena = arena
+        self._fits = fits
+        self._lock = threading.Lock()
+        self._files: dict[str, _File] = {}
+        self._own_devices = _devices_of_own_disks() if _HAS_LEASES else frozenset()
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    @staticmethod
+    def skew_bytes(wanted: FetchRange) -> int:
+        """Room that is wanted before a range: in the arena it is to begin as far into a page as in the file."""
+        return wanted.byte_start % PAGE_BYTES if wanted.num_bytes >= LEAST_BYTES else 0
+
+    def map(self, wanted: FetchRange, start: int, data: memoryview) -> bool:
+        """Map the bytes of a range, checked, to ``data``, byte ``start`` of the arena; False: they are to be read."""
+        if not wanted.sums or wanted.num_bytes < LEAST_BYTES:
+            return False
+        with self._lock:
+            file = self._files.get(wanted.url) or self._open(wanted.url)
+            if file is None or file.wanted_back:
+                return False
+            file.coming += 1
+        done = False
+        skew = self.skew_bytes(wanted)
+        first, num_bytes = wanted.byte_start - skew, wanted.num_bytes + skew
+        try:
+            with suppress(OSError):  # advice: all of it is on its way when the first page is asked for
+                os.posix_fadvise(file.descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
+            self._arena.map_file(start - skew, num_bytes, file.descriptor, first)
+            done = self._fits(wanted, data)
+        except OSError:  # the file is too short, a page cannot be read, or the system cannot do it: reading says which
+            pass
+        finally:
+            with self._lock:
+                file.coming -= 1
+                if done:
+                    file.mapped[start] = wanted
+                else:
+                    self._arena.unmap_file(start - skew, num_bytes)
+                self._close_unused(wanted.url, file)
+        return done
+
+    def unmap(self, wanted: FetchRange, start: int) -> None:
+        """Undo :meth:`map`: ordinary memory again. Nobody may read there any more."""
+        with self._lock:
+            file = self._files.get(wanted.url)
+            if file is None or file.mapped.pop(start, None) is None:
+                return
+            skew = self.skew_bytes(wanted)
+            self._arena.unmap_file(start - skew, wanted.num_bytes + skew)
+            self._close_unused(wanted.url, file)
+
+    def give_back(self) -> None:
+        """Copy what is mapped of the files that somebody wants to change, and let him."""
+        with self._lock:
+            for url, file in list(self._files.items()):
+                if fcntl.fcntl(file.descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
+                    continue
+                file.wanted_back = True
+                for start, wanted in file.mapped.items():
+                    skew = self.skew_bytes(wanted)
+                    self._arena.copy_file(start - skew, wanted.num_bytes + skew)
+                file.mapped.clear()
+                self._close_unused(url, file)
+
+    def close(self) -> None:
+        """Give all files back. The maps go with the arena."""
+        self._closed.set()
+        with self._lock:
+            for url, file in list(self._files.items()):
+                file.mapped.clear()
+                self._close_unused(url, file)
+
+    def _open(self, url: str) -> _File | None:
+        if self._closed.is_set():
+            return None
+        try:
+            descriptor = _leased(local_path(url), self._own_devices)
+        except OSError:
+            return None
+        file = self._files[url] = _File(descriptor)
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="shardstream-leases", daemon=True)
+            self._watcher.start()
+        return file
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_EVERY_S):
+            self.give_back()
+
+    def _close_unused(self, url: str, file: _File) -> None:
+        if file.mapped or file.coming:
+            return
+        if self._files.get(url) is file:
+            del self._files[url]
+        with suppress(OSError):  # it was taken away; a forked process that has the file open too must not keep it
+            fcntl.fcntl(file.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        os.close(file.descriptor)
+
+
+def _leased(path: str, own_devices: frozenset[int]) -> int:
+    """Descriptor of a file under lease.
+
+    Raises:
+        OSError: There is no file, or no lease to be had.
+    """
+    if os.stat(path).st_dev not in own_devices:
+        raise OSError(errno.ENOLCK, "not on a disk of this machine", path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; without it SIGIO, which kills
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _devices_of_own_disks() -> frozenset[int]:
+    """Numbers of the devices with file systems whose pages may be mapped; none where the system cannot say."""
+    found = set()
+    with suppress(OSError), open("/proc/self/mountinfo") as file:
+        for line in file:
+            head, _, tail = line.partition(" - ")
+            major, _, minor = head.split()[2].partition(":")
+            if tail.split()[0] in _OWN_DISKS:
+                found.add(os.makedev(int(major), int(minor)))
+    return frozenset(found)
