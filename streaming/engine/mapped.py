@@ -6,9 +6,9 @@ were checked: who writes into the file writes into the map, and who cuts the fil
 reads behind the new end.
 
 So files are mapped under a *read lease* of the kernel: who wants to write into such a file, or to cut it short, waits
-until the lease is given back (at most ``/proc/sys/fs/lease-break-time``, 45 s). A thread that looks four times a second
-copies what is mapped of the file and gives the lease back. Where there is no lease (network file systems, files of other
-users, files that are open for writing), chunks are read.
+until the lease is given back (at most ``/proc/sys/fs/lease-break-time``, 45 s). A thread that looks four times a
+second copies what is mapped of the file and gives the lease back. Where there is no lease (network file systems, files
+of other users, files that are open for writing), chunks are read.
 """
 
 from __future__ import annotations
