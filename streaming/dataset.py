@@ -22,7 +22,7 @@ from streaming.cache import open_cache
 from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.engine.build import OnError
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
-from streaming.fetch import FetchRange, FieldsOf, fetch_range, fetch_unit, matches_sums, reads_whole, size_of_unit
+from streaming.fetch import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleLocation, SampleTable
 from streaming.layout import TakeApart, UnitLayout
@@ -289,9 +289,9 @@ class StreamingDataset:
         """Fill ``out``; taking it apart may be left to the caller."""
         return fetch_unit(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
 
-    def is_whole(self, wanted: FetchRange, data: memoryview) -> bool:
-        """Whether ``data`` is what :meth:`fetch_unit` would put there: all the bytes, matching their checksums."""
-        return reads_whole(wanted, self._fields_of(wanted.url)) and matches_sums(wanted, data)
+    def reads_whole(self, wanted: FetchRange) -> bool:
+        """Whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
+        return reads_whole(wanted, self._fields_of(wanted.url))
 
     def unit_bytes(self, chunk_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Bytes that each chunk takes with these ``fields``, int64; reads the sample tables of their shards."""

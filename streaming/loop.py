@@ -257,7 +257,7 @@ class EpochLoop(BaseLoop):
                 num_threads=self._fetch_threads(),
                 metrics=self.metrics,
                 changed=threading.Condition(),
-                maps=FileMaps(crew.arena, self.dataset.is_whole) if self._is_mapped else None,
+                maps=FileMaps(crew.arena, self.dataset.reads_whole) if self._is_mapped else None,
             )
             self._keep(crew, partial(_close_all, crew, self._store))
             return crew, self._store

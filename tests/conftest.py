@@ -8,6 +8,7 @@ import fsspec.asyn
 import pytest
 from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
+from streaming.engine import mapped
 from streaming.engine.fork_server import SHARED
 from streaming.storage import Storage
 
@@ -106,3 +107,9 @@ def one_fork_server(_fork_server: None) -> Iterator[None]:
     SHARED.linger = True
     yield
     SHARED.linger = False
+
+
+@pytest.fixture
+def no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local shards are read, not mapped: for tests that count what is read."""
+    monkeypatch.setattr(mapped, "_OWN_DISKS", frozenset())

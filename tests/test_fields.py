@@ -27,7 +27,7 @@ from streaming.index.sums import Sum
 from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
-pytestmark = pytest.mark.usefixtures("one_fork_server")
+pytestmark = pytest.mark.usefixtures("one_fork_server", "no_maps")
 
 NUM = 60
 FIELDS: list[tuple[str, ...]] = [

@@ -97,6 +97,20 @@ def test_nothing_stays_mapped_or_open(folder: Path, options: dict[str, object]) 
     assert not descriptors_of(folder)
 
 
+def test_what_fields_leave_out_is_not_mapped(tmp_path: Path) -> None:
+    """A map reads all of a chunk."""
+    with ShardWriter(str(tmp_path / "{:04d}.tar"), max_samples=8) as writer:
+        for i in range(16):
+            writer.write({"__key__": f"{i:05d}", "mp4": payload(i) * 10, "cls": i})
+    with DataLoader(open_at(tmp_path, fields=("cls",)), BATCH) as loader:
+        assert sum(len(batch["cls"]) for batch in loader) == 16
+        assert not loader.metrics().get("mapped_bytes")
+        assert loader.metrics()["storage_bytes"] < 4 * SAMPLE_BYTES
+    with DataLoader(open_at(tmp_path, fields=("mp4",)), BATCH) as loader:
+        assert sum(len(batch["mp4"]) for batch in loader) == 16
+        assert loader.metrics()["mapped_bytes"] > 16 * 10 * SAMPLE_BYTES
+
+
 def test_worker_processes_and_caches_get_copies(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Others map the arena, or what is fetched goes to the cache: both see only what was copied."""
     with DataLoader(open_at(folder), BATCH, num_workers=1) as loader:

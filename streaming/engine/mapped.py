@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from streaming.engine.arena import PAGE_BYTES, Arena
-from streaming.fetch import FetchRange
+from streaming.fetch import FetchRange, matches_sums
 from streaming.storage.urls import local_path
 
 LEAST_BYTES = 256 << 10
@@ -34,8 +34,8 @@ _OWN_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "overlay", "tmpfs
 would be a signal that kills here."""
 _HAS_LEASES = hasattr(fcntl, "F_SETLEASE")
 
-Fits = Callable[[FetchRange, memoryview], bool]
-"""Whether bytes match the checksums of the index."""
+ReadsWhole = Callable[[FetchRange], bool]
+"""Whether all bytes of a range are wanted."""
 
 
 @dataclass(slots=True)
@@ -60,12 +60,12 @@ class FileMaps:
 
     Args:
         arena: Private memory of this process.
-        fits: Compares bytes with the index.
+        reads_whole: Others are not mapped, since that would read all of them.
     """
 
-    def __init__(self, arena: Arena, fits: Fits) -> None:
+    def __init__(self, arena: Arena, reads_whole: ReadsWhole) -> None:
         self._arena = arena
-        self._fits = fits
+        self._reads_whole = reads_whole
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
         self._own_devices = _devices_of_own_disks() if _HAS_LEASES else frozenset()
@@ -79,7 +79,7 @@ class FileMaps:
 
     def map(self, wanted: FetchRange, start: int, data: memoryview) -> bool:
         """Map the bytes of a range, checked, to ``data``, byte ``start`` of the arena; False: they are to be read."""
-        if not wanted.sums or wanted.num_bytes < LEAST_BYTES:
+        if not wanted.sums or wanted.num_bytes < LEAST_BYTES or not self._reads_whole(wanted):
             return False
         with self._lock:
             file = self._files.get(wanted.url) or self._open(wanted.url)
@@ -93,7 +93,7 @@ class FileMaps:
             with suppress(OSError):  # advice: all of it is on its way when the first page is asked for
                 os.posix_fadvise(file.descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
             self._arena.map_file(start - skew, num_bytes, file.descriptor, first)
-            done = self._fits(wanted, data)
+            done = matches_sums(wanted, data)
         except OSError:  # the file is too short, a page cannot be read, or the system cannot do it: reading says which
             pass
         finally:
