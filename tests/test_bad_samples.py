@@ -284,8 +284,8 @@ def test_bytes_that_come_wrong_once_are_read_again(tmp_path: Path) -> None:
     dataset = samples.open()
     read_into, seen = dataset.storage.read_into, Counter[tuple[str, int]]()
 
-    def unreliable(url: str, start: int, out: memoryview) -> None:
-        read_into(url, start, out)
+    def unreliable(url: str, start: int, out: memoryview, **how: bool) -> None:
+        read_into(url, start, out, **how)
         seen[url, start] += 1
         if seen[url, start] == 1:
             out[600] ^= 255

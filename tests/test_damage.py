@@ -139,9 +139,9 @@ def test_damage_costs_one_more_read(damaged: tuple[Path, set[int]], world_size: 
     asked = Counter[tuple[str, int]]()
     read_into = dataset.storage.read_into
 
-    def counted(url: str, start: int, out: memoryview) -> None:
+    def counted(url: str, start: int, out: memoryview, **how: bool) -> None:
         asked[url, start] += 1
-        read_into(url, start, out)
+        read_into(url, start, out, **how)
 
     dataset.storage.read_into = counted  # type: ignore[method-assign]
     extra = []

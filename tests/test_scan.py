@@ -59,9 +59,9 @@ class CountingStorage(Storage):
         super().__init__()
         self.shard_reads: list[str] = []
 
-    def read_into(self, url: str, start: int, out: memoryview) -> None:
+    def read_into(self, url: str, start: int, out: memoryview, *, summed: bool = False) -> None:
         self.shard_reads.append(url)
-        super().read_into(url, start, out)
+        super().read_into(url, start, out, summed=summed)
 
 
 @pytest.fixture

@@ -195,8 +195,8 @@ def test_bytes_that_come_wrong_once_are_read_again(shard: Path) -> None:
     dataset = open_at(shard)
     read_into, seen = dataset.storage.read_into, []
 
-    def unreliable(url: str, start: int, out: memoryview) -> None:
-        read_into(url, start, out)
+    def unreliable(url: str, start: int, out: memoryview, **how: bool) -> None:
+        read_into(url, start, out, **how)
         seen.append(start)
         if len(seen) == 1:
             out[600] ^= 255

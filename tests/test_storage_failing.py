@@ -233,6 +233,8 @@ class Answer:
 class Script:
     """An adapter with an answer (or error) for each request."""
 
+    in_pieces = keeps_versions = True
+
     def __init__(self, *answers: Answer | BaseException | Callable[[], Answer]) -> None:
         self.answers = list(answers)
         self.asked: list[tuple[int, int | None, str | None]] = []
@@ -336,7 +338,7 @@ class TestRace:
             ([500], True, [500], []),
             ([500, 300, 200, 100], True, [500], [300]),
         ]:
-            request = _Request(None, 0, None)  # type: ignore[arg-type]
+            request = _Request(None, 0, None, 1.0)  # type: ignore[arg-type]
             for i, silence_s in enumerate(silences_s):
                 request.heard_s = time.monotonic() - silence_s
                 if not lost or i < len(silences_s) - 1:
@@ -346,6 +348,30 @@ class TestRace:
             kinds = {name: SimpleNamespace(note=kept.append) for name, kept in (("first", first), ("later", later))}
             request.teach(SimpleNamespace(**kinds))  # type: ignore[arg-type]
             assert ([round(s, -2) for s in first], [round(s, -2) for s in later]) == (first_s, later_s)
+
+    def test_what_comes_in_one_piece_may_be_silent_in_proportion_to_its_size(self) -> None:
+        hedging = Eager()
+        for in_pieces, stop, scale in [(False, 8 * MIB, 8), (False, 1000, 1), (False, None, 1), (True, 8 * MIB, 1)]:
+            script = Script()
+            script.in_pieces = in_pieces
+            request = Transfer(script, "s3://b/x", 0, stop, count=lambda *_: None)._next()  # type: ignore[arg-type]
+            assert request.scale == scale
+            hedging.patience.first = Silences(quantile=1, least_s=100, unknown_s=100)
+            assert request.patient_s(hedging.patience) == pytest.approx(100 * scale, abs=50)
+            request.heard_s = time.monotonic() - 500
+            request.lost, taught = True, []
+            request.teach(SimpleNamespace(first=SimpleNamespace(note=taught.append)))  # type: ignore[arg-type]
+            assert taught == [pytest.approx(500 / scale, abs=50 / scale)]
+
+    def test_at_the_end_of_its_time_a_call_that_stands_still_is_over(self) -> None:
+        out, hedging = bytearray(4), Eager(allowed=9)
+        transfer = Transfer(  # type: ignore[arg-type]
+            Script(*[self.silent] * 3), "s3://b/x", 0, 4, count=lambda *_: None, out=memoryview(out)
+        )
+        with hedging.crew, pytest.raises(PassingError, match="got 0 bytes, expected 4; the answer stands still"):
+            transfer.attempt(Call("s3://b/x"), hedging, time.monotonic() + 0.2)
+        assert not self.held.is_set()
+        assert hedging.ended == [False, False]
 
     def test_the_loser_never_writes_into_memory_that_it_lost(self) -> None:
         out, hedging = bytearray(10), Eager()

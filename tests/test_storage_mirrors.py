@@ -313,9 +313,10 @@ class TestReplaced:
         return bytes(out)
 
     @pytest.mark.parametrize("checked", [True, False])
-    @pytest.mark.parametrize("where", ["s3", "file"])
+    @pytest.mark.parametrize("where", ["s3", "file", "fsspec"])
     def test_other_bytes_are_an_error_by_name(self, place: Place, tmp_path, where: str, checked: bool) -> None:
-        url = place.primary + "/a/x.tar" if where == "s3" else str(tmp_path / "x.tar")
+        urls = {"s3": place.primary + "/a/x.tar", "file": str(tmp_path / "x.tar"), "fsspec": "memory://replaced/x.tar"}
+        url = urls[where]
         storage = place.direct()
         storage.put(url, DATA)
         assert self.fetch(storage, self.wanted(url, DATA, checked=checked)) == DATA[:1000]

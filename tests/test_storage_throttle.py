@@ -243,6 +243,8 @@ class TestGate:
                 pass
 
         class Busy:
+            in_pieces = keeps_versions = True
+
             def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> Ten:
                 with lock:
                     refuse = len(refused) < 16

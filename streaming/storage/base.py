@@ -107,7 +107,16 @@ class StoreWriter(AbstractContextManager["StoreWriter"], Protocol):
 
 
 class Adapter(Protocol):
-    """One kind of store. Thread-safe. Raises types of ``streaming.errors`` only."""
+    """One kind of store. Thread-safe. Raises types of ``streaming.errors`` only.
+
+    Attributes:
+        in_pieces: :meth:`open_range` returns when an answer begins; else when all of it is there.
+        keeps_versions: :meth:`open_range` tells versions and keeps to the one that it is given; else only :meth:`info`
+            tells them, and it is given none.
+    """
+
+    in_pieces: bool
+    keeps_versions: bool
 
     def info(self, url: str) -> ObjectInfo:
         """Size and version of one object."""

@@ -98,13 +98,14 @@ class Storage:
         """
         return self._somewhere(url, lambda site: site.store.read(site.url, start, stop, hopeless=site.hopeless))
 
-    def read_into(self, url: str, start: int, out: memoryview) -> None:
+    def read_into(self, url: str, start: int, out: memoryview, *, summed: bool = False) -> None:
         """Fill all of ``out`` with the bytes of ``url`` from ``start`` on.
 
         ``out`` is writable, contiguous, any item type. Files are read straight into it; object stores cost one copy.
         What ``out`` holds after an error is undefined. All these reads of one URL see the same version of the object,
-        where the store has versions (ETags, file times; not through fsspec), until it is looked at by :meth:`info` or
-        written through this storage.
+        where the store has versions (ETags, file times), until it is looked at by :meth:`info` or written through this
+        storage. Through fsspec versions must be asked for: before the first read and after each one. ``summed`` saves
+        the latter, for callers who compare the bytes with a checksum and call :meth:`check_unchanged` if they differ.
 
         Raises:
             TransferError: As :meth:`read`.
@@ -115,8 +116,18 @@ class Storage:
             raise ConfigError("read_into: out is read-only; give writable memory")
         self._somewhere(
             url,
-            lambda site: site.store.read(site.url, start, start + len(view), view, pinned=True, hopeless=site.hopeless),
+            lambda site: site.store.read(
+                site.url, start, start + len(view), view, pinned=True, summed=summed, hopeless=site.hopeless
+            ),
         )
+
+    def check_unchanged(self, url: str) -> None:
+        """After ``summed`` reads: that ``url`` is the version that the first of them saw, as far as that can be asked.
+
+        Raises:
+            ChangedError: As :meth:`read_into`.
+        """
+        self._somewhere(url, lambda site: site.store.check_unchanged(site.url, site.hopeless))
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """All objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.

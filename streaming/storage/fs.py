@@ -62,6 +62,9 @@ _BUCKET_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 class FsspecAdapter:
     """Any scheme that fsspec knows. Makes one file system per scheme, at first use."""
 
+    in_pieces = False
+    keeps_versions = False
+
     def __init__(self, options: StorageOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
@@ -76,11 +79,12 @@ class FsspecAdapter:
             raise NotFoundError(f"looking at {redact(url)}: it is a directory, not an object; list it instead")
         return _info(url, found)
 
-    def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:
-        """See :class:`Adapter`. fsspec has no conditional reads: ``version`` is compared by asking again."""
+    def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:  # noqa: ARG002
+        """See :class:`Adapter`; ``version`` is never given, as this tells none.
+
+        The answer is one piece: most file systems have no other way for a range.
+        """
         system, path = self._at(url)
-        if version is not None and self.info(url).version != version:
-            raise ChangedError(f"reading {redact(url)}: the object changed while it was read; use new names")
         with self._errors(url, f"reading bytes [{start}, {'end' if stop is None else stop}) of"):
             data = system.cat_file(path, start=start or None, end=stop)
         if stop is not None and len(data) > stop - start:

@@ -84,6 +84,9 @@ class _FileRange:
 class LocalAdapter:
     """Plain paths and ``file:`` URLs."""
 
+    in_pieces = True
+    keeps_versions = True
+
     def info(self, url: str) -> ObjectInfo:
         """See :class:`Adapter`."""
         status = _file_status(url, local_path(url))

@@ -56,6 +56,9 @@ class _ObjectRange:
 class ObjectAdapter:
     """s3, gs, az, http and https. Makes one obstore client per bucket (or host), at first use."""
 
+    in_pieces = True
+    keeps_versions = True
+
     def __init__(self, options: StorageOptions) -> None:
         self._options = options
         self._lock = threading.Lock()

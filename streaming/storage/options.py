@@ -14,7 +14,7 @@ from streaming.storage.retry import RetryPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HedgePolicy:
-    """When a read that stands still gets a second request, for the bytes that are missing; object stores only.
+    """When a read that stands still gets a second request, for the bytes that are missing; not for files.
 
     The defaults are a judgement: 0.05 s is some round trips to a store in the same region. ``bench_faults.py`` uses
     them; no bucket of a cloud was measured.

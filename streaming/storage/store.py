@@ -19,7 +19,7 @@ from streaming.storage.pins import Pins
 from streaming.storage.retry import retrying
 from streaming.storage.traffic import Traffic
 from streaming.storage.transfer import Transfer
-from streaming.storage.urls import as_url, scheme_of, split_query
+from streaming.storage.urls import as_url, redact, scheme_of, split_query
 
 _T = TypeVar("_T")
 
@@ -65,6 +65,27 @@ class Store:
     def call(self, url: str, attempt: Callable[[Adapter], _T], hopeless: Callable[[], bool] = never) -> _T:
         """The result of ``attempt``, retried as far as the policy and ``hopeless`` say; forgets the version."""
         self._pins.drop(url)
+        return self._call(url, attempt, hopeless)
+
+    def check_unchanged(self, url: str, hopeless: Callable[[], bool] = never) -> None:
+        """Compare the version with that of the first pinned read, where reads cannot keep to it by themselves.
+
+        Raises:
+            ChangedError: It is another one. The next read takes the object as it is then.
+        """
+        seen = self._pins.get(url)
+        if not seen or self.adapter(url).keeps_versions:
+            return
+        if self._told_version(url, hopeless) != seen:
+            self._pins.drop(url)
+            raise ChangedError(f"reading {redact(url)}: the object changed since it was first read; use new names")
+
+    def _told_version(self, url: str, hopeless: Callable[[], bool]) -> str:
+        """What info tells of the version; empty if it tells nothing."""
+        info = self._call(url, lambda adapter: adapter.info(url), hopeless)
+        return "" if info.version is None else f"{info.version} {info.size_bytes}"
+
+    def _call(self, url: str, attempt: Callable[[Adapter], _T], hopeless: Callable[[], bool]) -> _T:
         adapter = self.adapter(url)
         with self._active.under_way(url) as call:
             return self._retrying(call, lambda _: attempt(adapter), self.traffic_of(url), hopeless)
@@ -77,23 +98,40 @@ class Store:
         out: memoryview | None = None,
         *,
         pinned: bool = False,
+        summed: bool = False,
         hopeless: Callable[[], bool] = never,
     ) -> memoryview:
         """Bytes [start, stop) of ``url``, in ``out`` if given.
+
+        Args:
+            url: Of what.
+            start: First byte.
+            stop: One past the last one; None: to the end.
+            out: Memory of that length; default: new.
+            pinned: All such reads are of one version.
+            summed: The caller compares the bytes with a checksum and, where they differ, calls
+                :meth:`check_unchanged`: a store that must be asked for versions is not asked after this read.
+            hopeless: When to give up early.
 
         Raises:
             ChangedError: ``pinned``, and the object is another one than at the last such read. The next one takes it
                 as it is then.
         """
         adapter, traffic = self.adapter(url), self.traffic_of(url)
-        version = self._pins.get(url) if pinned else None
+        asks = pinned and not adapter.keeps_versions and stop != start
+        if asks and self._pins.get(url) is None:
+            self._pins.keep(url, self._told_version(url, hopeless))
+        version = self._pins.get(url) if pinned and adapter.keeps_versions else None
         transfer = Transfer(adapter, url, start, stop, count=self._count, out=out, version=version)
-        hedging = traffic if isinstance(adapter, ObjectAdapter) and self._options.hedging.hedge else None
+        told_size = adapter.in_pieces or stop is not None  # else nobody knows how long the answer may take
+        hedging = traffic if told_size and self._options.hedging.hedge else None
         with self._active.under_way(url, start, stop) as call, self._crew if hedging else nullcontext():
             try:
                 if not transfer.is_done:
                     self._retrying(call, lambda until_s: transfer.attempt(call, hedging, until_s), traffic, hopeless)
-                if pinned:
+                if asks and not summed:
+                    self.check_unchanged(url, hopeless)
+                elif pinned:
                     self._pins.keep(url, transfer.version)
                 return transfer.result()
             except ChangedError:

@@ -26,6 +26,8 @@ from streaming.storage.urls import redact
 
 _LOOK_S = 0.1
 """How long it takes at most until a transfer sees that other answers have made the store's silences better known."""
+_SMALL_BYTES = 1 << 20
+"""Where an answer comes in one piece, its silence grows with its size from here on; below, it is all latency."""
 _MOST_AT_ONCE = 3
 """Requests for the same bytes. Two are not enough: of many rivals, some stall as well (``bench_faults.py``)."""
 
@@ -49,11 +51,12 @@ class _LostError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request of an attempt, for the bytes from ``first`` on."""
+    """One request of an attempt, for the bytes from ``first`` on; may be silent ``scale`` times as long as others."""
 
     transfer: Transfer
     first: int
     version: str | None
+    scale: float
     rival: bool = False
     lost: bool = False
     ended: bool = False
@@ -78,16 +81,16 @@ class _Request:
     def patient_s(self, patience: Patience) -> float:
         """For how long it may still be silent."""
         kind = patience.first if self.first_s is None else patience.later
-        return kind.limit_s - (time.monotonic() - self.heard_s)
+        return kind.limit_s * self.scale - (time.monotonic() - self.heard_s)
 
     def teach(self, patience: Patience) -> None:
         """What its silences were; one that was lost is silent up to now."""
         last_s = time.monotonic() - self.heard_s if self.lost else 0.0
         if self.first_s is None:
-            patience.first.note(last_s)
+            patience.first.note(last_s / self.scale)
         else:
-            patience.first.note(self.first_s)
-            patience.later.note(max(self.longest_s, last_s))
+            patience.first.note(self.first_s / self.scale)
+            patience.later.note(max(self.longest_s, last_s) / self.scale)
 
 
 class Transfer:
@@ -177,7 +180,9 @@ class Transfer:
         self._count("bytes", count)
 
     def _next(self, *, rival: bool = False) -> _Request:
-        return _Request(self, self.start + self._received, self.version, rival)
+        first = self.start + self._received
+        missing = 0 if self._adapter.in_pieces or self.stop is None else self.stop - first
+        return _Request(self, first, self.version, max(1.0, missing / _SMALL_BYTES), rival)
 
     def _serve(self, request: _Request) -> None:
         """Make one request and take what it brings, on whichever thread this is."""
@@ -208,19 +213,22 @@ class Transfer:
     # --- with rivals ---
 
     def _race(self, hedging: Hedging, until_s: float) -> None:
-        """The first request on a thread of the crew; another one whenever all that are left are silent for too long."""
+        """The first request on a thread of the crew; another one whenever all that are left are silent for too long.
+
+        Raises:
+            PassingError: They still are at ``until_s``. (obstore's time-outs come first; file systems may have none.)
+        """
         hedging.crew.run(partial(self._work, self._requests[0]))
         with self._changed:
             try:
                 while not self._is_over():
                     left = [request for request in self._requests if not request.lost and not request.ended]
-                    if len(left) == _MOST_AT_ONCE:
-                        self._changed.wait()
-                        continue
                     patient_s = max(request.patient_s(hedging.patience) for request in left)
                     if patient_s > 0:
                         self._changed.wait(min(patient_s, _LOOK_S))
-                    elif hedging.begin(until_s):
+                    elif time.monotonic() >= until_s:
+                        raise PassingError(self._short(self.start, self._received, "the answer stands still"))
+                    elif len(left) < _MOST_AT_ONCE and hedging.begin(until_s):
                         self._requests.append(self._next(rival=True))
                         self._count("requests", 1)
                         hedging.crew.run(partial(self._work, self._requests[-1]))
