@@ -175,8 +175,8 @@ class JitteryStorage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def read_into(self, url: str, start: int, out: memoryview) -> None:
+    def read_into(self, url: str, start: int, out: memoryview, *, summed: bool = False) -> None:
         with self._lock:
             delay_s = self._random.choice((0, 0, 0, 0.001, 0.004))
         time.sleep(delay_s)  # what is tested: any timing
-        self._storage.read_into(url, start, out)
+        self._storage.read_into(url, start, out, summed=summed)

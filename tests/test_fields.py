@@ -106,9 +106,9 @@ def read_bytes(dataset: StreamingDataset) -> list[tuple[str, int, int]]:
     reads: list[tuple[str, int, int]] = []
     read_into = dataset.storage.read_into
 
-    def counted(url: str, start: int, out: memoryview) -> None:
+    def counted(url: str, start: int, out: memoryview, **how: bool) -> None:
         reads.append((url, start, len(out)))
-        read_into(url, start, out)
+        read_into(url, start, out, **how)
 
     dataset.storage.read_into = counted  # type: ignore[method-assign]
     return reads
@@ -315,8 +315,8 @@ def test_bytes_that_come_wrong_once_are_read_again(videos: str) -> None:
     dataset = StreamingDataset(videos, fields=("txt",), shuffle=False, max_bad_samples=0)
     read_into, seen = dataset.storage.read_into, set[int]()
 
-    def unreliable(url: str, start: int, out: memoryview) -> None:
-        read_into(url, start, out)
+    def unreliable(url: str, start: int, out: memoryview, **how: bool) -> None:
+        read_into(url, start, out, **how)
         if start not in seen:
             out[:] = bytes(len(out))
         seen.add(start)
