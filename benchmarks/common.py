@@ -122,12 +122,15 @@ def machine() -> str:
 
 
 @contextmanager
-def s3_copy(folder: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """``folder`` in a bucket of an S3 server on loopback: its URL and storage options."""
+def s3_copy(folder: str, mb_per_s: float = 0.0) -> Iterator[tuple[str, dict[str, str]]]:
+    """``folder`` in a bucket of an S3 server on loopback: its URL and storage options.
+
+    ``mb_per_s`` is what the server sends at most; 0: as much as the machine can.
+    """
     sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tests"))
     from servers import MiniS3Server  # noqa: PLC0415  tests/ is no package, and on the path only from here on
 
-    with MiniS3Server(buckets=("bench",)) as server:
+    with MiniS3Server(buckets=("bench",), mb_per_s=mb_per_s) as server:
         storage = Storage(server.storage_options)
         for directory, _, names in os.walk(folder):
             for name in names:

@@ -42,6 +42,23 @@ class StoredObject:
 
 
 @dataclass(slots=True)
+class Line:
+    """A line of so many bytes a second that all answers share; 0: as fast as the machine."""
+
+    bytes_per_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    free_at_s: float = 0.0
+
+    def pass_on(self, num_bytes: int) -> None:
+        """Return when so many bytes have gone through."""
+        with self.lock:
+            self.free_at_s = max(self.free_at_s, time.monotonic()) + num_bytes / self.bytes_per_s
+            wait_s = self.free_at_s - time.monotonic()
+        if wait_s > 0:
+            time.sleep(wait_s)
+
+
+@dataclass(slots=True)
 class State:
     root: str
     key: str = KEY
@@ -51,6 +68,7 @@ class State:
     buckets: dict[str, dict[str, StoredObject]] = field(default_factory=dict)
     uploads: dict[str, tuple[str, str, dict[int, StoredObject]]] = field(default_factory=dict)
     log: list[dict[str, object]] = field(default_factory=list)
+    line: Line = field(default_factory=Line)
 
     def note(self, bucket: str, key: str | None = None, stored: StoredObject | None = None) -> None:
         """Write down that a bucket was made, an object stored, or (None) removed; call with the lock held."""
@@ -262,8 +280,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection.sendall(head + os.pread(descriptor, stop - start, start))
                 return
             self.connection.sendall(head, socket.MSG_MORE)
+            line = self.server.state.line
             while start < stop:
-                start += os.sendfile(self.connection.fileno(), descriptor, start, stop - start)
+                most = stop - start
+                if line.bytes_per_s:
+                    most = min(most, 256 << 10)
+                    line.pass_on(most)
+                start += os.sendfile(self.connection.fileno(), descriptor, start, most)
         finally:
             os.close(descriptor)
 
@@ -478,9 +501,11 @@ def main() -> None:
     parser.add_argument("--secret", default=SECRET)
     parser.add_argument("--region", default=REGION)
     parser.add_argument("--bucket", action="append", default=[])
+    parser.add_argument("--mb-per-s", type=float, default=0.0, help="of all answers together; default: no limit")
     args = parser.parse_args()
     os.makedirs(args.root, exist_ok=True)
-    state = State(root=args.root, key=args.key, secret=args.secret, region=args.region)
+    line = Line(args.mb_per_s * 1e6)
+    state = State(root=args.root, key=args.key, secret=args.secret, region=args.region, line=line)
     state.buckets.update({name: {} for name in args.bucket})
     state.remember()
     server = Server(args.host, args.port, state)

@@ -107,7 +107,8 @@ class Arena:
                 ``unmap_file`` is to follow.
         """
         self._remap(start, num_bytes, mmap.MAP_PRIVATE, fd, offset)
-        self.memory.madvise(_MADV_POPULATE_READ, start, _pages(num_bytes))
+        if _libc().madvise(self._address + start, _pages(num_bytes), _MADV_POPULATE_READ):  # mmap's keeps the GIL
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def unmap_file(self, start: int, num_bytes: int) -> None:
         """Undo ``map_file``; the contents are lost."""
@@ -165,6 +166,7 @@ def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     where, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [where, size, number, number, number, ctypes.c_int64], where
+    libc.madvise.argtypes, libc.madvise.restype = [where, size, number], number
     libc.mremap.argtypes, libc.mremap.restype = [where, size, size, number, where], where
     return libc
 

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from streaming.errors import TransferError
 
 ReadBuffer = memoryview
@@ -138,7 +140,12 @@ class Adapter(Protocol):
 
 
 def copy_piece(piece: Any, room: memoryview) -> int:
-    """Copy what fits of ``piece`` (a buffer) to the beginning of ``room``; its number of bytes."""
+    """Copy what fits of ``piece`` (a buffer) to the beginning of ``room``; its number of bytes.
+
+    Other threads go on meanwhile: where the room was never touched, the system clears it first, which takes longer than
+    the copy.
+    """
     count = min(len(piece), len(room))
-    room[:count] = piece[:count] if count < len(piece) else piece
+    if count:
+        np.copyto(np.frombuffer(room, np.uint8, count), np.frombuffer(piece, np.uint8, count))
     return count
