@@ -3,7 +3,6 @@
 obstore's own retries are off for reads: the facade's loop keeps the bytes that came and asks for the rest, counts, and
 gives up early where no connection stands. Measured on loopback (2 cores, 8 threads, 8 MiB ranges): streaming an answer
 in 256 KiB pieces into the caller's memory costs no more than ``get_range`` (2.8 against 2.8 GB/s), so every read does.
-Pieces of 1 MiB take the interpreter less often from whoever builds batches meanwhile (benchmarks/bench_bare_client.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from streaming.storage.retry import GROWTH
 from streaming.storage.urls import HTTP_SCHEMES, bucket_and_key, redact, scheme_of, split_query
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}) | HTTP_SCHEMES
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 256 << 10
 _MAX_STORES = 256  # presigned URLs have a store each
 
 
