@@ -17,6 +17,7 @@ from streaming.base_loop import BaseLoop, Run
 from streaming.broadcast import Place, Sharing
 from streaming.dataset import StreamingDataset
 from streaming.engine.build import Recipe
+from streaming.engine.builders import is_surely_trivial
 from streaming.engine.chunks import ChunkStore
 from streaming.engine.crew import Crew
 from streaming.engine.mapped import LEAST_BYTES, FileMaps
@@ -134,6 +135,8 @@ class EpochLoop(BaseLoop):
             num_chunks=table.num_chunks,
         )
         super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
+        if is_surely_trivial(config.recipe, dataset.fields):
+            config = replace(config, num_workers=0)  # they would have nothing to do
         self.config, self._sharing = open_sharing(config)
         self._store: ChunkStore | None = None
         sizes = table.byte_end - table.byte_start

@@ -6,7 +6,7 @@
 
 from streaming.decode.arrays import ArrayDecoder, NpzDecoder, array, npy, npz, safetensors
 from streaming.decode.images import ImageDecoder, image, use_one_thread
-from streaming.decode.registry import DecodeSpec, FieldDecoder, FieldSpec, decode_field, resolve_decoders
+from streaming.decode.registry import DecodeSpec, FieldDecoder, FieldSpec, RawFields, decode_field, resolve_decoders
 from streaming.decode.values import integer, json, msgpack, number, raw, text
 from streaming.decode.webdataset import from_webdataset
 from streaming.types import Decoder
@@ -19,6 +19,7 @@ __all__ = [
     "FieldSpec",
     "ImageDecoder",
     "NpzDecoder",
+    "RawFields",
     "array",
     "decode_field",
     "from_webdataset",

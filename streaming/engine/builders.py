@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from streaming.decode import ArrayDecoder, integer, raw, text
+from streaming.decode import ArrayDecoder, RawFields, integer, raw, text
 from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe
 from streaming.engine.rows import Rows
 from streaming.engine.stacks import where_is
@@ -75,7 +75,7 @@ class LocalBuilder:
     ) -> Any:
         """See ``Builder``."""
         if not self.holds_gil:
-            self.holds_gil = is_trivial(self._recipe, rows)
+            self.holds_gil = is_trivial(self._recipe, rows.fields)
         thread = threading.get_ident()
         work = self._under_way[thread] = Work(batch, rows.keys, rows.urls)
         try:
@@ -118,7 +118,7 @@ class WorkerBuilder:
         seed: int | None = None, batch: int = -1,
     ) -> Any:  # fmt: skip
         """See ``Builder``."""
-        if self.is_local or is_trivial(self._recipe, rows):
+        if self.is_local or is_trivial(self._recipe, rows.fields):
             self.is_local = True
             return self._local.build(rows, valid, substitutes, report, batch=batch)
         return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
@@ -132,9 +132,16 @@ class WorkerBuilder:
         return [*self._local.describe(), *([] if self.is_local else self._pool.describe())]
 
 
-def is_trivial(recipe: Recipe, rows: Rows) -> bool:
-    """Whether a batch of ``rows`` is only cut out of memory."""
+def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
+    """Whether a batch of ``fields`` is only cut out of memory."""
     if recipe.transform is not None or recipe.collate_fn is not None:
         return False
-    decoders = [recipe.decoders.decoder_for(name) for name in rows.fields]
+    decoders = [recipe.decoders.decoder_for(name) for name in fields]
     return all(decoder in (raw, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
+
+
+def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
+    """Whether every batch is only cut out of memory, whatever fields there are (None: nobody knows them yet)."""
+    if fields is None:
+        return isinstance(recipe.decoders, RawFields) and is_trivial(recipe, ())
+    return is_trivial(recipe, fields)
