@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Metrics:
@@ -28,14 +26,9 @@ class Metrics:
         with self._lock:
             self._values[name] = max(self._values.get(name, 0), value)
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds spent inside the block to the number called ``name``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(name, time.perf_counter() - start)
+    def timed(self, name: str) -> _Timed:
+        """A context manager that adds the seconds spent inside to the number called ``name``."""
+        return _Timed(self, name)
 
     def get(self, name: str) -> float:
         """The number called ``name``; 0 if nothing was added yet."""
@@ -46,3 +39,19 @@ class Metrics:
         """All numbers as they stand now."""
         with self._lock:
             return dict(self._values)
+
+
+class _Timed:
+    """See :meth:`Metrics.timed`. A class: a generator takes three times as long, once per batch."""
+
+    __slots__ = ("_metrics", "_name", "_start_s")
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self._metrics = metrics
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.add(self._name, time.perf_counter() - self._start_s)
