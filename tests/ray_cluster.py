@@ -28,6 +28,10 @@ class TwoNodes:
         self._before = shared_files()
         self._children = {child.pid for child in psutil.Process().children(recursive=True)}
         self._folder = tempfile.mkdtemp(prefix="ss-ray-", dir="/tmp")  # Ray's sockets lie in it: the path must be short
+        usual = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or tempfile.gettempdir()
+        os.makedirs(
+            os.path.join(usual, "ray"), exist_ok=True
+        )  # Cluster writes its address there, whatever temp_dir says
         head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "resources": {"home": 1}, "temp_dir": self._folder}
         self._cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
         self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, resources={"away": 1})
