@@ -136,6 +136,8 @@ class FileMaps:
             for url, file in list(self._files.items()):
                 file.mapped.clear()
                 self._close_unused(url, file)
+        if self._watcher is not None:
+            self._watcher.join()
 
     def _open(self, url: str) -> _File | None:
         if self._closed.is_set():
