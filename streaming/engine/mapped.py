@@ -66,7 +66,7 @@ class FileMaps:
     def __init__(self, arena: Arena, reads_whole: ReadsWhole) -> None:
         self._arena = arena
         self._reads_whole = reads_whole
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a loader may be closed by the garbage collector, in whichever thread
         self._files: dict[str, _File] = {}
         self._own_devices = _devices_of_own_disks() if _HAS_LEASES else frozenset()
         self._closed = threading.Event()
@@ -120,6 +120,8 @@ class FileMaps:
         """Copy what is mapped of the files that somebody wants to change, and let him."""
         with self._lock:
             for url, file in list(self._files.items()):
+                if self._closed.is_set():
+                    return
                 if fcntl.fcntl(file.descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
                     continue
                 file.wanted_back = True
@@ -136,7 +138,7 @@ class FileMaps:
             for url, file in list(self._files.items()):
                 file.mapped.clear()
                 self._close_unused(url, file)
-        if self._watcher is not None:
+        if self._watcher not in (None, threading.current_thread()):
             self._watcher.join()
 
     def _open(self, url: str) -> _File | None:
