@@ -20,6 +20,7 @@ from streaming.engine.build import Recipe
 from streaming.engine.builders import is_surely_trivial
 from streaming.engine.chunks import ChunkStore
 from streaming.engine.crew import Crew
+from streaming.engine.heap import keep_freed_memory
 from streaming.engine.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.needs import BatchSlices, Units, WholeChunks
 from streaming.engine.pipeline import Pipeline, Settings
@@ -253,6 +254,7 @@ class EpochLoop(BaseLoop):
             self._drop_machinery()
         if self._crew is None or self._store is None:
             limit = self.config.memory_limit_bytes
+            keep_freed_memory()  # not for streamed sets: their window lies in that memory, and leaves it at random
             crew = open_crew(self.config, budget.chunks_limit_bytes(limit), self.metrics)
             self._store = ChunkStore(
                 fetch=self.dataset.fetch_unit,

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from streaming.engine.arena import Arena
 from streaming.engine.build import Recipe
 from streaming.engine.builders import Builder, LocalBuilder, WorkerBuilder
-from streaming.engine.heap import keep_freed_memory
 from streaming.engine.ring import BatchRing, PageLocker
 from streaming.engine.workers import WorkerPool
 from streaming.metrics import Metrics
@@ -36,7 +35,6 @@ class Crew:
     ) -> None:  # fmt: skip
         self._closing = ExitStack()
         self.abandoned = False
-        keep_freed_memory()
         self.arena = Arena(arena_bytes, shared=num_workers > 0)
         self.ring: BatchRing | None = None
         self.builder: Builder = LocalBuilder(recipe)
