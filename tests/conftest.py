@@ -93,10 +93,7 @@ def s3fs_closed() -> Iterator[Callable[[Storage], Storage]]:
 
 @pytest.fixture(scope="session")
 def _fork_server() -> Iterator[None]:
-    """A fork server that outlives its users; the session ends it."""
-    SHARED.linger = True
-    SHARED.give_back(SHARED.borrow())
-    SHARED.linger = False
+    """The session ends the fork server that outlives its users."""
     yield
     SHARED.close()
 
@@ -105,6 +102,7 @@ def _fork_server() -> Iterator[None]:
 def one_fork_server(_fork_server: None) -> Iterator[None]:
     """Loaders of this test find a fork server running: starting one takes seconds."""
     SHARED.linger = True
+    SHARED.give_back(SHARED.borrow())  # a test without this fixture may have ended it
     yield
     SHARED.linger = False
 
