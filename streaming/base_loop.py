@@ -69,7 +69,8 @@ class BaseLoop(ABC):
     def run(self) -> Iterator[Any]:
         """The rest of the epoch in progress, batch by batch; the position moves on before a batch is handed out.
 
-        A loop that is left early keeps its position for a checkpoint, but a new one starts the epoch anew.
+        A loop that is left early keeps its position for a checkpoint, but a new one starts the epoch anew. One that the
+        interpreter's end finds is closed before that ends threads wherever they are, with the locks that they hold.
         """
         self._stop_running()
         start, self._resume_at = self._resume_at, 0
@@ -78,6 +79,7 @@ class BaseLoop(ABC):
             self.order, self.next_seed = replace(self.order, seed=self.next_seed), None
         running = self._running = self._start(start)
         if running is not None:
+            at_exit = weakref.finalize(self, running.close)
             try:
                 for batch in self._guarded(running):
                     self.samples_seen = min(self.samples_seen + self._global_batch_size, self.samples_per_epoch)
@@ -87,6 +89,7 @@ class BaseLoop(ABC):
                     return
             finally:
                 running.close()
+                at_exit.detach()
                 if self._running is running:
                     self._running = None
         self.epoch += 1

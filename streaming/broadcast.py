@@ -25,6 +25,7 @@ import torch
 from infra import DeviceMesh
 from streaming.base_loop import Run
 from streaming.batch_codec import decode, encode
+from streaming.engine.grace import LOOK_UP_S
 from streaming.error_codec import error_from_json, error_to_json
 from streaming.errors import ReplicaError, StateError
 from streaming.portion import NUM_SAMPLES, Portion
@@ -107,7 +108,8 @@ class _Consumer(ABC):
     def __next__(self) -> Any:
         """The next batch."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._ended or self._left)
+            while not self._changed.wait_for(lambda: self._waiting or self._ended or self._left, LOOK_UP_S):
+                pass
             if self._waiting and not self._left:
                 self._num_taken += 1
                 self._changed.notify_all()

@@ -241,6 +241,7 @@ class DevicePrefetcher:
             source=source, owns_source=source is not self.loader, copier=self._copier, depth=self.depth,
             position=self._loader_position, watchdog=self._watchdog(),
         )  # fmt: skip
+        at_exit = weakref.finalize(self, self._end, flight)  # later, modules that it needs are gone
         try:
             while flight.advance():
                 yield self._hand_out(flight)  # no name here: the consumer alone decides how long the batch lives
@@ -248,6 +249,7 @@ class DevicePrefetcher:
                 self._position = None
         finally:
             self._end(flight)
+            at_exit.detach()
 
     def __len__(self) -> int:
         """Batches of a whole epoch, as the loader says."""

@@ -1,85 +1,34 @@
-"""Every way to end a loop while a user's function hangs: each is prompt, and leaves only what cannot be ended."""
+"""Every way to end a loop: each is prompt, and leaves nothing but users' functions that hang on threads."""
 
 from __future__ import annotations
 
+import gc
 import gzip
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import hanging
 import psutil
 import pytest
 from data_sets import SampleSet, write_set
+from hanging import BATCH, GOOD_BATCHES, Hung, left_behind, until_it_stands
 from leftovers import leftovers
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.engine.grace import GRACE_S
+from streaming.engine.rows import RowTable
 
 pytestmark = [pytest.mark.usefixtures("one_fork_server"), pytest.mark.timeout(60)]
 
-ROOT = Path(__file__).parent.parent
-BATCH = 8
-GOOD_BATCHES = 3
-"""Batches before the first in which every sample hangs; a prefetcher pulls two before it hands out the first."""
 LIMIT_S = 4 * GRACE_S + 2
 """For what takes twice the grace at most, on a machine that does other things."""
-
-
-class Hang:
-    """A transform that hangs from batch ``GOOD_BATCHES`` on, in whatever process, until it is let go.
-
-    It says so in one pipe, and reads from another that nobody writes to.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.here, self.gate = str(folder / "here"), str(folder / "gate")
-        self.first = GOOD_BATCHES * BATCH
-        os.mkfifo(self.here)
-        os.mkfifo(self.gate)
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        if sample["cls"] >= self.first:
-            with open(self.here, "wb", buffering=0) as here:
-                here.write(b"!")
-            with open(self.gate, "rb", buffering=0) as gate:
-                gate.read(1)
-            raise ValueError("a bad sample, if anybody asked")
-        return sample
-
-
-class Hung:
-    """The test's end of a ``Hang``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.transform = Hang(folder)
-        self._here = os.open(self.transform.here, os.O_RDWR)
-
-    def wait(self) -> None:
-        """Until a sample hangs."""
-        assert os.read(self._here, 1) == b"!"
-
-    def let_go(self) -> None:
-        """What hangs returns, when another sample comes to the pipe it is let through; returns when all have ended."""
-        writer = os.open(self.transform.gate, os.O_RDWR | os.O_NONBLOCK)
-        for thread in left_behind():
-            while thread.is_alive():
-                with suppress(BlockingIOError):
-                    os.write(writer, b"!")
-                thread.join(0.01)
-        os.close(writer)
-
-    def close(self) -> None:
-        os.close(self._here)
-
-
-def left_behind() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name.startswith(("shardstream-build", "shardstream-stream"))]
 
 
 @pytest.fixture
@@ -123,7 +72,7 @@ class Case:
         told = [one.getMessage() for one in caplog.records if "a run was ended" in one.getMessage()]
         if self.keeps_threads:
             assert len(told) == 1
-            assert f"in __call__, {__file__}:" in told[0]
+            assert f", {hanging.__file__}:" in told[0]
             assert left_behind()
         else:
             assert told == []
@@ -184,6 +133,26 @@ def test_an_exception_in_the_loop(case: Case, caplog: pytest.LogCaptureFixture) 
 
 @every_way
 @workers
+def test_interrupt(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    def interrupt() -> None:
+        case.hung.wait()
+        until_it_stands(threading.main_thread())
+        begun_s.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if case.keeps_threads:
+        case.hung.transform.spares = threading.main_thread()
+    begun_s: list[float] = []
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        sum(1 for _ in case.loader)
+    helper.join()
+    case.check(caplog, begun_s[0])
+
+
+@every_way
+@workers
 def test_close_from_another_thread(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     found: list[int] = []
     somebody_hangs = threading.Event()
@@ -206,48 +175,102 @@ def test_close_from_another_thread(case: Case, caplog: pytest.LogCaptureFixture)
     case.check(caplog, begun_s)
 
 
-# --- the interpreter's end ---
+# --- nothing hangs ---
 
-SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from test_shutdown import BATCH, Hang
-from streaming import DataLoader, DevicePrefetcher, StreamingDataset
-hang = Hang.__new__(Hang)
-hang.here, hang.gate, hang.first = {here!r}, {gate!r}, {first!r}
-dataset = StreamingDataset({url!r}, transform=hang, shuffle=False)
-loader = DataLoader(dataset, batch_size=BATCH, num_workers={num_workers}, epoch_size=160)
-loader = DevicePrefetcher(loader, "cpu", depth=1) if {prefetch} else loader
-batches = iter(loader)
-next(batches)
-print("ready", flush=True)
-sys.stdin.readline()
-{tail}
-"""
+
+class Calm:
+    """The same loaders without anything that hangs, and what there was before them."""
+
+    def __init__(self, samples: SampleSet, num_workers: int, *, prefetch: bool) -> None:
+        self.before, self.processes = leftovers(), processes()
+        self._samples, self._prefetch = samples, prefetch
+        self._options: dict[str, Any] = {"num_workers": num_workers, "num_threads": 2, "epoch_size": 160}
+
+    def loader(self) -> Any:
+        loader = DataLoader(self._samples.open(shuffle=False), batch_size=BATCH, **self._options)
+        return DevicePrefetcher(loader, "cpu", depth=1) if self._prefetch else loader
+
+    def check(self) -> None:
+        """Nothing is left, and nobody had to be killed."""
+        assert leftovers() - self.before == {}
+        assert processes() <= self.processes
+
+
+@pytest.fixture(params=["samples", "compressed"])
+def calm(request: pytest.FixtureRequest, num_workers: int, prefetch: bool) -> Calm:
+    return Calm(request.getfixturevalue(request.param), num_workers, prefetch=prefetch)
 
 
 @every_way
 @workers
-@pytest.mark.parametrize(("tail", "code"), [("", 0), ("sys.exit(3)", 3)])
-def test_the_interpreter_ends(
-    samples: SampleSet, hung: Hung, num_workers: int, prefetch: bool, tail: str, code: int
-) -> None:
-    given = {"here": hung.transform.here, "gate": hung.transform.gate, "first": hung.transform.first}
-    script = SCRIPT.format(tests=str(ROOT / "tests"), url=samples.url, num_workers=num_workers, prefetch=prefetch,
-                           tail=tail, **given)  # fmt: skip
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        hung.wait()
-        children = psutil.Process(process.pid).children(recursive=True)
-        begun_s = time.monotonic()
-        _, errors = process.communicate("\n", timeout=30)
-        took_s = time.monotonic() - begun_s
-    assert took_s < LIMIT_S
-    assert process.returncode == code
-    assert "Fatal" not in errors
-    assert psutil.wait_procs(children, 10)[1] == []
+def test_dropped_in_mid_epoch(calm: Calm) -> None:
+    """Loop and loader, of which nobody calls ``close``. A batch outlives them."""
+    loader = calm.loader()
+    batches = iter(loader)
+    batch = next(batches)
+    del batches, loader
+    assert batch["cls"].tolist() == list(range(BATCH))
+    del batch
+    calm.check()
+
+
+@every_way
+@workers
+def test_collected_in_mid_epoch(calm: Calm) -> None:
+    """As part of a cycle, as in a trainer that keeps its loop and that its loader's function refers to."""
+    gc.disable()
+    try:
+        trainer: dict[str, Any] = {"loader": calm.loader()}
+        trainer["batches"] = iter(trainer["loader"])
+        trainer["self"] = trainer
+        next(trainer["batches"])
+        del trainer
+    finally:
+        gc.enable()
+    calm.check()
+
+
+@every_way
+@workers
+def test_the_next_loop_begins_at_once(calm: Calm) -> None:
+    with closing(calm.loader()) as loader:
+        for number in range(4):
+            for batch in loader:
+                assert batch["cls"].tolist() == list(range(BATCH))
+                if number == 3:
+                    batches = iter(loader)  # the loop above is still there
+                break
+        assert [row for batch in batches for row in batch["cls"].tolist()] == list(range(160))
+    del batch, batches
+    calm.check()
+
+
+@every_way
+@workers
+def test_an_exception_and_nobody_closes(calm: Calm) -> None:
+    def train() -> None:
+        for _ in calm.loader():
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    calm.check()
+
+
+def test_an_interrupt_in_the_middle_of_our_own_work(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised at once, not kept for the batch in whose chunk it came; the next loop finds everything in order."""
+    add, num_added = RowTable.add, count(1)
+
+    def interrupted(*args: Any) -> int:
+        if next(num_added) == 10:  # of a later batch
+            raise KeyboardInterrupt
+        return add(*args)
+
+    monkeypatch.setattr(RowTable, "add", interrupted)
+    before = leftovers()
+    with DataLoader(samples.open(shuffle=False), batch_size=BATCH, num_threads=0) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            sum(1 for _ in loader)
+        assert loader.metrics().get("batches", 0) < 5
+        assert [row for batch in loader for row in batch["cls"].tolist()] == list(range(160))
+    assert leftovers() - before == {}

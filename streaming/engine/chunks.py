@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -130,25 +129,19 @@ class ChunkStore:
         return found
 
     def settle(self, unit: Unit) -> None:
-        """Find the samples of a unit that has come, if not done yet: fills in ``first_row``, or what is wrong."""
+        """Find the samples of a unit that has come, if not done yet: fills in ``first_row``, or what is wrong.
+
+        Raises:
+            BaseException: What is no ``Exception``, like a Ctrl-C: it has nothing to do with the unit.
+        """
         take_apart, unit.take_apart = unit.take_apart, None
         if take_apart is None:
             return
-        with self.arena.view[unit.start : unit.start + unit.num_bytes] as data, self._noting(unit):
-            unit.first_row = self.rows.add(take_apart(data), unit.start)
-
-    @staticmethod
-    @contextmanager
-    def _noting(unit: Unit) -> Iterator[None]:
-        """What goes wrong in the block is the unit's: its bytes, or the fetch altogether."""
-        try:
-            yield
-        except IndexMismatchError as error:
-            unit.failure = error
-        except DataError as error:
-            unit.damage = error
-        except BaseException as error:  # noqa: BLE001  the consumer gets it
-            unit.failure = error
+        with self.arena.view[unit.start : unit.start + unit.num_bytes] as data:
+            try:
+                unit.first_row = self.rows.add(take_apart(data), unit.start)
+            except Exception as error:  # noqa: BLE001  the consumer gets it, at its place
+                _note(unit, error)
 
     def pending(self) -> list[Unit]:
         """Units whose fetch has not ended yet."""
@@ -198,12 +191,15 @@ class ChunkStore:
             return
         unit.begun_at_s = started_s = time.monotonic()
         found: UnitLayout | TakeApart | None = None
-        with self.arena.view[unit.start : unit.start + unit.wanted.num_bytes] as out, self._noting(unit):
-            if self._maps is not None and self._maps.map(unit.wanted, unit.start, out):
-                self._metrics.add("mapped_bytes", unit.num_bytes)
-                found = partial(layout_of, unit.wanted)
-            else:
-                found = self._fetch(unit.wanted, out)
+        with self.arena.view[unit.start : unit.start + unit.wanted.num_bytes] as out:
+            try:
+                if self._maps is not None and self._maps.map(unit.wanted, unit.start, out):
+                    self._metrics.add("mapped_bytes", unit.num_bytes)
+                    found = partial(layout_of, unit.wanted)
+                else:
+                    found = self._fetch(unit.wanted, out)
+            except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+                _note(unit, error)
         layout = found if isinstance(found, UnitLayout) else None
         self._metrics.add("fetch_s", time.monotonic() - started_s)
         self._metrics.add("fetched_chunks")
@@ -220,3 +216,11 @@ class ChunkStore:
             if unit.users == 0 and not self._closed:
                 self._retire(unit)
             self.changed.notify_all()
+
+
+def _note(unit: Unit, error: BaseException) -> None:
+    """What went wrong is the unit's: its bytes, or the fetch altogether."""
+    if isinstance(error, DataError) and not isinstance(error, IndexMismatchError):
+        unit.damage = error
+    else:
+        unit.failure = error

@@ -17,6 +17,10 @@ GRACE_S = 1.0
 """For batches under way to end: most take milliseconds, and a process that is killed costs a fork and warm caches.
 Short beside what a person, or a cluster that stops a job, waits for."""
 
+LOOK_UP_S = 1.0
+"""The longest wait in one piece of a thread that may be the main one. Python runs signal handlers between two steps of
+its own: a Ctrl-C that comes when it has decided to wait, but does not wait yet, is seen when that wait ends."""
+
 _log = logging.getLogger(__name__)
 
 

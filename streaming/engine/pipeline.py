@@ -29,7 +29,7 @@ from streaming.engine.build import BadSample, BadSampleReport, BatchBuilder, Rec
 from streaming.engine.builders import Builder
 from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.depth import Depth
-from streaming.engine.grace import GRACE_S, GivenUpError, still_alive, tell_of
+from streaming.engine.grace import GRACE_S, LOOK_UP_S, GivenUpError, still_alive, tell_of
 from streaming.engine.groups import Group, Groups
 from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import Rows
@@ -171,12 +171,8 @@ class Pipeline:
         Then worker processes are killed. A thread that is still in a user's function is left behind: it keeps its
         units, the store is marked as abandoned, and a warning names the function.
         """
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._store.abandoned = True  # until it is known better, should this be interrupted
-            self._changed.notify_all()
+        if self._closed or not self._begin_to_close():
+            return
         busy = still_alive(self._builders)
         if busy:
             self._settings.builder.give_up()
@@ -200,6 +196,16 @@ class Pipeline:
             self._coming.clear()
             self._releases.clear()
             self._blocks.clear()
+
+    def _begin_to_close(self) -> bool:
+        """Whether nobody has. Ask ``_closed`` first: the interpreter may have ended a thread that holds the lock."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._closed = True
+            self._store.abandoned = True  # until it is known better, should this be interrupted
+            self._changed.notify_all()
+            return True
 
     def describe(self) -> str:
         """What the next batch waits for, and what every stage is at, for people; from any thread."""
@@ -379,7 +385,7 @@ class Pipeline:
         if self._can_start():
             self._changed.notify_all()
         started_s = time.perf_counter()
-        self._changed.wait()
+        self._changed.wait(LOOK_UP_S)
         waited_s = time.perf_counter() - started_s
         self._metrics.add("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s", waited_s)
         if batch == 0:

@@ -22,7 +22,8 @@ from streaming.engine.builders import Builder
 from streaming.engine.crew import Crew
 from streaming.engine.depth import Depth
 from streaming.engine.gather import Packing, neighbours, pack_samples
-from streaming.engine.grace import GRACE_S, still_alive, tell_of
+from streaming.engine.grace import GRACE_S, LOOK_UP_S, still_alive, tell_of
+from streaming.engine.read_ahead import ReadAhead, StreamClosedError
 from streaming.engine.rows import Rows
 from streaming.engine.standing import thread_lines
 from streaming.engine.stream import StreamSettings, samples_of
@@ -70,8 +71,8 @@ class ShardStream:
         self, storage: Storage, settings: StreamSettings, crew: Crew, *, num_builders: int, batch_bytes: int,
         metrics: Metrics, report: BadSampleReport,
     ) -> None:  # fmt: skip
-        self._storage = storage
         self._settings = settings
+        self._reader = ReadAhead(storage, settings.piece_bytes)
         self._crew = crew
         self._arena = crew.arena
         self._builder: Builder = crew.builder
@@ -128,15 +129,12 @@ class ShardStream:
     def close(self) -> None:
         """Stop reading and building, give back the arena's room; what is under way has ``GRACE_S`` to end.
 
-        Then worker processes are killed. A thread that is still at it, in a user's function or in a read, is left
-        behind with the arena, which is marked as abandoned, and a warning says where it is.
+        Then worker processes are killed. A thread that is still in a user's function is left behind with the arena,
+        which is marked as abandoned, and a warning says where it is.
         """
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._crew.abandoned = True  # until it is known better, should this be interrupted
-            self._changed.notify_all()
+        if self._closed or not self._begin_to_close():
+            return
+        self._reader.close()
         busy = still_alive(self._threads)
         if busy:
             self._builder.give_up()
@@ -149,6 +147,16 @@ class ShardStream:
             while self._gathered:
                 self._give_back(self._gathered.popitem()[1])
             self._results.clear()
+
+    def _begin_to_close(self) -> bool:
+        """Whether nobody has. Ask ``_closed`` first: the interpreter may have ended a thread that holds the lock."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._closed = True
+            self._crew.abandoned = True  # until it is known better, should this be interrupted
+            self._changed.notify_all()
+            return True
 
     def describe(self) -> str:
         """What the next batch waits for, and what every stage is at, for people; from any thread."""
@@ -183,23 +191,25 @@ class ShardStream:
     def _read_loop(self) -> None:
         number = 0
         try:
-            samples = samples_of(self._storage, self._settings, self._before_sample)
+            samples = samples_of(self._reader, self._settings, self._before_sample)
             for number in range(self._settings.num_batches):
                 batch = list(islice(samples, self._settings.batch_size))
                 if self._closed:
                     return
                 if number >= self._settings.first_batch:
                     self._gather(number, pack_samples(batch, self._settings.fields))
-        except _ClosedError:
+        except StreamClosedError:
             return
         except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
             with self._changed:
                 self._results[max(number, self._settings.first_batch)] = None, error
                 self._changed.notify_all()
+        finally:
+            self._reader.close()
 
     def _before_sample(self, url: str) -> None:
         if self._closed:
-            raise _ClosedError
+            raise StreamClosedError
         self._reading = url
 
     def _gather(self, number: int, packing: Packing) -> None:
@@ -218,7 +228,7 @@ class ShardStream:
     def _admit(self, number: int, num_bytes: int) -> int | None:
         """Where batch ``number`` is to lie; None while there is no room, or enough is read ahead. Under the lock."""
         if self._closed:
-            raise _ClosedError
+            raise StreamClosedError
         if number - self._started >= self._settings.depth:
             return None
         if num_bytes > self._arena.budget_bytes:
@@ -257,7 +267,7 @@ class ShardStream:
         if self._can_start():
             self._changed.notify_all()
         started_s = time.perf_counter()
-        self._changed.wait()
+        self._changed.wait(LOOK_UP_S)
         waited_s = time.perf_counter() - started_s
         self._metrics.add("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s", waited_s)
         if number == self._settings.first_batch:
@@ -312,10 +322,6 @@ class ShardStream:
     def _tell(self, bad: BadSample) -> None:
         if not self._closed:  # else nobody asked for the batch
             self._report(bad)
-
-
-class _ClosedError(Exception):
-    """The stream was closed while it was being read."""
 
 
 def stream_seed(settings: StreamSettings, number: int) -> int:

@@ -5,21 +5,18 @@ No promise of exactly once here: nobody knows how many samples there are before 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
+from streaming.engine.read_ahead import PIECE_BYTES, ReadAhead
 from streaming.errors import ConfigError
 from streaming.order import EpochOrder, OrderSettings
-from streaming.storage import Storage, redact
+from streaming.storage import redact
 from streaming.tar.samples import iter_samples
 
-PIECE_BYTES = 8 << 20
-_PIECES_AHEAD = 4
 _PASSES_PER_EPOCH = 1 << 20
 """Room for the pass number below the epoch number: an epoch may go through the shards a million times."""
 
@@ -69,15 +66,6 @@ class StreamSettings:
     piece_bytes: int = PIECE_BYTES
 
 
-def piece_bytes_of(memory_limit_bytes: int) -> int:
-    """Bytes of one request, such that all pieces in memory take a sixteenth of the limit.
-
-    ``_PIECES_AHEAD`` are under way or wait; the parser holds up to four more: the piece that came, what is left of the
-    one before, and the two joined.
-    """
-    return max(64 << 10, min(PIECE_BYTES, memory_limit_bytes // 16 // (_PIECES_AHEAD + 4)))
-
-
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
     """This rank's shards without end: pass after pass over all shards, each in an order of its own, every R-th its own.
 
@@ -93,28 +81,10 @@ def shard_sequence(settings: StreamSettings) -> Iterator[str]:
         yield settings.urls[int(order[index])]
 
 
-def read_shard(storage: Storage, url: str, piece_bytes: int) -> Iterator[RawSample]:
-    """The samples of one shard, a few pieces read ahead."""
-    num_bytes = storage.info(url).size_bytes
-    starts = iter(range(0, num_bytes, piece_bytes))
-    coming: deque[Future[memoryview]] = deque()
-
-    def pieces() -> Iterator[memoryview]:
-        with ThreadPoolExecutor(_PIECES_AHEAD, "shardstream-read") as threads:
-            try:
-                while True:
-                    while len(coming) < _PIECES_AHEAD and (start := next(starts, None)) is not None:
-                        stop = min(start + piece_bytes, num_bytes)
-                        coming.append(threads.submit(storage.read, url, start, stop))
-                    if not coming:
-                        return
-                    yield coming.popleft().result()
-            finally:
-                for future in coming:
-                    future.cancel()
-
+def read_shard(reader: ReadAhead, url: str) -> Iterator[RawSample]:
+    """The samples of one shard."""
     shown = redact(url)
-    for key, fields in iter_samples(pieces(), shown):
+    for key, fields in iter_samples(reader.pieces(url), shown):
         yield RawSample(key=key, url=shown, fields=fields)
 
 
@@ -138,25 +108,25 @@ def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator
             yield leaving
 
 
-def samples_of(storage: Storage, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
+def samples_of(reader: ReadAhead, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
     """This rank's samples without end, in the order of delivery.
 
     Args:
-        storage: Where the shards are.
+        reader: Reads shards.
         settings: What to read.
         before: Called with the shard's URL before every sample is read; may raise to stop.
 
     Raises:
         ConfigError: A field that is asked for is in no sample of the first shard.
     """
-    return shuffled(_read_all(storage, settings, before), settings)
+    return shuffled(_read_all(reader, settings, before), settings)
 
 
-def _read_all(storage: Storage, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
+def _read_all(reader: ReadAhead, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
     seen: set[str] = set()
     for place, url in enumerate(shard_sequence(settings)):
         before(url)
-        for sample in read_shard(storage, url, settings.piece_bytes):
+        for sample in read_shard(reader, url):
             before(url)
             if place == 0:
                 seen.update(sample.fields)

@@ -21,6 +21,7 @@ class JobThreads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
         self._stopped = False
         self._threads = [
             threading.Thread(target=_run, args=(self._jobs,), name=f"{name}-{i}", daemon=True)
@@ -35,14 +36,18 @@ class JobThreads:
             self._jobs.put(job)
 
     def stop(self, timeout_s: float) -> None:
-        """Drop waiting jobs, let running ones end, and wait for the threads, at most ``timeout_s`` for all together."""
-        self._stopped = True
-        threads, self._threads = self._threads, []
-        while not self._jobs.empty():
-            self._jobs.get()
-        for _ in threads:
-            self._jobs.put(None)
-        still_alive(threads, timeout_s)
+        """Drop waiting jobs, let running ones end, and wait for the threads, at most ``timeout_s`` for all together.
+
+        From any thread, more than once.
+        """
+        with self._lock:
+            if not self._stopped:
+                self._stopped = True
+                while not self._jobs.empty():
+                    self._jobs.get()
+                for _ in self._threads:
+                    self._jobs.put(None)
+        still_alive(self._threads, timeout_s)
 
 
 def _run(jobs: SimpleQueue[Job | None]) -> None:

@@ -1,0 +1,114 @@
+"""User's functions that hang, in whatever thread or process, and the test's end of them."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+BATCH = 8
+GOOD_BATCHES = 3
+"""Batches before the first in which every sample hangs; a prefetcher pulls two before it hands out the first."""
+STANDS_S = 0.2
+
+
+def await_byte(pipe: str) -> None:
+    """Returns when somebody has written to ``pipe``.
+
+    It looks up now and then: a signal that comes when Python has decided to wait and does not wait yet is seen later.
+    """
+    descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        while True:
+            if select.select([descriptor], [], [], 0.2)[0]:
+                with suppress(BlockingIOError):  # somebody else was first
+                    os.read(descriptor, 1)
+                    return
+    finally:
+        os.close(descriptor)
+
+
+def until_it_stands(thread: threading.Thread) -> None:
+    """Returns when ``thread`` has been in one and the same call for a while.
+
+    A signal that comes to a main thread in a ``weakref`` callback is printed and lost, by Python: batches have them.
+    """
+    last, since_s = None, time.monotonic()
+    while last is None or time.monotonic() - since_s < STANDS_S:
+        time.sleep(STANDS_S / 10)
+        frame = sys._current_frames().get(thread.ident or 0)
+        if frame is not last:
+            last, since_s = frame, time.monotonic()
+
+
+class Hang:
+    """A transform that hangs from batch ``GOOD_BATCHES`` on, in whatever process, until it is let go.
+
+    It says so in one pipe, ``here``, and reads from another, ``gate``, that nobody writes to.
+
+    Attributes:
+        spares: A thread in which it does not hang: a consumer may build batches as well as its builders.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.here, self.gate = f"{folder}/here", f"{folder}/gate"
+        self.first = GOOD_BATCHES * BATCH
+        self.spares: threading.Thread | None = None
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] >= self.first and threading.current_thread() is not self.spares:
+            self.say()
+            self.hang()
+            raise ValueError("a bad sample, if anybody asked")
+        return sample
+
+    def say(self) -> None:
+        with open(self.here, "wb", buffering=0) as here:
+            here.write(b"!")
+
+    def hang(self) -> None:
+        await_byte(self.gate)
+
+
+class Busy(Hang):
+    """The same, but it computes without end, and nobody can let it go."""
+
+    def hang(self) -> None:
+        while True:
+            pass
+
+
+class Hung:
+    """The test's end of what hangs by way of the pipes in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.transform = Hang(str(folder))
+        os.mkfifo(self.transform.here)
+        os.mkfifo(self.transform.gate)
+        self._here = os.open(self.transform.here, os.O_RDWR)
+
+    def wait(self) -> None:
+        """Until a sample hangs."""
+        assert os.read(self._here, 1) == b"!"
+
+    def let_go(self) -> None:
+        """What hangs returns, when another sample comes to the pipe it is let through; returns when all have ended."""
+        writer = os.open(self.transform.gate, os.O_RDWR | os.O_NONBLOCK)
+        for thread in left_behind():
+            while thread.is_alive():
+                with suppress(BlockingIOError):
+                    os.write(writer, b"!")
+                thread.join(0.01)
+        os.close(writer)
+
+    def close(self) -> None:
+        os.close(self._here)
+
+
+def left_behind() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith(("shardstream-build", "shardstream-stream"))]
