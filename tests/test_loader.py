@@ -23,8 +23,6 @@ from streaming.errors import ConfigError, DecodeError
 from streaming.fetch import FetchRange
 from streaming.tar import ChunkLayout
 
-pytestmark = pytest.mark.usefixtures("one_fork_server")
-
 SIZE = 24
 NUM_BATCHES = 202 // SIZE
 
@@ -41,7 +39,7 @@ def dataset(samples: SampleSet) -> StreamingDataset:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(samples: SampleSet) -> Iterator[None]:
+def nothing_left(samples: SampleSet, one_fork_server: None) -> Iterator[None]:
     """Whatever a test does with loaders, it leaves nothing behind."""
     before = leftovers()
     yield
