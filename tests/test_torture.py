@@ -7,37 +7,35 @@ number of faults, as large as you like. All that is random is drawn from ``--tor
 from __future__ import annotations
 
 import json
+import os
 import random
-import signal
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from data_sets import Batches, merged, mesh_of, total
 from fault_proxy import Fault, FaultProxy, Kind
 from leftovers import leftovers
+from mortal_ranks import MortalRanks
 from servers import MiniS3Server
+from torture_rank import GLOBAL_BATCH, PROBE, SHUFFLE, Part, Step, checked_keys, steps
 
 from shard_tools import ShardWriter
-from streaming import DataLoader, ShuffleConfig, StreamingDataset
+from streaming import DataLoader, StreamingDataset
 from streaming.cache.layout import Layout
-from streaming.engine.fork_server import SHARED
-from streaming.errors import IndexMismatchError
 from streaming.index.cutter import ChunkRule
 from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
-GLOBAL_BATCH = 60
 SHARD_SAMPLES = 100
-SHUFFLE = ShuffleConfig(seed=3, lanes=12, window=24)
+CHUNK_SAMPLES = 4
 FAULT_SHARE = 0.55
 DAMAGED_CHUNKS = (5, 33, 77)
 IMPATIENT = {"first_backoff_s": 0.001, "max_backoff_s": 0.02, "read_timeout_s": 0.5, "hedge_least_s": 0.1,
@@ -61,12 +59,14 @@ class Chaos:
     dice: random.Random
     injected: Counter[str] = field(default_factory=Counter)
     flipped: set[tuple[str, int]] = field(default_factory=set)
-    paused: bool = False
+    on_request: Callable[[], None] = lambda: None
+    """Called for every request."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def choose(self, method: str, path: str, span: str | None) -> Fault | None:
+        self.on_request()
         with self.lock:
-            if self.paused or self.dice.random() >= FAULT_SHARE:
+            if span == f"bytes={PROBE[0]}-{PROBE[1] - 1}" or self.dice.random() >= FAULT_SHARE:
                 return None
             return self._fault(method, path, span)
 
@@ -99,7 +99,7 @@ def make_set(server: MiniS3Server, num_samples: int) -> str:
         for number in range(num_samples):
             writer.write({"__key__": f"{number:06d}", "cls": number, "json": {"number": number}})
     storage = Storage(options)
-    index_shards(storage, expand_urls(f"{url}/", storage), rule=ChunkRule(min_bytes=1, min_samples=4))
+    index_shards(storage, expand_urls(f"{url}/", storage), rule=ChunkRule(min_bytes=1, min_samples=CHUNK_SAMPLES))
     return f"{url}/"
 
 
@@ -116,43 +116,17 @@ def damage(dataset: StreamingDataset, storage: Storage) -> set[str]:
     return lost
 
 
-def checked_keys(batch: dict[str, Any]) -> list[str]:
-    keys: list[str] = batch["__key__"]
-    assert batch["cls"].tolist() == [int(key) for key in keys]
-    assert batch["json"] == [{"number": int(key)} for key in keys]
-    return keys
-
-
-def calm_epoch(url: str, options: dict[str, Any], max_bad_samples: int) -> Batches:
-    dataset = StreamingDataset(url, shuffle=SHUFFLE, storage_options=options, max_bad_samples=max_bad_samples)
+def calm_epoch(url: str, options: dict[str, Any], max_bad_samples: int, cache_dir: str | None = None) -> Batches:
+    dataset = StreamingDataset(
+        url, shuffle=SHUFFLE, storage_options=options, max_bad_samples=max_bad_samples, cache_dir=cache_dir
+    )
     with DataLoader(dataset, global_batch_size=GLOBAL_BATCH, last_batch="partial", device_mesh=mesh_of(1, 0)) as loader:
         return merged([[checked_keys(batch) for batch in loader]])
 
 
-def open_with_patience(url: str, stale: Counter[str], **options: Any) -> StreamingDataset:
-    """A stale listing is an error by name, and never another data set: look again."""
-    while True:
-        try:
-            return StreamingDataset(url, **options)
-        except IndexMismatchError as error:
-            stale[type(error).__name__] += 1
-
-
-def kill_a_worker(dice: random.Random) -> bool:
-    """SIGKILL to a decode worker; whether there was one."""
-    server = SHARED._server
-    assert server is not None
-    with suppress(psutil.NoSuchProcess):
-        workers = psutil.Process(server.pid).children()
-        if workers:
-            dice.choice(workers).send_signal(signal.SIGKILL)
-            return True
-    return False
-
-
 @dataclass(slots=True)
 class Run:
-    """An epoch in legs: every leg goes on from the state of the last, on another world."""
+    """An epoch in legs: every leg goes on from the last state that was saved, on another world."""
 
     url: str
     options: dict[str, Any]
@@ -160,55 +134,67 @@ class Run:
     cache_dir: Path
     max_bad_samples: int
     dice: random.Random
+    mortals: MortalRanks
+    calm: Batches
     batches: Batches = field(default_factory=list)
     state: dict[str, Any] | None = None
     bad: dict[str, dict[str, Any]] = field(default_factory=dict)
     events: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def num_left(self) -> int:
+        return len(self.calm) - len(self.batches)
+
     def leg(self, world_size: int, num_batches: int) -> None:
-        ranks, states = [], []
-        for dp_rank in range(world_size):
-            batches, state = self._rank(dp_rank, world_size, num_batches)
-            ranks.append(batches)
-            states.append(state)
-        assert all(state == states[0] for state in states)
-        self.batches += merged(ranks)
-        self.state = json.loads(json.dumps(states[0]))
+        """Ranks one after the other in this process, which all come to the end of the leg and save their state."""
+        ranks = []
+        for part in self._parts(world_size, num_batches, (0, 2)):
+            self.chaos.flipped.clear()
+            ranks.append(list(steps(part)))
+        self._save(ranks, num_batches)
         self.events[f"legs on {world_size}"] += 1
 
-    def _rank(self, dp_rank: int, world_size: int, num_batches: int) -> tuple[list[list[str]], dict[str, Any]]:
-        dice = self.dice
+    def killed_leg(self, world_size: int, num_batches: int) -> None:
+        """Ranks side by side, each in its process, which are killed; what came after the last save is redone."""
         self.chaos.flipped.clear()
-        cached = {"cache_dir": str(self.cache_dir), "cache_limit": "1MiB"} if dice.random() < 0.3 else {}
-        dataset = open_with_patience(
-            self.url, self.events, shuffle=SHUFFLE, storage_options=self.options,
-            max_bad_samples=self.max_bad_samples, **cached,
-        )  # fmt: skip
-        self._let_a_range_through(dataset)
-        num_workers = dice.choice((0, 2))
-        batches = []
-        with DataLoader(
-            dataset, global_batch_size=GLOBAL_BATCH, last_batch="partial", device_mesh=mesh_of(world_size, dp_rank),
-            num_workers=num_workers, memory_limit=f"{400 + 2400 // world_size}KiB",
-        ) as loader:  # fmt: skip
-            if self.state is not None:
-                loader.load_state_dict(self.state)
-            running = iter(loader)
-            for step in range(num_batches):
-                batches.append(checked_keys(next(running)))
-                if num_workers and (step == 0 or dice.random() < 0.1):
-                    self.events["killed workers"] += kill_a_worker(dice)
-            metrics = loader.metrics()
-            self.bad.update({one["key"]: one for one in metrics["bad"]})
-            for name in ("retries", "hedges", "throttled", "cache_hits", "worker_restarts"):
-                self.events[name] += int(metrics.get(name, 0))
-            return batches, loader.state_dict()
+        parts = self._parts(world_size, num_batches, (0, 0, 0, 2))
+        num_requests = self.dice.randint(1, 4 * world_size + GLOBAL_BATCH // CHUNK_SAMPLES * num_batches)
+        ranks = self.mortals.leg(parts, num_requests, self.dice)
+        every = self.dice.randint(1, 3)
+        num_saved = min(map(len, ranks)) // every * every
+        for number in range(max(map(len, ranks))):
+            got = [Counter(rank[number].keys) for rank in ranks if number < len(rank)]
+            expected = self.calm[len(self.batches) + number]
+            assert total(got) <= expected, "what a rank got before it was killed is a part of that batch"
+            self.events["shares redone"] += len(got) * (number >= num_saved)
+        self._save([rank[:num_saved] for rank in ranks], num_saved)
+        self.events[f"killed legs on {world_size}"] += 1
+        self.events["killed ranks"] += world_size
 
-    def _let_a_range_through(self, dataset: StreamingDataset) -> None:
-        """A store that never answered a range is refused at the first one that it ignores."""
-        self.chaos.paused = True
-        dataset.storage.read(dataset.chunk(0).url, 0, 512)
-        self.chaos.paused = False
+    def _parts(self, world_size: int, num_batches: int, num_workers: Sequence[int]) -> list[Part]:
+        return [self._part(world_size, rank, num_batches, num_workers) for rank in range(world_size)]
+
+    def _part(self, world_size: int, dp_rank: int, num_batches: int, num_workers: Sequence[int]) -> Part:
+        dice = self.dice
+        cache_dir = str(self.cache_dir) if dice.random() < 0.3 else None
+        workers = dice.choice(num_workers)
+        kills = tuple(number for number in range(num_batches) if number == 0 or dice.random() < 0.1)
+        return Part(
+            url=self.url, storage_options=self.options, max_bad_samples=self.max_bad_samples, cache_dir=cache_dir,
+            num_workers=workers, worker_kills=kills if workers else (), world_size=world_size, dp_rank=dp_rank,
+            num_batches=num_batches, state=self.state, seed=dice.randrange(2**32),
+        )  # fmt: skip
+
+    def _save(self, ranks: Sequence[Sequence[Step]], num_batches: int) -> None:
+        """Go on from here: the first ``num_batches`` of each rank count, and its state after them."""
+        for rank in ranks:
+            assert [step.state for step in rank] == [step.state for step in ranks[0]]
+            assert len(rank) == num_batches
+            self.bad.update({one["key"]: one for step in rank for one in step.bad})
+            self.events.update(rank[-1].events if rank else {})
+        self.batches += merged([[step.keys for step in rank] for rank in ranks])
+        if num_batches:
+            self.state = json.loads(json.dumps(ranks[0][-1].state))
 
 
 @pytest.fixture
@@ -232,13 +218,16 @@ def test_every_sample_survives(
     lost = damage(StreamingDataset(url, storage_options=options), Storage(options))
     calm = calm_epoch(url, options, len(lost))
 
-    before = leftovers()
+    before, files_before = leftovers(), {one.name for one in tmp_path.iterdir()}
     chaos = Chaos(random.Random(dice.random()))
-    with FaultProxy(server.port, choose=chaos.choose) as proxy:
+    with FaultProxy(server.port, choose=chaos.choose) as proxy, MortalRanks(tmp_path) as mortals:
+        chaos.on_request = mortals.on_request
         faulty = {**options, **IMPATIENT, "endpoint_url": proxy.url}
-        run = Run(url, faulty, chaos, tmp_path / "cache", len(lost), dice)
-        while (left := len(calm) - len(run.batches)) > 0:
-            run.leg(dice.randint(1, 6), min(left, dice.randint(1, max(3, len(calm) // 8))))
+        run = Run(url, faulty, chaos, tmp_path / "cache", len(lost), dice, mortals, calm)
+        for leg in cycle((run.leg, run.killed_leg)):
+            if not run.num_left:
+                break
+            leg(dice.randint(1, 6), min(run.num_left, dice.randint(1, max(3, len(calm) // 8))))
     for thread in threading.enumerate():
         if thread.name.startswith("shardstream-"):  # requests that lost their race end with their answers
             thread.join(10)
@@ -256,7 +245,9 @@ def test_every_sample_survives(
     assert chaos.injected.total() >= num_faults
     assert {name.split()[0] for name in chaos.injected} == {*IN_BODIES, *LISTINGS}
     assert run.events["killed workers"]
+    assert mortals.num_in_mid_leg
     assert run.events["IndexMismatchError"]
-    if (tmp_path / "cache").exists():
-        assert list(Path(Layout(str(tmp_path / "cache")).parts).iterdir()) == []
+    assert calm_epoch(url, options, len(lost), str(tmp_path / "cache")) == calm, "killed ranks leave a sound cache"
+    assert list(Path(Layout(str(tmp_path / "cache")).parts).iterdir()) == []
+    assert {one.name for one in tmp_path.iterdir()} - files_before <= {"cache", f"shardstream-of-{os.getuid()}"}
     assert leftovers() - before == Counter()
