@@ -1,7 +1,7 @@
 """An epoch under faults of every kind: each sample once or listed as bad, in the order of a calm run, nothing left.
 
-Stores fail, decode workers are killed, and so are whole ranks: every other leg of the epoch ends by SIGKILL to all of its
-ranks, and the next one goes on from what was saved before, on another world.
+Stores fail, decode workers are killed, and so are whole ranks: every other leg of the epoch ends by SIGKILL to all of
+its ranks, and the next one goes on from what was saved before, on another world.
 
 The normal run injects some hundred faults; ``--torture-faults`` (``make torture``) makes the data set, and with it the
 number of faults, as large as you like. All that is random is drawn from ``--torture-seed``.

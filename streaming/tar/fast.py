@@ -28,6 +28,7 @@ from streaming.tar.blocks import (
     member_of_pax,
     parse_pax,
 )
+from streaming.tar.plain import read_plain
 from streaming.tar.walk import walk_members
 
 _HEADERS_AT_ONCE = 512  # 256 KiB: stays in the second cache; 128 and 4096 are slower (2026-11, 2 MiB of L2)
@@ -52,7 +53,9 @@ def read_members(buffer: BytesLike, where: Where, *, partial: bool = False, veri
     ``verify_headers`` checks the checksum of every header; otherwise only odd archives are checked so.
     """
     raw = as_array(buffer)
-    members = _read_regular(raw, where, partial=partial, verify_headers=verify_headers) if _LITTLE else None
+    members = None if partial or verify_headers else read_plain(raw)
+    if members is None and _LITTLE:
+        members = _read_regular(raw, where, partial=partial, verify_headers=verify_headers)
     if members is None:
         members = walk_members(memoryview(raw.data), where, partial=partial)
     return members
