@@ -107,7 +107,7 @@ class Arena:
                 ``unmap_file`` is to follow.
         """
         self._remap(start, num_bytes, mmap.MAP_PRIVATE, fd, offset)
-        if _waiting_libc().madvise(self._address + start, _pages(num_bytes), _MADV_POPULATE_READ):
+        if _libc().madvise(self._address + start, _pages(num_bytes), _MADV_POPULATE_READ):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def unmap_file(self, start: int, num_bytes: int) -> None:
@@ -163,19 +163,12 @@ def _pages(num_bytes: int) -> int:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """Calls that wait for nothing, and therefore keep the GIL: to give it away and get it back takes longer."""
-    libc = ctypes.PyDLL(None, use_errno=True)
+    """Calls that may wait, for a disk or for another thread's: the GIL is given away. Python's ``madvise`` keeps it."""
+    libc = ctypes.CDLL(None, use_errno=True)
     where, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [where, size, number, number, number, ctypes.c_int64], where
     libc.mremap.argtypes, libc.mremap.restype = [where, size, size, number, where], where
-    return libc
-
-
-@cache
-def _waiting_libc() -> ctypes.CDLL:
-    """Calls that may wait for a disk; Python's own ``madvise`` keeps the GIL."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes, libc.madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    libc.madvise.argtypes, libc.madvise.restype = [where, size, number], number
     return libc
 
 

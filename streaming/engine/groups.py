@@ -18,8 +18,10 @@ from streaming.engine.needs import Block
 from streaming.engine.rows import Rows
 
 _GROUP_ROWS = 2_048
-_GROUP_BYTES = 4 << 20
+_GROUP_BYTES = 16 << 20
 """Bounds on a group; what is looked up should still be in the caches when it is cut."""
+_SHARE = 16
+"""Nor is a group more than this part of the arena: its units are given back at its end, others come after that."""
 
 Select = Callable[[Block, slice], Rows | None]
 """The rows of a span of a block; None if any of them is damaged."""
@@ -49,9 +51,10 @@ class Group:
 class Groups:
     """Opens one group after the other, each as large as the size of the last one suggests. Not thread-safe."""
 
-    def __init__(self, recipe: Recipe, *, padded: bool) -> None:
+    def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:
         self._recipe = recipe
         self._padded = padded
+        self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
         self._num_batches = 1  # of the next group; 0: the samples are too different for groups
 
     def open(self, block: Block, first: int, frontier: int, select: Select) -> Group | None:
@@ -72,7 +75,7 @@ class Groups:
             self._num_batches = 0
             return None
         num_bytes = sum(int(where.sizes.sum()) for where in rows.fields.values())
-        fitting = min(_GROUP_ROWS / len(rows.keys), _GROUP_BYTES / max(1, num_bytes))
+        fitting = min(_GROUP_ROWS / len(rows.keys), self._max_bytes / max(1, num_bytes))
         self._num_batches = max(1, int((last - first) * fitting))
         return Group(
             first=first,

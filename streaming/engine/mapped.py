@@ -34,6 +34,9 @@ _OWN_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "overlay", "tmpfs
 would be a signal that kills here."""
 _HAS_LEASES = hasattr(fcntl, "F_SETLEASE")
 
+_Left = tuple[int, int, str]
+"""First byte in the arena, one past the last, URL of what is mapped there."""
+
 ReadsWhole = Callable[[FetchRange], bool]
 """Whether all bytes of a range are wanted."""
 
@@ -58,6 +61,9 @@ class _File:
 class FileMaps:
     """The maps of one arena. Thread-safe.
 
+    A range that nobody reads any more stays mapped until another takes its place, in the same system call. To undo a
+    map costs the thread that does it as much as a batch, and it would wait for all pages that others have brought.
+
     Args:
         arena: Private memory of this process.
         reads_whole: Others are not mapped, since that would read all of them.
@@ -68,6 +74,7 @@ class FileMaps:
         self._reads_whole = reads_whole
         self._lock = threading.RLock()  # a loader may be closed by the garbage collector, in whichever thread
         self._files: dict[str, _File] = {}
+        self._left: list[_Left] = []
         self._own_devices = _devices_of_own_disks() if _HAS_LEASES else frozenset()
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -78,21 +85,24 @@ class FileMaps:
         return wanted.byte_start % PAGE_BYTES if wanted.num_bytes >= LEAST_BYTES else 0
 
     def map(self, wanted: FetchRange, start: int, data: memoryview) -> bool:
-        """Map the bytes of a range, checked, to ``data``, byte ``start`` of the arena; False: they are to be read."""
-        if not wanted.sums or wanted.num_bytes < LEAST_BYTES or not self._reads_whole(wanted):
+        """Map the bytes of a range, checked, to ``data``, byte ``start`` of the arena.
+
+        Returns:
+            False: they are to be read, into what is ordinary memory now.
+        """
+        first, stop = _place_of(wanted, start)
+        file, was_left = self._take(wanted, first, stop)
+        if file is None:
+            if was_left:
+                self._arena.unmap_file(first, stop - first)
             return False
-        with self._lock:
-            file = self._files.get(wanted.url) or self._open(wanted.url)
-            if file is None or file.wanted_back:
-                return False
-            file.coming += 1
         done = False
-        skew = self.skew_bytes(wanted)
-        first, num_bytes = wanted.byte_start - skew, wanted.num_bytes + skew
+        skew = start - first
+        offset, num_bytes = wanted.byte_start - skew, wanted.num_bytes + skew
         try:
             with suppress(OSError):  # advice: all of it is on its way when the first page is asked for
-                os.posix_fadvise(file.descriptor, first, num_bytes, os.POSIX_FADV_WILLNEED)
-            self._arena.map_file(start - skew, num_bytes, file.descriptor, first)
+                os.posix_fadvise(file.descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+            self._arena.map_file(first, num_bytes, file.descriptor, offset)
             done = matches_sums(wanted, data)
         except OSError:  # the file is too short, a page cannot be read, or the system cannot do it: reading says which
             pass
@@ -102,23 +112,21 @@ class FileMaps:
                 if done:
                     file.mapped[start] = wanted
                 else:
-                    self._arena.unmap_file(start - skew, num_bytes)
+                    self._arena.unmap_file(first, num_bytes)
                 self._close_unused(wanted.url, file)
         return done
 
     def unmap(self, wanted: FetchRange, start: int) -> None:
-        """Undo :meth:`map`: ordinary memory again. Nobody may read there any more."""
+        """Nobody reads there any more."""
         with self._lock:
             file = self._files.get(wanted.url)
-            if file is None or file.mapped.pop(start, None) is None:
-                return
-            skew = self.skew_bytes(wanted)
-            self._arena.unmap_file(start - skew, wanted.num_bytes + skew)
-            self._close_unused(wanted.url, file)
+            if file is not None and file.mapped.pop(start, None) is not None:
+                self._left.append((*_place_of(wanted, start), wanted.url))
 
     def give_back(self) -> None:
-        """Copy what is mapped of the files that somebody wants to change, and let him."""
+        """Copy what is mapped of the files that somebody wants to change, and let him; undo what is left over."""
         with self._lock:
+            self._tidy()
             for url, file in list(self._files.items()):
                 if self._closed.is_set():
                     return
@@ -126,8 +134,8 @@ class FileMaps:
                     continue
                 file.wanted_back = True
                 for start, wanted in file.mapped.items():
-                    skew = self.skew_bytes(wanted)
-                    self._arena.copy_file(start - skew, wanted.num_bytes + skew)
+                    first, stop = _place_of(wanted, start)
+                    self._arena.copy_file(first, stop - first)
                 file.mapped.clear()
                 self._close_unused(url, file)
 
@@ -135,11 +143,42 @@ class FileMaps:
         """Give all files back. The maps go with the arena."""
         self._closed.set()
         with self._lock:
+            self._left.clear()
             for url, file in list(self._files.items()):
                 file.mapped.clear()
                 self._close_unused(url, file)
         if self._watcher not in (None, threading.current_thread()):
             self._watcher.join()
+
+    def _take(self, wanted: FetchRange, first: int, stop: int) -> tuple[_File | None, bool]:
+        """The file to map a range of, None if it is to be read; and whether its place shows another file."""
+        maps = wanted.sums and wanted.num_bytes >= LEAST_BYTES and self._reads_whole(wanted)
+        with self._lock:
+            was_left = self._forget(first, stop)
+            file = (self._files.get(wanted.url) or self._open(wanted.url)) if maps else None
+            if file is None or file.wanted_back:
+                return None, was_left
+            file.coming += 1
+        return file, was_left
+
+    def _forget(self, first: int, stop: int) -> bool:
+        """Nothing is left over in ``[first, stop)``: somebody has a use for it. Whether anything was."""
+        found = [one for one in self._left if one[0] < stop and first < one[1]]
+        for one in found:
+            self._left.remove(one)
+            for a, b in ((one[0], first), (stop, one[1])):
+                if a < b:
+                    self._left.append((a, b, one[2]))
+        for url in {url for _, _, url in found} & self._files.keys():
+            self._close_unused(url, self._files[url])
+        return bool(found)
+
+    def _tidy(self) -> None:
+        left, self._left = self._left, []
+        for first, stop, _ in left:
+            self._arena.unmap_file(first, stop - first)
+        for url in {url for _, _, url in left} & self._files.keys():
+            self._close_unused(url, self._files[url])
 
     def _open(self, url: str) -> _File | None:
         if self._closed.is_set():
@@ -159,13 +198,19 @@ class FileMaps:
             self.give_back()
 
     def _close_unused(self, url: str, file: _File) -> None:
-        if file.mapped or file.coming:
+        if file.mapped or file.coming or any(one[2] == url for one in self._left):
             return
         if self._files.get(url) is file:
             del self._files[url]
         with suppress(OSError):  # it was taken away; a forked process that has the file open too must not keep it
             fcntl.fcntl(file.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         os.close(file.descriptor)
+
+
+def _place_of(wanted: FetchRange, start: int) -> tuple[int, int]:
+    """The pages of the arena that a range at byte ``start`` takes: first byte, and one past the last."""
+    stop = -(-(start + wanted.num_bytes) // PAGE_BYTES) * PAGE_BYTES
+    return start - FileMaps.skew_bytes(wanted), stop
 
 
 def _leased(path: str, own_devices: frozenset[int]) -> int:

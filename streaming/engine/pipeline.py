@@ -116,7 +116,7 @@ class Pipeline:
         self._built: set[int] = set()
         self._num_built = 0
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
-        self._groups = Groups(settings.recipe, padded=plan.last_batch == "pad")
+        self._groups = Groups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad")
         self._group: Group | None = None
         self._depth = Depth(settings.depth, settings.batch_bytes, settings.num_builders)
         self._closed = False
