@@ -17,6 +17,7 @@ import common
 from obstore.store import S3Store
 
 from streaming import DataLoader, StreamingDataset
+from streaming.engine.chunks import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
 from streaming.fetch import FetchRange
 from streaming.loop import FETCH_THREADS
 
@@ -53,7 +54,8 @@ def bare(url: str, options: dict[str, str], ranges: list[FetchRange]) -> int:
         assert len(store.get_range(path, start=wanted.byte_start, end=wanted.byte_end)) == wanted.num_bytes
         return wanted.num_samples
 
-    with ThreadPoolExecutor(FETCH_THREADS) as threads:
+    at_once = IN_FLIGHT_BYTES // max(wanted.num_bytes for wanted in ranges)
+    with ThreadPoolExecutor(min(FETCH_THREADS, max(LEAST_IN_FLIGHT, at_once))) as threads:
         return sum(threads.map(fetch, ranges))
 
 

@@ -26,7 +26,7 @@ from streaming.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 READ_AHEAD_BYTES = 256 << 20
-"""How far the reader runs ahead of what is needed, memory allowing: 64 requests of 4 MiB. More costs at the start:
+"""How far the reader runs ahead of what is needed, memory allowing. More costs at the start:
 memory that nobody touched before takes longer to come by than the bytes to put there."""
 CHUNKS_SHARE = 0.75
 """Of memory_limit; the rest is for batches that are built but not handed out."""

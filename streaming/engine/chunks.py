@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,11 @@ from streaming.fetch import FetchRange, UnitKey, layout_of
 from streaming.layout import TakeApart, UnitLayout
 from streaming.metrics import Metrics
 
+IN_FLIGHT_BYTES = 64 << 20
+"""Of chunks that are being fetched: what 10 Gbit/s bring in 50 ms. With more at once, the first of them come later, and
+nothing comes sooner: 64 requests for 4 MiB took 0.85 s to the first batch, 16 took 0.4 s, and no longer all in all."""
+LEAST_IN_FLIGHT = 8
+"""Chunks, however large: a single connection to a far store brings much less than the network could."""
 _STOP_S = 1.0
 """How long closing waits for fetches under way: their memory stays mapped until they have ended."""
 
@@ -84,6 +89,9 @@ class ChunkStore:
         self.abandoned = False
         self._metrics = metrics
         self._threads = JobThreads(num_threads, "shardstream-fetch")
+        self._waiting: deque[Unit] = deque()
+        self._num_in_flight = 0
+        self._in_flight_bytes = 0
         self._units: dict[UnitKey, Unit] = {}
         self._cold: OrderedDict[UnitKey, Unit] = OrderedDict()
         self._closed = False
@@ -99,7 +107,8 @@ class ChunkStore:
                 return None
             unit = Unit(wanted=wanted, start=start + skew, num_bytes=wanted.num_bytes, skew_bytes=skew)
             self._units[key] = unit
-            self._threads.submit(partial(self._run, unit))
+            self._waiting.append(unit)
+            self._start_fetches()
         self._cold.pop(key, None)
         unit.users += 1
         return unit
@@ -185,6 +194,15 @@ class ChunkStore:
         if unit.first_row >= 0:
             self.rows.remove(unit.first_row, unit.wanted.num_samples)
 
+    def _start_fetches(self) -> None:
+        while self._waiting:
+            num_bytes = self._in_flight_bytes + self._waiting[0].wanted.num_bytes
+            if self._num_in_flight >= LEAST_IN_FLIGHT and num_bytes > IN_FLIGHT_BYTES:
+                break
+            self._num_in_flight += 1
+            self._in_flight_bytes = num_bytes
+            self._threads.submit(partial(self._run, self._waiting.popleft()))
+
     def _run(self, unit: Unit) -> None:
         """Fetch one unit (on a background thread) and tell whoever waits."""
         if self._closed:
@@ -213,6 +231,10 @@ class ChunkStore:
             elif not isinstance(found, UnitLayout):
                 unit.take_apart = found
             unit.ready = True
+            self._num_in_flight -= 1
+            self._in_flight_bytes -= unit.wanted.num_bytes
+            if not self._closed:
+                self._start_fetches()
             if unit.users == 0 and not self._closed:
                 self._retire(unit)
             self.changed.notify_all()
