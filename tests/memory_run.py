@@ -1,8 +1,8 @@
 """A loader alone in a process tree, and what that takes: run by test_memory.py as ``memory_run.py FOLDER WORKERS``,
-or ``memory_run.py FOLDER WORKERS streamed``, where ``FOLDER/streamed`` has no index.
+or ``memory_run.py FOLDER WORKERS NAME``, where ``FOLDER/NAME`` has no index.
 
 Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch), ``peak_bytes`` (the most while the data set was
-read by a consumer that is slower than the loader), both as PSS over all processes, and the loader's own figures.
+read by a consumer that is slower than the loader), both over all processes, and the loader's own figures.
 """
 
 from __future__ import annotations
@@ -29,22 +29,32 @@ def decode(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).repeat(2)
 
 
-def pss_bytes() -> int:
-    """Of this process and all below it; what they share counts once."""
+def memory_bytes(folder: str) -> int:
+    """Of this process and all below it; what they share counts once.
+
+    Files that are mapped count as a whole if they lie in ``folder``, and not at all otherwise: which part of a
+    library's pages counts for a process depends on who else has them mapped at that moment.
+    """
     total = 0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:
-            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            shares = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
         except (FileNotFoundError, ProcessLookupError):  # has just ended
             continue
-        total += int(text.split("\nPss:")[1].split()[0]) << 10
+        total += sum(int(shares.split(f"\n{kind}:")[1].split()[0]) << 10 for kind in ("Pss_Anon", "Pss_Shmem"))
+        for line in maps.splitlines():
+            if folder in line:
+                start, stop = line.split()[0].split("-")
+                total += int(stop, 16) - int(start, 16)
     return total
 
 
 class Sampler:
     """The most that was seen, looked at ten times a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
         self.peak_bytes = 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -59,7 +69,7 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._ended.wait(0.1):
-            self.peak_bytes = max(self.peak_bytes, pss_bytes())
+            self.peak_bytes = max(self.peak_bytes, memory_bytes(self._folder))
 
 
 def loader_of(folder: str, num_workers: int, epoch_size: int | None = None) -> DataLoader:
@@ -75,12 +85,12 @@ def main(folder: str, num_workers: int, name: str = "large") -> None:
         for batch in tiny:
             del batch
         gc.collect()
-        idle_bytes = pss_bytes()
+        idle_bytes = memory_bytes(folder)
     epoch_size = None
-    if name == "streamed":
+    if name != "large":
         streaming.shards.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
         epoch_size = 3 * LIMIT_BYTES // SAMPLE_BYTES
-    with loader_of(f"{folder}/{name}/", num_workers, epoch_size) as loader, Sampler() as sampler:
+    with loader_of(f"{folder}/{name}/", num_workers, epoch_size) as loader, Sampler(folder) as sampler:
         slow = threading.Event()
         for _ in loader:
             slow.wait(0.03)  # the consumer is what everything waits for, so that buffers fill

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set three times as large as the limit, and a tiny one."""
+    """A data set three times as large as the limit, one with samples of any size, and a tiny one."""
     folder = tmp_path_factory.mktemp("memory")
     for name, count in (("tiny", 16), ("large", 3 * LIMIT_BYTES // SAMPLE_BYTES)):
         (folder / name).mkdir()
@@ -26,6 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with ShardWriter(f"{folder}/{name}/{{:06d}}.tar", max_bytes="64MiB") as writer:
             for number in range(count):
                 writer.write({"__key__": f"{number:06d}", "bin": data})
+    dice, longest = random.Random(1), os.urandom(2 * SAMPLE_BYTES)
+    (folder / "mixed").mkdir()
+    with ShardWriter(f"{folder}/mixed/{{:06d}}.tar", max_bytes="64MiB", index=False) as writer:
+        for number in range(3 * LIMIT_BYTES // SAMPLE_BYTES):
+            writer.write({"__key__": f"{number:06d}", "bin": longest[: dice.randrange(2 * SAMPLE_BYTES)]})
     (folder / "streamed").mkdir()
     for path in (folder / "large").glob("*.tar"):
         os.link(path, folder / "streamed" / path.name)
@@ -55,11 +61,11 @@ def test_all_processes_together_keep_within_the_limit(folder: Path, num_workers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2, 8])
-def test_so_they_do_without_an_index(folder: Path, num_workers: int) -> None:
-    """By and large: the C library keeps some of the window, from which samples leave at random (0013)."""
-    found = play(folder, str(num_workers), "streamed")
+@pytest.mark.parametrize(("name", "num_workers"), [("streamed", 0), ("streamed", 8), ("mixed", 0), ("mixed", 2)])
+def test_so_they_do_without_an_index(folder: Path, name: str, num_workers: int) -> None:
+    """Samples of one size, and of any: they leave the window at random, and the next ones need other room."""
+    found = play(folder, str(num_workers), name)
     assert found["batches"] == 3 * LIMIT_BYTES // SAMPLE_BYTES // 8
     assert 0 < found["arena_peak_bytes"] <= LIMIT_BYTES / 16
     assert found["ring_peak_bytes"] <= 0.25 * LIMIT_BYTES
-    assert found["peak_bytes"] - found["idle_bytes"] <= 1.25 * LIMIT_BYTES, found
+    assert found["peak_bytes"] - found["idle_bytes"] <= 1.1 * LIMIT_BYTES, found

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_the_order_is_that_of_earlier_releases(large: SampleSet) -> None:
     """Through a window bounded by its samples, and through one bounded by its bytes."""
     for memory_limit, expected in (
         ("4GiB", "51d4a0f660749320b1a820c67656a08f3ab7830be2ba2ebf8584e28cdcbeb96f"),
-        ("4KiB", "e292fc04bfdc0459575c842ea4803812e4d3ccf7a42b78cd9b36698906486055"),
+        ("20KiB", "d41546ab166cb98c9739a1ff670777a35c744a0f0ea5b66812e6f318a15d2af5"),
     ):
         options: dict[str, Any] = {"batch_size": 20, "epoch_size": 200, "epochs": 2, "memory_limit": memory_limit}
         ranks = play(large.open(seed=5), 2, **options)
@@ -178,35 +179,60 @@ def test_resume_reads_again_what_was_read(streamed: SampleSet) -> None:
             other.load_state_dict(state)
 
 
-def test_the_window_is_bounded_in_bytes() -> None:
-    """However many samples the window may hold, it holds ``window_bytes`` and the sample that came in last."""
-    settings = StreamSettings(
+def window_settings(window_bytes: int) -> StreamSettings:
+    """A window of any number of samples, bounded by its bytes."""
+    return StreamSettings(
         urls=("a.tar",),
         order=OrderSettings(seed=1, lanes=1, window=10**6),
         epoch=0,
         dp_rank=0,
-        window_bytes=5000,
+        window_bytes=window_bytes,
         fields=None,
         batch_size=1,
         first_batch=0,
         num_batches=1,
         depth=1,
     )
+
+
+def test_the_window_is_bounded_in_bytes() -> None:
+    """However many samples the window may hold, it holds ``window_bytes`` and the sample that came in last."""
     held_bytes, places = 0, []
 
     def samples() -> Iterator[RawSample]:
         nonlocal held_bytes
         for number in range(3000):
             sample = RawSample(key=str(number), url="a.tar", fields={"bin": bytes(number % 400)})
-            held_bytes += sample.num_bytes
+            held_bytes += sample.held_bytes
             yield sample
 
-    for sample in shuffled(samples(), settings):
-        held_bytes -= sample.num_bytes
-        assert held_bytes <= 5000 + 400
+    for sample in shuffled(samples(), window_settings(20_000)):
+        held_bytes -= sample.held_bytes
+        assert held_bytes <= 20_000 + 1000
         places.append(int(sample.key))
     assert places != sorted(places)
     assert len(set(places)) == len(places) > 2500
+
+
+@pytest.mark.parametrize("num_fields", [1, 3, 8])
+def test_a_window_of_tiny_samples_takes_no_more(num_fields: int) -> None:
+    """What Python keeps beside a sample counts: it is many times what these hold."""
+    window_bytes = 2 << 20
+    names = [f"field{number}" for number in range(num_fields)]
+
+    def samples() -> Iterator[RawSample]:
+        for number in range(10_000):
+            fields = {name: number.to_bytes(8, "little") for name in names}
+            yield RawSample(key=f"{number:08d}", url="a.tar", fields=fields)
+
+    tracemalloc.start()
+    try:
+        num_left = sum(1 for _ in shuffled(samples(), window_settings(window_bytes)))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert num_left > 1000
+    assert 0.5 * window_bytes < peak_bytes <= 1.1 * window_bytes
 
 
 @pytest.mark.parametrize("num_batches", [0, 1, 5])

@@ -19,6 +19,10 @@ from streaming.tar.samples import iter_samples
 
 _PASSES_PER_EPOCH = 1 << 20
 """Room for the pass number below the epoch number: an epoch may go through the shards a million times."""
+_SAMPLE_BYTES = 400
+_FIELD_BYTES = 64
+"""What Python keeps beside the bytes of a sample, and of each of its fields: by resident memory of 100,000 samples
+446 bytes for one field, 510 for three, 850 for eight (CPython 3.11, keys of 8 characters, 2026-11)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +34,9 @@ class RawSample:
     fields: dict[str, bytes]
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of its fields."""
-        return sum(map(len, self.fields.values()))
+    def held_bytes(self) -> int:
+        """Memory that the sample takes as long as somebody refers to it."""
+        return _SAMPLE_BYTES + _FIELD_BYTES * len(self.fields) + sum(map(len, self.fields.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,7 @@ class StreamSettings:
         order: Seed and window; ``lanes`` is the number of ranks, each going through its own shards.
         epoch: The epoch.
         dp_rank: Whose share.
-        window_bytes: Bound on the samples in the window, whatever their number.
+        window_bytes: Bound on the memory of the samples in the window, whatever their number.
         fields: Fields to keep; None: all.
         batch_size: Rows of each batch of this rank.
         first_batch: Batches before this one are read again, but neither decoded nor delivered.
@@ -99,12 +103,12 @@ def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator
     held_bytes = 0
     for sample in samples:
         held.append(sample)
-        held_bytes += sample.num_bytes
+        held_bytes += sample.held_bytes
         while len(held) > window or (held_bytes > settings.window_bytes and len(held) > 1):
             place = int(draw.integers(len(held)))
             held[place], held[-1] = held[-1], held[place]
             leaving = held.pop()
-            held_bytes -= leaving.num_bytes
+            held_bytes -= leaving.held_bytes
             yield leaving
 
 
