@@ -272,6 +272,59 @@ def test_a_truncated_shard_is_an_error(compressed: SampleSet, tmp_path: Path) ->
         list(loader)
 
 
+# Fields that some samples lack
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 samples: text in the second half, where every third lacks it, and numbers of which only some are there."""
+    folder = tmp_path_factory.mktemp("uneven")
+    with ShardWriter(f"{folder}/indexed/{{:06d}}.tar") as writer:
+        for number in range(48):
+            sample: dict[str, Any] = {"__key__": f"{number:02d}", "bin": bytes([number]) * (number % 5)}
+            if number >= 24 and number % 3:
+                sample["txt"] = f"text {number}"
+            if number % 16 >= 8:
+                sample["cls"] = number
+            if number >= 40:
+                sample["vec.npy"] = torch.full((3,), float(number)).numpy()
+            writer.write(sample)
+    (folder / "streamed").mkdir()
+    (folder / "streamed" / "000000.tar.gz").write_bytes(gzip.compress((folder / "indexed/000000.tar").read_bytes()))
+    return folder
+
+
+@pytest.mark.parametrize("hands", [{"num_threads": 0}, {"num_workers": 1}])
+@pytest.mark.parametrize("fields", [None, ("vec.npy", "txt"), ("txt", "cls", "bin")])
+@pytest.mark.parametrize("decode", [True, False])
+def test_a_field_that_samples_lack_is_as_in_a_set_with_an_index(
+    uneven: Path, hands: dict[str, int], fields: tuple[str, ...] | None, decode: bool
+) -> None:
+    """None where a sample lacks it; a field that is asked for is in every batch, another only where a sample has it."""
+    plainly = {} if decode else {"decode": None}
+    options: dict[str, Any] = {"batch_size": 8, "device_mesh": mesh_of(1, 0), **hands}
+
+    def run(name: str, **more: Any) -> list[list[tuple[str, Any]]]:
+        dataset = StreamingDataset(f"{uneven}/{name}/", shuffle=False, fields=fields, **plainly)
+        with DataLoader(dataset, **options, **more) as loader:
+            return [[item for item in batch.items() if item[0] != "__url__"] for batch in plain(list(loader))]
+
+    found = run("streamed", epoch_size=48)
+    assert found == run("indexed")
+    texts = [dict(batch).get("txt", "absent") for batch in found]
+    assert texts[0] == ("absent" if fields is None else [None] * 8)
+    assert [text is None for text in texts[3]] == [number % 3 == 0 for number in range(24, 32)]
+
+
+def test_a_field_that_the_first_shard_lacks_is_an_error(uneven: Path) -> None:
+    dataset = StreamingDataset(f"{uneven}/streamed/", shuffle=False, fields=("txt", "png"))
+    with (
+        DataLoader(dataset, batch_size=8, epoch_size=96, device_mesh=mesh_of(1, 0)) as loader,
+        pytest.raises(ConfigError, match=r"000000\.tar\.gz has 'png'; its samples have bin, cls, txt, vec\.npy"),
+    ):
+        list(loader)
+
+
 # Threads and processes
 
 

@@ -56,8 +56,8 @@ class Packing:
 
 
 def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -> Packing:
-    """Room for the fields that any of the samples has and that are ``wanted`` (None: all)."""
-    names = sorted({name for sample in samples for name in sample.fields if wanted is None or name in wanted})
+    """Room for the fields that are ``wanted``, whether any of the samples has them or not; None: all that any has."""
+    names = sorted({name for sample in samples for name in sample.fields}) if wanted is None else wanted
     # int64 [samples, fields], -1 where a sample lacks a field
     sizes = np.array(
         [[len(sample.fields[name]) if name in sample.fields else -1 for name in names] for sample in samples], np.int64
