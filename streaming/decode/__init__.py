@@ -6,7 +6,15 @@
 
 from streaming.decode.arrays import ArrayDecoder, NpzDecoder, array, npy, npz, safetensors
 from streaming.decode.images import ImageDecoder, image, use_one_thread
-from streaming.decode.registry import DecodeSpec, FieldDecoder, FieldSpec, RawFields, decode_field, resolve_decoders
+from streaming.decode.registry import (
+    DecodeSpec,
+    FieldDecoder,
+    FieldSpec,
+    RawFields,
+    decode_field,
+    is_ours,
+    resolve_decoders,
+)
 from streaming.decode.values import integer, json, msgpack, number, raw, text
 from streaming.decode.webdataset import from_webdataset
 from streaming.types import Decoder
@@ -25,6 +33,7 @@ __all__ = [
     "from_webdataset",
     "image",
     "integer",
+    "is_ours",
     "json",
     "msgpack",
     "npy",

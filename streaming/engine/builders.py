@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from streaming.decode import ArrayDecoder, RawFields, integer, raw, text
+from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
 from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe
 from streaming.engine.rows import Rows
 from streaming.engine.stacks import where_is
@@ -100,6 +100,9 @@ class WorkerBuilder:
 
     Bytes, text, integers and fixed-size arrays are cut out of the arena faster than any process can hand them over:
     batches that hold nothing else are built where they are needed. The first batch decides.
+
+    While the first processes start, which takes seconds, batches that need no code of the user are built by the calling
+    threads.
     """
 
     def __init__(self, recipe: Recipe, pool: WorkerPool) -> None:
@@ -121,6 +124,8 @@ class WorkerBuilder:
         if self.is_local or is_trivial(self._recipe, rows.fields):
             self.is_local = True
             return self._local.build(rows, valid, substitutes, report, batch=batch)
+        if not self._pool.start_if_up() and runs_anywhere(self._recipe, rows.fields):
+            return self._local.build(rows, valid, substitutes, report, batch=batch)
         return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
 
     def give_up(self) -> None:
@@ -138,6 +143,13 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
         return False
     decoders = [recipe.decoders.decoder_for(name) for name in fields]
     return all(decoder in (raw, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
+
+
+def runs_anywhere(recipe: Recipe, fields: Iterable[str]) -> bool:
+    """Whether a batch of ``fields`` needs no code of the user, who may have reasons to want it in a process."""
+    if recipe.transform is not None or recipe.collate_fn is not None:
+        return False
+    return all(is_ours(recipe.decoders.decoder_for(name)) for name in fields)
 
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:

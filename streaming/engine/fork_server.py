@@ -79,6 +79,19 @@ class ForkServer:
         """Whether the process is running."""
         return self._process.poll() is None
 
+    def is_starting(self) -> bool:
+        """Whether it still imports what workers need; they cannot be up before it is done."""
+        with self._lock:
+            if self._is_ready:
+                return False
+            try:
+                self._is_ready = bool(self._control.recv(_REPLY.size, socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                return True
+            except OSError:  # it has ended
+                pass
+            return False
+
     def spawn(self, number: int, sock: socket.socket) -> None:
         """Fork a worker that serves ``sock``; does not wait for it.
 
@@ -119,9 +132,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server and all its workers; returns when they are gone."""
-        with suppress(OSError):  # nothing there yet, or it has gone already
-            self._is_ready = self._is_ready or bool(self._control.recv(_REPLY.size, socket.MSG_DONTWAIT))
-        if not self._is_ready:  # it still imports and has no workers: why wait
+        if self.is_starting():  # it has no workers: why wait
             self._process.kill()
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)

@@ -92,6 +92,11 @@ class Processes:
             while len(self._workers) < self._num_workers:
                 self._spawn()
 
+    def are_starting(self) -> bool:
+        """Whether none can be up yet: the process that they are forked from still imports what they need."""
+        server = self._server
+        return server is not None and server.is_starting()
+
     def take(self) -> Worker:
         """A free worker, for the caller alone, to be followed by ``give_back`` or ``replace``; blocks until there is.
 

@@ -145,6 +145,11 @@ class WorkerPool:
         """Start the processes, if they are not running; does not wait until they are ready."""
         self._processes.start()
 
+    def start_if_up(self) -> bool:
+        """Start the processes, if they are not running; whether they are up, or will not be."""
+        self._processes.start()
+        return not self._processes.are_starting()
+
     def build(
         self,
         rows: Rows,
