@@ -131,11 +131,12 @@ def _gatherer(view: memoryview, where: FieldRange, decoder: ArrayDecoder, alloca
     if shape is None:
         return None
     dtype = torch.from_numpy(np.empty(0, decoder.to)).dtype
-    fill = (
-        _copied_rows(view, where, decoder, num_items)
-        if size >= _COPY_ROWS_BYTES
-        else _gathered_blocks(view, where, decoder, size)
-    )
+    if size >= _COPY_ROWS_BYTES:
+        fill = _copied_rows(view, where, decoder, num_items)
+    elif size % _BLOCK_BYTES == 0 and decoder.dtype == decoder.to:
+        fill = _gathered_blocks(view, where, size)
+    else:
+        fill = _gathered_windows(view, where, decoder, num_items)
 
     def cut(low: int, high: int) -> torch.Tensor:
         whole = (high - low, *shape)
@@ -165,21 +166,28 @@ def _copied_rows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num
     return fill
 
 
-def _gathered_blocks(view: memoryview, where: FieldRange, decoder: ArrayDecoder, size: int) -> Fill:
-    """Payloads of a tar start at multiples of 512 bytes, so a batch of small ones is one gather of 512-byte blocks."""
+def _gathered_blocks(view: memoryview, where: FieldRange, size: int) -> Fill:
+    """Whole blocks of 512 bytes that stay as they are go straight to their places, all rows in one gather."""
     blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
-    num_blocks = -(-size // _BLOCK_BYTES)
+    num_blocks = size // _BLOCK_BYTES
     wanted = ((where.starts // _BLOCK_BYTES)[:, None] + np.arange(num_blocks)).reshape(-1)
-    as_they_are = size % _BLOCK_BYTES == 0 and decoder.dtype == decoder.to
-    num_items = size // decoder.dtype.itemsize
 
     def fill(low: int, high: int, out: npt.NDArray[Any]) -> None:
         chosen = wanted[low * num_blocks : high * num_blocks]
-        if as_they_are:
-            np.take(blocks, chosen, 0, out.view(np.uint8).reshape(-1, _BLOCK_BYTES), "clip")
-            return
-        items = blocks.take(chosen, 0).reshape(high - low, -1)[:, :size]
-        out[:] = np.ascontiguousarray(items).view(decoder.dtype).reshape(high - low, num_items)
+        np.take(blocks, chosen, 0, out.view(np.uint8).reshape(-1, _BLOCK_BYTES), "clip")
+
+    return fill
+
+
+def _gathered_windows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num_items: int) -> Fill:
+    """Others start at multiples of 512 bytes, too, as in any tar: rows of the windows that begin at each."""
+    size = num_items * decoder.dtype.itemsize
+    shape = ((len(view) - size) // _BLOCK_BYTES + 1, num_items)
+    windows: npt.NDArray[Any] = np.ndarray(shape, decoder.dtype, view, 0, (_BLOCK_BYTES, decoder.dtype.itemsize))
+    wanted = where.starts // _BLOCK_BYTES
+
+    def fill(low: int, high: int, out: npt.NDArray[Any]) -> None:
+        out[:] = windows[wanted[low:high]]
 
     return fill
 
