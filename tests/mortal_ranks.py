@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, all of which are killed, at a moment that is counted in requests to the store."""
+"""Ranks in processes of their own, all of which are killed, at a moment that is counted in requests or in batches."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torture_rank import Part, Step
 
 _HERE = Path(__file__).parent
 _WAIT_S = 240.0
+What = Literal["requests", "batches"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,13 +41,14 @@ class _Rank:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
-    def hear(self, news: queue.SimpleQueue[str]) -> None:
+    def hear(self, news: queue.SimpleQueue[str], on_batch: Callable[[], None]) -> None:
         """Note its steps until it is dead."""
         with suppress(ConnectionResetError), self.connection.makefile() as lines:
             for line in lines:
                 if not line.endswith("\n"):  # killed while it wrote
                     break
                 self._note(json.loads(line))
+                on_batch()
                 if len(self.steps) == self.part.num_batches:
                     news.put("finished")
         news.put("dead")
@@ -72,7 +74,8 @@ class MortalRanks:
 
     def __init__(self, temporary: Path) -> None:
         self._lock = threading.Lock()
-        self._requests_left = 0
+        self._counted: What = "requests"
+        self._num_left = 0
         self._first: list[_Rank] = []
         self.num_in_mid_leg = 0
         """Legs whose ranks died before all had had their batches."""
@@ -95,30 +98,38 @@ class MortalRanks:
             self._origin.wait()
 
     def on_request(self) -> None:
-        """To be called for every request; kills those whose moment it is."""
+        """To be called for every request."""
+        self._count("requests")
+
+    def _count(self, what: What) -> None:
+        """Kill those whose moment it is."""
         with self._lock:
-            self._requests_left -= 1
-            if self._requests_left == 0:
+            self._num_left -= what == self._counted
+            if what == self._counted and self._num_left == 0:
                 for rank in self._first:
                     rank.kill()
 
-    def leg(self, parts: Sequence[Part], num_requests: int, dice: random.Random) -> list[list[Step]]:
+    def leg(self, parts: Sequence[Part], number: int, what: What, dice: random.Random) -> list[list[Step]]:
         """The steps that each rank took before it was killed.
 
-        Some die at this request of all, and the others after them, as under a launcher. If there are fewer requests,
+        Some die at this request, or batch, of all, and the others after them, as under a launcher. If there are fewer,
         all die when all have had their batches.
         """
         ranks = self._start(parts)
         news: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threads = [threading.Thread(target=rank.hear, args=(news,), daemon=True) for rank in ranks]
+        threads = [
+            threading.Thread(target=rank.hear, args=(news, lambda: self._count("batches")), daemon=True)
+            for rank in ranks
+        ]
         with self._lock:
-            self._requests_left, self._first = num_requests, dice.sample(ranks, dice.randint(1, len(ranks)))
+            self._counted, self._num_left = what, number
+            self._first = dice.sample(ranks, dice.randint(1, len(ranks)))
         for rank, thread in zip(ranks, threads, strict=True):
             rank.begin()
             thread.start()
         self.num_in_mid_leg += any(news.get(timeout=_WAIT_S) == "dead" for _ in ranks)
         with self._lock:
-            self._requests_left = 0
+            self._num_left = 0
         for rank, thread in zip(ranks, threads, strict=True):
             rank.kill()
             thread.join(_WAIT_S)
