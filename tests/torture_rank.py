@@ -76,7 +76,7 @@ def checked_keys(batch: dict[str, Any]) -> list[str]:
 def steps(part: Part) -> Iterator[Step]:
     """Play a part; the loader is open until the generator is closed."""
     events, dice = Counter[str](), random.Random(part.seed)
-    dataset = _open_with_patience(part, events)
+    dataset = open_with_patience(part, events)
     dataset.storage.read(dataset.chunk(0).url, *PROBE)
     with DataLoader(
         dataset, global_batch_size=GLOBAL_BATCH, last_batch="partial", num_workers=part.num_workers,
@@ -94,7 +94,7 @@ def steps(part: Part) -> Iterator[Step]:
             yield Step(keys=keys, state=loader.state_dict(), bad=metrics["bad"], events=counted | events)
 
 
-def _open_with_patience(part: Part, events: Counter[str]) -> StreamingDataset:
+def open_with_patience(part: Part, events: Counter[str]) -> StreamingDataset:
     """A stale listing is an error by name, and never another data set: look again."""
     cached = {"cache_dir": part.cache_dir, "cache_limit": "1MiB"} if part.cache_dir else {}
     while True:
