@@ -61,7 +61,9 @@ def test_all_processes_together_keep_within_the_limit(folder: Path, num_workers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_workers"), [("streamed", 0), ("streamed", 8), ("mixed", 0), ("mixed", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_workers"), [("streamed", 0), ("streamed", 2), ("streamed", 8), ("mixed", 0), ("mixed", 2)]
+)
 def test_so_they_do_without_an_index(folder: Path, name: str, num_workers: int) -> None:
     """Samples of one size, and of any: they leave the window at random, and the next ones need other room."""
     found = play(folder, str(num_workers), name)
