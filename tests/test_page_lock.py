@@ -16,6 +16,7 @@ import torch
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
 from streaming.copiers import Copied, CpuCopier, CudaCopier, CudaPageLocker
+from streaming.engine.fork_server import ForkServer
 from streaming.engine.ring import BatchRing, Memory
 
 PAGE = 4096
@@ -129,7 +130,10 @@ class Watching(CpuCopier):
         return super().issue(batch)
 
 
-def test_under_the_prefetcher_worker_batches_are_locked_and_else_none(url: str) -> None:
+def test_under_the_prefetcher_worker_batches_are_locked_and_else_none(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForkServer, "is_starting", lambda _: False)  # else threads may build the first batches
     copier = Watching()
     with DataLoader(StreamingDataset(url, shuffle=False), 10, num_workers=2) as loader:
         assert not any(copier.account.holds(batch["npy"]) for batch in loader)
