@@ -195,6 +195,16 @@ def test_what_is_read_takes_the_place_of_what_was_mapped(folder: Path) -> None:
         assert len(set(keys(loader))) == NUM_SAMPLES
 
 
+def test_what_is_in_use_is_never_undone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that undoes left-over maps looks all the time, while others take their places."""
+    monkeypatch.setattr(mapped, "_LOOK_EVERY_S", 0.0005)
+    with DataLoader(open_at(folder), BATCH, memory_limit="8MiB") as loader:
+        for _ in range(3):
+            assert len(set(keys(loader))) == NUM_SAMPLES
+        metrics = loader.metrics()
+    assert metrics["mapped_bytes"] == metrics["fetched_bytes"] > 0
+
+
 def test_a_shard_that_is_replaced_or_removed_stays_what_it_was(folder: Path) -> None:
     """By rename, as every tool of ours does it: what is mapped is the file that was checked."""
     with DataLoader(open_at(folder), BATCH, memory_limit="1GiB") as loader:
