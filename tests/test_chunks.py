@@ -46,9 +46,9 @@ class Store:
         assert not self.asked.acquire(timeout=0.2)
 
 
-@pytest.mark.parametrize(("mib", "at_once"), [(1, 64), (4, 16), (8, 8), (40, 8)])
+@pytest.mark.parametrize(("mib", "at_once"), [(2, 64), (4, 32), (16, 8), (40, 8)])
 def test_bytes_on_their_way_at_once(mib: int, at_once: int) -> None:
-    """64 MiB, but no less than 8 chunks: then the first of them come first. One that has come makes room."""
+    """128 MiB, but no less than 8 chunks: then the first of them come first. One that has come makes room."""
     store, changed = Store(), threading.Condition()
     arena = Arena(4096 * MIB)
     chunks = ChunkStore(fetch=store.fetch, arena=arena, num_threads=80, metrics=Metrics(), changed=changed)
