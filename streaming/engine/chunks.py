@@ -19,8 +19,8 @@ from streaming.layout import TakeApart, UnitLayout
 from streaming.metrics import Metrics
 
 IN_FLIGHT_BYTES = 128 << 20
-"""Of chunks that are being fetched: what 10 Gbit/s bring in 100 ms. With more at once, the first of them come later from
-a near store. With half of it, the first batch from a far one takes 3.5 to 4.5 round trips in place of 2.4
+"""Of chunks that are being fetched: what 10 Gbit/s bring in 100 ms. With more at once, the first of them come later
+from a near store. With half of it, the first batch from a far one takes 3.5 to 4.5 round trips in place of 2.4 to 2.9
 (``benchmarks/bench_first_batch.py``): the chunks that it needs no longer come all together."""
 LEAST_IN_FLIGHT = 8
 """Chunks, however large: a single connection to a far store brings much less than the network could."""
