@@ -16,6 +16,8 @@ import click
 from infra import DeviceMesh
 from shard_tools import render
 from shard_tools.bad_list import load_bad_list, records_of
+from shard_tools.check.recheck import RecheckReport, recheck
+from shard_tools.check.verify import VerifyReport, verify
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
 from shard_tools.copy import copy
 from shard_tools.engine import DEFAULT_WORKERS, open_engine
@@ -34,10 +36,8 @@ from shard_tools.options import (
 from shard_tools.plan import PlanOptions, plan
 from shard_tools.plan_view import save_plot, show_plan
 from shard_tools.progress import progress_bar
-from shard_tools.recheck import RecheckReport, recheck
 from shard_tools.reindex import index
 from shard_tools.reshard import ReshardOptions, reshard
-from shard_tools.verify import VerifyReport, verify
 from streaming.errors import ConfigError, ShardstreamError
 from streaming.storage import Storage
 

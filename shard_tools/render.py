@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shard_tools.check.recheck import RecheckReport
+from shard_tools.check.verify import VerifyReport
 from shard_tools.convert import ConvertReport
 from shard_tools.copy import CopyReport
 from shard_tools.inspect import DataSetInfo, SampleEntry, SampleView
-from shard_tools.recheck import RecheckReport
 from shard_tools.reindex import IndexReport
 from shard_tools.reshard import ReshardReport
-from shard_tools.verify import VerifyReport
 from streaming.storage import redact, redact_text
 from streaming.units import format_bytes
 

@@ -17,11 +17,11 @@ from fault_proxy import Fault, FaultProxy
 from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
+from shard_tools.check.verify import verify
 from shard_tools.cli import cli
 from shard_tools.convert import TargetNotEmptyError
 from shard_tools.copy import CopyReport, copy
 from shard_tools.reindex import index
-from shard_tools.verify import verify
 from streaming import StreamingDataset
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, IndexMismatchError, IndexMissingError
 from streaming.storage import Storage

@@ -22,8 +22,8 @@ from data_sets import write_set
 from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
+from shard_tools.check.verify import verify
 from shard_tools.convert import ConvertOptions, convert
-from shard_tools.verify import verify
 from streaming import DataLoader, StreamingDataset
 from streaming.cache.layout import Layout
 from streaming.indexing import index_shards

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
-from shard_tools.verify import verify
+from shard_tools.check.verify import verify
 from streaming.errors import ConfigError
 from streaming.index.cutter import ChunkRule
 from streaming.index.large import LARGE_BYTES

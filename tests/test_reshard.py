@@ -21,10 +21,10 @@ from servers import MiniS3Server, fresh_name
 
 import shard_tools.shard_source as shard_source
 from shard_tools import ShardWriter
+from shard_tools.check.verify import verify
 from shard_tools.cli import cli
 from shard_tools.convert import TargetNotEmptyError
 from shard_tools.reshard import ReshardOptions, ReshardReport, reshard
-from shard_tools.verify import verify
 from streaming import DataLoader, StreamingDataset
 from streaming.bad_file import BadRecord
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DataError, DuplicateKeyError, NotFoundError
