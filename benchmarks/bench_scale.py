@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from infra import DeviceMesh
-from shard_tools.plan import PlanOptions, plan_table
+from shard_tools.plan.report import PlanOptions, plan_table
 from streaming.index.chunks import ChunkTable, ShardInfo
 
 CHUNK_BYTES = 8 << 20

@@ -33,8 +33,8 @@ from shard_tools.options import (
     typed_option,
     with_storage_options,
 )
-from shard_tools.plan import PlanOptions, plan
-from shard_tools.plan_view import save_plot, show_plan
+from shard_tools.plan.report import PlanOptions, plan
+from shard_tools.plan.view import save_plot, show_plan
 from shard_tools.progress import progress_bar
 from shard_tools.reindex import index
 from shard_tools.reshard import ReshardOptions, reshard

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from infra import DeviceMesh
-from shard_tools.plan import PlanOptions, PlanReport, plan_table
+from shard_tools.plan.report import PlanOptions, PlanReport, plan_table
 from streaming import budget
 from streaming.index.chunks import ChunkTable, ShardInfo
 from streaming.plan import Plan

@@ -10,8 +10,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from shard_tools.plan import PlanReport
-from shard_tools.plan_loads import RankLoad
+from shard_tools.plan.loads import RankLoad
+from shard_tools.plan.report import PlanReport
 from streaming.errors import ConfigError
 from streaming.units import format_bytes
 

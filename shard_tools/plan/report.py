@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 
 from infra import DeviceMesh
-from shard_tools.plan_loads import Loads, RankLoad
+from shard_tools.plan.loads import Loads, RankLoad
 from streaming import budget
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
 from streaming.index.chunks import ChunkTable

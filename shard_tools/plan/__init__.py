@@ -1,0 +1,1 @@
+"""Show who reads what: the verb ``plan``, its loads, and its pictures."""
