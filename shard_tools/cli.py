@@ -15,13 +15,10 @@ import click
 
 from infra import DeviceMesh
 from shard_tools import render
-from shard_tools.bad_list import load_bad_list, records_of
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
-from shard_tools.copy import copy
 from shard_tools.engine import DEFAULT_WORKERS, open_engine
-from shard_tools.inspect import cat_field, describe_sample, info, list_samples
 from shard_tools.options import (
     COUNT,
     PAIR,
@@ -36,8 +33,11 @@ from shard_tools.options import (
 from shard_tools.plan.report import PlanOptions, plan
 from shard_tools.plan.view import save_plot, show_plan
 from shard_tools.progress import progress_bar
-from shard_tools.reindex import index
-from shard_tools.reshard import ReshardOptions, reshard
+from shard_tools.sets.bad_list import load_bad_list, records_of
+from shard_tools.sets.copy import copy
+from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samples
+from shard_tools.sets.reindex import index
+from shard_tools.sets.reshard import ReshardOptions, reshard
 from streaming.errors import ConfigError, ShardstreamError
 from streaming.storage import Storage
 

@@ -14,10 +14,10 @@ from rich.table import Table
 from shard_tools.check.recheck import RecheckReport
 from shard_tools.check.verify import VerifyReport
 from shard_tools.convert import ConvertReport
-from shard_tools.copy import CopyReport
-from shard_tools.inspect import DataSetInfo, SampleEntry, SampleView
-from shard_tools.reindex import IndexReport
-from shard_tools.reshard import ReshardReport
+from shard_tools.sets.copy import CopyReport
+from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
+from shard_tools.sets.reindex import IndexReport
+from shard_tools.sets.reshard import ReshardReport
 from streaming.storage import redact, redact_text
 from streaming.units import format_bytes
 

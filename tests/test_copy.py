@@ -20,8 +20,8 @@ from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
 from shard_tools.cli import cli
 from shard_tools.convert import TargetNotEmptyError
-from shard_tools.copy import CopyReport, copy
-from shard_tools.reindex import index
+from shard_tools.sets.copy import CopyReport, copy
+from shard_tools.sets.reindex import index
 from streaming import StreamingDataset
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, IndexMismatchError, IndexMissingError
 from streaming.storage import Storage
@@ -181,7 +181,7 @@ def test_another_shard_at_the_target_is_not_replaced_unasked(data: Path, tmp_pat
 
 KILLER = """
 import os, sys
-import shard_tools.copy as module
+import shard_tools.sets.copy as module
 stop_at, state = int(sys.argv[3]), [0]
 def counted(function):
     def call(*arguments, **options):

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from data_sets import make_sample, mesh_of
 
 from shard_tools import ShardWriter
-from shard_tools.bad_list import load_bad_list, records_of
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import verify
 from shard_tools.cli import cli
+from shard_tools.sets.bad_list import load_bad_list, records_of
 from streaming import DataLoader, StreamingDataset
 from streaming.bad_file import BadRecord
 from streaming.errors import ConfigError, DataError, IndexMissingError, NotFoundError

@@ -15,7 +15,7 @@ from shard_tools import ShardWriter
 from shard_tools.check.verify import VerifyReport, verify
 from shard_tools.convert import ConvertOptions, convert
 from shard_tools.findings import Finding
-from shard_tools.reindex import index
+from shard_tools.sets.reindex import index
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleTable

@@ -13,7 +13,7 @@ import numpy as np
 from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
 from shard_tools.findings import Finding
 from shard_tools.progress import NoProgress, Progress
-from shard_tools.tables import home_of, load_samples, place_of
+from shard_tools.sets.tables import home_of, load_samples, place_of
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shard_tools.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
 from shard_tools.progress import NoProgress, Progress
+from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
 from streaming.errors import NotFoundError
 from streaming.index.samples import SampleLocation
 from streaming.storage import Storage, redact

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shard_tools.convert.records import Record, Skipped
-from shard_tools.pieces import read_pieces
-from shard_tools.selection import Part, Selection
+from shard_tools.sets.pieces import read_pieces
+from shard_tools.sets.selection import Part, Selection
 from streaming.errors import DataError
 from streaming.storage import Storage
 

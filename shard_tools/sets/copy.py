@@ -12,9 +12,9 @@ import numpy as np
 from shard_tools.convert.journal import TargetNotEmptyError
 from shard_tools.convert.pack import Place, refuse_overlap
 from shard_tools.convert.records import map_ordered
-from shard_tools.open_set import shards_beside
 from shard_tools.progress import NoProgress, Progress
-from shard_tools.tables import home_of
+from shard_tools.sets.open_set import shards_beside
+from shard_tools.sets.tables import home_of
 from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
 from streaming.fetch import FetchRange, fetch_range
 from streaming.index.chunks import ChunkTable

@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shard_tools.bad_list import load_bad_list
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
 from shard_tools.convert.records import permutation
-from shard_tools.open_set import open_set
 from shard_tools.progress import NoProgress, Progress
-from shard_tools.selection import Selection, select, sorted_order
-from shard_tools.shard_source import Int64s, ShardSource
+from shard_tools.sets.bad_list import load_bad_list
+from shard_tools.sets.open_set import open_set
+from shard_tools.sets.selection import Selection, select, sorted_order
+from shard_tools.sets.shard_source import Int64s, ShardSource
 from streaming.errors import ConfigError, DataError
 from streaming.index.columns import KEY
 from streaming.storage import Storage, redact

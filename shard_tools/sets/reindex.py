@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from shard_tools.progress import NoProgress, Progress
-from shard_tools.tables import home_of, place_of
+from shard_tools.sets.tables import home_of, place_of
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.indexing import index_shards, shard_name

@@ -1,0 +1,1 @@
+"""Work on sets that exist: open, list, copy, reshard and reindex them."""
