@@ -1,5 +1,5 @@
 """Packs, indexes, checks and shows WebDataset shards: the writer as a library, the verbs as a command."""
 
-from shard_tools.writer import ShardWriter
+from shard_tools.write.writer import ShardWriter
 
 __all__ = ["ShardWriter"]

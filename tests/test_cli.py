@@ -378,7 +378,7 @@ def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
     done("convert", tmp_path / "in", tmp_path / "calm", "--max-samples", 10)
     code = (
-        "import os, signal, sys, shard_tools.writer as writer\n"
+        "import os, signal, sys, shard_tools.write.writer as writer\n"
         "write = writer.ShardWriter.write\n"
         "def counted(self, sample, count=[0]):\n"
         "    count[0] += 1\n"

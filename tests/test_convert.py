@@ -381,7 +381,7 @@ def test_permutation_is_pinned() -> None:
 
 STOPPER = """
 import os, sys
-import shard_tools.writer as writer
+import shard_tools.write.writer as writer
 from shard_tools.convert import ConvertOptions, convert
 stop_at = int(sys.argv[3])
 write = writer.ShardWriter.write

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from shard_tools import ShardWriter
-from shard_tools.encode import encode_field
+from shard_tools.write.encode import encode_field
 from streaming.tar import parse_chunk
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
 

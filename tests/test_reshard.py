@@ -359,7 +359,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
 
 STOPPER = """
 import os, sys
-import shard_tools.writer as writer
+import shard_tools.write.writer as writer
 from shard_tools.sets.reshard import ReshardOptions, reshard
 stop_at = int(sys.argv[3])
 write = writer.ShardWriter.write

@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
-from shard_tools.encode import encode_field
-from shard_tools.keys import SeenKeys, check_field, check_key
+from shard_tools.write.encode import encode_field
+from shard_tools.write.keys import SeenKeys, check_field, check_key
 from streaming.errors import ConfigError, DuplicateKeyError, StorageError, TarError
 from streaming.index.chunks import ChunkTable
 from streaming.index.cutter import cut_records

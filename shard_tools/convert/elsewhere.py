@@ -17,9 +17,9 @@ from functools import partial
 
 from shard_tools.convert.records import Source
 from shard_tools.engine import ordered
-from shard_tools.keys import SeenKeys, check_key
 from shard_tools.progress import Progress
-from shard_tools.writer import ShardWriter, is_full, make_record
+from shard_tools.write.keys import SeenKeys, check_key
+from shard_tools.write.writer import ShardWriter, is_full, make_record
 from streaming.errors import ConfigError, DuplicateKeyError
 
 _AHEAD = 256  # calls under way or done ahead; an executor of fewer workers makes them wait

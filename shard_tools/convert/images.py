@@ -16,7 +16,7 @@ from shard_tools.convert.records import (
     number_key,
     permutation,
 )
-from shard_tools.keys import check_key
+from shard_tools.write.keys import check_key
 from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage
 

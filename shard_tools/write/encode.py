@@ -248,7 +248,9 @@ def _array_or_image(value: object, extension: str) -> Buffers:
         _refuse("leave the field out of the sample instead")
     if isinstance(value, (dict, list, tuple)):
         _refuse("containers belong into a .json or .msgpack field; rename the field or pass encoded bytes")
-    _refuse("pass bytes, str, int, or what the module documentation of shard_tools.encode lists for its extension")
+    _refuse(
+        "pass bytes, str, int, or what the module documentation of shard_tools.write.encode lists for its extension"
+    )
 
 
 def _as_array(value: object) -> np.ndarray[Any, Any] | None:

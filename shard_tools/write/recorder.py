@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from shard_tools.columns import ColumnSpec, ColumnValue, column_value, parse_columns
-from shard_tools.encode import Buffers
+from shard_tools.write.columns import ColumnSpec, ColumnValue, column_value, parse_columns
+from shard_tools.write.encode import Buffers
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.cutter import ChunkCutter

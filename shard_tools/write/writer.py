@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
-from shard_tools.columns import ColumnSpec, ColumnValue
-from shard_tools.encode import Buffers, encode_field
-from shard_tools.keys import SeenKeys, check_field, check_key, is_meta
-from shard_tools.recorder import IndexRecorder, Record
+from shard_tools.write.columns import ColumnSpec, ColumnValue
+from shard_tools.write.encode import Buffers, encode_field
+from shard_tools.write.keys import SeenKeys, check_field, check_key, is_meta
+from shard_tools.write.recorder import IndexRecorder, Record
 from streaming.errors import ConfigError, StorageError
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.tar.group import MAX_FIELDS
@@ -47,7 +47,7 @@ class ShardWriter:
     table. A killed writer leaves whole shards and no others; ``shard_tools index`` then completes the index.
 
     Memory: the parts that the store's writer has in flight, the sample at hand, its shard's sample table, and
-    a few bytes per key (:class:`~shard_tools.keys.SeenKeys`). Large values are written without a copy.
+    a few bytes per key (:class:`~shard_tools.write.keys.SeenKeys`). Large values are written without a copy.
 
     Not thread-safe: use one writer from one thread at a time. Several writers, in several processes too, may
     fill one directory with shards of different numbers (``start_shard``); each sees its own keys only.
@@ -114,7 +114,7 @@ class ShardWriter:
     def write(self, sample: Mapping[str, object]) -> None:
         """Append one sample: ``__key__`` and one entry per field.
 
-        Values are encoded by the field's extension (``shard_tools.encode``). Other ``__…__`` entries, such as
+        Values are encoded by the field's extension (``shard_tools.write.encode``). Other ``__…__`` entries, such as
         the ``__url__`` of a sample that was read, are left out. The values may be changed once this returned.
 
         Raises:
