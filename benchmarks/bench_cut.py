@@ -2,7 +2,7 @@
 
 Then 64 images of 68 KB, where the C library gives freed memory back to the system, and where it keeps it.
 
-Run: ``python benchmarks/bench_cut.py``. Behind ``_GATHER_BYTES`` of ``streaming.engine.columns`` and
+Run: ``python benchmarks/bench_cut.py``. Behind ``_GATHER_BYTES`` of ``streaming.batches.columns`` and
 ``streaming.engine.heap``.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import common
 import numpy as np
 
-from streaming.engine.columns import cut_in_place, gathered_bytes
+from streaming.batches.columns import cut_in_place, gathered_bytes
 from streaming.engine.heap import keep_freed_memory
 from streaming.engine.rows import FieldRange
 

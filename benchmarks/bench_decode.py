@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from streaming import decode
-from streaming.collate import default_collate
+from streaming.batches.collate import default_collate
 from streaming.decode import images
 
 DEFAULT_LINEAR_UP_TO = images.LINEAR_UP_TO

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from streaming.batches.build import BadSample, Recipe
 from streaming.decode import resolve_decoders
-from streaming.engine.build import BadSample, Recipe
 from streaming.engine.crew import Crew
 from streaming.engine.gather import pack_samples
 from streaming.engine.rows import Rows

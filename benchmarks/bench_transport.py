@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from streaming.batches.build import BadSample, BatchBuilder, Recipe
 from streaming.decode import resolve_decoders
 from streaming.engine.arena import Arena
-from streaming.engine.build import BadSample, BatchBuilder, Recipe
 from streaming.engine.ring import BatchRing
 from streaming.engine.rows import FieldRange, Rows
 from streaming.engine.workers import WorkerPool

@@ -11,16 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from streaming.batches.portion import StageFields
+    from streaming.batches.sequence import SequenceSlice
     from streaming.dataset import ShuffleConfig, StreamingDataset
     from streaming.device import DevicePrefetcher
     from streaming.fetcher import DeviceMeshFetcher
     from streaming.loader import DataLoader
-    from streaming.portion import StageFields
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
     from streaming.replicas import Broadcast
     from streaming.retry import RetrySampler
     from streaming.sampler import DeviceMeshSampler
-    from streaming.sequence import SequenceSlice
 
 _HOMES = {
     "BatchHandle": "streaming.remote",
@@ -32,9 +32,9 @@ _HOMES = {
     "RemoteBatch": "streaming.remote",
     "RemoteGroup": "streaming.remote",
     "RetrySampler": "streaming.retry",
-    "SequenceSlice": "streaming.sequence",
+    "SequenceSlice": "streaming.batches.sequence",
     "ShuffleConfig": "streaming.dataset",
-    "StageFields": "streaming.portion",
+    "StageFields": "streaming.batches.portion",
     "StreamingDataset": "streaming.dataset",
 }
 

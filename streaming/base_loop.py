@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from streaming.bad_samples import BadSamples
+from streaming.batches.bad_samples import BadSamples
 from streaming.dataset import StreamingDataset
 from streaming.engine.crew import Crew
 from streaming.engine.ring import PageLocker

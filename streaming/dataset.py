@@ -18,9 +18,9 @@ from typing import Any, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from streaming.batches.build import OnError
 from streaming.cache import open_cache
 from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
-from streaming.engine.build import OnError
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
 from streaming.fetch import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
 from streaming.index.chunks import ChunkTable

@@ -12,9 +12,9 @@ from typing import Any, Self, TypeAlias, Unpack
 import torch
 
 from streaming.base_loop import BaseLoop
+from streaming.batches.build import Recipe
 from streaming.checked_start import StartCheck
 from streaming.dataset import StreamingDataset
-from streaming.engine.build import Recipe
 from streaming.engine.ring import PageLocker
 from streaming.errors import ConfigError
 from streaming.loop import (

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from infra import DeviceMesh, as_device_mesh
 from streaming import budget
 from streaming.base_loop import BaseLoop, Run
+from streaming.batches.build import Recipe
 from streaming.broadcast import Place, Sharing
 from streaming.dataset import StreamingDataset
-from streaming.engine.build import Recipe
 from streaming.engine.builders import is_surely_trivial
 from streaming.engine.chunks import ChunkStore
 from streaming.engine.crew import Crew

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from streaming.collate import empty_like
+from streaming.batches.collate import empty_like
 from streaming.errors import ConfigError
 from streaming.iterable import Again, IterableLoop
 from streaming.metrics import Metrics

@@ -11,12 +11,12 @@ import torch
 
 from infra import DeviceMesh
 from streaming.agreement import DEFAULT_TIMEOUT_S, checked_timeout
+from streaming.batches.portion import Portion, StageFields, count_only
+from streaming.batches.sequence import SequenceSlice, find_peer
 from streaming.errors import ConfigError
 from streaming.ordinary_config import OrdinaryOptions
 from streaming.plan import Plan
-from streaming.portion import Portion, StageFields, count_only
 from streaming.remote.group import RemoteGroup
-from streaming.sequence import SequenceSlice, find_peer
 from streaming.types import Batch
 
 

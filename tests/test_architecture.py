@@ -17,7 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("streaming", "shard_tools", "infra")
 
 SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device")
-SURFACE += ("streaming.loop", "streaming.streamed", "streaming.base_loop", "streaming.bad_samples", "streaming.peers")
+SURFACE += (
+    "streaming.loop",
+    "streaming.streamed",
+    "streaming.base_loop",
+    "streaming.batches.bad_samples",
+    "streaming.peers",
+)
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
 SURFACE += ("streaming.iterable", "streaming.shares", "streaming.replicas")
 SURFACE += ("streaming.broadcast", "streaming.replica_group", "streaming.remote", "streaming.checked_start")
@@ -52,10 +58,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.shards",
             "streaming.fetch",
             "streaming.decode",
-            "streaming.collate",
-            "streaming.bad_file",
-            "streaming.sequence",
-            "streaming.portion",
+            "streaming.batches.collate",
+            "streaming.batches.bad_file",
+            "streaming.batches.sequence",
+            "streaming.batches.portion",
             "streaming.batch_codec",
             "streaming.agreement",
             "streaming.shared",
@@ -68,8 +74,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 LAYER_OF = {prefix: level for level, (_, prefixes) in enumerate(LAYERS) for prefix in prefixes}
 
-TORCH_MAY = (*(name for name in SURFACE if name != "streaming"), "streaming.engine", "streaming.collate")
-TORCH_MAY += ("streaming.sequence", "streaming.portion", "streaming.batch_codec")
+TORCH_MAY = (*(name for name in SURFACE if name != "streaming"), "streaming.engine", "streaming.batches.collate")
+TORCH_MAY += ("streaming.batches.sequence", "streaming.batches.portion", "streaming.batch_codec")
 # infra asks where the program runs; credentials come the way people have them, the environment too.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.credentials")
 INFRA_MAY = (*SURFACE, "streaming.remote.handles", "streaming.remote.loop", "streaming.remote.reader")

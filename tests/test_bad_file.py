@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.bad_file import BadFile, BadRecord, iter_records, shown_url
+from streaming.batches.bad_file import BadFile, BadRecord, iter_records, shown_url
 from streaming.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -104,10 +104,10 @@ def test_a_path_is_needed(bad_set: str, path: Any) -> None:
 
 
 def test_a_failing_disk_costs_one_warning(bad_set: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "streaming.bad_file"):
+    with caplog.at_level(logging.WARNING, "streaming.batches.bad_file"):
         listed = run(bad_set, "/dev/full")
     assert len(listed) == len(BAD)
-    (record,) = [one for one in caplog.records if one.name == "streaming.bad_file"]
+    (record,) = [one for one in caplog.records if one.name == "streaming.batches.bad_file"]
     assert "/dev/full" in record.message
     assert "No space left" in record.message
 
@@ -137,7 +137,7 @@ def test_a_line_that_was_cut_off_swallows_no_other(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from streaming.bad_file import BadFile, BadRecord
+from streaming.batches.bad_file import BadFile, BadRecord
 file = BadFile(sys.argv[1], int(sys.argv[2]))
 for number in range(150):
     for key in (f"{number}", f"{sys.argv[2]}-{number}"):

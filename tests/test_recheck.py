@@ -15,7 +15,7 @@ from shard_tools.check.verify import verify
 from shard_tools.cli import cli
 from shard_tools.sets.bad_list import load_bad_list, records_of
 from streaming import DataLoader, StreamingDataset
-from streaming.bad_file import BadRecord
+from streaming.batches.bad_file import BadRecord
 from streaming.errors import ConfigError, DataError, IndexMissingError, NotFoundError
 from streaming.index.samples import SampleTable
 from streaming.storage import Storage

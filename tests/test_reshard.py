@@ -26,7 +26,7 @@ from shard_tools.cli import cli
 from shard_tools.convert import TargetNotEmptyError
 from shard_tools.sets.reshard import ReshardOptions, ReshardReport, reshard
 from streaming import DataLoader, StreamingDataset
-from streaming.bad_file import BadRecord
+from streaming.batches.bad_file import BadRecord
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DataError, DuplicateKeyError, NotFoundError
 from streaming.index.samples import SampleTable
 from streaming.storage import Storage

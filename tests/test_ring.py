@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streaming.engine.build import Rows
+from streaming.batches.build import Rows
 from streaming.engine.ring import ALIGN_BYTES, MAX_EXTRA_SLOTS, BatchRing, Slot, SlotWriter
 from streaming.engine.transport import pack, unpack
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from infra import DeviceMesh
 from streaming import SequenceSlice
+from streaming.batches.sequence import Layout, SequencePeer, cut_sequence, find_peer, sequence_ranges
 from streaming.errors import ConfigError
-from streaming.sequence import Layout, SequencePeer, cut_sequence, find_peer, sequence_ranges
 
 
 def places(length: int, peer: SequencePeer, layout: Layout) -> list[int]:

@@ -24,9 +24,9 @@ import pytest
 import torch
 from PIL import Image
 
+from streaming.batches.build import BadSample, BatchBuilder, Recipe
 from streaming.decode import resolve_decoders
 from streaming.engine.arena import Arena
-from streaming.engine.build import BadSample, BatchBuilder, Recipe
 from streaming.engine.fork_server import ForkServer, SharedServer
 from streaming.engine.ring import BatchRing
 from streaming.engine.rows import FieldRange, Rows
@@ -535,7 +535,7 @@ import os, signal, sys
 import numpy as np
 from streaming.decode import resolve_decoders
 from streaming.engine.arena import Arena
-from streaming.engine.build import Recipe, Rows
+from streaming.batches.build import Recipe, Rows
 from streaming.engine.ring import BatchRing
 from streaming.engine.rows import FieldRange
 from streaming.engine.workers import WorkerPool

@@ -14,7 +14,7 @@ from shard_tools.progress import NoProgress, Progress
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.sets.pieces import ShardPieces, read_pieces
 from shard_tools.sets.tables import load_samples
-from streaming.bad_file import BadRecord
+from streaming.batches.bad_file import BadRecord
 from streaming.decode import FieldDecoder, decode_field, resolve_decoders
 from streaming.errors import (
     ChecksumError,

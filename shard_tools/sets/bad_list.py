@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shard_tools.findings import Finding
-from streaming.bad_file import BadRecord, iter_records, shown_url
+from streaming.batches.bad_file import BadRecord, iter_records, shown_url
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.index.samples import SampleTable
 from streaming.storage import Storage, scheme_of
@@ -23,7 +23,7 @@ class BadList:
     """What files of bad samples say.
 
     Attributes:
-        by_shard: The records of each shard, by :func:`~streaming.bad_file.shown_url`; each sample once.
+        by_shard: The records of each shard, by :func:`~streaming.batches.bad_file.shown_url`; each sample once.
         num_unreadable: Lines that are no records.
     """
 

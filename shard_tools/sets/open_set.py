@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shard_tools.convert.records import map_ordered
 from shard_tools.sets.tables import load_samples
-from streaming.bad_file import shown_url
+from streaming.batches.bad_file import shown_url
 from streaming.errors import IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleTable

@@ -16,7 +16,7 @@ from shard_tools.progress import Progress
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.sets.open_set import READ_THREADS, OpenSet, table_of, tables_of
 from shard_tools.sets.pieces import ShardPieces
-from streaming.bad_file import BadRecord, shown_url
+from streaming.batches.bad_file import BadRecord, shown_url
 from streaming.errors import ConfigError
 from streaming.index.columns import KEY, missing_column, where_columns
 from streaming.index.samples import SampleTable

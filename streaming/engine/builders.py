@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from streaming.batches.build import BadSampleReport, BatchBuilder, Recipe
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
-from streaming.engine.build import BadSampleReport, BatchBuilder, Recipe
 from streaming.engine.rows import Rows
 from streaming.engine.stacks import where_is
 from streaming.engine.work import Work

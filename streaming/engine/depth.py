@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streaming.engine.build import size_of
+from streaming.batches.build import size_of
 
 _WITH_USER = 2
 """Batches that a loop holds in the usual case: while it asks for the next one, the last one is still in use."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from streaming.engine.build import Mask, Recipe
-from streaming.engine.columns import Columns
+from streaming.batches.build import Mask, Recipe
+from streaming.batches.columns import Columns
 from streaming.engine.needs import Block
 from streaming.engine.rows import Rows
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.engine.build import BadSample, BadSampleReport, BatchBuilder, Recipe
+from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.engine.builders import Builder
 from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.depth import Depth

@@ -156,7 +156,7 @@ class SlotWriter:
         return self._whole[start : self.used_bytes]
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor in the slot, with any content: the hook of ``streaming.collate``."""
+        """A contiguous tensor in the slot, with any content: the hook of ``streaming.batches.collate``."""
         return tensor_on(self.reserve(_num_bytes(shape, dtype)), shape, dtype)
 
     def place(self, data: Memory) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from streaming.engine.build import BadSample, BadSampleReport
+from streaming.batches.build import BadSample, BadSampleReport
 from streaming.engine.builders import Builder
 from streaming.engine.crew import Crew
 from streaming.engine.depth import Depth

@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streaming.batches.build import BadSample, BatchBuilder, Recipe
 from streaming.decode import use_one_thread
-from streaming.engine.build import BadSample, BatchBuilder, Recipe
 from streaming.engine.channel import Channel, ChannelClosedError
 from streaming.engine.ring import Slot, SlotWriter
 from streaming.engine.rows import Rows

@@ -13,8 +13,8 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from streaming.batches.build import BadSampleReport, Recipe
 from streaming.engine.arena import Arena
-from streaming.engine.build import BadSampleReport, Recipe
 from streaming.engine.channel import ChannelClosedError
 from streaming.engine.fork_server import ForkServer
 from streaming.engine.grace import GivenUpError

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.bad_file import BadFile, BadRecord, shown_url
-from streaming.engine.build import BadSample
+from streaming.batches.bad_file import BadFile, BadRecord, shown_url
+from streaming.batches.build import BadSample
 from streaming.errors import TooManyBadSamplesError
 from streaming.index.chunks import ChunkTable
 from streaming.metrics import Metrics

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from streaming.batches.sequence import SequencePeer, SequenceSlice, checked_names, cut_sequence
 from streaming.errors import ConfigError
-from streaming.sequence import SequencePeer, SequenceSlice, checked_names, cut_sequence
 from streaming.types import Batch
 
 NUM_SAMPLES = "__num_samples__"

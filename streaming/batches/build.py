@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.collate import Allocate, default_collate, empty_like
+from streaming.batches.collate import Allocate, default_collate, empty_like
+from streaming.batches.columns import Columns
+from streaming.batches.portion import Portion
 from streaming.decode import FieldDecoder, decode_field, raw
-from streaming.engine.columns import Columns
 from streaming.engine.rows import Rows
 from streaming.engine.work import Place
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
-from streaming.portion import Portion
 from streaming.storage import redact
 from streaming.types import Batch, Sample, Transform
 

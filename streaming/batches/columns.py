@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.collate import Allocate, collate_field
+from streaming.batches.collate import Allocate, collate_field
 from streaming.decode import ArrayDecoder, FieldDecoder, raw
 from streaming.engine.rows import FieldRange, Rows
 from streaming.engine.work import Place

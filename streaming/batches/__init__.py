@@ -1,0 +1,4 @@
+"""Build batches from rows: decode, transform, collate, substitute what is unreadable.
+
+Knows samples and batches; knows no threads, no processes and no storage.
+"""
