@@ -24,7 +24,7 @@ import numpy as np
 from streaming.cache import NodeCache
 from streaming.cache.entry import HEADER_BYTES, file_bytes
 from streaming.cache.key import EntryKey
-from streaming.cache.layout import Layout
+from streaming.cache.paths import Layout
 from streaming.cache.space import Space
 from streaming.metrics import Metrics
 

@@ -25,8 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from streaming.cache import NodeCache, node, space
 from streaming.cache.entry import HEADER_BYTES, charged_bytes, file_bytes
 from streaming.cache.key import EntryKey, normalised
-from streaming.cache.layout import Layout
 from streaming.cache.locks import try_lock, unlock
+from streaming.cache.paths import Layout
 from streaming.errors import ConfigError, TransferError
 from streaming.metrics import Metrics
 

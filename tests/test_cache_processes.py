@@ -18,8 +18,8 @@ import pytest
 
 from streaming.cache import NodeCache, space
 from streaming.cache.entry import charged_bytes, file_bytes
-from streaming.cache.layout import Layout
 from streaming.cache.locks import locked
+from streaming.cache.paths import Layout
 from streaming.metrics import Metrics
 
 SPAWN = multiprocessing.get_context("spawn")

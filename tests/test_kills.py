@@ -25,7 +25,7 @@ from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
 from shard_tools.convert import ConvertOptions, convert
 from streaming import DataLoader, StreamingDataset
-from streaming.cache.layout import Layout
+from streaming.cache.paths import Layout
 from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 

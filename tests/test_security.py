@@ -33,7 +33,7 @@ from shard_tools.cli import cli
 from shard_tools.convert import convert
 from streaming import DataLoader, StreamingDataset
 from streaming.cache import NodeCache
-from streaming.cache.layout import Layout
+from streaming.cache.paths import Layout
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, StorageError, TarError
 from streaming.index.chunks import ChunkTable
 from streaming.index.files import read_facts

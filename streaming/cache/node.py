@@ -18,8 +18,8 @@ import crc32c as crc32c_of
 
 from streaming.cache.entry import Found, read_entry, write_entry
 from streaming.cache.key import EntryKey
-from streaming.cache.layout import Layout
 from streaming.cache.locks import Waiting, try_lock
+from streaming.cache.paths import Layout
 from streaming.cache.space import Part, Space
 from streaming.errors import ConfigError
 from streaming.metrics import Metrics

@@ -19,8 +19,8 @@ from functools import cache
 import crc32c
 
 from streaming.cache.entry import charged_bytes, file_bytes
-from streaming.cache.layout import Layout, try_lock_existing
 from streaming.cache.locks import Waiting, locked, try_lock, unlock
+from streaming.cache.paths import Layout, try_lock_existing
 from streaming.metrics import Metrics
 
 LOW_WATER = 0.9
