@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 from crc32c import crc32c
 
-from streaming.indexing import index_shards
-from streaming.scan import scan_shard
+from streaming.catalog.build import index_shards
+from streaming.catalog.scan import scan_shard
 from streaming.storage import Storage
 from streaming.tar import parse_chunk
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from streaming.batches.build import OnError
 from streaming.cache import open_cache
+from streaming.catalog.open import OpenShards, check_fields, open_shards, sample_table
 from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
 from streaming.fetch import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
@@ -28,7 +29,6 @@ from streaming.index.samples import SampleLocation, SampleTable
 from streaming.layout import TakeApart, UnitLayout
 from streaming.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.peers import job_peers
-from streaming.shards import OpenShards, check_fields, open_shards, sample_table
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
 from streaming.types import Sample, Transform
 

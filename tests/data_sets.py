@@ -18,9 +18,9 @@ import torch
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
+from streaming.catalog.build import index_shards
 from streaming.engine.arena import PAGE_BYTES
 from streaming.index.cutter import ChunkRule
-from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)

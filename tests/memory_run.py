@@ -17,7 +17,7 @@ from typing import Self
 import psutil
 import torch
 
-import streaming.shards
+import streaming.catalog.open
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 
 LIMIT_BYTES = 128 << 20
@@ -88,7 +88,7 @@ def main(folder: str, num_workers: int, name: str = "large") -> None:
         idle_bytes = memory_bytes(folder)
     epoch_size = None
     if name != "large":
-        streaming.shards.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
+        streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
         epoch_size = 3 * LIMIT_BYTES // SAMPLE_BYTES
     with loader_of(f"{folder}/{name}/", num_workers, epoch_size) as loader, Sampler(folder) as sampler:
         slow = threading.Event()

@@ -26,7 +26,7 @@ atexit.register(tell_who_is_left)
 
 from hanging import BATCH, Busy, Hang, await_byte, until_it_stands  # noqa: E402  after that
 
-import streaming.shards  # noqa: E402
+import streaming.catalog.open  # noqa: E402
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset  # noqa: E402
 
 TRANSFORMS = {"hangs": Hang, "computes": Busy}
@@ -46,7 +46,7 @@ def train(
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
     if streamed:
-        streaming.shards.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
+        streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
         logging.getLogger("streaming.streamed").setLevel(logging.ERROR)  # what that costs is known
     hang = TRANSFORMS.get(transform, Hang)(folder)
     if options.get("num_threads"):

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from servers import MiniS3Server, free_port, fresh_name
 
-import streaming.shards
+import streaming.catalog.open
 from infra import DeviceMesh, MeshError
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
@@ -241,7 +241,7 @@ class TestIndexMismatch:
     def when(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         """Sizes are checked when a small set is opened, and when a read of a large one fails."""
         if request.param == "while reading":
-            monkeypatch.setattr(streaming.shards, "CHECKED_AT_OPEN", 0)
+            monkeypatch.setattr(streaming.catalog.open, "CHECKED_AT_OPEN", 0)
 
     @pytest.mark.usefixtures("when")
     @pytest.mark.parametrize("on_error", ["raise", "substitute", "skip"])

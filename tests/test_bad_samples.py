@@ -17,10 +17,10 @@ from PIL import Image
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
+from streaming.catalog.build import index_shards
 from streaming.errors import ChecksumError, ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.fetch import FetchRange
 from streaming.index.cutter import ChunkRule
-from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

@@ -14,9 +14,9 @@ from test_spans import without_spans
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
+from streaming.catalog.build import index_shards
 from streaming.index.cutter import ChunkRule
 from streaming.index.samples import SampleTable
-from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

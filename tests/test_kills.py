@@ -26,7 +26,7 @@ from shard_tools.check.verify import verify
 from shard_tools.convert import ConvertOptions, convert
 from streaming import DataLoader, StreamingDataset
 from streaming.cache.paths import Layout
-from streaming.indexing import index_shards
+from streaming.catalog.build import index_shards
 from streaming.storage import Storage, expand_urls
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -150,7 +150,7 @@ def test_the_writer_to_a_bucket(mini_s3: MiniS3Server, seed: int) -> None:
 INDEXER = """
 for name in ("open", "write", "replace", "fsync"):
     setattr(os, name, stepping(getattr(os, name)))
-from streaming.indexing import index_shards
+from streaming.catalog.build import index_shards
 from streaming.storage import Storage, expand_urls
 storage = Storage()
 index_shards(storage, expand_urls(arguments["folder"] + "/", storage), parallel=arguments["parallel"])

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
+from streaming.catalog.build import index_shards
+from streaming.catalog.scan import scan_shard
 from streaming.errors import ConfigError
 from streaming.index.cutter import ChunkRule
 from streaming.index.large import LARGE_BYTES
 from streaming.index.samples import SampleTable
-from streaming.indexing import index_shards
-from streaming.scan import scan_shard
 from streaming.storage import Storage
 
 SIZES = [0, 1, 511, 512, 70_000, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 512, 300_001]

@@ -19,8 +19,8 @@ import pytest
 from data_sets import WORLD_SIZES, loaders, mesh_of
 
 from streaming import DataLoader, StreamingDataset
+from streaming.catalog.build import index_shards
 from streaming.index.cutter import ChunkRule
-from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
 GNU_TAR = shutil.which("tar")

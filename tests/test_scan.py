@@ -14,6 +14,8 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streaming.catalog.build import check_sizes, index_shards, load_index, shard_name
+from streaming.catalog.scan import scan_shard
 from streaming.errors import (
     ConfigError,
     DuplicateKeyError,
@@ -26,8 +28,6 @@ from streaming.index.chunks import ChunkTable
 from streaming.index.cutter import ChunkRule, cut_records
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
-from streaming.indexing import check_sizes, index_shards, load_index, shard_name
-from streaming.scan import scan_shard
 from streaming.storage import Storage
 from streaming.tar import parse_chunk
 

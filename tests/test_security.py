@@ -34,12 +34,12 @@ from shard_tools.convert import convert
 from streaming import DataLoader, StreamingDataset
 from streaming.cache import NodeCache
 from streaming.cache.paths import Layout
+from streaming.catalog.sidecars import MAX_SIDECAR_BYTES, Sidecars, find_sidecars
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, StorageError, TarError
 from streaming.index.chunks import ChunkTable
 from streaming.index.files import read_facts
 from streaming.index.samples import SampleTable
 from streaming.metrics import Metrics
-from streaming.sidecars import MAX_SIDECAR_BYTES, Sidecars, find_sidecars
 from streaming.storage import Storage, expand_urls, redact
 from streaming.tar import TarScanner, iter_samples, parse_chunk
 from streaming.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS

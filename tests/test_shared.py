@@ -13,8 +13,8 @@ from data_sets import SampleSet, write_set
 from servers import MiniS3Server
 
 from streaming import StreamingDataset, shared
+from streaming.catalog.listing import Found
 from streaming.errors import ConfigError, IndexMismatchError, NotFoundError
-from streaming.found import Found
 from streaming.index.chunks import ChunkTable, ShardInfo
 
 NUM_RANKS = 64

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import streaming.sidecars as sidecars_module
+import streaming.catalog.sidecars as sidecars_module
+from streaming.catalog.build import index_shards
+from streaming.catalog.scan import scan_shard
+from streaming.catalog.sidecars import Sidecars, find_sidecars, part_starts, scan_with_sidecars
 from streaming.errors import IndexMismatchError, TarError
 from streaming.index.cutter import ChunkRule
 from streaming.index.layout import chunks_path
 from streaming.index.samples import SampleTable
-from streaming.indexing import index_shards
-from streaming.scan import scan_shard
-from streaming.sidecars import Sidecars, find_sidecars, part_starts, scan_with_sidecars
 from streaming.storage import Storage
 
 SMALL = ChunkRule(target_bytes=8000, min_bytes=3000, min_samples=3)

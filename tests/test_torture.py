@@ -33,8 +33,8 @@ from torture_rank import GLOBAL_BATCH, PROBE, SHUFFLE, Part, Step, checked_keys,
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.cache.paths import Layout
+from streaming.catalog.build import index_shards
 from streaming.index.cutter import ChunkRule
-from streaming.indexing import index_shards
 from streaming.storage import Storage, expand_urls
 
 SHARD_SAMPLES = 100

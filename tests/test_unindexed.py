@@ -54,7 +54,7 @@ def compressed(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def large(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> SampleSet:
     """The same, as if it were too large to be indexed at start."""
-    monkeypatch.setattr("streaming.shards.SCAN_LIMIT_BYTES", 1000)
+    monkeypatch.setattr("streaming.catalog.open.SCAN_LIMIT_BYTES", 1000)
     return samples
 
 

@@ -14,11 +14,11 @@ from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
 from shard_tools.findings import Finding
 from shard_tools.progress import NoProgress, Progress
 from shard_tools.sets.tables import home_of, load_samples, place_of
+from streaming.catalog.build import shard_name
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import chunks_path
-from streaming.indexing import shard_name
 from streaming.storage import Storage, expand_urls, join_url, split_url
 
 _SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")

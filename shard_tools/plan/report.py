@@ -12,11 +12,11 @@ import numpy as np
 from infra import DeviceMesh
 from shard_tools.plan.loads import Loads, RankLoad
 from streaming import budget
+from streaming.catalog.open import open_shards, sample_table
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
 from streaming.index.chunks import ChunkTable
 from streaming.order import checked_int
 from streaming.plan import LastBatch, Plan
-from streaming.shards import open_shards, sample_table
 from streaming.storage import Storage
 from streaming.units import parse_bytes
 

@@ -15,12 +15,12 @@ from shard_tools.convert.records import map_ordered
 from shard_tools.progress import NoProgress, Progress
 from shard_tools.sets.open_set import shards_beside
 from shard_tools.sets.tables import home_of
+from streaming.catalog.build import load_index, shard_name
 from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
 from streaming.fetch import FetchRange, fetch_range
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
-from streaming.indexing import load_index, shard_name
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.storage.urls import split_query
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from shard_tools.convert.records import map_ordered
 from shard_tools.sets.tables import load_samples
 from streaming.batches.bad_file import shown_url
+from streaming.catalog.build import load_index
+from streaming.catalog.scan import scan_shard
 from streaming.errors import IndexMissingError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleTable
-from streaming.indexing import load_index
-from streaming.scan import scan_shard
 from streaming.storage import Storage, expand_urls, redact, split_url
 from streaming.units import format_bytes
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from streaming.catalog.build import shard_name
 from streaming.errors import NotFoundError
 from streaming.index.layout import samples_path
 from streaming.index.samples import SampleTable
-from streaming.indexing import shard_name
 from streaming.storage import Storage, join_url, redact, split_url
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shard_tools.write.columns import ColumnSpec, ColumnValue, column_value, parse_columns
 from shard_tools.write.encode import Buffers
+from streaming.catalog.build import shard_name
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunks import ChunkTable
 from streaming.index.cutter import ChunkCutter
@@ -24,7 +25,6 @@ from streaming.index.large import LARGE_BYTES, large_sums
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable, chunk_rows_from_footer
 from streaming.index.spans import SpanCutter, spans_of
-from streaming.indexing import shard_name
 from streaming.storage import Storage, join_url
 from streaming.tar.group import check_density
 

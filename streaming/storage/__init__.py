@@ -1,8 +1,8 @@
 """Objects and files by URL: ranged reads, listings and atomic writes over local disks, s3, gs, az, http and fsspec."""
 
+from streaming.catalog.urls import expand_urls
 from streaming.storage.active import ActiveRequest
 from streaming.storage.base import DEFAULT_PART_BYTES, ChangedError, ObjectInfo, Observer, ReadBuffer, StoreWriter
-from streaming.storage.expand import expand_urls
 from streaming.storage.facade import Storage
 from streaming.storage.mirrors import mirrors_of
 from streaming.storage.options import StorageOptions

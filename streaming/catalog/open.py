@@ -12,15 +12,15 @@ from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
-from streaming.ahead import StorageAhead
+from streaming.catalog.build import check_sizes, load_index, shard_name
+from streaming.catalog.listing import Found
+from streaming.catalog.opening_storage import StorageAhead
+from streaming.catalog.scan import scan_shard
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, NotFoundError
-from streaming.found import Found
 from streaming.index.chunks import ChunkTable
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable
-from streaming.indexing import check_sizes, load_index, shard_name
-from streaming.scan import scan_shard
 from streaming.shared import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, expand_urls, join_url, redact, scheme_of, split_url
 from streaming.units import format_bytes

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from streaming.catalog.scan import Progress, join_parts, scan_part, scan_shard
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StorageError
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule, cut_records
 from streaming.index.headstart import DaliField, WidsShard, parse_dali_idx, parse_energon_idx, parse_wids
 from streaming.index.samples import SampleTable
-from streaming.scan import Progress, join_parts, scan_part, scan_shard
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.storage.urls import local_path
 
@@ -104,7 +104,7 @@ def scan_with_sidecars(
     progress: Progress | None = None,
     parallel: int = 1,
 ) -> SampleTable:
-    """As :func:`streaming.scan.scan_shard`, in up to ``parallel`` parts at a time, and checked against ``sidecars``.
+    """As :func:`streaming.catalog.scan.scan_shard`, in up to ``parallel`` parts at a time, and checked against ``sidecars``.
 
     Raises:
         IndexMismatchError: If a sidecar says other than the shard; nothing was taken over from it.

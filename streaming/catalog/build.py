@@ -9,6 +9,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+from streaming.catalog.scan import Progress, compressed_error
+from streaming.catalog.sidecars import Sidecars, find_sidecars, scan_with_sidecars
 from streaming.errors import (
     ConfigError,
     DataError,
@@ -22,8 +24,6 @@ from streaming.index.cutter import DEFAULT_RULE, ChunkRule
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import chunk_rows_from_footer
-from streaming.scan import Progress, compressed_error
-from streaming.sidecars import Sidecars, find_sidecars, scan_with_sidecars
 from streaming.storage import Storage, join_url, redact, split_url
 
 _FOOTER_GUESS_BYTES = 64 << 10
@@ -76,7 +76,7 @@ def index_shards(
 
     Raises:
         ConfigError: For a compressed shard, or two shards of one name in one index.
-        DataError: For a damaged shard; see :func:`streaming.scan.scan_shard`.
+        DataError: For a damaged shard; see :func:`streaming.catalog.scan.scan_shard`.
         IndexMismatchError: If a sidecar of another tool does not describe its shard.
         StorageError: If a shard cannot be read or the index not be written.
     """

@@ -1,0 +1,1 @@
+"""Go from URLs to open shards: expand, list, read or build the index."""
