@@ -26,7 +26,7 @@ import torch
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.device import DevicePrefetcher
+from streaming.device.prefetcher import DevicePrefetcher
 
 ROUNDS = 5
 ROWS = 128

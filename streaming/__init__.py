@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from streaming.batches.portion import StageFields
     from streaming.batches.sequence import SequenceSlice
     from streaming.dataset import ShuffleConfig, StreamingDataset
-    from streaming.device import DevicePrefetcher
+    from streaming.device.prefetcher import DevicePrefetcher
     from streaming.fetcher import DeviceMeshFetcher
     from streaming.loader import DataLoader
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
@@ -28,7 +28,7 @@ _HOMES = {
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.fetcher",
     "DeviceMeshSampler": "streaming.sampler",
-    "DevicePrefetcher": "streaming.device",
+    "DevicePrefetcher": "streaming.device.prefetcher",
     "RemoteBatch": "streaming.remote",
     "RemoteGroup": "streaming.remote",
     "RetrySampler": "streaming.retry",

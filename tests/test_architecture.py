@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("streaming", "shard_tools", "infra")
 
-SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device")
+SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device.prefetcher")
 SURFACE += (
     "streaming.loop",
     "streaming.streamed",
@@ -27,7 +27,7 @@ SURFACE += (
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
 SURFACE += ("streaming.iterable", "streaming.shares", "streaming.replicas")
 SURFACE += ("streaming.broadcast", "streaming.replica_group", "streaming.remote", "streaming.checked_start")
-SURFACE += ("streaming.watch", "streaming.copiers")
+SURFACE += ("streaming.watch", "streaming.device.copiers")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),

@@ -21,8 +21,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.copiers import Copied, CpuCopier, CudaCopier, _is_dense, map_tensors
-from streaming.device import DevicePrefetcher, resolve_device
+from streaming.device.copiers import Copied, CpuCopier, CudaCopier, _is_dense, map_tensors
+from streaming.device.prefetcher import DevicePrefetcher, resolve_device
 from streaming.errors import ConfigError, StateError
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

@@ -15,7 +15,7 @@ import torch
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
-from streaming.copiers import Copied, CpuCopier, CudaCopier, CudaPageLocker
+from streaming.device.copiers import Copied, CpuCopier, CudaCopier, CudaPageLocker
 from streaming.engine.fork_server import ForkServer
 from streaming.engine.ring import BatchRing, Memory
 

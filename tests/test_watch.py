@@ -16,7 +16,7 @@ import torch
 from data_sets import SampleSet, write_set
 
 from streaming import DataLoader, DevicePrefetcher
-from streaming.copiers import Copied, CpuCopier
+from streaming.device.copiers import Copied, CpuCopier
 from streaming.errors import ConfigError
 from streaming.storage.local import LocalAdapter
 from streaming.watch import Watchdog

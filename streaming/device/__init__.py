@@ -1,0 +1,1 @@
+"""Feed an accelerator: copy batches ahead on a side stream."""
