@@ -22,8 +22,8 @@ from streaming.engine.chunks import ChunkStore
 from streaming.engine.crew import Crew
 from streaming.engine.heap import keep_freed_memory
 from streaming.engine.mapped import LEAST_BYTES, FileMaps
-from streaming.engine.needs import BatchSlices, Units, WholeChunks
 from streaming.engine.pipeline import Pipeline, Settings
+from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.errors import ConfigError, StateError
 from streaming.metrics import Metrics
 from streaming.plan import LastBatch, Plan

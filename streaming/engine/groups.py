@@ -14,8 +14,8 @@ import numpy as np
 
 from streaming.batches.build import Mask, Recipe
 from streaming.batches.columns import Columns
-from streaming.engine.needs import Block
 from streaming.engine.rows import Rows
+from streaming.engine.units import Block
 
 _GROUP_ROWS = 2_048
 _GROUP_BYTES = 16 << 20

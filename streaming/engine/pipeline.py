@@ -31,11 +31,11 @@ from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.depth import Depth
 from streaming.engine.grace import GRACE_S, LOOK_UP_S, GivenUpError, still_alive, tell_of
 from streaming.engine.groups import Group, Groups
-from streaming.engine.needs import BLOCK_SAMPLES, Block, Need, Units
 from streaming.engine.rows import Rows
 from streaming.engine.source import Source
 from streaming.engine.standing import Standing, standing_lines, thread_lines
 from streaming.engine.substitutes import Substitutes
+from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
 from streaming.errors import DataError, DecodeError, MemoryLimitError, TooManyBadSamplesError
 from streaming.metrics import Metrics
 from streaming.plan import Plan
