@@ -17,7 +17,7 @@ import common
 from obstore.store import S3Store
 
 from streaming import DataLoader, StreamingDataset
-from streaming.engine.chunks import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
+from streaming.engine.memory.chunk_store import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
 from streaming.fetch import FetchRange
 from streaming.loop import FETCH_THREADS
 

@@ -17,7 +17,7 @@ from streaming.batches.build import BadSample, Recipe
 from streaming.decode import resolve_decoders
 from streaming.engine.crew import Crew
 from streaming.engine.gather import pack_samples
-from streaming.engine.rows import Rows
+from streaming.engine.memory.row_table import Rows
 from streaming.engine.stream import RawSample
 from streaming.metrics import Metrics
 

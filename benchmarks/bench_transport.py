@@ -21,9 +21,9 @@ import torch
 
 from streaming.batches.build import BadSample, BatchBuilder, Recipe
 from streaming.decode import resolve_decoders
-from streaming.engine.arena import Arena
+from streaming.engine.memory.arena import Arena
+from streaming.engine.memory.row_table import FieldRange, Rows
 from streaming.engine.ring import BatchRing
-from streaming.engine.rows import FieldRange, Rows
 from streaming.engine.workers import WorkerPool
 
 SHAPE = (3, 224, 224)

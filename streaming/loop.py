@@ -18,10 +18,10 @@ from streaming.batches.build import Recipe
 from streaming.broadcast import Place, Sharing
 from streaming.dataset import StreamingDataset
 from streaming.engine.builders import is_surely_trivial
-from streaming.engine.chunks import ChunkStore
 from streaming.engine.crew import Crew
-from streaming.engine.heap import keep_freed_memory
-from streaming.engine.mapped import LEAST_BYTES, FileMaps
+from streaming.engine.memory.chunk_store import ChunkStore
+from streaming.engine.memory.heap import keep_freed_memory
+from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.errors import ConfigError, StateError

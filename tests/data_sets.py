@@ -19,7 +19,7 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.catalog.build import index_shards
-from streaming.engine.arena import PAGE_BYTES
+from streaming.engine.memory.arena import PAGE_BYTES
 from streaming.index.cutter import ChunkRule
 from streaming.storage import Storage, expand_urls
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from streaming.engine.arena import Arena
-from streaming.engine.chunks import ChunkStore
+from streaming.engine.memory.arena import Arena
+from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.errors import StorageError
 from streaming.fetch import FetchRange
 from streaming.layout import UnitLayout

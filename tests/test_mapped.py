@@ -15,7 +15,7 @@ import pytest
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.dataset import ShuffleConfig
-from streaming.engine import mapped
+from streaming.engine.memory import mapped
 from streaming.errors import DataError, ShardstreamError, TooManyBadSamplesError
 
 NUM_SAMPLES, SAMPLE_BYTES, PER_SHARD, BATCH = 240, 40_000, 20, 4

@@ -23,7 +23,7 @@ from leftovers import leftovers
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.engine.grace import GRACE_S
-from streaming.engine.rows import RowTable
+from streaming.engine.memory.row_table import RowTable
 
 pytestmark = [pytest.mark.usefixtures("one_fork_server"), pytest.mark.timeout(60)]
 

@@ -26,10 +26,10 @@ from PIL import Image
 
 from streaming.batches.build import BadSample, BatchBuilder, Recipe
 from streaming.decode import resolve_decoders
-from streaming.engine.arena import Arena
 from streaming.engine.fork_server import ForkServer, SharedServer
+from streaming.engine.memory.arena import Arena
+from streaming.engine.memory.row_table import FieldRange, Rows
 from streaming.engine.ring import BatchRing
-from streaming.engine.rows import FieldRange, Rows
 from streaming.engine.workers import MAX_DEATHS, WorkerPool
 from streaming.errors import ChecksumError, ConfigError, DecodeError, WorkerDiedError, WorkerError
 
@@ -534,10 +534,10 @@ SCRIPT = """
 import os, signal, sys
 import numpy as np
 from streaming.decode import resolve_decoders
-from streaming.engine.arena import Arena
+from streaming.engine.memory.arena import Arena
 from streaming.batches.build import Recipe, Rows
 from streaming.engine.ring import BatchRing
-from streaming.engine.rows import FieldRange
+from streaming.engine.memory.row_table import FieldRange
 from streaming.engine.workers import WorkerPool
 
 OFFSET = 10

@@ -15,7 +15,7 @@ from streaming.batches.collate import Allocate, default_collate, empty_like
 from streaming.batches.columns import Columns
 from streaming.batches.portion import Portion
 from streaming.decode import FieldDecoder, decode_field, raw
-from streaming.engine.rows import Rows
+from streaming.engine.memory.row_table import Rows
 from streaming.engine.work import Place
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.storage import redact

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, BatchBuilder, Recipe
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
-from streaming.engine.rows import Rows
+from streaming.engine.memory.row_table import Rows
 from streaming.engine.stacks import where_is
 from streaming.engine.work import Work
 from streaming.engine.workers import WorkerPool

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from streaming.batches.build import Recipe
-from streaming.engine.arena import Arena
 from streaming.engine.builders import Builder, LocalBuilder, WorkerBuilder
+from streaming.engine.memory.arena import Arena
 from streaming.engine.ring import BatchRing, PageLocker
 from streaming.engine.workers import WorkerPool
 from streaming.metrics import Metrics

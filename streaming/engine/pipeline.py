@@ -27,11 +27,11 @@ import numpy.typing as npt
 
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.engine.builders import Builder
-from streaming.engine.chunks import ChunkStore, Unit
 from streaming.engine.depth import Depth
 from streaming.engine.grace import GRACE_S, LOOK_UP_S, GivenUpError, still_alive, tell_of
 from streaming.engine.groups import Group, Groups
-from streaming.engine.rows import Rows
+from streaming.engine.memory.chunk_store import ChunkStore, Unit
+from streaming.engine.memory.row_table import Rows
 from streaming.engine.source import Source
 from streaming.engine.standing import Standing, standing_lines, thread_lines
 from streaming.engine.substitutes import Substitutes

@@ -23,8 +23,8 @@ from streaming.engine.crew import Crew
 from streaming.engine.depth import Depth
 from streaming.engine.gather import Packing, neighbours, pack_samples
 from streaming.engine.grace import GRACE_S, LOOK_UP_S, still_alive, tell_of
+from streaming.engine.memory.row_table import Rows
 from streaming.engine.read_ahead import ReadAhead, StreamClosedError
-from streaming.engine.rows import Rows
 from streaming.engine.standing import thread_lines
 from streaming.engine.stream import StreamSettings, samples_of
 from streaming.metrics import Metrics

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streaming.engine.chunks import Unit
+from streaming.engine.memory.chunk_store import Unit
 from streaming.engine.stacks import thread_named, where_is
 from streaming.storage import ActiveRequest, redact
 from streaming.units import format_bytes

@@ -13,8 +13,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from streaming.engine.chunks import ChunkStore, Unit
-from streaming.engine.rows import Rows, RowTable
+from streaming.engine.memory.chunk_store import ChunkStore, Unit
+from streaming.engine.memory.row_table import Rows, RowTable
 from streaming.engine.source import Source
 from streaming.errors import DataError
 from streaming.plan import Plan

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.engine.arena import Arena
+from streaming.engine.memory.arena import Arena
+from streaming.engine.memory.row_table import FieldRange, Rows
 from streaming.engine.ring import Memory, SlotWriter, tensor_on
-from streaming.engine.rows import FieldRange, Rows
 from streaming.errors import WorkerError
 
 _IN_SLOT_BYTES = 32 << 10

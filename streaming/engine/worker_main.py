@@ -30,8 +30,8 @@ import torch
 from streaming.batches.build import BadSample, BatchBuilder, Recipe
 from streaming.decode import use_one_thread
 from streaming.engine.channel import Channel, ChannelClosedError
+from streaming.engine.memory.row_table import Rows
 from streaming.engine.ring import Slot, SlotWriter
-from streaming.engine.rows import Rows
 from streaming.engine.transport import WireRows, error_to_wire, pack, rows_from_wire
 from streaming.engine.work import STACK_SIGNAL
 from streaming.errors import ConfigError

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, Recipe
-from streaming.engine.arena import Arena
 from streaming.engine.channel import ChannelClosedError
 from streaming.engine.fork_server import ForkServer
 from streaming.engine.grace import GivenUpError
+from streaming.engine.memory.arena import Arena
+from streaming.engine.memory.row_table import Rows
 from streaming.engine.processes import Processes, Worker
 from streaming.engine.ring import BatchRing, Slot
-from streaming.engine.rows import Rows
 from streaming.engine.stacks import state_of
 from streaming.engine.transport import Parcel, error_from_wire, rows_to_wire, unpack
 from streaming.engine.work import Work

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from streaming.engine.arena import Arena
-from streaming.engine.mapped import FileMaps
-from streaming.engine.rows import RowTable
+from streaming.engine.memory.arena import Arena
+from streaming.engine.memory.mapped import FileMaps
+from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads import JobThreads
 from streaming.errors import DataError, IndexMismatchError
 from streaming.fetch import FetchRange, UnitKey, layout_of

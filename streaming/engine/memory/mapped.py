@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from streaming.engine.arena import PAGE_BYTES, Arena
+from streaming.engine.memory.arena import PAGE_BYTES, Arena
 from streaming.fetch import FetchRange, matches_sums
 from streaming.storage.urls import local_path
 

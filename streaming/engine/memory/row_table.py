@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.engine.extents import Extents
+from streaming.engine.memory.extents import Extents
 from streaming.errors import DataError
 from streaming.layout import UnitLayout
 

@@ -8,7 +8,7 @@ import os
 from contextlib import suppress
 from functools import cache
 
-from streaming.engine.extents import Extents
+from streaming.engine.memory.extents import Extents
 
 PAGE_BYTES = mmap.PAGESIZE
 

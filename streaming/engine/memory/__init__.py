@@ -1,0 +1,1 @@
+"""Hold fetched chunks: one byte budget, mapped files, and where each sample lies."""
