@@ -16,9 +16,9 @@ from typing import Any
 from streaming.batches.build import BadSample, Recipe
 from streaming.decode import resolve_decoders
 from streaming.engine.crew import Crew
-from streaming.engine.gather import pack_samples
 from streaming.engine.memory.row_table import Rows
-from streaming.engine.stream import RawSample
+from streaming.engine.unindexed.gather import pack_samples
+from streaming.engine.unindexed.samples import RawSample
 from streaming.metrics import Metrics
 
 

@@ -12,9 +12,9 @@ from streaming.base_loop import BaseLoop, Run
 from streaming.broadcast import Place
 from streaming.dataset import StreamingDataset
 from streaming.engine.crew import Crew
-from streaming.engine.read_ahead import piece_bytes_of
-from streaming.engine.shard_stream import ShardStream
-from streaming.engine.stream import StreamSettings
+from streaming.engine.unindexed.batches import ShardStream
+from streaming.engine.unindexed.read_ahead import piece_bytes_of
+from streaming.engine.unindexed.samples import StreamSettings
 from streaming.errors import ConfigError, StateError
 from streaming.loop import LoopConfig, open_crew, open_sharing
 from streaming.order import OrderSettings

@@ -24,7 +24,7 @@ from leftovers import leftovers
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.engine.stream import RawSample, StreamSettings, shuffled
+from streaming.engine.unindexed.samples import RawSample, StreamSettings, shuffled
 from streaming.errors import (
     ConfigError,
     DecodeError,

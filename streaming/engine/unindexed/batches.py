@@ -21,12 +21,12 @@ from streaming.batches.build import BadSample, BadSampleReport
 from streaming.engine.builders import Builder
 from streaming.engine.crew import Crew
 from streaming.engine.depth import Depth
-from streaming.engine.gather import Packing, neighbours, pack_samples
 from streaming.engine.grace import GRACE_S, LOOK_UP_S, still_alive, tell_of
 from streaming.engine.memory.row_table import Rows
-from streaming.engine.read_ahead import ReadAhead, StreamClosedError
 from streaming.engine.standing import thread_lines
-from streaming.engine.stream import StreamSettings, samples_of
+from streaming.engine.unindexed.gather import Packing, neighbours, pack_samples
+from streaming.engine.unindexed.read_ahead import ReadAhead, StreamClosedError
+from streaming.engine.unindexed.samples import StreamSettings, samples_of
 from streaming.metrics import Metrics
 from streaming.storage import Storage, redact
 from streaming.units import format_bytes

@@ -11,7 +11,7 @@ from itertools import count
 
 import numpy as np
 
-from streaming.engine.read_ahead import PIECE_BYTES, ReadAhead
+from streaming.engine.unindexed.read_ahead import PIECE_BYTES, ReadAhead
 from streaming.errors import ConfigError
 from streaming.order import EpochOrder, OrderSettings
 from streaming.storage import redact
