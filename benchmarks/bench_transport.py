@@ -23,8 +23,8 @@ from streaming.batches.build import BadSample, BatchBuilder, Recipe
 from streaming.decode import resolve_decoders
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.row_table import FieldRange, Rows
-from streaming.engine.ring import BatchRing
-from streaming.engine.workers import WorkerPool
+from streaming.engine.workers.pool import WorkerPool
+from streaming.engine.workers.ring import BatchRing
 
 SHAPE = (3, 224, 224)
 SAMPLE_BYTES = 3 * 224 * 224

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from streaming.batches.bad_samples import BadSamples
 from streaming.dataset import StreamingDataset
 from streaming.engine.crew import Crew
-from streaming.engine.ring import PageLocker
 from streaming.engine.standing import request_line
+from streaming.engine.workers.ring import PageLocker
 from streaming.metrics import Metrics
 from streaming.order import OrderSettings, checked_int
 

@@ -15,7 +15,7 @@ from streaming.base_loop import BaseLoop
 from streaming.batches.build import Recipe
 from streaming.checked_start import StartCheck
 from streaming.dataset import StreamingDataset
-from streaming.engine.ring import PageLocker
+from streaming.engine.workers.ring import PageLocker
 from streaming.errors import ConfigError
 from streaming.loop import (
     EpochLoop,

@@ -8,8 +8,8 @@ import fsspec.asyn
 import pytest
 from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
-from streaming.engine.fork_server import SHARED
 from streaming.engine.memory import mapped
+from streaming.engine.workers.fork_server import SHARED
 from streaming.storage import Storage
 
 

@@ -16,8 +16,8 @@ import torch
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
 from streaming.device.copiers import Copied, CpuCopier, CudaCopier, CudaPageLocker
-from streaming.engine.fork_server import ForkServer
-from streaming.engine.ring import BatchRing, Memory
+from streaming.engine.workers.fork_server import ForkServer
+from streaming.engine.workers.ring import BatchRing, Memory
 
 PAGE = 4096
 

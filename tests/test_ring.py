@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streaming.batches.build import Rows
-from streaming.engine.ring import ALIGN_BYTES, MAX_EXTRA_SLOTS, BatchRing, Slot, SlotWriter
-from streaming.engine.transport import pack, unpack
+from streaming.engine.workers.ring import ALIGN_BYTES, MAX_EXTRA_SLOTS, BatchRing, Slot, SlotWriter
+from streaming.engine.workers.transport import pack, unpack
 
 SPAN = 1 << 16
 

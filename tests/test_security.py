@@ -134,12 +134,12 @@ def test_no_source_file_calls_what_runs_data() -> None:
     """pickle is for messages between our own processes, and the one place that reads JSON headers uses literal_eval."""
     may = {
         "pickle.loads": {
-            "streaming/engine/worker_main.py",
-            "streaming/engine/transport.py",
-            "streaming/engine/channel.py",
+            "streaming/engine/workers/main.py",
+            "streaming/engine/workers/transport.py",
+            "streaming/engine/workers/channel.py",
             "streaming/remote/reader.py",  # what Ray itself carried between actors of one job
         },
-        "subprocess": {"streaming/engine/fork_server.py"},
+        "subprocess": {"streaming/engine/workers/fork_server.py"},
     }  # fmt: skip
     pattern = re.compile(
         r"pickle\.loads?\b|torch\.load\b|\bsubprocess\b|os\.system|os\.popen|\beval\(|\bexec\(|shell=True|yaml\.load"
@@ -625,7 +625,7 @@ def test_no_secret_of_a_url_is_told(
 def test_decode_workers_get_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read from the arena: what is pickled for them holds neither storage options nor URLs with secrets."""
     sent: list[bytes] = []
-    import streaming.engine.workers as workers  # noqa: PLC0415
+    import streaming.engine.workers.pool as workers  # noqa: PLC0415
 
     original = workers._pickled
 

@@ -10,7 +10,7 @@ import pytest
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.engine.fork_server import ForkServer
+from streaming.engine.workers.fork_server import ForkServer
 
 
 @pytest.fixture

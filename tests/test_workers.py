@@ -26,11 +26,11 @@ from PIL import Image
 
 from streaming.batches.build import BadSample, BatchBuilder, Recipe
 from streaming.decode import resolve_decoders
-from streaming.engine.fork_server import ForkServer, SharedServer
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.row_table import FieldRange, Rows
-from streaming.engine.ring import BatchRing
-from streaming.engine.workers import MAX_DEATHS, WorkerPool
+from streaming.engine.workers.fork_server import ForkServer, SharedServer
+from streaming.engine.workers.pool import MAX_DEATHS, WorkerPool
+from streaming.engine.workers.ring import BatchRing
 from streaming.errors import ChecksumError, ConfigError, DecodeError, WorkerDiedError, WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -431,7 +431,7 @@ def test_a_batch_that_keeps_killing_its_workers_is_named(bench: Bench, death: An
 
 def test_workers_that_do_not_start_are_not_blamed_on_the_batch(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    monkeypatch.setattr("streaming.engine.processes.SHARED", SharedServer())  # not one that is running already
+    monkeypatch.setattr("streaming.engine.workers.processes.SHARED", SharedServer())  # not one that is running already
     arena, ring = Arena(1 << 20), BatchRing(2)
     bench = Bench.__new__(Bench)
     bench.arena = arena
@@ -536,9 +536,9 @@ import numpy as np
 from streaming.decode import resolve_decoders
 from streaming.engine.memory.arena import Arena
 from streaming.batches.build import Recipe, Rows
-from streaming.engine.ring import BatchRing
+from streaming.engine.workers.ring import BatchRing
 from streaming.engine.memory.row_table import FieldRange
-from streaming.engine.workers import WorkerPool
+from streaming.engine.workers.pool import WorkerPool
 
 OFFSET = 10
 class Own(Exception): pass

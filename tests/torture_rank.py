@@ -26,7 +26,7 @@ import psutil
 from data_sets import mesh_of
 
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.engine.fork_server import SHARED
+from streaming.engine.workers.fork_server import SHARED
 from streaming.errors import IndexMismatchError
 
 GLOBAL_BATCH = 60

@@ -16,7 +16,7 @@ from streaming.batches.columns import Columns
 from streaming.batches.portion import Portion
 from streaming.decode import FieldDecoder, decode_field, raw
 from streaming.engine.memory.row_table import Rows
-from streaming.engine.work import Place
+from streaming.engine.workers.cell import Place
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.storage import redact
 from streaming.types import Batch, Sample, Transform

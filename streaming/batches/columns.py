@@ -17,7 +17,7 @@ import torch
 from streaming.batches.collate import Allocate, collate_field
 from streaming.decode import ArrayDecoder, FieldDecoder, raw
 from streaming.engine.memory.row_table import FieldRange, Rows
-from streaming.engine.work import Place
+from streaming.engine.workers.cell import Place
 from streaming.errors import ConfigError, DecodeError
 from streaming.types import Batch, Decoder
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from streaming.engine.ring import Memory, PageLocker
+from streaming.engine.workers.ring import Memory, PageLocker
 
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), memoryview, bytearray})
 """Types that cannot hold a tensor: lists of nothing else are passed through without a look at each element."""

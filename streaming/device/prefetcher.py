@@ -29,7 +29,7 @@ from typing import Any, Self
 import torch
 
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
-from streaming.engine.ring import PageLocker
+from streaming.engine.workers.ring import PageLocker
 from streaming.errors import ConfigError
 from streaming.watch import STALL_REPORT_S, Watchdog
 

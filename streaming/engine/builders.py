@@ -13,8 +13,8 @@ from streaming.batches.build import BadSampleReport, BatchBuilder, Recipe
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
 from streaming.engine.memory.row_table import Rows
 from streaming.engine.stacks import where_is
-from streaming.engine.work import Work
-from streaming.engine.workers import WorkerPool
+from streaming.engine.workers.cell import Work
+from streaming.engine.workers.pool import WorkerPool
 
 Substitutes = Callable[[int], Iterator[Rows]]
 Mask = npt.NDArray[np.bool_] | None

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from streaming.batches.build import Recipe
 from streaming.engine.builders import Builder, LocalBuilder, WorkerBuilder
 from streaming.engine.memory.arena import Arena
-from streaming.engine.ring import BatchRing, PageLocker
-from streaming.engine.workers import WorkerPool
+from streaming.engine.workers.pool import WorkerPool
+from streaming.engine.workers.ring import BatchRing, PageLocker
 from streaming.metrics import Metrics
 
 

@@ -10,7 +10,7 @@ from streaming.errors import ConfigError, WorkerDiedError, WorkerError
 from streaming.remote.group import RemoteGroup
 
 MAX_RETRIES = 3
-"""Readers that may die of one batch, as decode workers may (``streaming.engine.workers``)."""
+"""Readers that may die of one batch, as decode workers may (``streaming.engine.workers.pool``)."""
 _CONTROL = "control"
 
 

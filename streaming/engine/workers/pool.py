@@ -14,17 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, Recipe
-from streaming.engine.channel import ChannelClosedError
-from streaming.engine.fork_server import ForkServer
 from streaming.engine.grace import GivenUpError
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.row_table import Rows
-from streaming.engine.processes import Processes, Worker
-from streaming.engine.ring import BatchRing, Slot
 from streaming.engine.stacks import state_of
-from streaming.engine.transport import Parcel, error_from_wire, rows_to_wire, unpack
-from streaming.engine.work import Work
-from streaming.engine.worker_main import (
+from streaming.engine.workers.cell import Work
+from streaming.engine.workers.channel import ChannelClosedError
+from streaming.engine.workers.fork_server import ForkServer
+from streaming.engine.workers.main import (
     ABORT,
     ABORTED,
     DONE,
@@ -37,6 +34,9 @@ from streaming.engine.worker_main import (
     Order,
     describe_rows,
 )
+from streaming.engine.workers.processes import Processes, Worker
+from streaming.engine.workers.ring import BatchRing, Slot
+from streaming.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
 from streaming.errors import ConfigError, WorkerDiedError
 from streaming.metrics import Metrics
 from streaming.storage import redact

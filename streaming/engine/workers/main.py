@@ -29,11 +29,11 @@ import torch
 
 from streaming.batches.build import BadSample, BatchBuilder, Recipe
 from streaming.decode import use_one_thread
-from streaming.engine.channel import Channel, ChannelClosedError
 from streaming.engine.memory.row_table import Rows
-from streaming.engine.ring import Slot, SlotWriter
-from streaming.engine.transport import WireRows, error_to_wire, pack, rows_from_wire
-from streaming.engine.work import STACK_SIGNAL
+from streaming.engine.workers.cell import STACK_SIGNAL
+from streaming.engine.workers.channel import Channel, ChannelClosedError
+from streaming.engine.workers.ring import Slot, SlotWriter
+from streaming.engine.workers.transport import WireRows, error_to_wire, pack, rows_from_wire
 from streaming.errors import ConfigError
 
 Kind = Literal["setup", "hello", "order", "substitute", "next", "report", "go on", "abort", "done", "failed", "aborted"]

@@ -21,7 +21,7 @@ import torch
 
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.row_table import FieldRange, Rows
-from streaming.engine.ring import Memory, SlotWriter, tensor_on
+from streaming.engine.workers.ring import Memory, SlotWriter, tensor_on
 from streaming.errors import WorkerError
 
 _IN_SLOT_BYTES = 32 << 10

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from streaming.decode.images import opencv
-from streaming.engine import worker_main
+from streaming.engine.workers import main as worker_main
 
 _REQUEST = struct.Struct("<cQ")  # what, which worker
 _SPAWN, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"?", b"!", b"-"
@@ -38,7 +38,7 @@ _EXIT_WAIT_S = 2.0
 """For a worker whose socket has ended to end itself, with its own exit status."""
 _START = (
     "import sys; sys.path[:] = sys.argv[3:]; "
-    "from streaming.engine.fork_server import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+    "from streaming.engine.workers.fork_server import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
 

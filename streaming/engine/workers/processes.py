@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from streaming.engine.channel import Channel, ChannelClosedError
-from streaming.engine.fork_server import SHARED, ForkServer, ServerClosedError
-from streaming.engine.work import Cell, Work
-from streaming.engine.worker_main import HELLO, SETUP
+from streaming.engine.workers.cell import Cell, Work
+from streaming.engine.workers.channel import Channel, ChannelClosedError
+from streaming.engine.workers.fork_server import SHARED, ForkServer, ServerClosedError
+from streaming.engine.workers.main import HELLO, SETUP
 
 _NUMBERS = count()
 """Of workers; unique in this process, since pools may share a server."""

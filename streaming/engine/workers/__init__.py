@@ -1,0 +1,1 @@
+"""Run decode processes: start and end them, send them work, share memory with them."""
