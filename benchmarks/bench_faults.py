@@ -21,7 +21,7 @@ from unittest import mock
 
 import common
 
-import streaming.fetch
+import streaming.fetch.read
 from streaming import DataLoader, StreamingDataset
 from streaming.dataset import ShuffleConfig
 
@@ -118,7 +118,7 @@ def main() -> None:
             proxy.communicate()
 
         def unchecked() -> int:
-            with mock.patch.object(streaming.fetch._Read, "_differing", return_value=None):
+            with mock.patch.object(streaming.fetch.read._Read, "_differing", return_value=None):
                 return epochs(url, options)
 
         rates = cpu_turns({"checksums off": unchecked, "checksums on": lambda: epochs(url, options)}, 2 * args.rounds)

@@ -23,10 +23,10 @@ from streaming.cache import open_cache
 from streaming.catalog.open import OpenShards, check_fields, open_shards, sample_table
 from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
-from streaming.fetch import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
+from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
 from streaming.index.chunks import ChunkTable
 from streaming.index.samples import SampleLocation, SampleTable
-from streaming.layout import TakeApart, UnitLayout
 from streaming.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.peers import job_peers
 from streaming.storage import Storage, mirrors_of, redact, scheme_of

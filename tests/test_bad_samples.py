@@ -19,7 +19,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.errors import ChecksumError, ConfigError, DecodeError, TooManyBadSamplesError
-from streaming.fetch import FetchRange
+from streaming.fetch.read import FetchRange
 from streaming.index.cutter import ChunkRule
 from streaming.storage import Storage, expand_urls
 

@@ -9,8 +9,8 @@ import pytest
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.errors import StorageError
-from streaming.fetch import FetchRange
-from streaming.layout import UnitLayout
+from streaming.fetch.layout import UnitLayout
+from streaming.fetch.read import FetchRange
 from streaming.metrics import Metrics
 
 MIB = 1 << 20

@@ -21,10 +21,10 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.errors import ChecksumError, MemoryLimitError
+from streaming.fetch.pieces import pieces_of
+from streaming.fetch.sums import Sum
 from streaming.index.cutter import ChunkRule
-from streaming.index.pieces import pieces_of
 from streaming.index.samples import SampleTable
-from streaming.index.sums import Sum
 from streaming.storage import Storage, expand_urls
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "no_maps")

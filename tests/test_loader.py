@@ -20,7 +20,7 @@ from leftovers import leftovers
 from streaming import DataLoader, DeviceMeshFetcher, StreamingDataset
 from streaming.engine.threads import JobThreads
 from streaming.errors import ConfigError, DecodeError
-from streaming.fetch import FetchRange
+from streaming.fetch.read import FetchRange
 from streaming.tar import ChunkLayout
 
 SIZE = 24

@@ -28,7 +28,7 @@ from data_sets import (
 from infra import DeviceMesh
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.errors import StateError
-from streaming.fetch import FetchRange
+from streaming.fetch.read import FetchRange
 from streaming.order import EpochOrder, OrderSettings
 from streaming.plan import Plan
 from streaming.tar import ChunkLayout

@@ -16,7 +16,7 @@ from servers import fresh_name
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, IndexMismatchError, NotFoundError, TransferError
-from streaming.fetch import FetchRange, _Read, _whole_of
+from streaming.fetch.read import FetchRange, _Read, _whole_of
 from streaming.storage import ChangedError, Storage, mirrors_of
 from streaming.storage.mirrors import REST_S, Mirror, Route, parse_mirrors
 

@@ -14,10 +14,10 @@ from shard_tools.findings import Finding
 from shard_tools.progress import Progress
 from streaming.decode import FieldDecoder, decode_field
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
+from streaming.fetch.sums import sums_of
 from streaming.index.chunks import ChunkTable
 from streaming.index.large import LargeSums
 from streaming.index.samples import SampleTable
-from streaming.index.sums import sums_of
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout, parse_chunk
 

@@ -17,7 +17,7 @@ from shard_tools.sets.open_set import shards_beside
 from shard_tools.sets.tables import home_of
 from streaming.catalog.build import load_index, shard_name
 from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
-from streaming.fetch import FetchRange, fetch_range
+from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunks import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.samples import SampleTable

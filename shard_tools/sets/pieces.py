@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from streaming.fetch import FetchRange, FieldsOf, fetch_range
+from streaming.fetch.layout import UnitLayout
+from streaming.fetch.read import FetchRange, FieldsOf, fetch_range
 from streaming.index.samples import SampleTable
-from streaming.layout import UnitLayout
 from streaming.storage import Storage
 
 Int64s = npt.NDArray[np.int64]
@@ -84,7 +84,7 @@ def read_pieces(
 
     Raises:
         ChecksumError: They are damaged, and the index cannot tell which.
-        TarError, IndexMismatchError, StorageError: As :func:`streaming.fetch.fetch_range`.
+        TarError, IndexMismatchError, StorageError: As :func:`streaming.fetch.read.fetch_range`.
     """
     buffer = bytearray(wanted.num_bytes)
     with memoryview(buffer) as out:

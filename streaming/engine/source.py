@@ -7,9 +7,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from streaming.fetch import FetchRange
+from streaming.fetch.layout import UnitLayout
+from streaming.fetch.read import FetchRange
 from streaming.index.samples import SampleLocation
-from streaming.layout import UnitLayout
 
 
 class Source(Protocol):

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from streaming.fetch import FetchRange
+from streaming.fetch.read import FetchRange
 from streaming.plan import Plan, RankBatches
 
 Ints = npt.NDArray[np.int64]

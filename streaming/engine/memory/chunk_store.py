@@ -14,8 +14,8 @@ from streaming.engine.memory.mapped import FileMaps
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads import JobThreads
 from streaming.errors import DataError, IndexMismatchError
-from streaming.fetch import FetchRange, UnitKey, layout_of
-from streaming.layout import TakeApart, UnitLayout
+from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.read import FetchRange, UnitKey, layout_of
 from streaming.metrics import Metrics
 
 IN_FLIGHT_BYTES = 128 << 20

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from streaming.engine.memory.arena import PAGE_BYTES, Arena
-from streaming.fetch import FetchRange, matches_sums
+from streaming.fetch.read import FetchRange, matches_sums
 from streaming.storage.urls import local_path
 
 LEAST_BYTES = 256 << 10

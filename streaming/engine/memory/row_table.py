@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from streaming.engine.memory.extents import Extents
 from streaming.errors import DataError
-from streaming.layout import UnitLayout
+from streaming.fetch.layout import UnitLayout
 
 Ints = npt.NDArray[np.int64]
 

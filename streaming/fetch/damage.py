@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from streaming.errors import ChecksumError, DataError
-from streaming.index.pieces import Pieces
+from streaming.fetch.layout import UnitLayout
+from streaming.fetch.pieces import Pieces
+from streaming.fetch.sums import sums_of
 from streaming.index.samples import SampleTable
-from streaming.index.sums import sums_of
-from streaming.layout import UnitLayout
 
 
 def narrowed(

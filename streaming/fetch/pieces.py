@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from streaming.index.sums import Sum
+from streaming.fetch.sums import Sum
 
 Int64s = NDArray[np.int64]
 

@@ -12,12 +12,12 @@ import crc32c
 
 from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
+from streaming.fetch.damage import checksum_error, layout_by_table, narrowed
+from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.pieces import Pieces, pieces_of
+from streaming.fetch.sums import Sum, sums_of
 from streaming.index.large import LARGE_BYTES
-from streaming.index.pieces import Pieces, pieces_of
 from streaming.index.samples import SampleTable
-from streaming.index.sums import Sum, sums_of
-from streaming.layout import TakeApart, UnitLayout
-from streaming.narrow import checksum_error, layout_by_table, narrowed
 from streaming.storage import ChangedError, Storage, redact
 from streaming.tar import parse_chunk
 

@@ -1,0 +1,1 @@
+"""Fetch byte ranges of chunks, check them, and read again what is damaged."""
