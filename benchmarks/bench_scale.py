@@ -16,7 +16,7 @@ import numpy as np
 
 from infra import DeviceMesh
 from shard_tools.plan.report import PlanOptions, plan_table
-from streaming.index.chunks import ChunkTable, ShardInfo
+from streaming.index.chunk_table import ChunkTable, ShardInfo
 
 CHUNK_BYTES = 8 << 20
 CHUNKS_PER_SHARD = 1000

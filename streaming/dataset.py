@@ -25,8 +25,8 @@ from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
-from streaming.index.chunks import ChunkTable
-from streaming.index.samples import SampleLocation, SampleTable
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.sample_table import SampleLocation, SampleTable
 from streaming.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.peers import job_peers
 from streaming.storage import Storage, mirrors_of, redact, scheme_of

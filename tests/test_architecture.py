@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.index",
             "streaming.fetch.layout",
             "streaming.fetch.damage",
-            "streaming.where",
+            "streaming.index.where",
         ),
     ),
     ("I/O", ("streaming.storage", "streaming.cache")),

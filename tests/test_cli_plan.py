@@ -20,7 +20,7 @@ from shard_tools.cli import cli
 from shard_tools.plan.report import PlanOptions, _epoch_plan, plan, plan_table, replica_ranks
 from streaming import DataLoader, ShuffleConfig, StreamingDataset, budget
 from streaming.errors import ConfigError, MemoryLimitError, NotFoundError
-from streaming.index.chunks import ChunkTable, ShardInfo
+from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.storage import Storage
 
 

@@ -31,7 +31,7 @@ from streaming.errors import (
     NotFoundError,
     TarError,
 )
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -16,7 +16,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.index.cutter import ChunkRule
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, expand_urls
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

@@ -24,7 +24,7 @@ from streaming.errors import ChecksumError, MemoryLimitError
 from streaming.fetch.pieces import pieces_of
 from streaming.fetch.sums import Sum
 from streaming.index.cutter import ChunkRule
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, expand_urls
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "no_maps")

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
-from streaming.index.chunks import ChunkTable, ShardInfo
+from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule, cut_records
 from streaming.index.files import footer_bytes
 from streaming.index.headstart import parse_dali_idx, parse_energon_idx, parse_wids
 from streaming.index.layout import chunks_path, samples_path, shard_of_samples_path
-from streaming.index.samples import SampleTable, chunk_rows_from_footer
+from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 
 
 def table() -> ChunkTable:

@@ -22,7 +22,7 @@ from streaming.catalog.scan import scan_shard
 from streaming.errors import ConfigError
 from streaming.index.cutter import ChunkRule
 from streaming.index.large import LARGE_BYTES
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
 SIZES = [0, 1, 511, 512, 70_000, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 512, 300_001]

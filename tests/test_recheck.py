@@ -17,7 +17,7 @@ from shard_tools.sets.bad_list import load_bad_list, records_of
 from streaming import DataLoader, StreamingDataset
 from streaming.batches.bad_file import BadRecord
 from streaming.errors import ConfigError, DataError, IndexMissingError, NotFoundError
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
 BAD = (7, 50, 51, 99)

@@ -28,7 +28,7 @@ from shard_tools.sets.reshard import ReshardOptions, ReshardReport, reshard
 from streaming import DataLoader, StreamingDataset
 from streaming.batches.bad_file import BadRecord
 from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, DataError, DuplicateKeyError, NotFoundError
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
 COUNT = 100

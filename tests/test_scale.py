@@ -16,7 +16,7 @@ import pytest
 from infra import DeviceMesh
 from shard_tools.plan.report import PlanOptions, PlanReport, plan_table
 from streaming import budget
-from streaming.index.chunks import ChunkTable, ShardInfo
+from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.plan import Plan
 
 RANKS = 4096

@@ -24,10 +24,10 @@ from streaming.errors import (
     IndexMissingError,
     TarError,
 )
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import ChunkRule, cut_records
 from streaming.index.layout import chunks_path, samples_path
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.tar import parse_chunk
 

@@ -36,9 +36,9 @@ from streaming.cache import NodeCache
 from streaming.cache.paths import Layout
 from streaming.catalog.sidecars import MAX_SIDECAR_BYTES, Sidecars, find_sidecars
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, StorageError, TarError
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import read_facts
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.metrics import Metrics
 from streaming.storage import Storage, expand_urls, redact
 from streaming.tar import TarScanner, iter_samples, parse_chunk
@@ -348,7 +348,7 @@ def limited(code: str, data: bytes) -> str:
     """What ``code`` prints, in a process that may take 3 GiB more than it has when it begins; it gets the ``data``."""
     program = (
         "import sys, resource\nfrom streaming.errors import IndexFormatError\n"
-        "from streaming.index.chunks import ChunkTable\nfrom streaming.index.samples import SampleTable\n"
+        "from streaming.index.chunk_table import ChunkTable\nfrom streaming.index.sample_table import SampleTable\n"
         "data = sys.stdin.buffer.read()\n"
         "have = int(open('/proc/self/statm').read().split()[0]) * 4096 + (3 << 30)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (have, have))\n" + code
@@ -421,7 +421,7 @@ def test_absurd_facts_are_refused(tmp_path: Path, facts: dict[str, Any]) -> None
 
 
 def chunks(**changes: Any) -> ChunkTable:
-    from streaming.index.chunks import ShardInfo  # noqa: PLC0415
+    from streaming.index.chunk_table import ShardInfo  # noqa: PLC0415
 
     columns: dict[str, Any] = {"shard": [0], "first_sample": [0], "num_samples": [2], "byte_start": [0],
                                "byte_end": [2048], "crc32c": [0]}  # fmt: skip

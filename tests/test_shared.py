@@ -15,7 +15,7 @@ from servers import MiniS3Server
 from streaming import StreamingDataset, shared
 from streaming.catalog.listing import Found
 from streaming.errors import ConfigError, IndexMismatchError, NotFoundError
-from streaming.index.chunks import ChunkTable, ShardInfo
+from streaming.index.chunk_table import ChunkTable, ShardInfo
 
 NUM_RANKS = 64
 

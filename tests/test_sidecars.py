@@ -21,7 +21,7 @@ from streaming.catalog.sidecars import Sidecars, find_sidecars, part_starts, sca
 from streaming.errors import IndexMismatchError, TarError
 from streaming.index.cutter import ChunkRule
 from streaming.index.layout import chunks_path
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
 SMALL = ChunkRule(target_bytes=8000, min_bytes=3000, min_samples=3)

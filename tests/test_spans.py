@@ -18,7 +18,7 @@ from streaming import DataLoader, StreamingDataset
 from streaming.errors import ChecksumError, ConfigError, IndexMismatchError
 from streaming.index.cutter import ChunkCutter, ChunkRule
 from streaming.index.files import METADATA_KEY
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.index.spans import SPAN_BYTES, SpanCutter, separate
 
 RULE = ChunkRule(target_bytes=300_000, min_bytes=120_000, min_samples=20)

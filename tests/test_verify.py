@@ -17,8 +17,8 @@ from shard_tools.convert import ConvertOptions, convert
 from shard_tools.findings import Finding
 from shard_tools.sets.reindex import index
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
-from streaming.index.chunks import ChunkTable
-from streaming.index.samples import SampleTable
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
 NUM_SHARDS = 4

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
 from streaming.index.columns import where_columns
-from streaming.index.samples import SampleTable
-from streaming.where import parse_where
+from streaming.index.sample_table import SampleTable
+from streaming.index.where import parse_where
 
 Rows = Sequence[dict[str, Any]]
 KINDS = {"n": pa.int64(), "x": pa.float64(), "t": pa.string(), "b": pa.bool_(), "json.w": pa.int64()}

@@ -27,9 +27,9 @@ from shard_tools.write.encode import encode_field
 from shard_tools.write.keys import SeenKeys, check_field, check_key
 from streaming.catalog.build import index_shards, load_index
 from streaming.errors import ConfigError, DuplicateKeyError, StorageError, TarError
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import cut_records
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.tar import parse_chunk
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding

@@ -25,7 +25,7 @@ from streaming.errors import (
     IndexMissingError,
     StorageError,
 )
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, expand_urls
 
 _CURE = "restore the shard, or write the set without it: `shard_tools reshard --drop`"

@@ -15,9 +15,9 @@ from shard_tools.progress import Progress
 from streaming.decode import FieldDecoder, decode_field
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
 from streaming.fetch.sums import sums_of
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.large import LargeSums
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout, parse_chunk
 

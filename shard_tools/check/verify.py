@@ -17,7 +17,7 @@ from shard_tools.sets.tables import home_of, load_samples, place_of
 from streaming.catalog.build import shard_name
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path
 from streaming.storage import Storage, expand_urls, join_url, split_url
 

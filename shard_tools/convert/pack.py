@@ -20,9 +20,9 @@ from shard_tools.convert.journal import Journal, TargetNotEmptyError, load_journ
 from shard_tools.convert.records import Source
 from shard_tools.progress import Progress
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, split_url
 
 _SHARD_NAME = "{:06d}.tar"

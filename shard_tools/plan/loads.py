@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from streaming import budget
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.spans import SPAN_BYTES
 from streaming.order import Int64Array
 from streaming.plan import Plan

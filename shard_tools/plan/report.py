@@ -14,7 +14,7 @@ from shard_tools.plan.loads import Loads, RankLoad
 from streaming import budget
 from streaming.catalog.open import open_shards, sample_table
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.order import checked_int
 from streaming.plan import LastBatch, Plan
 from streaming.storage import Storage

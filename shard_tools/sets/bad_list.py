@@ -11,7 +11,7 @@ import numpy as np
 from shard_tools.findings import Finding
 from streaming.batches.bad_file import BadRecord, iter_records, shown_url
 from streaming.errors import ConfigError, DataError, NotFoundError
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, scheme_of
 
 # Findings that say which samples cannot be delivered; the others are about the index, or bytes behind the samples.

@@ -18,9 +18,9 @@ from shard_tools.sets.tables import home_of
 from streaming.catalog.build import load_index, shard_name
 from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
 from streaming.fetch.read import FetchRange, fetch_range
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.storage.urls import split_query
 

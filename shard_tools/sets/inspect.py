@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shard_tools.progress import NoProgress, Progress
 from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
 from streaming.errors import NotFoundError
-from streaming.index.samples import SampleLocation
+from streaming.index.sample_table import SampleLocation
 from streaming.storage import Storage, redact
 
 

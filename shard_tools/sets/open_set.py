@@ -12,8 +12,8 @@ from streaming.batches.bad_file import shown_url
 from streaming.catalog.build import load_index
 from streaming.catalog.scan import scan_shard
 from streaming.errors import IndexMissingError, NotFoundError
-from streaming.index.chunks import ChunkTable
-from streaming.index.samples import SampleTable
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, expand_urls, redact, split_url
 from streaming.units import format_bytes
 

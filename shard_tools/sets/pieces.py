@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange, FieldsOf, fetch_range
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
 Int64s = npt.NDArray[np.int64]

@@ -11,7 +11,7 @@ from threading import Lock
 from shard_tools.progress import NoProgress, Progress
 from shard_tools.sets.tables import home_of, place_of
 from streaming.catalog.build import index_shards, shard_name
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.storage import Storage, expand_urls, join_url, redact, split_url
 

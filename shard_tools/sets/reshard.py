@@ -15,8 +15,8 @@ from shard_tools.sets.selection import Selection, select, sorted_order
 from shard_tools.sets.shard_source import Int64s, ShardSource
 from streaming.errors import ConfigError, DataError
 from streaming.index.columns import KEY
+from streaming.index.where import parse_where
 from streaming.storage import Storage, redact
-from streaming.where import parse_where
 
 _SEQUENTIAL_WINDOW_BYTES = 64 << 20  # eight requests of 8 MiB, as many as there are threads
 
@@ -31,7 +31,7 @@ class ReshardOptions:
         shuffle_seed: Mix all samples, uniformly, by this seed; None keeps their order.
         sort: Column of the sample table, or ``__key__``, to sort by.
         descending: Sort the largest first.
-        where: Condition on columns of the sample table (:mod:`streaming.where`).
+        where: Condition on columns of the sample table (:mod:`streaming.index.where`).
         fields: Keep only these fields; None: all.
         drop: Files that list samples to be left out.
         index_url: Where the source's index lies, if not beside its shards.

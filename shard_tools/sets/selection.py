@@ -19,9 +19,9 @@ from shard_tools.sets.pieces import ShardPieces
 from streaming.batches.bad_file import BadRecord, shown_url
 from streaming.errors import ConfigError
 from streaming.index.columns import KEY, missing_column, where_columns
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
+from streaming.index.where import Where
 from streaming.storage import Storage
-from streaming.where import Where
 
 Int64s = npt.NDArray[np.int64]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from streaming.catalog.build import shard_name
 from streaming.errors import NotFoundError
 from streaming.index.layout import samples_path
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
 
 

@@ -18,12 +18,12 @@ from shard_tools.write.columns import ColumnSpec, ColumnValue, column_value, par
 from shard_tools.write.encode import Buffers
 from streaming.catalog.build import shard_name
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import ChunkCutter
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
 from streaming.index.large import LARGE_BYTES, large_sums
 from streaming.index.layout import chunks_path, samples_path
-from streaming.index.samples import SampleTable, chunk_rows_from_footer
+from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 from streaming.index.spans import SpanCutter, spans_of
 from streaming.storage import Storage, join_url
 from streaming.tar.group import check_density

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.batches.build import BadSample
 from streaming.errors import TooManyBadSamplesError
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.metrics import Metrics
 
 _LISTED = 5

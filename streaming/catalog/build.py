@@ -19,11 +19,11 @@ from streaming.errors import (
     IndexMissingError,
     NotFoundError,
 )
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
 from streaming.index.layout import chunks_path, samples_path
-from streaming.index.samples import chunk_rows_from_footer
+from streaming.index.sample_table import chunk_rows_from_footer
 from streaming.storage import Storage, join_url, redact, split_url
 
 _FOOTER_GUESS_BYTES = 64 << 10

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streaming.index.chunks import ChunkTable, shard_rows, shards_of_rows
+from streaming.index.chunk_table import ChunkTable, shard_rows, shards_of_rows
 
 _COLUMNS = ("shard", "first_sample", "num_samples", "byte_start", "byte_end", "crc32c")
 

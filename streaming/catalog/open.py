@@ -17,10 +17,10 @@ from streaming.catalog.listing import Found
 from streaming.catalog.opening_storage import StorageAhead
 from streaming.catalog.scan import scan_shard
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, NotFoundError
-from streaming.index.chunks import ChunkTable
+from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
 from streaming.index.layout import chunks_path, samples_path
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.shared import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, expand_urls, join_url, redact, scheme_of, split_url
 from streaming.units import format_bytes

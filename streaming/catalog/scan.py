@@ -18,7 +18,7 @@ from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.index.keys import Keys
 from streaming.index.large import LARGE_BYTES, large_sums
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.index.spans import SpanCutter, spans_of
 from streaming.storage import Storage, redact, scheme_of
 from streaming.tar.group import PackedLayout, check_density

@@ -18,7 +18,7 @@ from streaming.catalog.scan import Progress, join_parts, scan_part, scan_shard
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StorageError
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule, cut_records
 from streaming.index.headstart import DaliField, WidsShard, parse_dali_idx, parse_energon_idx, parse_wids
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.storage.urls import local_path
 

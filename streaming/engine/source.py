@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange
-from streaming.index.samples import SampleLocation
+from streaming.index.sample_table import SampleLocation
 
 
 class Source(Protocol):

@@ -10,7 +10,7 @@ from streaming.errors import ChecksumError, DataError
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.pieces import Pieces
 from streaming.fetch.sums import sums_of
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 
 
 def narrowed(

@@ -17,7 +17,7 @@ from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.pieces import Pieces, pieces_of
 from streaming.fetch.sums import Sum, sums_of
 from streaming.index.large import LARGE_BYTES
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 from streaming.storage import ChangedError, Storage, redact
 from streaming.tar import parse_chunk
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import crc32c
 import numpy as np
 
-from streaming.index.samples import SampleTable
+from streaming.index.sample_table import SampleTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 
 from streaming.errors import ConfigError
-from streaming.index.samples import SampleTable
-from streaming.where import Column
+from streaming.index.sample_table import SampleTable
+from streaming.index.where import Column
 
 KEY = "__key__"
 """The name under which a condition asks for the samples' keys."""

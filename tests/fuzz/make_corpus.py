@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from streaming.index.chunks import ChunkTable
-from streaming.index.samples import SampleTable
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.sample_table import SampleTable
 from streaming.order import OrderSettings
 from streaming.state import LoaderState
 from streaming.tar.headers import member_header, padding

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from streaming.errors import ConfigError, IndexFormatError
-from streaming.index.chunks import (
+from streaming.index.chunk_table import (
     ChunkTable,
     ShardInfo,
     chunk_columns,
