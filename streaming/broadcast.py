@@ -27,8 +27,8 @@ from streaming.base_loop import Run
 from streaming.batch_codec import decode, encode
 from streaming.batches.portion import NUM_SAMPLES, Portion
 from streaming.engine.grace import LOOK_UP_S
-from streaming.error_codec import error_from_json, error_to_json
 from streaming.errors import ReplicaError, StateError
+from streaming.job.error_codec import error_from_json, error_to_json
 from streaming.replica_group import ReplicaGroup
 from streaming.replicas import Broadcast, Replicas
 

@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from infra import DeviceMesh
-from streaming.agreement import agree
 from streaming.dataset import StreamingDataset
-from streaming.peers import job_store, job_world_size
+from streaming.job.agreement import agree
+from streaming.job.store import job_store, job_world_size
 from streaming.replicas import Replicas
 from streaming.state import LoaderState
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from streaming.errors import ConfigError, ReplicaError
-from streaming.peers import job_store
+from streaming.job.store import job_store
 
 _HEAD = 3
 _REPLY = 4

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from infra import DeviceMesh
-from streaming.agreement import DEFAULT_TIMEOUT_S, checked_timeout
 from streaming.batches.portion import Portion, StageFields, count_only
 from streaming.batches.sequence import SequenceSlice, find_peer
 from streaming.errors import ConfigError
+from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
 from streaming.ordinary_config import OrdinaryOptions
 from streaming.plan import Plan
 from streaming.remote.group import RemoteGroup

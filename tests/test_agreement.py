@@ -16,8 +16,8 @@ from data_sets import SampleSet, write_set
 
 from infra import DeviceMesh
 from streaming import DataLoader, SequenceSlice, ShuffleConfig
-from streaming.agreement import agree
 from streaming.errors import AgreementError, ConfigError
+from streaming.job.agreement import agree
 
 GOOD: dict[str, Any] = {"seed": 5, "batch": 24}
 

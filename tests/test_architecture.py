@@ -22,7 +22,7 @@ SURFACE += (
     "streaming.streamed",
     "streaming.base_loop",
     "streaming.batches.bad_samples",
-    "streaming.peers",
+    "streaming.job.store",
 )
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
 SURFACE += ("streaming.iterable", "streaming.shares", "streaming.replicas")
@@ -31,7 +31,10 @@ SURFACE += ("streaming.watch", "streaming.device.copiers")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),
-    ("words", ("streaming.errors", "streaming.error_codec", "streaming.units", "streaming.types", "streaming.metrics")),
+    (
+        "words",
+        ("streaming.errors", "streaming.job.error_codec", "streaming.units", "streaming.types", "streaming.metrics"),
+    ),
     (
         "pure",
         (
@@ -63,8 +66,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.batches.sequence",
             "streaming.batches.portion",
             "streaming.batch_codec",
-            "streaming.agreement",
-            "streaming.shared",
+            "streaming.job.agreement",
+            "streaming.job.once",
             "streaming.catalog.listing",
         ),
     ),

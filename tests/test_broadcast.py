@@ -18,8 +18,8 @@ from servers import MiniS3Server
 
 from infra import DeviceMesh
 from streaming import Broadcast, DataLoader, SequenceSlice, StageFields, StreamingDataset, broadcast, replica_group
-from streaming.error_codec import error_from_json, error_to_json
 from streaming.errors import ConfigError, DecodeError, ReplicaError, StateError, TooManyBadSamplesError, WorkerError
+from streaming.job.error_codec import error_from_json, error_to_json
 
 SIZE = 24
 OPTIONS: dict[str, Any] = {"global_batch_size": SIZE, "last_batch": "pad", "replicate": Broadcast(timeout_s=60)}

@@ -21,7 +21,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
-from streaming.shared import PEER_WAIT_S, Peers, shared
+from streaming.job.once import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, expand_urls, join_url, redact, scheme_of, split_url
 from streaming.units import format_bytes
 

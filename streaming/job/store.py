@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from streaming.errors import ConfigError
-from streaming.shared import Peers
+from streaming.job.once import Peers
 
 
 class TorchPeers:

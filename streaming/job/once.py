@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from typing import Protocol
 
-from streaming.error_codec import error_from_json, error_to_json
+from streaming.job.error_codec import error_from_json, error_to_json
 
 PEER_WAIT_S = 20.0
 """How long a process waits for a peer to begin what it counts on, before it does that itself."""
