@@ -11,13 +11,13 @@ from typing import Any, Self, TypeAlias, Unpack
 
 import torch
 
-from streaming.base_loop import BaseLoop
 from streaming.batches.build import Recipe
 from streaming.checked_start import StartCheck
 from streaming.dataset import StreamingDataset
 from streaming.engine.workers.ring import PageLocker
 from streaming.errors import ConfigError
-from streaming.loop import (
+from streaming.loops.base import BaseLoop
+from streaming.loops.fetcher import (
     EpochLoop,
     LoopConfig,
     checked_last_batch,
@@ -25,14 +25,14 @@ from streaming.loop import (
     resolve_batch_size,
     resolve_mesh,
 )  # fmt: skip
-from streaming.ordinary import OrdinaryLoop, open_ordinary, resolve_dataset
-from streaming.ordinary_config import OrdinaryConfig, checked_options
+from streaming.loops.map_style import OrdinaryLoop, open_ordinary, resolve_dataset
+from streaming.loops.ordinary_options import OrdinaryConfig, checked_options
+from streaming.loops.streamed import StreamedLoop
+from streaming.loops.watch import STALL_REPORT_S, Watchdog, Watched, checked_stall_report_s
 from streaming.remote import RemoteLoop, open_remote
 from streaming.replicas import MoreOptions, split_options
 from streaming.state import LoaderState
 from streaming.storage import redact
-from streaming.streamed import StreamedLoop
-from streaming.watch import STALL_REPORT_S, Watchdog, Watched, checked_stall_report_s
 
 
 class DataLoader:
@@ -60,7 +60,7 @@ class DataLoader:
         prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
-        stall_report_s: Where no batch comes for so many seconds, a warning on the logger ``streaming.watch`` says what
+        stall_report_s: Where no batch comes for so many seconds, a warning on the logger ``streaming.loops.watch`` says what
             every stage waits for, and again when that time has doubled; None: never.
         more: ``remote_group``, a ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset``
             is then a function, ``device_mesh`` the mesh of the processes that train, and the loop gives

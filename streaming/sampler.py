@@ -24,7 +24,7 @@ from torch.utils.data import Sampler
 
 from infra import as_device_mesh
 from streaming.errors import ConfigError, StateError
-from streaming.loop import checked_last_batch, resolve_batch_size
+from streaming.loops.fetcher import checked_last_batch, resolve_batch_size
 from streaming.order import Int64Array, OrderSettings, checked_int
 from streaming.permutation import Permutation, substitutes
 from streaming.plan import Plan, RankBatches

@@ -13,7 +13,7 @@ from leftovers import leftovers
 from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
-from streaming.ordinary import OrdinaryConfig, open_ordinary
+from streaming.loops.map_style import OrdinaryConfig, open_ordinary
 
 
 class Uneven(IterableDataset[dict[str, int]]):

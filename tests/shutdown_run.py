@@ -47,7 +47,7 @@ def train(
         os.dup2(output.fileno(), sys.stderr.fileno())
     if streamed:
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
-        logging.getLogger("streaming.streamed").setLevel(logging.ERROR)  # what that costs is known
+        logging.getLogger("streaming.loops.streamed").setLevel(logging.ERROR)  # what that costs is known
     hang = TRANSFORMS.get(transform, Hang)(folder)
     if options.get("num_threads"):
         hang.spares = threading.main_thread()

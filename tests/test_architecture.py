@@ -18,16 +18,16 @@ PACKAGES = ("streaming", "shard_tools", "infra")
 
 SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device.prefetcher")
 SURFACE += (
-    "streaming.loop",
-    "streaming.streamed",
-    "streaming.base_loop",
+    "streaming.loops.fetcher",
+    "streaming.loops.streamed",
+    "streaming.loops.base",
     "streaming.batches.bad_samples",
     "streaming.job.store",
 )
-SURFACE += ("streaming.sampler", "streaming.retry", "streaming.ordinary", "streaming.ordinary_config")
-SURFACE += ("streaming.iterable", "streaming.shares", "streaming.replicas")
+SURFACE += ("streaming.sampler", "streaming.retry", "streaming.loops.map_style", "streaming.loops.ordinary_options")
+SURFACE += ("streaming.loops.iterable", "streaming.loops.parts", "streaming.replicas")
 SURFACE += ("streaming.broadcast", "streaming.replica_group", "streaming.remote", "streaming.checked_start")
-SURFACE += ("streaming.watch", "streaming.device.copiers")
+SURFACE += ("streaming.loops.watch", "streaming.device.copiers")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),

@@ -22,8 +22,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, DataError, StateError, TooManyBadSamplesError
-from streaming.iterable import IterableLoop, IterableState
-from streaming.ordinary import MapLoop, OrdinaryConfig, open_ordinary
+from streaming.loops.iterable import IterableLoop, IterableState
+from streaming.loops.map_style import MapLoop, OrdinaryConfig, open_ordinary
 from streaming.state import LoaderState
 
 HERE = Path(__file__).parent

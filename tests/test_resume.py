@@ -408,7 +408,7 @@ def test_fetches_after_a_resume_come_in_the_order_of_their_use(
     long_samples: SampleSet, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one fetch at a time, the order of requests is that of the plan's intervals."""
-    monkeypatch.setattr("streaming.loop.FETCH_THREADS", 1)
+    monkeypatch.setattr("streaming.loops.fetcher.FETCH_THREADS", 1)
     start = 480
     for rank in range(world_size):
         dataset = long_samples.open(shuffle=ShuffleConfig(seed=3, window=4, lanes=4))

@@ -18,8 +18,8 @@ from data_sets import SampleSet, write_set
 from streaming import DataLoader, DevicePrefetcher
 from streaming.device.copiers import Copied, CpuCopier
 from streaming.errors import ConfigError
+from streaming.loops.watch import Watchdog
 from streaming.storage.local import LocalAdapter
-from streaming.watch import Watchdog
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -56,7 +56,7 @@ class Reports(logging.Handler):
 @pytest.fixture
 def reports() -> Iterator[Reports]:
     handler = Reports()
-    logger = logging.getLogger("streaming.watch")
+    logger = logging.getLogger("streaming.loops.watch")
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)

@@ -31,7 +31,7 @@ import torch
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
 from streaming.errors import ConfigError
-from streaming.watch import STALL_REPORT_S, Watchdog
+from streaming.loops.watch import STALL_REPORT_S, Watchdog
 
 _END = object()
 

@@ -144,7 +144,7 @@ class _Ahead:
 
 
 class RemoteLoop:
-    """Epochs one after the other, as ``streaming.base_loop.BaseLoop`` has them. Used by one thread.
+    """Epochs one after the other, as ``streaming.loops.base.BaseLoop`` has them. Used by one thread.
 
     Args:
         create_dataset: Makes the data set, in each actor once.

@@ -29,8 +29,8 @@ from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
 from streaming.errors import ConfigError, DataError, StateError
+from streaming.loops.ordinary_options import Collate, Sharding, with_valid
 from streaming.order import checked_int
-from streaming.ordinary_config import Collate, Sharding, with_valid
 from streaming.permutation import hash_words
 from streaming.plan import LastBatch
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 from streaming import budget
-from streaming.base_loop import BaseLoop, Run
 from streaming.broadcast import Place
 from streaming.dataset import StreamingDataset
 from streaming.engine.crew import Crew
@@ -16,7 +15,8 @@ from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
 from streaming.engine.unindexed.samples import StreamSettings
 from streaming.errors import ConfigError, StateError
-from streaming.loop import LoopConfig, open_crew, open_sharing
+from streaming.loops.base import BaseLoop, Run
+from streaming.loops.fetcher import LoopConfig, open_crew, open_sharing
 from streaming.order import OrderSettings
 from streaming.state import LoaderState
 

@@ -17,7 +17,7 @@ from streaming.order import checked_int
 from streaming.plan import LastBatch
 
 Sharding = Literal["auto", "worker_info", "self"]
-"""How an iterable data set is cut into parts; see ``streaming.shares``."""
+"""How an iterable data set is cut into parts; see ``streaming.loops.parts``."""
 
 
 _FEEDER_S = 5.0  # for a daemon thread that has nothing more to do

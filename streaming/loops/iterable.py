@@ -1,6 +1,6 @@
 """The loop over iterable torch data sets: as many promises as a stream of samples allows.
 
-- Every sample goes to one rank and worker (``streaming.shares`` says how), random numbers are seeded by (seed, epoch).
+- Every sample goes to one rank and worker (``streaming.loops.parts`` says how), random numbers are seeded by (seed, epoch).
 - All ranks end together: by ``epoch_size``, or else, where torch.distributed runs, by asking a few batches ahead
   whether every rank has one more.
 - The position is exact to the batch handed out. Going on is O(1) if the data set (or its iterator) has ``state_dict``,
@@ -24,11 +24,8 @@ from torch.utils.data import DataLoader
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, StateError
-from streaming.metrics import Metrics
-from streaming.order import OrderSettings, checked_int
-from streaming.ordinary_config import Collate, OrdinaryConfig, shut_down
-from streaming.permutation import hash_words
-from streaming.shares import (
+from streaming.loops.ordinary_options import Collate, OrdinaryConfig, shut_down
+from streaming.loops.parts import (
     Cursor,
     Packet,
     SharedStream,
@@ -38,6 +35,9 @@ from streaming.shares import (
     has_state,
     num_shards,
 )  # fmt: skip
+from streaming.metrics import Metrics
+from streaming.order import OrderSettings, checked_int
+from streaming.permutation import hash_words
 from streaming.state import LoaderState
 
 UNKNOWN_SIZE = 2**62

@@ -1,7 +1,7 @@
-"""Loops over ordinary torch data sets, with the same surface as ``streaming.loop.EpochLoop``.
+"""Loops over ordinary torch data sets, with the same surface as ``streaming.loops.fetcher.EpochLoop``.
 
 Map-style data sets (``__getitem__`` and ``__len__``) keep all promises: exactly once, equal ends, elastic, resumable to
-the batch. Iterable ones keep what they make possible; see ``streaming.iterable``.
+the batch. Iterable ones keep what they make possible; see ``streaming.loops.iterable``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from streaming.batches.collate import empty_like
 from streaming.errors import ConfigError
-from streaming.iterable import Again, IterableLoop
+from streaming.loops.iterable import Again, IterableLoop
+from streaming.loops.ordinary_options import Collate, OrdinaryConfig, shut_down, with_valid
 from streaming.metrics import Metrics
-from streaming.ordinary_config import Collate, OrdinaryConfig, shut_down, with_valid
 from streaming.permutation import hash_words
 from streaming.retry import RetrySampler
 from streaming.sampler import DeviceMeshSampler

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from infra import DeviceMesh, as_device_mesh
 from streaming import budget
-from streaming.base_loop import BaseLoop, Run
 from streaming.batches.build import Recipe
 from streaming.broadcast import Place, Sharing
 from streaming.dataset import StreamingDataset
@@ -25,6 +24,7 @@ from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.errors import ConfigError, StateError
+from streaming.loops.base import BaseLoop, Run
 from streaming.metrics import Metrics
 from streaming.plan import LastBatch, Plan
 from streaming.replicas import CountedRun, Replicas

@@ -1,0 +1,1 @@
+"""Loop over epochs: one loop for each kind of data set, under one protocol."""
