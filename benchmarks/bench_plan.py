@@ -14,8 +14,8 @@ import time
 
 import numpy as np
 
-from streaming.order import OrderSettings, default_lanes, default_window
-from streaming.plan import Plan
+from streaming.plan.order import OrderSettings, default_lanes, default_window
+from streaming.plan.plan import Plan
 
 
 def main() -> None:

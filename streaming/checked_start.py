@@ -11,8 +11,8 @@ from infra import DeviceMesh
 from streaming.dataset import StreamingDataset
 from streaming.job.agreement import agree
 from streaming.job.store import job_store, job_world_size
+from streaming.plan.state import LoaderState
 from streaming.replicas import Replicas
-from streaming.state import LoaderState
 
 _DISTRIBUTION = "shardstream"
 

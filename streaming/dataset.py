@@ -28,7 +28,7 @@ from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, 
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleLocation, SampleTable
 from streaming.job.store import job_peers
-from streaming.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
+from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
 from streaming.types import Sample, Transform
 

@@ -29,9 +29,9 @@ from streaming.loops.map_style import OrdinaryLoop, open_ordinary, resolve_datas
 from streaming.loops.ordinary_options import OrdinaryConfig, checked_options
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.watch import STALL_REPORT_S, Watchdog, Watched, checked_stall_report_s
+from streaming.plan.state import LoaderState
 from streaming.remote import RemoteLoop, open_remote
 from streaming.replicas import MoreOptions, split_options
-from streaming.state import LoaderState
 from streaming.storage import redact
 
 

@@ -15,7 +15,7 @@ from streaming.batches.sequence import SequenceSlice, find_peer
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
 from streaming.loops.ordinary_options import OrdinaryOptions
-from streaming.plan import Plan
+from streaming.plan.plan import Plan
 from streaming.remote.group import RemoteGroup
 from streaming.types import Batch
 

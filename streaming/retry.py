@@ -34,7 +34,7 @@ from torch.utils.data import Dataset, Sampler
 
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from streaming.metrics import Metrics
-from streaming.order import checked_int
+from streaming.plan.order import checked_int
 
 _BATCH = TypeVar("_BATCH")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)

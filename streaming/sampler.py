@@ -25,11 +25,11 @@ from torch.utils.data import Sampler
 from infra import as_device_mesh
 from streaming.errors import ConfigError, StateError
 from streaming.loops.fetcher import checked_last_batch, resolve_batch_size
-from streaming.order import Int64Array, OrderSettings, checked_int
-from streaming.permutation import Permutation, substitutes
-from streaming.plan import Plan, RankBatches
+from streaming.plan.order import Int64Array, OrderSettings, checked_int
+from streaming.plan.permutation import Permutation, substitutes
+from streaming.plan.plan import Plan, RankBatches
+from streaming.plan.state import LoaderState
 from streaming.retry import RetrySampler
-from streaming.state import LoaderState
 
 __all__ = ["DeviceMeshSampler", "RetrySampler"]
 

@@ -38,11 +38,11 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "pure",
         (
-            "streaming.order",
-            "streaming.permutation",
-            "streaming.plan",
-            "streaming.budget",
-            "streaming.state",
+            "streaming.plan.order",
+            "streaming.plan.permutation",
+            "streaming.plan.plan",
+            "streaming.plan.memory",
+            "streaming.plan.state",
             "streaming.tar",
             "streaming.index",
             "streaming.fetch.layout",

@@ -24,7 +24,7 @@ from infra import DeviceMesh
 from streaming.errors import ConfigError, DataError, StateError, TooManyBadSamplesError
 from streaming.loops.iterable import IterableLoop, IterableState
 from streaming.loops.map_style import MapLoop, OrdinaryConfig, open_ordinary
-from streaming.state import LoaderState
+from streaming.plan.state import LoaderState
 
 HERE = Path(__file__).parent
 

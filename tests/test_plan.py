@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.order import EpochOrder, OrderSettings, default_lanes, default_window
-from streaming.plan import LastBatch, Plan, RankBatches
+from streaming.plan.order import EpochOrder, OrderSettings, default_lanes, default_window
+from streaming.plan.plan import LastBatch, Plan, RankBatches
 
 # A busy machine is no failure.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -31,7 +31,7 @@ from infra import DeviceMesh
 from streaming import DataLoader, DeviceMeshFetcher, ShuffleConfig, StreamingDataset
 from streaming.errors import MemoryLimitError
 from streaming.index.spans import SPAN_BYTES
-from streaming.plan import Plan
+from streaming.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

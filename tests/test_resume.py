@@ -29,8 +29,8 @@ from infra import DeviceMesh
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.errors import StateError
 from streaming.fetch.read import FetchRange
-from streaming.order import EpochOrder, OrderSettings
-from streaming.plan import Plan
+from streaming.plan.order import EpochOrder, OrderSettings
+from streaming.plan.plan import Plan
 from streaming.tar import ChunkLayout
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")

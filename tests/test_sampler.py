@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError, TransferError
-from streaming.permutation import MAX_SORTED, Permutation, substitutes
+from streaming.plan.permutation import MAX_SORTED, Permutation, substitutes
 from streaming.retry import Candidates
 from streaming.sampler import DeviceMeshSampler, RetrySampler
 

@@ -15,9 +15,9 @@ import pytest
 
 from infra import DeviceMesh
 from shard_tools.plan.report import PlanOptions, PlanReport, plan_table
-from streaming import budget
 from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.plan import Plan
+from streaming.plan import memory as budget
+from streaming.plan.plan import Plan
 
 RANKS = 4096
 CHUNKS = 1_000_000

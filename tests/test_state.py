@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import StateError
-from streaming.order import OrderSettings
-from streaming.state import STATE_VERSION, LoaderState
+from streaming.plan.order import OrderSettings
+from streaming.plan.state import STATE_VERSION, LoaderState
 
 STATE = LoaderState(
     epoch=3,

@@ -33,7 +33,7 @@ from streaming.errors import (
     TarError,
     TooManyBadSamplesError,
 )
-from streaming.order import OrderSettings
+from streaming.plan.order import OrderSettings
 
 
 @pytest.fixture(scope="module")

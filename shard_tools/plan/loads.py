@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streaming import budget
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.spans import SPAN_BYTES
-from streaming.order import Int64Array
-from streaming.plan import Plan
+from streaming.plan import memory as budget
+from streaming.plan.order import Int64Array
+from streaming.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

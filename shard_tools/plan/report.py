@@ -11,12 +11,12 @@ import numpy as np
 
 from infra import DeviceMesh
 from shard_tools.plan.loads import Loads, RankLoad
-from streaming import budget
 from streaming.catalog.open import open_shards, sample_table
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
-from streaming.order import checked_int
-from streaming.plan import LastBatch, Plan
+from streaming.plan import memory as budget
+from streaming.plan.order import checked_int
+from streaming.plan.plan import LastBatch, Plan
 from streaming.storage import Storage
 from streaming.units import parse_bytes
 

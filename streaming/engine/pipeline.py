@@ -38,7 +38,7 @@ from streaming.engine.substitutes import Substitutes
 from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
 from streaming.errors import DataError, DecodeError, MemoryLimitError, TooManyBadSamplesError
 from streaming.metrics import Metrics
-from streaming.plan import Plan
+from streaming.plan.plan import Plan
 from streaming.units import format_bytes
 
 Ints = npt.NDArray[np.int64]

@@ -17,7 +17,7 @@ from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.memory.row_table import Rows, RowTable
 from streaming.engine.source import Source
 from streaming.errors import DataError
-from streaming.plan import Plan
+from streaming.plan.plan import Plan
 
 
 class Substitutes:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.fetch.read import FetchRange
-from streaming.plan import Plan, RankBatches
+from streaming.plan.plan import Plan, RankBatches
 
 Ints = npt.NDArray[np.int64]
 RangeOf = Callable[[int, int, int], FetchRange]

@@ -14,7 +14,7 @@ from streaming.engine.crew import Crew
 from streaming.engine.standing import request_line
 from streaming.engine.workers.ring import PageLocker
 from streaming.metrics import Metrics
-from streaming.order import OrderSettings, checked_int
+from streaming.plan.order import OrderSettings, checked_int
 
 
 class Run(Protocol):

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from infra import DeviceMesh, as_device_mesh
-from streaming import budget
 from streaming.batches.build import Recipe
 from streaming.broadcast import Place, Sharing
 from streaming.dataset import StreamingDataset
@@ -26,9 +25,10 @@ from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.errors import ConfigError, StateError
 from streaming.loops.base import BaseLoop, Run
 from streaming.metrics import Metrics
-from streaming.plan import LastBatch, Plan
+from streaming.plan import memory as budget
+from streaming.plan.plan import LastBatch, Plan
+from streaming.plan.state import LoaderState
 from streaming.replicas import CountedRun, Replicas
-from streaming.state import LoaderState
 from streaming.storage import redact, scheme_of
 from streaming.units import parse_bytes
 

@@ -36,9 +36,9 @@ from streaming.loops.parts import (
     num_shards,
 )  # fmt: skip
 from streaming.metrics import Metrics
-from streaming.order import OrderSettings, checked_int
-from streaming.permutation import hash_words
-from streaming.state import LoaderState
+from streaming.plan.order import OrderSettings, checked_int
+from streaming.plan.permutation import hash_words
+from streaming.plan.state import LoaderState
 
 UNKNOWN_SIZE = 2**62
 """``num_samples`` in the state of a data set of which nobody knows how many it has."""

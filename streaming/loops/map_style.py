@@ -17,10 +17,10 @@ from streaming.errors import ConfigError
 from streaming.loops.iterable import Again, IterableLoop
 from streaming.loops.ordinary_options import Collate, OrdinaryConfig, shut_down, with_valid
 from streaming.metrics import Metrics
-from streaming.permutation import hash_words
+from streaming.plan.permutation import hash_words
+from streaming.plan.state import LoaderState
 from streaming.retry import RetrySampler
 from streaming.sampler import DeviceMeshSampler
-from streaming.state import LoaderState
 
 __all__ = [
     "MapLoop",

@@ -13,8 +13,8 @@ from torch.utils.data import default_collate as torch_collate
 from infra import DeviceMesh
 from streaming.batches.collate import default_collate
 from streaming.errors import ConfigError
-from streaming.order import checked_int
-from streaming.plan import LastBatch
+from streaming.plan.order import checked_int
+from streaming.plan.plan import LastBatch
 
 Sharding = Literal["auto", "worker_info", "self"]
 """How an iterable data set is cut into parts; see ``streaming.loops.parts``."""

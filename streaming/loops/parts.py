@@ -30,9 +30,9 @@ from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
 from streaming.errors import ConfigError, DataError, StateError
 from streaming.loops.ordinary_options import Collate, Sharding, with_valid
-from streaming.order import checked_int
-from streaming.permutation import hash_words
-from streaming.plan import LastBatch
+from streaming.plan.order import checked_int
+from streaming.plan.permutation import hash_words
+from streaming.plan.plan import LastBatch
 
 _MAX_COUNT = 2**62
 

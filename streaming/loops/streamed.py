@@ -7,7 +7,6 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from streaming import budget
 from streaming.broadcast import Place
 from streaming.dataset import StreamingDataset
 from streaming.engine.crew import Crew
@@ -17,8 +16,9 @@ from streaming.engine.unindexed.samples import StreamSettings
 from streaming.errors import ConfigError, StateError
 from streaming.loops.base import BaseLoop, Run
 from streaming.loops.fetcher import LoopConfig, open_crew, open_sharing
-from streaming.order import OrderSettings
-from streaming.state import LoaderState
+from streaming.plan import memory as budget
+from streaming.plan.order import OrderSettings
+from streaming.plan.state import LoaderState
 
 DEFAULT_WINDOW = 4096
 """Samples in the shuffle window of a set whose size nobody knows; bounded in bytes by half of memory_limit."""

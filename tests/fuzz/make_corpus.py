@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
-from streaming.order import OrderSettings
-from streaming.state import LoaderState
+from streaming.plan.order import OrderSettings
+from streaming.plan.state import LoaderState
 from streaming.tar.headers import member_header, padding
 
 CORPUS = Path(__file__).resolve().parent / "corpus"

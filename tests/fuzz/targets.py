@@ -21,7 +21,7 @@ from streaming.errors import ConfigError, DataError, ShardstreamError, StateErro
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.headstart import parse_dali_idx, parse_energon_idx, parse_wids
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
-from streaming.state import LoaderState
+from streaming.plan.state import LoaderState
 from streaming.storage import Storage, expand, expand_urls, redact
 from streaming.storage.urls import join_url, local_path, scheme_of, split_url
 from streaming.tar import TarScanner, iter_samples, parse_chunk

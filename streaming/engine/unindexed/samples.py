@@ -13,7 +13,7 @@ import numpy as np
 
 from streaming.engine.unindexed.read_ahead import PIECE_BYTES, ReadAhead
 from streaming.errors import ConfigError
-from streaming.order import EpochOrder, OrderSettings
+from streaming.plan.order import EpochOrder, OrderSettings
 from streaming.storage import redact
 from streaming.tar.samples import iter_samples
 

@@ -3,11 +3,11 @@
 Shards are shuffled within windows because neighbours are read together. A map-style data set has no neighbours, so
 its order may as well be a true permutation of all samples, another one for each pass:
 
-- up to :data:`MAX_SORTED` samples: sorted by the hashes of :mod:`streaming.order`, as chunks of one sample would be;
+- up to :data:`MAX_SORTED` samples: sorted by the hashes of :mod:`streaming.plan.order`, as chunks of one sample would be;
 - beyond: an unbalanced Feistel network over the next power of two, walked until it lands inside (Black and Rogaway,
   "Ciphers with Arbitrary Finite Domains", 2002). It stores nothing: a billion samples cost no memory.
 
-Like :mod:`streaming.order`, this is a contract with every checkpoint: ``tests/test_sampler.py`` pins it.
+Like :mod:`streaming.plan.order`, this is a contract with every checkpoint: ``tests/test_sampler.py`` pins it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import ConfigError
-from streaming.order import EpochOrder, Int64Array, OrderSettings, checked_int
+from streaming.plan.order import EpochOrder, Int64Array, OrderSettings, checked_int
 
 MAX_SORTED = 2**20
 """Sets of up to so many samples are sorted: 8 MiB, and a tenth of a second per pass."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streaming.errors import ConfigError, StateError
-from streaming.order import OrderSettings, checked_int
+from streaming.plan.order import OrderSettings, checked_int
 
 STATE_VERSION = 1
 _MAX_COUNT = 2**62

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from streaming.errors import MemoryLimitError
 from streaming.index.spans import SPAN_BYTES
-from streaming.order import Int64Array, OrderSettings, Scope, default_lanes, default_window
-from streaming.plan import Plan
+from streaming.plan.order import Int64Array, OrderSettings, Scope, default_lanes, default_window
+from streaming.plan.plan import Plan
 from streaming.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import ConfigError
-from streaming.order import (
+from streaming.plan.order import (
     EpochOrder,
     Int64Array,
     OrderSettings,

@@ -1,0 +1,1 @@
+"""Decide what is read when and by whom. Pure: no I/O, no clock, no threads."""
