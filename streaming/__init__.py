@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from streaming.fetcher import DeviceMeshFetcher
     from streaming.loader import DataLoader
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
-    from streaming.replicas import Broadcast
+    from streaming.replicas.options import Broadcast
     from streaming.retry import RetrySampler
     from streaming.sampler import DeviceMeshSampler
 
 _HOMES = {
     "BatchHandle": "streaming.remote",
-    "Broadcast": "streaming.replicas",
+    "Broadcast": "streaming.replicas.options",
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.fetcher",
     "DeviceMeshSampler": "streaming.sampler",

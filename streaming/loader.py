@@ -12,7 +12,6 @@ from typing import Any, Self, TypeAlias, Unpack
 import torch
 
 from streaming.batches.build import Recipe
-from streaming.checked_start import StartCheck
 from streaming.dataset import StreamingDataset
 from streaming.engine.workers.ring import PageLocker
 from streaming.errors import ConfigError
@@ -31,7 +30,8 @@ from streaming.loops.streamed import StreamedLoop
 from streaming.loops.watch import STALL_REPORT_S, Watchdog, Watched, checked_stall_report_s
 from streaming.plan.state import LoaderState
 from streaming.remote import RemoteLoop, open_remote
-from streaming.replicas import MoreOptions, split_options
+from streaming.replicas.options import MoreOptions, split_options
+from streaming.replicas.start_check import StartCheck
 from streaming.storage import redact
 
 

@@ -123,8 +123,8 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Any:
     def job(_: str = "") -> tuple[int, Any]:
         return int(threading.current_thread().name.split()[1]), store
 
-    monkeypatch.setattr("streaming.checked_start.job_store", job)
-    monkeypatch.setattr("streaming.checked_start.job_world_size", lambda: 4)
+    monkeypatch.setattr("streaming.replicas.start_check.job_store", job)
+    monkeypatch.setattr("streaming.replicas.start_check.job_world_size", lambda: 4)
     return store
 
 
@@ -180,7 +180,7 @@ def test_loaders_that_differ_are_told(
 
 @pytest.mark.usefixtures("board")
 def test_versions_and_positions_are_compared(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streaming.checked_start.version", lambda _: "9.9" if _rank() == 1 else "9.8")
+    monkeypatch.setattr("streaming.replicas.start_check.version", lambda _: "9.9" if _rank() == 1 else "9.8")
     dataset = samples.open()
 
     def start(rank: int) -> None:

@@ -25,8 +25,13 @@ SURFACE += (
     "streaming.job.store",
 )
 SURFACE += ("streaming.sampler", "streaming.retry", "streaming.loops.map_style", "streaming.loops.ordinary_options")
-SURFACE += ("streaming.loops.iterable", "streaming.loops.parts", "streaming.replicas")
-SURFACE += ("streaming.broadcast", "streaming.replica_group", "streaming.remote", "streaming.checked_start")
+SURFACE += ("streaming.loops.iterable", "streaming.loops.parts", "streaming.replicas.options")
+SURFACE += (
+    "streaming.replicas.broadcast",
+    "streaming.replicas.group",
+    "streaming.remote",
+    "streaming.replicas.start_check",
+)
 SURFACE += ("streaming.loops.watch", "streaming.device.copiers")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -65,7 +70,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.batches.bad_file",
             "streaming.batches.sequence",
             "streaming.batches.portion",
-            "streaming.batch_codec",
+            "streaming.replicas.batch_codec",
             "streaming.job.agreement",
             "streaming.job.once",
             "streaming.catalog.listing",
@@ -78,7 +83,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 LAYER_OF = {prefix: level for level, (_, prefixes) in enumerate(LAYERS) for prefix in prefixes}
 
 TORCH_MAY = (*(name for name in SURFACE if name != "streaming"), "streaming.engine", "streaming.batches.collate")
-TORCH_MAY += ("streaming.batches.sequence", "streaming.batches.portion", "streaming.batch_codec")
+TORCH_MAY += ("streaming.batches.sequence", "streaming.batches.portion", "streaming.replicas.batch_codec")
 # infra asks where the program runs; credentials come the way people have them, the environment too.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.credentials")
 INFRA_MAY = (*SURFACE, "streaming.remote.handles", "streaming.remote.loop", "streaming.remote.reader")

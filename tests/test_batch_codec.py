@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.batch_codec import ALIGN_BYTES, decode, encode
 from streaming.errors import ConfigError
+from streaming.replicas.batch_codec import ALIGN_BYTES, decode, encode
 
 
 def allocate(size: int) -> torch.Tensor:

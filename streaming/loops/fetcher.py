@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from infra import DeviceMesh, as_device_mesh
 from streaming.batches.build import Recipe
-from streaming.broadcast import Place, Sharing
 from streaming.dataset import StreamingDataset
 from streaming.engine.builders import is_surely_trivial
 from streaming.engine.crew import Crew
@@ -28,7 +27,8 @@ from streaming.metrics import Metrics
 from streaming.plan import memory as budget
 from streaming.plan.plan import LastBatch, Plan
 from streaming.plan.state import LoaderState
-from streaming.replicas import CountedRun, Replicas
+from streaming.replicas.broadcast import Place, Sharing
+from streaming.replicas.options import CountedRun, Replicas
 from streaming.storage import redact, scheme_of
 from streaming.units import parse_bytes
 

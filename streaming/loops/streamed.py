@@ -7,7 +7,6 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from streaming.broadcast import Place
 from streaming.dataset import StreamingDataset
 from streaming.engine.crew import Crew
 from streaming.engine.unindexed.batches import ShardStream
@@ -19,6 +18,7 @@ from streaming.loops.fetcher import LoopConfig, open_crew, open_sharing
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
+from streaming.replicas.broadcast import Place
 
 DEFAULT_WINDOW = 4096
 """Samples in the shuffle window of a set whose size nobody knows; bounded in bytes by half of memory_limit."""

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh
-from streaming.batch_codec import decode, encode
 from streaming.batches.portion import NUM_SAMPLES, Portion
 from streaming.engine.grace import LOOK_UP_S
 from streaming.errors import ReplicaError, StateError
 from streaming.job.error_codec import error_from_json, error_to_json
 from streaming.loops.base import Run
-from streaming.replica_group import ReplicaGroup
-from streaming.replicas import Broadcast, Replicas
+from streaming.replicas.batch_codec import decode, encode
+from streaming.replicas.group import ReplicaGroup
+from streaming.replicas.options import Broadcast, Replicas
 
 START, BATCH, BEAT, END, FAILED = range(5)
 BEAT_S = 0.5

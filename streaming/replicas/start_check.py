@@ -12,7 +12,7 @@ from streaming.dataset import StreamingDataset
 from streaming.job.agreement import agree
 from streaming.job.store import job_store, job_world_size
 from streaming.plan.state import LoaderState
-from streaming.replicas import Replicas
+from streaming.replicas.options import Replicas
 
 _DISTRIBUTION = "shardstream"
 
