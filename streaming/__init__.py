@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from streaming.loader import DataLoader
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
     from streaming.replicas.options import Broadcast
-    from streaming.retry import RetrySampler
-    from streaming.sampler import DeviceMeshSampler
+    from streaming.samplers.device_mesh import DeviceMeshSampler
+    from streaming.samplers.retry import RetrySampler
 
 _HOMES = {
     "BatchHandle": "streaming.remote",
     "Broadcast": "streaming.replicas.options",
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.fetcher",
-    "DeviceMeshSampler": "streaming.sampler",
+    "DeviceMeshSampler": "streaming.samplers.device_mesh",
     "DevicePrefetcher": "streaming.device.prefetcher",
     "RemoteBatch": "streaming.remote",
     "RemoteGroup": "streaming.remote",
-    "RetrySampler": "streaming.retry",
+    "RetrySampler": "streaming.samplers.retry",
     "SequenceSlice": "streaming.batches.sequence",
     "ShuffleConfig": "streaming.dataset",
     "StageFields": "streaming.batches.portion",

@@ -24,7 +24,12 @@ SURFACE += (
     "streaming.batches.bad_samples",
     "streaming.job.store",
 )
-SURFACE += ("streaming.sampler", "streaming.retry", "streaming.loops.map_style", "streaming.loops.ordinary_options")
+SURFACE += (
+    "streaming.samplers.device_mesh",
+    "streaming.samplers.retry",
+    "streaming.loops.map_style",
+    "streaming.loops.ordinary_options",
+)
 SURFACE += ("streaming.loops.iterable", "streaming.loops.parts", "streaming.replicas.options")
 SURFACE += (
     "streaming.replicas.broadcast",

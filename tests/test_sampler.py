@@ -19,8 +19,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from infra import DeviceMesh
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError, TransferError
 from streaming.plan.permutation import MAX_SORTED, Permutation, substitutes
-from streaming.retry import Candidates
-from streaming.sampler import DeviceMeshSampler, RetrySampler
+from streaming.samplers.device_mesh import DeviceMeshSampler, RetrySampler
+from streaming.samplers.retry import Candidates
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 

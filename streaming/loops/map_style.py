@@ -19,8 +19,8 @@ from streaming.loops.ordinary_options import Collate, OrdinaryConfig, shut_down,
 from streaming.metrics import Metrics
 from streaming.plan.permutation import hash_words
 from streaming.plan.state import LoaderState
-from streaming.retry import RetrySampler
-from streaming.sampler import DeviceMeshSampler
+from streaming.samplers.device_mesh import DeviceMeshSampler
+from streaming.samplers.retry import RetrySampler
 
 __all__ = [
     "MapLoop",

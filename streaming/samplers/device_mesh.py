@@ -29,7 +29,7 @@ from streaming.plan.order import Int64Array, OrderSettings, checked_int
 from streaming.plan.permutation import Permutation, substitutes
 from streaming.plan.plan import Plan, RankBatches
 from streaming.plan.state import LoaderState
-from streaming.retry import RetrySampler
+from streaming.samplers.retry import RetrySampler
 
 __all__ = ["DeviceMeshSampler", "RetrySampler"]
 

@@ -1,0 +1,1 @@
+"""Sample map-style data sets under torch's own DataLoader."""
