@@ -90,7 +90,7 @@ LAYER_OF = {prefix: level for level, (_, prefixes) in enumerate(LAYERS) for pref
 TORCH_MAY = (*(name for name in SURFACE if name != "streaming"), "streaming.engine", "streaming.batches.collate")
 TORCH_MAY += ("streaming.batches.sequence", "streaming.batches.portion", "streaming.replicas.batch_codec")
 # infra asks where the program runs; credentials come the way people have them, the environment too.
-ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.credentials")
+ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
 INFRA_MAY = (*SURFACE, "streaming.remote.handles", "streaming.remote.loop", "streaming.remote.reader")
 
 # Each third-party package is known to these modules only (prefixes); what is not listed must not be imported.

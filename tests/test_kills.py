@@ -118,7 +118,7 @@ def test_the_writer(tmp_path: Path) -> None:
 
 
 S3_WRITER = """
-from streaming.storage.object_writer import ObjectWriter
+from streaming.storage.adapters.object_writer import ObjectWriter
 ObjectWriter._send = stepping(ObjectWriter._send)
 ObjectWriter.close = stepping(ObjectWriter.close)
 from shard_tools import ShardWriter

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError
 from streaming.storage import RetryPolicy, Storage, expand_urls, join_url, redact, split_url
+from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
+from streaming.storage.adapters.fsspec_adapter import _translate
 from streaming.storage.base import PassingError, UnreachableError
-from streaming.storage.credentials import azure_config, gcs_config, s3_access
-from streaming.storage.fs import _translate
 from streaming.storage.options import StorageOptions, parse_options
 from streaming.storage.retry import retrying
 

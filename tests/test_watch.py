@@ -19,7 +19,7 @@ from streaming import DataLoader, DevicePrefetcher
 from streaming.device.copiers import Copied, CpuCopier
 from streaming.errors import ConfigError
 from streaming.loops.watch import Watchdog
-from streaming.storage.local import LocalAdapter
+from streaming.storage.adapters.local import LocalAdapter
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from braceexpand import braceexpand
 
 from streaming.errors import ConfigError, NotFoundError
+from streaming.storage.adapters.local import is_directory
 from streaming.storage.facade import Storage
-from streaming.storage.local import is_directory
 from streaming.storage.urls import HTTP_SCHEMES, as_url, redact, scheme_of, split_query
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")

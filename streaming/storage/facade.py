@@ -10,6 +10,7 @@ from typing import TypeVar
 from streaming.errors import ConfigError, NotFoundError, StorageError
 from streaming.metrics import Metrics
 from streaming.storage.active import ActiveCalls, ActiveRequest
+from streaming.storage.adapters.object import OBJECT_SCHEMES
 from streaming.storage.base import (
     DEFAULT_PART_BYTES,
     Adapter,
@@ -20,7 +21,6 @@ from streaming.storage.base import (
     StoreWriter,
 )
 from streaming.storage.mirrors import Mirror, Route, Routes
-from streaming.storage.object import OBJECT_SCHEMES
 from streaming.storage.options import parse_options
 from streaming.storage.store import Store, never
 from streaming.storage.urls import as_url, redact, scheme_of

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 from streaming.storage.active import ActiveCalls, Call
+from streaming.storage.adapters.fsspec_adapter import FsspecAdapter
+from streaming.storage.adapters.local import LocalAdapter
+from streaming.storage.adapters.object import OBJECT_SCHEMES, ObjectAdapter
 from streaming.storage.base import Adapter, ChangedError
 from streaming.storage.crew import Crew
-from streaming.storage.fs import FsspecAdapter
-from streaming.storage.local import LocalAdapter
-from streaming.storage.object import OBJECT_SCHEMES, ObjectAdapter
 from streaming.storage.options import StorageOptions
 from streaming.storage.pins import Pins
 from streaming.storage.retry import retrying

@@ -23,6 +23,7 @@ from streaming.errors import (
     StorageError,
     TransferError,
 )
+from streaming.storage.adapters.credentials import s3_endpoint_of_process
 from streaming.storage.base import (
     ChangedError,
     ObjectInfo,
@@ -34,7 +35,6 @@ from streaming.storage.base import (
     UnreachableError,
     copy_piece,
 )
-from streaming.storage.credentials import s3_endpoint_of_process
 from streaming.storage.options import StorageOptions
 from streaming.storage.urls import redact, scheme_of, split_query
 

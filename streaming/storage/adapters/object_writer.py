@@ -10,7 +10,7 @@ from typing import Any, Self
 import obstore
 
 from streaming.errors import StorageError
-from streaming.storage.object_errors import Place, object_errors
+from streaming.storage.adapters.object_errors import Place, object_errors
 
 _PARTS_IN_FLIGHT = 4
 

@@ -18,10 +18,10 @@ import obstore
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from streaming.errors import ConfigError, NotFoundError, StorageError
+from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
+from streaming.storage.adapters.object_errors import Place, object_errors
+from streaming.storage.adapters.object_writer import ObjectWriter
 from streaming.storage.base import ObjectInfo, PassingError, RangeBody, RangeIgnoredError, Sink, StoreWriter, copy_piece
-from streaming.storage.credentials import azure_config, gcs_config, s3_access
-from streaming.storage.object_errors import Place, object_errors
-from streaming.storage.object_writer import ObjectWriter
 from streaming.storage.options import StorageOptions
 from streaming.storage.retry import GROWTH
 from streaming.storage.urls import HTTP_SCHEMES, bucket_and_key, redact, scheme_of, split_query

@@ -1,0 +1,1 @@
+"""Talk to one kind of store each: local disks, object stores, fsspec."""
