@@ -21,10 +21,10 @@ from streaming.storage import Storage
 from streaming.storage.active import Call
 from streaming.storage.allowance import Allowance
 from streaming.storage.base import PassingError, Sink, copy_piece
-from streaming.storage.crew import Crew
-from streaming.storage.patience import Patience, Silences
-from streaming.storage.retry import RetryPolicy, retrying
-from streaming.storage.transfer import Transfer, _Request
+from streaming.storage.requests.retry import RetryPolicy, retrying
+from streaming.storage.requests.silences import Patience, Silences
+from streaming.storage.requests.threads import Crew
+from streaming.storage.requests.transfer import Transfer, _Request
 
 MIB = 1 << 20
 DATA = np.random.default_rng(12).integers(0, 256, 2 * MIB, np.uint8).tobytes()

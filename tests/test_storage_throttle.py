@@ -16,8 +16,8 @@ from leftovers import leftovers
 
 from streaming.storage import Storage
 from streaming.storage.base import Sink, ThrottledError, copy_piece
-from streaming.storage.node_slowdown import NodeSlowdown
-from streaming.storage.throttle import CUT, GIVEN_BACK, LEAST_SHARE, RECOVERY_S, Gate, Slowdown, SlowdownState
+from streaming.storage.requests.node_slowdown import NodeSlowdown
+from streaming.storage.requests.throttle import CUT, GIVEN_BACK, LEAST_SHARE, RECOVERY_S, Gate, Slowdown, SlowdownState
 
 
 class Clock:

@@ -20,7 +20,7 @@ from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_
 from streaming.storage.adapters.fsspec_adapter import _translate
 from streaming.storage.base import PassingError, UnreachableError
 from streaming.storage.options import StorageOptions, parse_options
-from streaming.storage.retry import retrying
+from streaming.storage.requests.retry import retrying
 
 SEGMENT = st.text(st.characters(codec="utf-8", exclude_characters="/?#:\0{}"), min_size=1, max_size=8).filter(
     lambda text: text not in {".", ".."}

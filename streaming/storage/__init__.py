@@ -6,7 +6,7 @@ from streaming.storage.base import DEFAULT_PART_BYTES, ChangedError, ObjectInfo,
 from streaming.storage.facade import Storage
 from streaming.storage.mirrors import mirrors_of
 from streaming.storage.options import StorageOptions
-from streaming.storage.retry import RetryPolicy
+from streaming.storage.requests.retry import RetryPolicy
 from streaming.storage.urls import join_url, redact, redact_text, scheme_of, split_url
 
 __all__ = [

@@ -39,7 +39,7 @@ class Storage:
     observer) and cheap to make: connections are made at first use, once per bucket, and credentials are looked up then.
 
     Every call retries passing faults with growing, jittered delays; time-outs and limits are options (see
-    :class:`~streaming.storage.retry.RetryPolicy`). Every method raises types of ``streaming.errors`` only:
+    :class:`~streaming.storage.requests.retry.RetryPolicy`). Every method raises types of ``streaming.errors`` only:
     ``NotFoundError``, ``AccessDeniedError``, ``TransferError``, ``StorageError``, and ``ConfigError`` for what cannot
     work.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 from streaming.errors import ConfigError
 from streaming.storage.mirrors import Mirror, parse_mirrors
-from streaming.storage.retry import RetryPolicy
+from streaming.storage.requests.retry import RetryPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

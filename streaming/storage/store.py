@@ -13,12 +13,12 @@ from streaming.storage.adapters.fsspec_adapter import FsspecAdapter
 from streaming.storage.adapters.local import LocalAdapter
 from streaming.storage.adapters.object import OBJECT_SCHEMES, ObjectAdapter
 from streaming.storage.base import Adapter, ChangedError
-from streaming.storage.crew import Crew
 from streaming.storage.options import StorageOptions
 from streaming.storage.pins import Pins
-from streaming.storage.retry import retrying
-from streaming.storage.traffic import Traffic
-from streaming.storage.transfer import Transfer
+from streaming.storage.requests.retry import retrying
+from streaming.storage.requests.threads import Crew
+from streaming.storage.requests.traffic import Traffic
+from streaming.storage.requests.transfer import Transfer
 from streaming.storage.urls import as_url, redact, scheme_of, split_query
 
 _T = TypeVar("_T")

@@ -23,7 +23,7 @@ from streaming.storage.adapters.object_errors import Place, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
 from streaming.storage.base import ObjectInfo, PassingError, RangeBody, RangeIgnoredError, Sink, StoreWriter, copy_piece
 from streaming.storage.options import StorageOptions
-from streaming.storage.retry import GROWTH
+from streaming.storage.requests.retry import GROWTH
 from streaming.storage.urls import HTTP_SCHEMES, bucket_and_key, redact, scheme_of, split_query
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}) | HTTP_SCHEMES

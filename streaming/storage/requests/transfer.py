@@ -20,8 +20,8 @@ import numpy as np
 from streaming.errors import ConfigError
 from streaming.storage.active import Call
 from streaming.storage.base import Adapter, ChangedError, PassingError, RangeBody
-from streaming.storage.crew import Crew
-from streaming.storage.patience import Patience
+from streaming.storage.requests.silences import Patience
+from streaming.storage.requests.threads import Crew
 from streaming.storage.urls import redact
 
 _LOOK_S = 0.1

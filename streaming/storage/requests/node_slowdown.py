@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from streaming.storage.throttle import LEAST_SHARE, RECOVERY_S, Slowdown, SlowdownState
+from streaming.storage.requests.throttle import LEAST_SHARE, RECOVERY_S, Slowdown, SlowdownState
 
 _LAYOUT = struct.Struct("<ddI")  # share, seconds of the monotonic clock, CRC32 of the two
 _BOOT = "/proc/sys/kernel/random/boot_id"

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 from streaming.storage.allowance import Allowance
 from streaming.storage.base import ThrottledError
-from streaming.storage.crew import Crew
-from streaming.storage.node_slowdown import NodeSlowdown
 from streaming.storage.options import StorageOptions
-from streaming.storage.patience import Patience
-from streaming.storage.throttle import Gate
+from streaming.storage.requests.node_slowdown import NodeSlowdown
+from streaming.storage.requests.silences import Patience
+from streaming.storage.requests.threads import Crew
+from streaming.storage.requests.throttle import Gate
 
 _RETRIES_SAVED = 40
 _RETRIES_PER_S = 2.0
@@ -63,7 +63,7 @@ class Traffic:
             self._gate.leave()
 
     def begin(self, until_s: float) -> bool:
-        """See :class:`~streaming.storage.transfer.Hedging`."""
+        """See :class:`~streaming.storage.requests.transfer.Hedging`."""
         if time.monotonic() >= until_s or not self._gate.try_enter():
             return False
         if not self._hedges.take():
@@ -73,7 +73,7 @@ class Traffic:
         return True
 
     def end(self, *, won: bool) -> None:
-        """See :class:`~streaming.storage.transfer.Hedging`."""
+        """See :class:`~streaming.storage.requests.transfer.Hedging`."""
         self._gate.leave()
         if won:
             self._count("hedges_won", 1)

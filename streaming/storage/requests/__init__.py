@@ -1,0 +1,1 @@
+"""Send requests: retries, silences, throttling, threads and the bytes under way."""
