@@ -60,7 +60,7 @@ class DataLoader:
         prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
-        stall_report_s: Where no batch comes for so many seconds, a warning on the logger ``streaming.loops.watch`` says what
+        stall_report_s: Where no batch comes for that long, a warning on the logger ``streaming.loops.watch`` says what
             every stage waits for, and again when that time has doubled; None: never.
         more: ``remote_group``, a ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset``
             is then a function, ``device_mesh`` the mesh of the processes that train, and the loop gives

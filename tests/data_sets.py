@@ -19,9 +19,10 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.catalog.build import index_shards
+from streaming.catalog.urls import expand_urls
 from streaming.engine.memory.arena import PAGE_BYTES
 from streaming.index.cutter import ChunkRule
-from streaming.storage import Storage, expand_urls
+from streaming.storage import Storage
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 Batches = list[Counter[str]]

@@ -18,10 +18,11 @@ from PIL import Image
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
+from streaming.catalog.urls import expand_urls
 from streaming.errors import ChecksumError, ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.fetch.read import FetchRange
 from streaming.index.cutter import ChunkRule
-from streaming.storage import Storage, expand_urls
+from streaming.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -17,9 +17,11 @@ from leftovers import leftovers
 from servers import MiniS3Server
 
 from infra import DeviceMesh
-from streaming import Broadcast, DataLoader, SequenceSlice, StageFields, StreamingDataset, broadcast, replica_group
+from streaming import Broadcast, DataLoader, SequenceSlice, StageFields, StreamingDataset
 from streaming.errors import ConfigError, DecodeError, ReplicaError, StateError, TooManyBadSamplesError, WorkerError
 from streaming.job.error_codec import error_from_json, error_to_json
+from streaming.replicas import broadcast
+from streaming.replicas import group as replica_group
 
 SIZE = 24
 OPTIONS: dict[str, Any] = {"global_batch_size": SIZE, "last_batch": "pad", "replicate": Broadcast(timeout_s=60)}

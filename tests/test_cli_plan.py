@@ -18,9 +18,10 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.plan.report import PlanOptions, _epoch_plan, plan, plan_table, replica_ranks
-from streaming import DataLoader, ShuffleConfig, StreamingDataset, budget
+from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, MemoryLimitError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
+from streaming.plan import memory as budget
 from streaming.storage import Storage
 
 

@@ -15,9 +15,10 @@ from test_spans import without_spans
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
+from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, expand_urls
+from streaming.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 

@@ -20,12 +20,13 @@ import streaming.dataset as dataset_module
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
+from streaming.catalog.urls import expand_urls
 from streaming.errors import ChecksumError, MemoryLimitError
 from streaming.fetch.pieces import pieces_of
 from streaming.fetch.sums import Sum
 from streaming.index.cutter import ChunkRule
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, expand_urls
+from streaming.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("one_fork_server", "no_maps")
 

@@ -27,7 +27,8 @@ from shard_tools.convert import ConvertOptions, convert
 from streaming import DataLoader, StreamingDataset
 from streaming.cache.paths import Layout
 from streaming.catalog.build import index_shards
-from streaming.storage import Storage, expand_urls
+from streaming.catalog.urls import expand_urls
+from streaming.storage import Storage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -151,7 +152,8 @@ INDEXER = """
 for name in ("open", "write", "replace", "fsync"):
     setattr(os, name, stepping(getattr(os, name)))
 from streaming.catalog.build import index_shards
-from streaming.storage import Storage, expand_urls
+from streaming.catalog.urls import expand_urls
+from streaming.storage import Storage
 storage = Storage()
 index_shards(storage, expand_urls(arguments["folder"] + "/", storage), parallel=arguments["parallel"])
 """

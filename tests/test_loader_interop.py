@@ -20,8 +20,9 @@ from data_sets import WORLD_SIZES, loaders, mesh_of
 
 from streaming import DataLoader, StreamingDataset
 from streaming.catalog.build import index_shards
+from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
-from streaming.storage import Storage, expand_urls
+from streaming.storage import Storage
 
 GNU_TAR = shutil.which("tar")
 NUM_SAMPLES, NUM_SHARDS = 60, 4

@@ -35,12 +35,13 @@ from streaming import DataLoader, StreamingDataset
 from streaming.cache import NodeCache
 from streaming.cache.paths import Layout
 from streaming.catalog.sidecars import MAX_SIDECAR_BYTES, Sidecars, find_sidecars
+from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, StorageError, TarError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import read_facts
 from streaming.index.sample_table import SampleTable
 from streaming.metrics import Metrics
-from streaming.storage import Storage, expand_urls, redact
+from streaming.storage import Storage, redact
 from streaming.tar import TarScanner, iter_samples, parse_chunk
 from streaming.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS
 from streaming.tar.group import MAX_FIELDS

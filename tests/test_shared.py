@@ -12,10 +12,11 @@ import pytest
 from data_sets import SampleSet, write_set
 from servers import MiniS3Server
 
-from streaming import StreamingDataset, shared
+from streaming import StreamingDataset
 from streaming.catalog.listing import Found
 from streaming.errors import ConfigError, IndexMismatchError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
+from streaming.job import once as shared
 
 NUM_RANKS = 64
 

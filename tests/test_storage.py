@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from servers import HttpServer, fresh_name
 
+from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, StorageError, TransferError
-from streaming.storage import Storage, StoreWriter, expand_urls, join_url
+from streaming.storage import Storage, StoreWriter, join_url
 
 DATA = np.random.default_rng(7).integers(0, 256, 3_000_001, np.uint8).tobytes()
 PART = 5 << 20

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streaming.catalog.urls import expand_urls
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError
-from streaming.storage import RetryPolicy, Storage, expand_urls, join_url, redact, split_url
+from streaming.storage import RetryPolicy, Storage, join_url, redact, split_url
 from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
 from streaming.storage.adapters.fsspec_adapter import _translate
 from streaming.storage.base import PassingError, UnreachableError

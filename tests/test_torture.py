@@ -34,8 +34,9 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.cache.paths import Layout
 from streaming.catalog.build import index_shards
+from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
-from streaming.storage import Storage, expand_urls
+from streaming.storage import Storage
 
 SHARD_SAMPLES = 100
 CHUNK_SAMPLES = 4

@@ -15,6 +15,7 @@ from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.sets.pieces import ShardPieces, read_pieces
 from shard_tools.sets.tables import load_samples
 from streaming.batches.bad_file import BadRecord
+from streaming.catalog.urls import expand_urls
 from streaming.decode import FieldDecoder, decode_field, resolve_decoders
 from streaming.errors import (
     ChecksumError,
@@ -26,7 +27,7 @@ from streaming.errors import (
     StorageError,
 )
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, expand_urls
+from streaming.storage import Storage
 
 _CURE = "restore the shard, or write the set without it: `shard_tools reshard --drop`"
 

@@ -15,11 +15,12 @@ from shard_tools.findings import Finding
 from shard_tools.progress import NoProgress, Progress
 from shard_tools.sets.tables import home_of, load_samples, place_of
 from streaming.catalog.build import shard_name
+from streaming.catalog.urls import expand_urls
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path
-from streaming.storage import Storage, expand_urls, join_url, split_url
+from streaming.storage import Storage, join_url, split_url
 
 _SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _MAX_DUPLICATES = 1000  # findings; beyond it the sum is told

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from shard_tools.convert.records import Skipped
+from streaming.catalog.urls import expand_urls
 from streaming.errors import NotFoundError
-from streaming.storage import Storage, expand_urls
+from streaming.storage import Storage
 
 _BLOCK_BYTES = 4 << 20
 _WILDCARD = re.compile(r"[*?\[]")

@@ -11,10 +11,11 @@ from shard_tools.sets.tables import load_samples
 from streaming.batches.bad_file import shown_url
 from streaming.catalog.build import load_index
 from streaming.catalog.scan import scan_shard
+from streaming.catalog.urls import expand_urls
 from streaming.errors import IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, expand_urls, redact, split_url
+from streaming.storage import Storage, redact, split_url
 from streaming.units import format_bytes
 
 READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU

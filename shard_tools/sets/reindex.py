@@ -11,9 +11,10 @@ from threading import Lock
 from shard_tools.progress import NoProgress, Progress
 from shard_tools.sets.tables import home_of, place_of
 from streaming.catalog.build import index_shards, shard_name
+from streaming.catalog.urls import expand_urls
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
-from streaming.storage import Storage, expand_urls, join_url, redact, split_url
+from streaming.storage import Storage, join_url, redact, split_url
 
 _PARALLEL_REQUESTS = 32
 _PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a second) costs more than they save

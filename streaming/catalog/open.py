@@ -16,13 +16,14 @@ from streaming.catalog.build import check_sizes, load_index, shard_name
 from streaming.catalog.listing import Found
 from streaming.catalog.opening_storage import StorageAhead
 from streaming.catalog.scan import scan_shard
+from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.job.once import PEER_WAIT_S, Peers, shared
-from streaming.storage import Storage, expand_urls, join_url, redact, scheme_of, split_url
+from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.units import format_bytes
 
 SCAN_LIMIT_BYTES = 1 << 30

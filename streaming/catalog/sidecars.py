@@ -104,7 +104,7 @@ def scan_with_sidecars(
     progress: Progress | None = None,
     parallel: int = 1,
 ) -> SampleTable:
-    """As :func:`streaming.catalog.scan.scan_shard`, in up to ``parallel`` parts at a time, and checked against ``sidecars``.
+    """As :func:`~streaming.catalog.scan.scan_shard`, in up to ``parallel`` parts, and checked against ``sidecars``.
 
     Raises:
         IndexMismatchError: If a sidecar says other than the shard; nothing was taken over from it.

@@ -1,6 +1,6 @@
 """The loop over iterable torch data sets: as many promises as a stream of samples allows.
 
-- Every sample goes to one rank and worker (``streaming.loops.parts`` says how), random numbers are seeded by (seed, epoch).
+- Every sample goes to one rank and worker (see ``streaming.loops.parts``), random numbers are seeded by (seed, epoch).
 - All ranks end together: by ``epoch_size``, or else, where torch.distributed runs, by asking a few batches ahead
   whether every rank has one more.
 - The position is exact to the batch handed out. Going on is O(1) if the data set (or its iterator) has ``state_dict``,

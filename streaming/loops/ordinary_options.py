@@ -60,7 +60,7 @@ class OrdinaryConfig:
         num_workers: torch worker processes; 0: this process.
         prefetch_factor: Batches asked for ahead, per worker.
         pin_memory: Page-lock batches, where there is CUDA.
-        collate_fn: Function of the list of samples of a batch, or None: ``streaming.batches.collate`` for dicts, else torch's.
+        collate_fn: Of the list of samples of a batch, or None: ``streaming.batches.collate`` for dicts, else torch's.
         shuffle: Of map-style data sets; iterable ones shuffle themselves.
         seed: Of the order, and of the random numbers that an iterable data set draws.
         on_error: ``"substitute"`` or ``"raise"``, for map-style data sets.

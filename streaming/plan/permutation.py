@@ -3,7 +3,7 @@
 Shards are shuffled within windows because neighbours are read together. A map-style data set has no neighbours, so
 its order may as well be a true permutation of all samples, another one for each pass:
 
-- up to :data:`MAX_SORTED` samples: sorted by the hashes of :mod:`streaming.plan.order`, as chunks of one sample would be;
+- up to :data:`MAX_SORTED` samples: sorted by the hashes of :mod:`streaming.plan.order`, as chunks of one sample are;
 - beyond: an unbalanced Feistel network over the next power of two, walked until it lands inside (Black and Rogaway,
   "Ciphers with Arbitrary Finite Domains", 2002). It stores nothing: a billion samples cost no memory.
 

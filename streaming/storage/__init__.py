@@ -1,6 +1,5 @@
 """Objects and files by URL: ranged reads, listings and atomic writes over local disks, s3, gs, az, http and fsspec."""
 
-from streaming.catalog.urls import expand_urls
 from streaming.storage.active import ActiveRequest
 from streaming.storage.base import DEFAULT_PART_BYTES, ChangedError, ObjectInfo, Observer, ReadBuffer, StoreWriter
 from streaming.storage.facade import Storage
@@ -20,7 +19,6 @@ __all__ = [
     "Storage",
     "StorageOptions",
     "StoreWriter",
-    "expand_urls",
     "join_url",
     "mirrors_of",
     "redact",

@@ -17,12 +17,14 @@ from unittest import mock
 
 import numpy as np
 
+from streaming.catalog import urls as expand
+from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, DataError, ShardstreamError, StateError, TarError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.headstart import parse_dali_idx, parse_energon_idx, parse_wids
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 from streaming.plan.state import LoaderState
-from streaming.storage import Storage, expand, expand_urls, redact
+from streaming.storage import Storage, redact
 from streaming.storage.urls import join_url, local_path, scheme_of, split_url
 from streaming.tar import TarScanner, iter_samples, parse_chunk
 from streaming.tar import fast as fast_reader
