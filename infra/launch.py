@@ -1,20 +1,26 @@
 """Which launcher started this process, and as which of how many: a pure function of an environment mapping.
 
-Launchers are asked in this order. The first that knows a rank wins: inner launchers come before outer ones. Ray Train
-does not speak through the environment; it is asked where `discover` is given none, and only in a process that has
-``ray.train`` loaded, as its workers have.
+Launchers are asked in this order. The first that knows a rank wins: inner launchers come before outer ones. Two do not
+speak through the environment, and are asked where `discover` is given none: torch.distributed, and Ray Train in a
+process that has ``ray.train`` loaded, as its workers have.
 
-====  ==========  ========================================================  =================================
- #    launcher    recognised by                                             before the next because it
-====  ==========  ========================================================  =================================
- 0    ray         a Ray Train worker (``ray.train.get_context``)            inherits its node's environment
- 1    torchrun    ``RANK`` and ``WORLD_SIZE`` (deepspeed, PyTorchJob too)   often runs in srun or mpirun tasks
- 2    openmpi     ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``     starts its daemons by srun
- 3    mpich       ``PMI_RANK`` and ``PMI_SIZE`` (Intel MPI too)             starts its proxies by srun
- 4    slurm       ``SLURM_PROCID`` inside a step that srun started
- 5    kubernetes  ``JOB_COMPLETION_INDEX`` and ``WORLD_SIZE``, no ``RANK``  runs the others in its pods
- 6    single      nothing of the above
-====  ==========  ========================================================  =================================
+====  =================  ==========================================================  =================================
+ #    launcher           recognised by                                               before the next because it
+====  =================  ==========================================================  =================================
+ 0    torch.distributed  ``torch.distributed.is_initialized()``                      numbers the ranks that train
+ 1    ray                a Ray Train worker (``ray.train.get_context``)              inherits its node's environment
+ 2    torchrun           ``RANK`` and ``WORLD_SIZE`` (deepspeed, PyTorchJob too)     often runs in srun or mpirun tasks
+ 3    lightning          ``WORLD_SIZE``, ``LOCAL_RANK``, ``NODE_RANK=0``, no RANK    may run in a task or a pod
+ 4    openmpi            ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``       starts its daemons by srun
+ 5    mpich              ``PMI_RANK`` and ``PMI_SIZE`` (Intel MPI too)               starts its proxies by srun
+ 6    slurm              ``SLURM_PROCID`` inside a step that srun started
+ 7    kubernetes         ``JOB_COMPLETION_INDEX`` and ``WORLD_SIZE``, no ``RANK``    runs the others in its pods
+ 8    single             nothing of the above
+====  =================  ==========================================================  =================================
+
+Where torch.distributed is initialised, its numbers hold, however it came by them: the environment often knows nothing
+(``torch.multiprocessing.spawn``), or counts nodes where training counts processes. An environment that cannot be
+reconciled with them is an error that names both, since then one of the two would make ranks read each other's samples.
 
 An indexed Job of Kubernetes tells each pod its index, but not how many there are: its manifest has to set
 ``WORLD_SIZE`` to its ``completions`` (one process per pod). A pod that starts torchrun needs none of this.
@@ -28,8 +34,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-from infra.errors import MeshError
-from infra.ray_train import train_worker
+from infra.errors import MeshError, RankUnknownError
+from infra.frameworks import ProcessGroup, process_group, train_worker
 
 Environ = Mapping[str, str]
 
@@ -43,8 +49,8 @@ class Launch:
     """What the launcher says about this process. ``None`` where it does not say.
 
     Attributes:
-        launcher: ``"torchrun"``, ``"openmpi"``, ``"mpich"``, ``"slurm"``, ``"kubernetes"``, ``"ray"`` or
-            ``"single"``.
+        launcher: ``"torch.distributed"``, ``"ray"``, ``"torchrun"``, ``"lightning"``, ``"openmpi"``, ``"mpich"``,
+            ``"slurm"``, ``"kubernetes"`` or ``"single"``.
         rank: This process among all, in [0, world_size).
         world_size: Number of processes.
         local_rank: This process among those of its node.
@@ -73,25 +79,65 @@ class Launch:
 
 
 def discover(environ: Environ | None = None) -> Launch:
-    """Where this process runs, by the table above.
+    """Find where this process runs, by the table above.
 
     Args:
-        environ: Environment variables; when None the process's own, after Ray Train.
+        environ: Environment variables; when None the process's own, after torch.distributed and Ray Train.
 
     Raises:
-        MeshError: If variables are no integers, contradict each other, or name only half of what is needed.
+        MeshError: If variables are no integers, contradict each other or torch.distributed, or name only half of what
+            is needed.
     """
-    env: Environ = os.environ if environ is None else environ
-    if environ is None and (worker := train_worker()) is not None:
-        return Launch(launcher="ray", **asdict(worker))
+    if environ is not None:
+        return _by_environment(environ)
+    worker = train_worker()
+    launch = None if worker is None else Launch(launcher="ray", **asdict(worker))
+    group = process_group()
+    if group is not None:
+        return _by_group(group, os.environ, launch)
+    return launch or _by_environment(os.environ)
+
+
+def _by_environment(env: Environ) -> Launch:
     found = [launch for reader in _READERS if (launch := reader(env)) is not None]
     if not found:
         return _single(env)
-    if found[0].launcher != "torchrun":
+    if found[0].launcher not in {"torchrun", "lightning"}:
         _check_half_set(env, found[0])
     elif len(found) > 1:
         _check_exported_rank(env, found[0], found[1])
     return found[0]
+
+
+def _by_group(group: ProcessGroup, env: Environ, launch: Launch | None) -> Launch:
+    """The place that torch.distributed names, with what the launcher adds to it.
+
+    Raises:
+        MeshError: If the innermost launcher says otherwise, counting processes or equal groups of them (nodes).
+    """
+    launch = launch or next((found for reader in _READERS if (found := reader(env)) is not None), None)
+    if launch is not None and (launch.rank, launch.world_size) == (group.rank, group.world_size):
+        return launch
+    said, rank, world_size = "the environment", _integer(env, "RANK"), _integer(env, "WORLD_SIZE")  # or half of it
+    if launch is not None:
+        said, rank, world_size = launch.launcher, launch.rank, launch.world_size
+    unit = group.world_size // max(1, world_size or 1)
+    fits = world_size is None or unit * world_size == group.world_size
+    if not fits or (rank is not None and world_size is not None and group.rank // unit != rank):
+        shown = f"rank {'?' if rank is None else rank} of {world_size}"
+        variables = ", ".join(f"{name}={env[name]}" for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID") if name in env)
+        raise MeshError(
+            f"torch.distributed was initialised as rank {group.rank} of {group.world_size}, but {said} says {shown}"
+            f"{f' ({variables})' if variables else ''}: initialise it with the launcher's numbers, unset those that do "
+            "not belong to this job, or pass device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…)"
+        )
+    return Launch(
+        launcher="torch.distributed",
+        rank=group.rank,
+        world_size=group.world_size,
+        master_addr=env.get("MASTER_ADDR"),
+        master_port=_integer(env, "MASTER_PORT"),
+    )
 
 
 def _torchrun(env: Environ) -> Launch | None:
@@ -107,6 +153,20 @@ def _torchrun(env: Environ) -> Launch | None:
         node_rank="GROUP_RANK",
         num_nodes="GROUP_WORLD_SIZE",
     )
+
+
+def _lightning(env: Environ) -> Launch | None:
+    """Lightning's own launcher tells the processes that it starts everything but their rank.
+
+    On the first node the rank is ``LOCAL_RANK``. On others only torch.distributed will know, for nothing says how many
+    processes a node has.
+    """
+    if not _has(env, "WORLD_SIZE", "LOCAL_RANK") or "RANK" in env or _integer(env, "NODE_RANK") != 0:
+        return None
+    outer = (_openmpi(env), _mpich(env), _slurm(env))
+    if any(launch is not None and launch.world_size == _integer(env, "WORLD_SIZE") for launch in outer):
+        return None  # a script that exports what MPI or SLURM say
+    return _launch(env, "lightning", rank="LOCAL_RANK", world_size="WORLD_SIZE", local_rank="LOCAL_RANK", node_rank=0)
 
 
 def _openmpi(env: Environ) -> Launch | None:
@@ -190,7 +250,14 @@ def _kubernetes(env: Environ) -> Launch | None:
     )
 
 
-_READERS: tuple[Callable[[Environ], Launch | None], ...] = (_torchrun, _openmpi, _mpich, _slurm, _kubernetes)
+_READERS: tuple[Callable[[Environ], Launch | None], ...] = (
+    _torchrun,
+    _lightning,
+    _openmpi,
+    _mpich,
+    _slurm,
+    _kubernetes,
+)
 
 
 def _single(env: Environ) -> Launch:
@@ -206,7 +273,10 @@ def _single(env: Environ) -> Launch:
         )
     if rank not in {None, 0} or world_size not in {None, 1}:
         have, lack = ("RANK", "WORLD_SIZE") if rank is not None else ("WORLD_SIZE", "RANK")
-        raise MeshError(f"{have}={env[have]} is set but {lack} is not: set both, or unset {have} for a single process")
+        message = f"{have}={env[have]} is set but {lack} is not: set both, or unset {have} for a single process"
+        if rank is not None or world_size is None or world_size < 1:
+            raise MeshError(message)
+        raise RankUnknownError(f"{message}, or initialise torch.distributed before the first iteration", world_size)
     return Launch(launcher="single", rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
 
 

@@ -126,7 +126,7 @@ class DeviceMesh:
         axes.check_order(order, given)
         if world_size is None and (rank is None or dp_size is None):
             launch = discover(environ)
-            played = rank is not None and launch.launcher == "single"
+            played = rank is not None and launch.launcher in {"single", "torch.distributed"} and launch.world_size == 1
             world_size = None if played else launch.world_size
         if rank is None:
             rank = discover(environ).rank
@@ -174,8 +174,8 @@ class DeviceMesh:
         if rank is None:
             rank = _torch_rank(torch_device_mesh)
         mesh = cls.from_ranks(torch_device_mesh.mesh, names, rank=rank, data_axes=data_axes)
-        launch = discover(environ)
-        if not allow_subset and mesh.world_size < launch.world_size:
+        launch = None if allow_subset else discover(environ)
+        if launch is not None and mesh.world_size < launch.world_size:
             raise MeshError(
                 f"the mesh {axes.show(mesh.axis_sizes)} has {mesh.world_size} ranks, but {launch.launcher} "
                 f"started {launch.world_size}: pass the whole mesh, not a sub-mesh, or allow_subset=True "

@@ -6,6 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra import DEFAULT_AXIS_ORDER, DeviceMesh, MeshError, as_device_mesh, discover
+from infra import DEFAULT_AXIS_ORDER, DeviceMesh, MeshError, MeshFinder, as_device_mesh, discover
 
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")
 TORCHRUN = {
@@ -404,3 +405,142 @@ def test_a_large_world_is_played_in_one_process() -> None:
     mesh = DeviceMesh.from_sizes(dp_size=512, tp_size=8, rank=0)
     assert [mesh.with_rank(rank).data_rank for rank in (0, 7, 8, 4095)] == [0, 0, 1, 511]
     assert DEFAULT_AXIS_ORDER[-1] == "tp"
+
+
+# --- torch.distributed ---
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``environment(RANK="1")``: exactly these of the launchers' variables are set."""
+
+    def put(**values: str) -> None:
+        launchers = (TORCHRUN, SRUN, MPIRUN, HYDRA, INDEXED_JOB, ("NODE_RANK",))
+        for name in {name for names in launchers for name in names}:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    put()
+    return put
+
+
+def group(monkeypatch: pytest.MonkeyPatch, rank: int | None, world_size: int = 0) -> None:
+    """torch.distributed as it is once initialised so; None: not."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: rank is not None)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
+
+
+LIGHTNING = {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place", "launcher"),
+    [
+        ({}, (1, 2), "torch.distributed"),  # torch.multiprocessing.spawn
+        (TORCHRUN, (5, 8), "torchrun"),
+        (SRUN, (6, 7), "slurm"),
+        (SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, (5, 8), "torch.distributed"),  # spawn in each task
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (5, 8), "torch.distributed"),  # a manifest that counts nodes
+        (SRUN | TORCHRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, (5, 8), "torchrun"),
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "1", "NODE_RANK": "1"}, (5, 8), "torch.distributed"),
+        (LIGHTNING, (1, 4), "lightning"),
+    ],
+)
+def test_torch_distributed_says_rank_and_size(
+    monkeypatch: pytest.MonkeyPatch,
+    environment: Callable[..., None],
+    environ: dict[str, str],
+    place: tuple[int, int],
+    launcher: str,
+) -> None:
+    environment(**environ)
+    group(monkeypatch, *place)
+    launch = discover()
+    assert (launch.rank, launch.world_size, launch.launcher) == (*place, launcher)
+    mesh = as_device_mesh(None)
+    assert (mesh.data_rank, mesh.data_world_size) == place
+    assert DeviceMesh.from_sizes(tp_size=place[1]).data_world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "place", "words"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (0, 2), ["rank 0 of 2", "rank 1 of 2", "RANK=1"]),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, (0, 2), ["rank 0 of 2", "rank 0 of 4", "WORLD_SIZE=4"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, (0, 3), ["rank 0 of 3", "rank 0 of 2"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, (2, 4), ["rank 2 of 4", "rank 0 of 2"]),
+        (SRUN, (0, 1), ["rank 0 of 1", "slurm says rank 6 of 7", "SLURM_PROCID=6"]),
+        (MPIRUN, (2, 4), ["rank 2 of 4", "openmpi says rank 3 of 4"]),
+        ({"WORLD_SIZE": "4"}, (1, 2), ["rank 1 of 2", "of 4", "WORLD_SIZE=4"]),
+    ],
+)
+def test_an_environment_that_contradicts_torch_distributed_is_an_error_that_names_both(
+    monkeypatch: pytest.MonkeyPatch,
+    environment: Callable[..., None],
+    environ: dict[str, str],
+    place: tuple[int, int],
+    words: list[str],
+) -> None:
+    environment(**environ)
+    group(monkeypatch, *place)
+    with pytest.raises(MeshError) as caught:
+        discover()
+    assert [word for word in (*words, "device_mesh=") if word not in str(caught.value)] == []
+    mesh = DeviceMesh.from_sizes(dp_size=place[1], rank=place[0])
+    assert MeshFinder(mesh).mesh is mesh, "the cure that it names"
+
+
+def test_processes_that_lightning_starts_know_their_rank_on_the_first_node() -> None:
+    launch = discover(LIGHTNING)
+    assert (launch.launcher, launch.rank, launch.world_size, launch.local_rank) == ("lightning", 1, 4, 1)
+    task = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}  # srun --pty bash
+    assert discover(task | LIGHTNING).rank == 1
+    assert discover(SRUN | {"WORLD_SIZE": "7", "LOCAL_RANK": "2", "NODE_RANK": "0"}).launcher == "slurm"
+    with pytest.raises(MeshError, match="RANK is not"):
+        discover(LIGHTNING | {"NODE_RANK": "1"})
+
+
+def test_a_mesh_is_looked_up_again_until_it_is_read_from(
+    monkeypatch: pytest.MonkeyPatch, environment: Callable[..., None]
+) -> None:
+    finder = MeshFinder()
+    assert (finder.mesh.world_size, finder.found_by) == (1, "single")
+    assert not finder.look_again()
+    group(monkeypatch, 1, 2)
+    assert finder.look_again()
+    assert (finder.mesh.rank, finder.mesh.world_size, finder.found_by) == (1, 2, "torch.distributed")
+    assert not finder.look_again(to_read=True)
+    group(monkeypatch, None)
+    assert not finder.look_again(to_read=True), "a process group that is gone says nothing"
+    assert finder.mesh.world_size == 2
+
+
+def test_a_process_group_that_changes_what_was_read_from_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, environment: Callable[..., None]
+) -> None:
+    finder = MeshFinder()
+    finder.look_again(to_read=True)
+    group(monkeypatch, 1, 2)
+    assert not finder.look_again()
+    assert finder.mesh.world_size == 1
+    with pytest.raises(MeshError) as caught:
+        finder.look_again(to_read=True)
+    for words in ("rank 1 of 2", "rank 0 of 1", "found by: single", "make a new loader"):
+        assert words in str(caught.value)
+    given = MeshFinder(DeviceMesh.from_sizes(rank=0, world_size=1))
+    assert not given.look_again(to_read=True), "a mesh that was given holds"
+
+
+def test_lengths_are_known_before_the_rank_is(
+    monkeypatch: pytest.MonkeyPatch, environment: Callable[..., None]
+) -> None:
+    environment(WORLD_SIZE="4", LOCAL_RANK="1", NODE_RANK="1")
+    finder = MeshFinder()
+    assert finder.mesh.world_size == 4
+    with pytest.raises(MeshError, match="before the first iteration"):
+        finder.look_again(to_read=True)
+    group(monkeypatch, 3, 4)
+    assert finder.look_again(to_read=True)
+    assert finder.mesh.rank == 3

@@ -1,10 +1,26 @@
-"""What Ray Train says about the worker that runs in this process. Imports nothing: workers have it loaded."""
+"""What torch.distributed and Ray Train say about this process. Imports neither: if one matters, it is loaded."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGroup:
+    """This process in the default group of torch.distributed."""
+
+    rank: int
+    world_size: int
+
+
+def process_group() -> ProcessGroup | None:
+    """Ask torch.distributed for this process's place; None where it is not initialised."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return ProcessGroup(rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
