@@ -26,7 +26,7 @@ class DeviceMeshFetcher(DataLoader):
         dataset: A ``StreamingDataset``, or a callable that makes one.
         batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: found in the environment.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: see ``infra.MeshFinder``.
         last_batch: As for ``DataLoader``; under ``"pad"`` each sample says in ``"__valid__"`` whether it counts.
         epoch_size: Samples in a virtual epoch; default: one pass over the data.
         memory_limit: For all that this rank buffers.

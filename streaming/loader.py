@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any, Self, TypeAlias, Unpack
 
 import torch
 
+from infra import DeviceMesh, MeshFinder, as_device_mesh
 from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.engine.workers.ring import PageLocker
@@ -22,7 +24,6 @@ from streaming.loops.fetcher import (
     checked_last_batch,
     checked_memory_limit,
     resolve_batch_size,
-    resolve_mesh,
 )  # fmt: skip
 from streaming.loops.map_style import OrdinaryLoop, open_ordinary, resolve_dataset
 from streaming.loops.ordinary_options import OrdinaryConfig, checked_options
@@ -33,6 +34,10 @@ from streaming.remote import RemoteLoop, open_remote
 from streaming.replicas.options import MoreOptions, split_options
 from streaming.replicas.start_check import StartCheck
 from streaming.storage import redact
+
+_log = logging.getLogger(__name__)
+
+_NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "more", "__class__"})
 
 
 class DataLoader:
@@ -50,7 +55,8 @@ class DataLoader:
         global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
         num_workers: Processes that decode and collate; 0: threads of this process.
         num_threads: Threads that do so where ``num_workers`` is 0; None: one per core, up to 4; 0: the caller's.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: found in the environment.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: what torch.distributed says, else the
+            launcher; looked up again until the first iteration (see ``infra.MeshFinder``).
         last_batch: ``"drop"`` leaves out samples that do not fill a global batch; ``"pad"`` repeats samples and marks
             them False in ``batch["__valid__"]`` (bool [B], in every batch); ``"partial"`` gives smaller batches (of 0
             rows, where there are fewer samples than ranks).
@@ -100,6 +106,10 @@ class DataLoader:
         stall_report_s: float | None = STALL_REPORT_S,
         **more: Unpack[MoreOptions],
     ) -> None:
+        options = {**locals(), **more}
+        self._options = {name: value for name, value in options.items() if name not in _NOT_OPTIONS}
+        self._loaded: Mapping[str, Any] | None = None
+        self._locker: PageLocker | None = None
         if isinstance(dataset, str):
             raise _no_dataset(dataset)
         self.stall_report_s = checked_stall_report_s(stall_report_s)
@@ -108,10 +118,11 @@ class DataLoader:
         self._check: StartCheck | None = None
         remote_group = more.pop("remote_group", None)
         if remote_group is not None:
-            self.dataset, self.device_mesh = dataset, resolve_mesh(device_mesh)
+            self.dataset, mesh = dataset, as_device_mesh(device_mesh)
+            self._finder = MeshFinder(mesh)
             self._loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop = open_remote(
-                dataset, DataLoader, self.device_mesh, remote_group,
-                global_batch_size=resolve_batch_size(batch_size, global_batch_size, self.device_mesh),
+                dataset, DataLoader, mesh, remote_group,
+                global_batch_size=resolve_batch_size(batch_size, global_batch_size, mesh),
                 num_workers=num_workers, num_threads=num_threads, last_batch=last_batch, epoch_size=epoch_size,
                 collate_fn=collate_fn, prefetch_factor=prefetch_factor, pin_memory=pin_memory,
                 memory_limit=memory_limit, **more,
@@ -120,7 +131,8 @@ class DataLoader:
         if not isinstance(dataset, StreamingDataset):
             dataset = resolve_dataset(dataset)
         self.dataset = dataset
-        self.device_mesh = mesh = resolve_mesh(device_mesh)
+        self._finder = MeshFinder(device_mesh)
+        mesh = self._finder.mesh
         global_batch_size = resolve_batch_size(batch_size, global_batch_size, mesh)
         replicas, agreement_timeout_s, ordinary = split_options(more)
         if not isinstance(dataset, StreamingDataset):
@@ -173,6 +185,12 @@ class DataLoader:
         self._check = StartCheck(dataset, mesh, options, replicas, agreement_timeout_s, loop.state)
 
     @property
+    def device_mesh(self) -> DeviceMesh:
+        """Where this process stands among those that train."""
+        self._look_again()
+        return self._finder.mesh
+
+    @property
     def epoch(self) -> int:
         """The epoch in progress, or the next one to start."""
         return self._loop.epoch
@@ -180,10 +198,12 @@ class DataLoader:
     @property
     def global_batch_size(self) -> int:
         """Samples of one batch over all data-parallel ranks."""
+        self._look_again()
         return self._loop.config.global_batch_size
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch in progress; after its last batch, ``epoch`` is the next one."""
+        self._look_again(to_read=True)
         if self._check is not None:
             self._check.first()
         report = partial(_report, self._loop, self._stages)
@@ -200,12 +220,14 @@ class DataLoader:
             AgreementError: Ranks differ; names them and their values. Or some did not come within ``timeout`` seconds.
             ConfigError: torch.distributed is not set up, or this is an ordinary data set.
         """
+        self._look_again()
         if self._check is None:
             raise ConfigError("check_agreement: for a StreamingDataset only")
         self._check.now(timeout)
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
+        self._look_again()
         return self._loop.num_batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -228,6 +250,7 @@ class DataLoader:
         """
         state_type: Any = getattr(self._loop, "state_type", LoaderState)
         self._loop.load(state_type.from_dict(state))
+        self._loaded = state
 
     def metrics(self) -> dict[str, Any]:
         """Counters and waits since the loader was made, by name and unit; ``bad`` lists this epoch's bad samples."""
@@ -253,6 +276,7 @@ class DataLoader:
         For ``DevicePrefetcher``, which keeps a batch until it is copied: nobody else may copy from such memory without
         waiting, because it is built in again as soon as the batch is let go.
         """
+        self._locker = locker
         if isinstance(self._loop, BaseLoop):
             self._loop.page_lock(locker)
 
@@ -262,6 +286,27 @@ class DataLoader:
 
     shutdown = close
     """As DataLoader2 called it."""
+
+    def _look_again(self, *, to_read: bool = False) -> None:
+        """Plan anew where this process turns out to be another than it seemed when the loader was made."""
+        finder, old = self._finder, self._loop
+        if not finder.look_again(to_read=to_read):
+            return
+        _log.info(
+            "this process is rank %d of %d (found by: %s), other than when the loader was made: planned anew",
+            finder.mesh.rank, finder.mesh.world_size, finder.found_by,
+        )  # fmt: skip
+        state: Any = old.state()
+        loaded, locker, stages = self._loaded, self._locker, self._stages
+        old.close()
+        DataLoader.__init__(self, self.dataset, **{**self._options, "device_mesh": finder.mesh})
+        self._finder, self._stages = finder, stages
+        if loaded is not None:
+            self.load_state_dict(loaded)
+        self._loop.set_epoch(state.epoch)
+        if state.next_seed is not None:
+            self._loop.set_seed(state.next_seed)
+        self.page_lock(locker)
 
     def __enter__(self) -> Self:
         return self

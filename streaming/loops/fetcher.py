@@ -6,12 +6,12 @@ import os
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from infra import DeviceMesh, as_device_mesh
+from infra import DeviceMesh
 from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.engine.builders import is_surely_trivial
@@ -331,11 +331,6 @@ class EpochLoop(BaseLoop):
                 f'out what does not: the epoch would be empty. Use last_batch="pad" or "partial", a smaller batch, or '
                 f"epoch_size to repeat the data"
             )
-
-
-def resolve_mesh(device_mesh: Any) -> DeviceMesh:
-    """The mesh given, or the one found in the environment."""
-    return as_device_mesh(device_mesh)
 
 
 def checked_last_batch(last_batch: str) -> LastBatch:

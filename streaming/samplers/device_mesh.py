@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from infra import as_device_mesh
+from infra import DeviceMesh, MeshFinder
 from streaming.errors import ConfigError, StateError
 from streaming.loops.fetcher import checked_last_batch, resolve_batch_size
 from streaming.plan.order import Int64Array, OrderSettings, checked_int
@@ -55,7 +55,7 @@ class DeviceMeshSampler(Sampler[list[int]]):
         dataset: A data set with a length, or the length.
         batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: found in the environment.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: see ``infra.MeshFinder``.
         shuffle: False: the data set's own order.
         seed: Of the shuffling.
         last_batch: What becomes of samples that do not fill a global batch: ``"drop"``, ``"partial"``, or ``"pad"``,
@@ -82,9 +82,9 @@ class DeviceMeshSampler(Sampler[list[int]]):
         last_batch: str = "drop",
         epoch_size: int | None = None,
     ) -> None:
-        self.mesh = as_device_mesh(device_mesh)
+        self._finder = MeshFinder(device_mesh)
+        self._sizes = batch_size, global_batch_size
         self.num_samples = checked_int("dataset", _length(dataset), 1, _MAX_SAMPLES)
-        self.global_batch_size = resolve_batch_size(batch_size, global_batch_size, self.mesh)
         self.last_batch = checked_last_batch(last_batch)
         self.epoch_size = epoch_size
         self.order = OrderSettings(seed=seed, lanes=1, window=0, shuffle=shuffle)
@@ -95,12 +95,11 @@ class DeviceMeshSampler(Sampler[list[int]]):
         self._latest: _Run | None = None
         self._followed = False
         self._permutations: dict[tuple[int, int], Permutation] = {}
-        whole = self._plan(0, 0)
-        self._num_batches, self.epoch_samples = whole.num_batches, whole.num_samples
-        self._check_enough_samples()
+        self._deal_to(self._finder.mesh)
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
+        self._look_again()
         return self._num_batches
 
     @property
@@ -208,6 +207,7 @@ class DeviceMeshSampler(Sampler[list[int]]):
 
     def _iterate(self, num_substitutes: int) -> Iterator[tuple[Int64Array, Int64Array]]:
         """Begins an iteration when the first batch is asked for: torch may make two iterators, and use the second."""
+        self._look_again(to_read=True)
         start, self._resume_at = self._resume_at, 0
         if start == 0 and self.next_seed is not None:
             self.order = OrderSettings(**{**self.order.to_dict(), "seed": self.next_seed})
@@ -266,6 +266,18 @@ class DeviceMeshSampler(Sampler[list[int]]):
             epoch_size=self.epoch_size,
             start=start,
         )
+
+    def _look_again(self, *, to_read: bool = False) -> None:
+        if self._finder.look_again(to_read=to_read):
+            self._deal_to(self._finder.mesh)
+
+    def _deal_to(self, mesh: DeviceMesh) -> None:
+        """Plan for the ranks of ``mesh``; positions count samples over all ranks, and hold on any mesh."""
+        self.mesh = mesh
+        self.global_batch_size = resolve_batch_size(*self._sizes, mesh)
+        whole = self._plan(0, 0)
+        self._num_batches, self.epoch_samples = whole.num_batches, whole.num_samples
+        self._check_enough_samples()
 
     def _check_enough_samples(self) -> None:
         ranks = self.mesh.data_world_size
