@@ -24,6 +24,7 @@ from shard_tools.options import (
     PAIR,
     SIZE,
     as_storage_options,
+    duplicates_option,
     engine_option,
     index_option,
     json_option,
@@ -40,10 +41,11 @@ from shard_tools.sets.reindex import index
 from shard_tools.sets.reshard import ReshardOptions, reshard
 from streaming.errors import ConfigError, ShardstreamError
 from streaming.storage import Storage
+from streaming.types import DuplicateKeys
 
 _DEFAULT_MAX_BYTES = "256MB"  # a few seconds of one connection; 100 TB are 400,000 objects
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
-_RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url")
+_RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
 
 
 class ToolGroup(click.Group):
@@ -143,6 +145,7 @@ def convert_command(
 @click.option("--workers", type=click.IntRange(min=1), help="Shards at a time (default 8; on Ray 64).")
 @click.option("--force", is_flag=True, help="Index anew what has an index.")
 @click.option("--prune", is_flag=True, help="Take shards that are gone out of the index.")
+@duplicates_option
 @click.option("--head-starts/--no-head-starts", default=True, help="Use and check sidecars of Energon, DALI and wids.")
 @json_option
 @with_storage_options
@@ -172,11 +175,19 @@ def index_command(urls: tuple[str, ...], *, engine: str, workers: int | None, as
     help="Check only the samples on this list (a loader's bad_samples_file), and decode them; '*' for several files.",
 )
 @click.option("--write-bad", metavar="FILE", help="Write the samples found bad to such a list, for reshard --drop.")
+@duplicates_option
 @click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Shards at a time.")
 @json_option
 @with_storage_options
 def verify_command(
-    urls: tuple[str, ...], *, bad: tuple[str, ...], write_bad: str | None, decode: bool, as_json: bool, **arguments: Any
+    urls: tuple[str, ...],
+    *,
+    bad: tuple[str, ...],
+    write_bad: str | None,
+    decode: bool,
+    duplicate_keys: DuplicateKeys,
+    as_json: bool,
+    **arguments: Any,
 ) -> None:
     """Checks every promise of the index against every byte of the shards; lists all that fails.
 
@@ -196,7 +207,9 @@ def verify_command(
         if bad:
             report = recheck(urls, load_bad_list(bad, storage), storage=storage, progress=progress, **arguments)
         else:
-            report = verify(urls, storage=storage, decode=decode, progress=progress, **arguments)
+            report = verify(
+                urls, storage=storage, decode=decode, duplicate_keys=duplicate_keys, progress=progress, **arguments
+            )
     if write_bad is not None:
         storage.put(write_bad, b"".join(record.to_line() for record in records_of(report.findings)))
     show = render.show_verify if isinstance(report, VerifyReport) else render.show_recheck
@@ -215,6 +228,8 @@ def verify_command(
 @click.option("--descending", is_flag=True, help="Sort the largest first.")
 @click.option("--where", metavar="CONDITION", help='Take only samples that fit, such as "tokens >= 512".')
 @click.option("--fields", metavar="EXT,...", help="Keep only these fields.")
+@click.option("--dedupe", is_flag=True, help="One sample a key: fields are joined, the first of each stays.")
+@click.option("--key-prefix", default="", metavar="TEXT", help="Before every key; may hold {shard} and {number}.")
 @click.option("--drop", multiple=True, metavar="FILE", help="Leave out the samples on this list (see verify).")
 @click.option(
     "--memory",
@@ -249,6 +264,7 @@ def reshard_command(
       shard_tools reshard s3://bucket/raw/ s3://bucket/train/ --max-bytes 1GB --shuffle --seed 7
       shard_tools reshard shards/ english/ --where "tokens >= 512 and lang = 'en'" --sort tokens
       shard_tools reshard shards/ clean/ --drop 'bad-*.jsonl'
+      shard_tools reshard scattered/ whole/ --dedupe
     """
     if seed is not None and not shuffle:
         raise click.UsageError("--seed is the seed of --shuffle; give both.")

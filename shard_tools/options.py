@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from shard_tools.engine import ENGINES
 from streaming.errors import ConfigError
 from streaming.storage import RetryPolicy
+from streaming.types import DuplicateKeys
 from streaming.units import parse_bytes
 
 Command = Callable[..., Any]
@@ -120,4 +121,15 @@ def index_option(command: Command) -> Command:
     """Adds ``--index``."""
     return click.option(
         "--index", "index_url", metavar="URL", help="Where the index lies. Default: beside the shards."
+    )(command)
+
+
+def duplicates_option(command: Command) -> Command:
+    """Adds ``--duplicate-keys``."""
+    return click.option(
+        "--duplicate-keys",
+        type=click.Choice(get_args(DuplicateKeys)),
+        default="error",
+        show_default=True,
+        help="A key that comes twice is an error, or another sample of that key.",
     )(command)

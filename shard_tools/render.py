@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 
 import click
 from rich.console import Console
@@ -22,6 +23,7 @@ from streaming.storage import redact, redact_text
 from streaming.units import format_bytes
 
 _SHOWN_SKIPPED = 10
+_SHOWN_FINDINGS = 20  # of one kind
 _PREVIEW_CHARACTERS = 2000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 _NOT_PLAIN = re.compile(r"[\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
@@ -82,8 +84,14 @@ def show_index(report: IndexReport) -> None:
 
 def show_verify(report: VerifyReport) -> None:
     """Every finding, and the sum."""
+    shown: Counter[str] = Counter()
     for finding in report.findings:
-        click.echo(plain(str(finding)))
+        shown[finding.kind] += 1
+        if shown[finding.kind] <= _SHOWN_FINDINGS:
+            click.echo(plain(str(finding)))
+    for kind, count in shown.items():
+        if count > _SHOWN_FINDINGS:
+            click.echo(f"… {count - _SHOWN_FINDINGS:,} more of kind {kind}; --json lists them")
     if report.not_decoded:
         click.echo(f"not decoded, for want of a safe decoder: {plain(', '.join(report.not_decoded))}", err=True)
     found = f"{len(report.findings):,} findings" if report.findings else "all as the index says"
@@ -117,9 +125,15 @@ def show_reshard(report: ReshardReport) -> None:
             f"{report.num_unreadable:,} lines are cut off or no records",
             err=True,
         )
+    joined = ""
+    if report.num_joined or report.num_duplicates:
+        joined = (
+            f", {report.num_joined:,} joined to another of their key, "
+            f"{report.num_duplicates:,} left out: all their fields came before (contents were not compared)"
+        )
     click.echo(
         f"{report.num_source:,} samples in the source, {report.num_dropped:,} dropped, "
-        f"{report.num_filtered:,} filtered out\n"
+        f"{report.num_filtered:,} filtered out{joined}\n"
         f"{report.target}: {report.num_samples:,} samples in {report.num_shards:,} shards, "
         f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
     )

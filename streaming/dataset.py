@@ -30,7 +30,7 @@ from streaming.index.sample_table import SampleLocation, SampleTable
 from streaming.job.store import job_peers
 from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
-from streaming.types import Sample, Transform
+from streaming.types import DuplicateKeys, Sample, Transform
 
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
@@ -106,6 +106,11 @@ class StreamingDataset:
         cache_dir: Folder on a local disk or tmpfs in which fetched chunks are kept, shared by the processes of a node,
             for later epochs and for replicas. It may be lost at any time.
         cache_limit: Bytes that the cache may take, such as ``"500GB"``; default: four fifths of what is free there now.
+        duplicate_keys: What a key is that comes twice in a shard, or a field that comes twice in a sample, where shards
+            are read without an index (an index was told when it was built: ``shard_tools index --duplicate-keys``).
+            ``"error"``: the set is refused. ``"keep"``: neighbours with one key are one sample, and what comes later is
+            another one with the same ``__key__``, as webdataset has it. Order, resume and ``dataset[i]`` count samples
+            and are as exact as ever; what asks for a key finds the first.
         on_error: What becomes of a sample that cannot be read or decoded. ``"substitute"``: a readable neighbour takes
             its place; ``"skip"``: so it does, but marked in ``batch["__valid__"]``; ``"raise"``: the error is raised.
         max_bad_samples: Number (int) or share of the epoch (float) of such samples beyond which a run stops.
@@ -134,12 +139,17 @@ class StreamingDataset:
         mirrors: Sequence[str | Mapping[str, object]] = (),
         cache_dir: str | PathLike[str] | None = None,
         cache_limit: int | str | None = None,
+        duplicate_keys: DuplicateKeys = "error",
         on_error: OnError = "substitute",
         max_bad_samples: float = 0.001,
         bad_samples_file: str | PathLike[str] | None = None,
     ) -> None:
         if on_error not in get_args(OnError):
             raise ConfigError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
+        if duplicate_keys not in get_args(DuplicateKeys):
+            raise ConfigError(
+                f"duplicate_keys: expected one of {', '.join(get_args(DuplicateKeys))}, got {duplicate_keys!r}"
+            )
         if not _is_limit(max_bad_samples):
             raise ConfigError(
                 f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), "
@@ -158,6 +168,7 @@ class StreamingDataset:
         self.shuffle = bool(shuffle)
         self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
         self.seed = checked_int("seed", seed, 0, _MAX_SEED)
+        self.duplicate_keys: DuplicateKeys = duplicate_keys
         self.on_error: OnError = on_error
         self.max_bad_samples = max_bad_samples
         self.bad_samples_file = _checked_path("bad_samples_file", bad_samples_file)
@@ -171,7 +182,9 @@ class StreamingDataset:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
         peers = job_peers()
-        self.shards: OpenShards = open_shards(self.storage, urls, _checked_index(index), peers)
+        self.shards: OpenShards = open_shards(
+            self.storage, urls, _checked_index(index), peers, duplicate_keys=duplicate_keys
+        )
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
         self.cache = open_cache(cache_dir, cache_limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 Sample: TypeAlias = dict[str, object]
 """One sample: ``__key__``, ``__url__`` and one entry per field, named by its extension without the leading
@@ -18,6 +18,9 @@ ReadBuffer: TypeAlias = bytes | bytearray | memoryview
 Transform: TypeAlias = Callable[[Sample], Sample | None]
 """A user's function over one decoded sample; ``None`` drops it. Runs in workers: pure, and picklable with
 processes."""
+
+DuplicateKeys: TypeAlias = Literal["error", "keep"]
+"""What a key that comes twice in a shard is: an error, or (``"keep"``, as webdataset has it) a sample of its own."""
 
 Predicate: TypeAlias = Callable[[Mapping[str, object]], bool]
 """A user's yes or no about one sample."""

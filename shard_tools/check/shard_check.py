@@ -155,7 +155,7 @@ class ShardCheck:
                 expected=f"CRC32C {promised:08x}", got=f"{found:08x}",
             )  # fmt: skip
         try:
-            layout = parse_chunk(body, url=url, base=start, verify_headers=True)
+            layout = parse_chunk(body, url=url, base=start, verify_headers=True, repeats=True)
         except DataError as error:
             self._find("tar", f"not a run of whole tar members: {error}", byte_start=start, byte_end=end)
             return

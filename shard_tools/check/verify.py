@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path
 from streaming.storage import Storage, join_url, split_url
+from streaming.types import DuplicateKeys
 
 _SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _MAX_DUPLICATES = 1000  # findings; beyond it the sum is told
@@ -56,6 +57,7 @@ def verify(
     storage: Storage,
     index_url: str | None = None,
     decode: bool = False,
+    duplicate_keys: DuplicateKeys = "error",
     workers: int = 8,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -71,6 +73,7 @@ def verify(
         storage: Where they lie.
         index_url: Where the index lies, if not beside the shards.
         decode: Whether to decode every field.
+        duplicate_keys: ``"keep"``: a key that comes twice is no finding.
         workers: Shards checked at a time; each holds one chunk in memory.
         progress: Told of shards and bytes.
 
@@ -89,7 +92,8 @@ def verify(
     outcomes = _check_all(tasks, storage, resolve_decoders("auto") if decode else None, workers, progress)
     for outcome in outcomes:
         findings += outcome.findings
-    findings += duplicate_keys(outcomes)
+    if duplicate_keys == "error":
+        findings += repeated_keys(outcomes)
     return VerifyReport(
         findings=tuple(findings),
         num_shards=len(tasks),
@@ -163,8 +167,8 @@ def _check_all(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def duplicate_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
-    """A finding for every key that occurs again, in its shard or in a later one; the first thousand.
+def repeated_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
+    """A finding for every key that occurs again, in its shard or in a later one; the first thousand, and the sum.
 
     Keys are compared by a 64-bit hash first, and then as text, which comes from the sample tables of the shards
     concerned; a shard without one has a finding for that already.
@@ -174,12 +178,16 @@ def duplicate_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
     repeated = values[counts > 1]
     first: dict[str, str] = {}
     findings: list[Finding] = []
+    total = 0
     for outcome in outcomes if repeated.size else ():
         rows = np.flatnonzero(np.isin(outcome.key_hashes, repeated)).tolist()
         for key in _keys_at(outcome, rows):
+            total += key in first
             if key in first and len(findings) < _MAX_DUPLICATES:
                 findings.append(_duplicate(key, outcome.task.url, first[key]))
             first.setdefault(key, outcome.task.url)
+    if total > len(findings):
+        findings[-1] = replace(findings[-1], what=f"{findings[-1].what}, and so do {total - len(findings):,} more")
     return findings
 
 
@@ -199,5 +207,6 @@ def _duplicate(key: str, url: str, before: str) -> Finding:
         shard=url,
         key=key,
         what="the key occurs twice in this shard" if url == before else f"the key occurs in {before} too",
-        cure="write the shards anew with distinct keys: `shard_tools convert --from tars --key number`",
+        cure="write the shards anew: `shard_tools reshard SOURCE TARGET --dedupe`, or `--key-prefix {number}-`; or "
+        "`shard_tools verify --duplicate-keys keep`, if it is meant",
     )

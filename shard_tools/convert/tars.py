@@ -21,7 +21,8 @@ class TarFiles(FileSource):
 
     Neighbours with one key are one sample; extensions are lower-cased; a leading ``./`` is taken off. Directories,
     links and names without an extension belong to no sample and are left out; dot-files too, and these are reported.
-    A damaged or truncated tar is an error, never a shorter data set.
+    A damaged or truncated tar is an error, never a shorter data set. With numbers as keys, a field that a sample holds
+    already begins another one.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class TarFiles(FileSource):
 
     def _samples(self, file: SourceFile) -> Iterator[tuple[str, dict[str, bytes]]]:
         pieces = self._pieces(file)
-        for key, fields in iter_samples(pieces, file.url):
+        for key, fields in iter_samples(pieces, file.url, repeats=self._numbered):
             name = key.removeprefix("./").lstrip("/")
             if name and not name.endswith("/"):
                 yield name, fields

@@ -16,6 +16,7 @@ from streaming.errors import IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, redact, split_url
+from streaming.types import DuplicateKeys
 from streaming.units import format_bytes
 
 READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU
@@ -32,8 +33,17 @@ class OpenSet:
     index_url: str | None
 
 
-def open_set(urls: Sequence[str], storage: Storage, index_url: str | None, *, exclude: str | None = None) -> OpenSet:
+def open_set(
+    urls: Sequence[str],
+    storage: Storage,
+    index_url: str | None,
+    *,
+    exclude: str | None = None,
+    duplicate_keys: DuplicateKeys = "keep",
+) -> OpenSet:
     """The shards at ``urls`` but those below ``exclude``, with their index; a small set without one is read for it.
+
+    What comes twice is kept unless ``duplicate_keys`` says otherwise: whoever looks into a set wants to see it.
 
     Raises:
         IndexMissingError: If there is no index and the set is too large to read for this.
@@ -44,7 +54,7 @@ def open_set(urls: Sequence[str], storage: Storage, index_url: str | None, *, ex
         chunks = load_index(storage, shards, index_url)
         return OpenSet(urls=shards, chunks=chunks, scanned=None, index_url=index_url)
     except IndexMissingError as missing:
-        scanned = _read_all(shards, storage, missing)
+        scanned = _read_all(shards, storage, missing, duplicate_keys)
     chunks = ChunkTable.concat([table.chunks for table in scanned])
     return OpenSet(urls=shards, chunks=chunks, scanned=scanned, index_url=index_url)
 
@@ -62,14 +72,20 @@ def shards_beside(urls: Sequence[str], storage: Storage, exclude: str | None) ->
     return shards
 
 
-def _read_all(shards: Sequence[str], storage: Storage, missing: IndexMissingError) -> tuple[SampleTable, ...]:
+def _read_all(
+    shards: Sequence[str], storage: Storage, missing: IndexMissingError, duplicate_keys: DuplicateKeys
+) -> tuple[SampleTable, ...]:
     with ThreadPoolExecutor(min(16, len(shards)), thread_name_prefix="shard_tools-read") as pool:
         total_bytes = sum(pool.map(lambda url: storage.info(url).size_bytes, shards))
         if total_bytes > _MAX_READ_BYTES:
             raise IndexMissingError(
                 f"{missing}; without an index all {format_bytes(total_bytes)} would have to be read"
             ) from missing
-        return tuple(pool.map(lambda url: scan_shard(storage, url, split_url(url)[1]), shards))
+
+        def scan(url: str) -> SampleTable:
+            return scan_shard(storage, url, split_url(url)[1], duplicate_keys=duplicate_keys)
+
+        return tuple(pool.map(scan, shards))
 
 
 def tables_of(

@@ -15,6 +15,7 @@ from streaming.catalog.urls import expand_urls
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.storage import Storage, join_url, redact, split_url
+from streaming.types import DuplicateKeys
 
 _PARALLEL_REQUESTS = 32
 _PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a second) costs more than they save
@@ -88,6 +89,7 @@ def index(
     force: bool = False,
     prune: bool = False,
     head_starts: bool = True,
+    duplicate_keys: DuplicateKeys = "error",
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> IndexReport:
@@ -101,6 +103,7 @@ def index(
         force: Read every shard anew.
         prune: Take shards that are in the index, but no longer in the store, out of it.
         head_starts: Use what Energon, DALI and wids left beside new shards, and refuse it where it is stale.
+        duplicate_keys: What a key is that comes twice in a shard; as in ``StreamingDataset``.
         executor: Scan there, on a cluster for example, instead of here.
         progress: Told of bytes read and shards begun.
 
@@ -125,6 +128,7 @@ def index(
         processes=total_bytes >= _PROCESSES_FROM_BYTES and len(shards) > 1,
         executor=executor,
         head_starts=head_starts,
+        duplicate_keys=duplicate_keys,
         progress=told,
     )
     homes = tuple(dict.fromkeys(home_of(url, index_url) for url in shards))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +12,18 @@ from shard_tools.convert.records import permutation
 from shard_tools.progress import NoProgress, Progress
 from shard_tools.sets.bad_list import load_bad_list
 from shard_tools.sets.open_set import open_set
-from shard_tools.sets.selection import Selection, select, sorted_order
+from shard_tools.sets.selection import Selection, deduplicated, select, sorted_order
 from shard_tools.sets.shard_source import Int64s, ShardSource
-from streaming.errors import ConfigError, DataError
+from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from streaming.index.columns import KEY
 from streaming.index.where import parse_where
 from streaming.storage import Storage, redact
 
+_PLACE = re.compile(r"\{[^}]*\}?")
+_DUPLICATES_CURE = (
+    "Give --dedupe for one sample a key (fields are joined, the first of each stays), or --key-prefix with {shard} or "
+    "{number} in it to keep them all"
+)
 _SEQUENTIAL_WINDOW_BYTES = 64 << 20  # eight requests of 8 MiB, as many as there are threads
 
 
@@ -33,6 +39,9 @@ class ReshardOptions:
         descending: Sort the largest first.
         where: Condition on columns of the sample table (:mod:`streaming.index.where`).
         fields: Keep only these fields; None: all.
+        dedupe: One sample for each key: fields that stand apart are joined; of one that comes twice the first stays.
+        key_prefix: Put before every key; ``{shard}`` in it is the shard's name without its suffix, ``{number}`` the
+            sample's number in the source.
         drop: Files that list samples to be left out.
         index_url: Where the source's index lies, if not beside its shards.
         memory_bytes: For samples on their way, where the order changes.
@@ -47,6 +56,8 @@ class ReshardOptions:
     descending: bool = False
     where: str | None = None
     fields: tuple[str, ...] | None = None
+    dedupe: bool = False
+    key_prefix: str = ""
     drop: tuple[str, ...] = ()
     index_url: str | None = None
     memory_bytes: int = 1 << 30
@@ -60,10 +71,18 @@ class ReshardOptions:
             raise ConfigError("--descending says how to --sort; name a column")
         if self.fields is not None and not self.fields:
             raise ConfigError("--fields: name at least one field")
+        unknown = set(_PLACE.findall(self.key_prefix)) - {"{shard}", "{number}"}
+        if unknown:
+            raise ConfigError(
+                f"--key-prefix: {min(unknown)} is not known; it is text with {{shard}} or {{number}} in it, or neither"
+            )
 
     def identity(self) -> dict[str, object]:
         """What the bytes of the result depend on, but the samples taken."""
+        more = {"dedupe": True} if self.dedupe else {}
         return {
+            **more,
+            **({"key_prefix": self.key_prefix} if self.key_prefix else {}),
             "max_bytes": self.max_bytes,
             "max_samples": self.max_samples,
             "shuffle_seed": self.shuffle_seed,
@@ -83,6 +102,8 @@ class ReshardReport:
         num_source: Samples of the source.
         num_dropped: Left out because they are on the list.
         num_filtered: Left out because the condition does not fit them.
+        num_duplicates: Left out by ``dedupe``: all of their fields came before, under the same key.
+        num_joined: Joined by ``dedupe`` to the first of their key.
         num_not_found: Records of the list that mean no sample of the source.
         num_unreadable: Lines of the list that are no records.
         num_samples: Samples written, now and by an earlier run.
@@ -96,6 +117,8 @@ class ReshardReport:
     num_source: int
     num_dropped: int
     num_filtered: int
+    num_duplicates: int
+    num_joined: int
     num_not_found: int
     num_unreadable: int
     num_samples: int
@@ -145,17 +168,29 @@ def reshard(
     refuse_overlap(source, place)
     where = None if options.where is None else parse_where(options.where)
     drop = load_bad_list(options.drop, storage)
-    shards = open_set([source], storage, options.index_url, exclude=place.directory)
-    selection = select(shards, storage, where=where, drop=drop, with_keys=options.sort == KEY, progress=NoProgress())
+    tolerant = options.dedupe or options.key_prefix
+    shards = open_set(
+        [source],
+        storage,
+        options.index_url,
+        exclude=place.directory,
+        duplicate_keys="keep" if tolerant else "error",
+    )
+    with_keys = options.dedupe or options.sort == KEY
+    selection = select(shards, storage, where=where, drop=drop, with_keys=with_keys, progress=NoProgress())
     _check(selection, options, source)
     order = _order(selection, options)
+    dedupe = deduplicated(selection, order) if options.dedupe else None
+    in_order = order is None and (dedupe is None or not dedupe.num_joined)
     reader = ShardSource(
         selection,
-        order,
+        order if dedupe is None else dedupe.order,
         storage,
+        firsts=None if dedupe is None else dedupe.firsts,
+        key_prefix=options.key_prefix,
         fingerprint=shards.chunks.fingerprint,
         fields=options.fields,
-        window_bytes=_SEQUENTIAL_WINDOW_BYTES if order is None else max(1, options.memory_bytes // 2),
+        window_bytes=_SEQUENTIAL_WINDOW_BYTES if in_order else max(1, options.memory_bytes // 2),
         num_threads=options.workers,
     )
     packing = Packing(
@@ -165,12 +200,18 @@ def reshard(
         overwrite=options.overwrite,
     )
     what = {**options.identity(), "pattern": place.name}
-    packed = pack(reader, place, packing, options=what, storage_options=storage_options, progress=progress)
+    try:
+        packed = pack(reader, place, packing, options=what, storage_options=storage_options, progress=progress)
+    except DuplicateKeyError as error:
+        error.add_note(f"The shards written so far are begun anew with --overwrite. {_DUPLICATES_CURE}")
+        raise
     return ReshardReport(
         target=place.directory,
         num_source=selection.num_source,
         num_dropped=selection.num_dropped,
         num_filtered=selection.num_filtered,
+        num_duplicates=0 if dedupe is None else dedupe.num_duplicates,
+        num_joined=0 if dedupe is None else dedupe.num_joined,
         num_not_found=len(selection.not_found),
         num_unreadable=drop.num_unreadable,
         num_samples=packed.num_samples,

@@ -35,6 +35,8 @@ class Part:
         rows: int64 ``[m]``, numbers of the samples that are taken, ascending.
         columns: The lifted columns of these samples, Arrow arrays of ``m``.
         keys: Their keys as UTF-8, an Arrow array of ``m``; None unless they are to be sorted by.
+        present: By field, which of these samples have it; as ``keys``, None unless asked for.
+        first: Number of the shard's first sample in the source.
         samples: Loads the whole sample table.
     """
 
@@ -42,6 +44,8 @@ class Part:
     rows: Int64s
     columns: Mapping[str, pa.Array]
     keys: pa.Array | None
+    present: Mapping[str, npt.NDArray[np.bool_]] | None
+    first: int
     samples: Callable[[], SampleTable]
 
 
@@ -104,7 +108,7 @@ def select(
     fields: set[str] = set()
     not_found = [record for url, records in drop.by_shard.items() for record in records if url not in _shown(shards)]
     num_source = num_dropped = num_filtered = 0
-    for position, (_, url, table) in enumerate(tables_of(shards, storage, READ_THREADS)):
+    for position, (first, url, table) in enumerate(tables_of(shards, storage, READ_THREADS)):
         dropped, missing = _dropped(table, drop.by_shard.get(shown_url(url), ()))
         wanted = _wanted(table, where)
         rows = np.flatnonzero(wanted & ~dropped)
@@ -114,7 +118,8 @@ def select(
         num_filtered += int((~wanted & ~dropped).sum())
         columns.update(table.columns)
         fields.update(table.fields)
-        parts.append(_part(url, table, rows, partial(table_of, shards, position, storage), with_keys=with_keys))
+        samples = partial(table_of, shards, position, storage)
+        parts.append(_part(url, table, rows, samples, first=first, with_keys=with_keys))
         progress.advance(num=1)
     unknown = sorted((where.names if where else frozenset()) - columns - {KEY})
     if unknown:
@@ -157,7 +162,9 @@ def _wanted(table: SampleTable, where: Where | None) -> npt.NDArray[np.bool_]:
     return where.mask({**lacking, **there}, table.num_samples)
 
 
-def _part(url: str, table: SampleTable, rows: Int64s, samples: Callable[[], SampleTable], *, with_keys: bool) -> Part:
+def _part(
+    url: str, table: SampleTable, rows: Int64s, samples: Callable[[], SampleTable], *, first: int, with_keys: bool
+) -> Part:
     keys = [key.encode("utf-8", "surrogateescape") for key in table.keys] if with_keys else None
     taken = pa.array(rows)
     return Part(
@@ -165,6 +172,8 @@ def _part(url: str, table: SampleTable, rows: Int64s, samples: Callable[[], Samp
         rows=rows,
         columns={name: column.take(taken) for name, column in table.columns.items()},
         keys=None if keys is None else pa.array(keys, pa.binary()).take(taken),
+        present={name: starts[rows] >= 0 for name, (starts, _) in table.fields.items()} if with_keys else None,
+        first=first,
         samples=samples,
     )
 
@@ -192,3 +201,55 @@ def sorted_order(selection: Selection, column: str, *, descending: bool) -> Int6
         return pc.array_sort_indices(joined, order=order).to_numpy().astype(np.int64)  # type: ignore[no-any-return]
     except pa.ArrowException as error:
         raise ConfigError(f"--sort: the values of column {column!r} cannot be compared: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Deduplicated:
+    """A selection with one sample for each key.
+
+    Attributes:
+        order: Numbers of the selection's samples that are read, those of one key side by side, the first one first.
+        firsts: bool, which of ``order`` begin a sample; the others are joined to the one before.
+        num_joined: The others.
+        num_duplicates: Samples that bring nothing: all their fields came before.
+    """
+
+    order: Int64s
+    firsts: npt.NDArray[np.bool_]
+    num_joined: int
+    num_duplicates: int
+
+
+def deduplicated(selection: Selection, order: Int64s | None) -> Deduplicated:
+    """Join samples of one key, in ``order`` of their first ones; of a field that comes twice the first stays.
+
+    Needs a selection with keys. Contents are not compared.
+    """
+    codes = (
+        pa.chunked_array([part.keys for part in selection.parts], pa.binary())
+        .combine_chunks()
+        .dictionary_encode()
+        .indices.to_numpy()
+    )
+    _, first_of, code = np.unique(codes, return_index=True, return_inverse=True)
+    first_of = first_of[code]  # int64 [n]: the first sample of each sample's key
+    useful = np.zeros(codes.size, np.bool_)
+    for name in selection.fields:
+        none = [np.zeros(part.rows.size, np.bool_) for part in selection.parts]
+        there = [(part.present or {}).get(name, lacks) for part, lacks in zip(selection.parts, none, strict=True)]
+        having = np.flatnonzero(np.concatenate(there))
+        useful[having[np.unique(codes[having], return_index=True)[1]]] = True
+    kept = np.flatnonzero(useful)
+    rank = first_of[kept]
+    if order is not None:
+        place = np.empty(order.size, np.int64)
+        place[order] = np.arange(order.size)
+        rank = place[rank]
+    kept = kept[np.lexsort((kept, rank))]
+    firsts = first_of[kept] == kept
+    return Deduplicated(
+        order=kept,
+        firsts=firsts,
+        num_joined=int(kept.size - firsts.sum()),
+        num_duplicates=int(codes.size - kept.size),
+    )

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from shard_tools.convert.records import Record, Skipped
+from shard_tools.convert.records import Record, Skipped, number_key
 from shard_tools.sets.pieces import read_pieces
 from shard_tools.sets.selection import Part, Selection
 from streaming.errors import DataError
-from streaming.storage import Storage
+from streaming.storage import Storage, split_url
 
 Int64s = npt.NDArray[np.int64]
 _RUN_BYTES = 8 << 20  # largest request; more in one costs parallelism, less costs requests
@@ -56,6 +57,8 @@ class ShardSource:
         fields: Fields to keep; None: all.
         window_bytes: See above.
         num_threads: Requests at a time.
+        firsts: Which places of ``order`` begin a record; the samples after one are joined to it. None: all.
+        key_prefix: As in :class:`~shard_tools.reshard.ReshardOptions`.
     """
 
     kind = "shards"
@@ -70,6 +73,8 @@ class ShardSource:
         fields: Sequence[str] | None,
         window_bytes: int,
         num_threads: int,
+        firsts: npt.NDArray[np.bool_] | None = None,
+        key_prefix: str = "",
     ) -> None:
         self.skipped: tuple[Skipped, ...] = ()
         self._parts, self._columns = selection.parts, selection.columns
@@ -79,13 +84,15 @@ class ShardSource:
         self._window_bytes, self._num_threads = window_bytes, num_threads
         self._offsets = np.cumsum([0] + [part.rows.size for part in self._parts])
         self._order = np.arange(self._offsets[-1]) if order is None else order
+        self._firsts = np.ones(self._order.size, np.bool_) if firsts is None else firsts
+        self._key_prefix = key_prefix
         sizes = [np.diff(part.pieces.record_starts)[part.rows] for part in self._parts]
         self._ends: Int64s = np.cumsum(np.concatenate([np.empty(0, np.int64), *sizes])[self._order])
 
     @property
     def num_records(self) -> int:
-        """Samples taken."""
-        return int(self._order.size)
+        """Samples to be written."""
+        return int(self._firsts.sum())
 
     @property
     def num_bytes(self) -> int:
@@ -103,6 +110,23 @@ class ShardSource:
             ChecksumError, TarError, IndexMismatchError: A sample is damaged; notes name it.
             StorageError: The store did not deliver.
         """
+        begins = np.flatnonzero(self._firsts)
+        if start >= begins.size:
+            return
+        current: Record | None = None
+        with closing(self._samples(int(begins[start]))) as samples:
+            for is_first, sample in zip(self._firsts[begins[start] :].tolist(), samples, strict=True):
+                if current is None or is_first:
+                    if current is not None:
+                        yield current
+                    current = sample
+                else:
+                    current = replace(current, fields={**sample.fields, **current.fields})
+        if current is not None:
+            yield current
+
+    def _samples(self, start: int) -> Generator[Record, None, None]:
+        """The samples at ``start`` of the order and after, each as a record."""
         pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="shard_tools-read")
         try:
             before: tuple[int, list[Future[_Found]]] | None = None
@@ -163,9 +187,16 @@ class ShardSource:
                     if starts[column] >= 0
                 }
                 metadata: Mapping[str, object] = {name: column[i] for name, column in values.items()}
-                key = layout.keys[row - first].removeprefix("./").lstrip("/")
+                key = self._key(layout.keys[row - first], part, row)
                 found.append((position, Record(key=key, fields=fields, metadata=metadata)))
         return found
+
+    def _key(self, key: str, part: Part, row: int) -> str:
+        prefix = self._key_prefix
+        if prefix:
+            shard = split_url(part.pieces.url)[1].removesuffix(".tar").replace(".", "_")
+            prefix = prefix.replace("{shard}", shard).replace("{number}", number_key(part.first + row))
+        return prefix + key.removeprefix("./").lstrip("/")
 
     def _takes(self, name: str) -> bool:
         return self._fields is None or name in self._fields

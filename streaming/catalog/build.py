@@ -25,10 +25,12 @@ from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import chunk_rows_from_footer
 from streaming.storage import Storage, join_url, redact, split_url
+from streaming.types import DuplicateKeys
 
 _FOOTER_GUESS_BYTES = 64 << 10
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _MAX_PARALLEL_REQUESTS = 32
+_SHOWN_ERRORS = 10
 
 
 def shard_name(url: str, index_url: str | None = None) -> str:
@@ -52,6 +54,7 @@ def index_shards(
     executor: Executor | None = None,
     head_starts: bool = True,
     rule: ChunkRule = DEFAULT_RULE,
+    duplicate_keys: DuplicateKeys = "error",
     progress: Progress | None = None,
 ) -> ChunkTable:
     """Index the shards at ``urls`` and write the index files; the chunk table of these shards, in this order.
@@ -72,6 +75,7 @@ def index_shards(
         executor: Scan there: elsewhere, on a cluster. The caller shuts it down.
         head_starts: Use and check what Energon, DALI and wids left beside shards that are scanned.
         rule: Where chunks are cut.
+        duplicate_keys: As in :func:`streaming.scan.scan_shard`.
         progress: Told about scanned bytes from any thread; with ``processes`` or ``executor`` once per shard.
 
     Raises:
@@ -110,6 +114,7 @@ def index_shards(
                     None if force else rows,
                     force,
                     rule,
+                    duplicate_keys,
                     told,
                     share,
                 )
@@ -157,6 +162,7 @@ def _index_shard(
     rows: ChunkTable | None,
     force: bool,  # noqa: FBT001 - a positional call through the executor
     rule: ChunkRule,
+    duplicate_keys: DuplicateKeys,
     progress: Progress | None,
     parallel: int,
 ) -> ChunkTable:
@@ -170,7 +176,16 @@ def _index_shard(
                 rows = _read_footer(storage, samples_url)
         if rows is not None and rows.shards[0].size_bytes == size_bytes and rows.shards[0].name == name:
             return rows
-    table = scan_with_sidecars(storage, url, name, todo.sidecars, rule=rule, progress=progress, parallel=parallel)
+    table = scan_with_sidecars(
+        storage,
+        url,
+        name,
+        todo.sidecars,
+        rule=rule,
+        duplicate_keys=duplicate_keys,
+        progress=progress,
+        parallel=parallel,
+    )
     storage.put(samples_url, table.to_parquet())
     return table.chunks
 
@@ -193,8 +208,10 @@ def _gather(
         if progress is not None and tables:
             progress(url, tables[-1].shards[0].size_bytes)
     if errors:
-        for other_error in errors[1:]:
+        for other_error in errors[1:_SHOWN_ERRORS]:
             errors[0].add_note(f"also: {other_error}")
+        if len(errors) > _SHOWN_ERRORS:
+            errors[0].add_note(f"… and {len(errors) - _SHOWN_ERRORS:,} more shards are damaged")
         raise errors[0]
     return tables
 

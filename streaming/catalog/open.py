@@ -24,6 +24,7 @@ from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.job.once import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
+from streaming.types import DuplicateKeys
 from streaming.units import format_bytes
 
 SCAN_LIMIT_BYTES = 1 << 30
@@ -58,6 +59,8 @@ def open_shards(
     urls: str | PathLike[str] | Sequence[str | PathLike[str]],
     index: str | None,
     peers: Peers | None = None,
+    *,
+    duplicate_keys: DuplicateKeys = "error",
 ) -> OpenShards:
     """The shards that ``urls`` stand for, with their index; small sets without one are indexed in memory.
 
@@ -67,6 +70,7 @@ def open_shards(
         index: Where the index lies, if not beside the shards.
         peers: Other processes that open the same set: rank 0 looks for all; of a set without an index each
             scans a share.
+        duplicate_keys: As in :func:`streaming.scan.scan_shard`, where shards are scanned.
 
     Raises:
         NotFoundError: Nothing matches, or a shard is missing.
@@ -83,7 +87,7 @@ def open_shards(
             urls=found.urls, table=found.table, missing_index=found.missing_index, index=index, scanned=None
         )
     with ThreadPoolExecutor(min(16, len(found.urls)), "shardstream-open") as threads:
-        scanned = tuple(_scan(storage, found.urls, list(found.sizes), peers, threads))
+        scanned = tuple(_scan(storage, found.urls, list(found.sizes), peers, threads, duplicate_keys))
     table = ChunkTable.concat([samples.chunks for samples in scanned])
     return OpenShards(urls=found.urls, table=table, missing_index="", index=index, scanned=scanned)
 
@@ -296,16 +300,21 @@ def _without_index(storage: Storage, urls: tuple[str, ...], missing: IndexMissin
 
 
 def _scan(
-    storage: Storage, urls: tuple[str, ...], sizes: list[int], peers: Peers | None, threads: Executor
+    storage: Storage,
+    urls: tuple[str, ...],
+    sizes: list[int],
+    peers: Peers | None,
+    threads: Executor,
+    duplicate_keys: DuplicateKeys,
 ) -> list[SampleTable]:
     """The sample tables of all shards; with peers, every R-th is scanned here and the others are waited for."""
 
     def scan(place: int) -> SampleTable:
-        return scan_shard(storage, urls[place], split_url(urls[place])[1])
+        return scan_shard(storage, urls[place], split_url(urls[place])[1], duplicate_keys=duplicate_keys)
 
     if peers is None:
         return list(threads.map(scan, range(len(urls))))
-    digest = digest_of([urls, sizes])
+    digest = digest_of([urls, sizes, duplicate_keys])
     mine = range(peers.rank, len(urls), peers.world_size)
     found = dict(zip(mine, threads.map(scan, mine), strict=True))
     for place, table in found.items():

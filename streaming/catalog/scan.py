@@ -21,9 +21,10 @@ from streaming.index.large import LARGE_BYTES, large_sums
 from streaming.index.sample_table import SampleTable
 from streaming.index.spans import SpanCutter, spans_of
 from streaming.storage import Storage, redact, scheme_of
-from streaming.tar.group import PackedLayout, check_density
+from streaming.tar.group import DUPLICATES_CURE, PackedLayout, check_density
 from streaming.tar.keys import KeyLines, pack_keys, surely_unique
 from streaming.tar.scanner import TarScanner
+from streaming.types import DuplicateKeys
 
 READ_BYTES = 16 << 20
 """One ranged GET of a scan; two are in memory at a time."""
@@ -45,6 +46,7 @@ def scan_shard(
     *,
     read_bytes: int | None = None,
     rule: ChunkRule = DEFAULT_RULE,
+    duplicate_keys: DuplicateKeys = "error",
     progress: Progress | None = None,
 ) -> SampleTable:
     """The sample table, with chunk rows and CRC32C, of the shard at ``url``.
@@ -59,17 +61,21 @@ def scan_shard(
         name: Its name in the index.
         read_bytes: Bytes per request; default: ``LOCAL_READ_BYTES`` for files, else ``READ_BYTES``.
         rule: Where chunks are cut.
+        duplicate_keys: ``"keep"``: a key that comes back, and a field that its sample holds already, begin a sample of
+            their own.
         progress: Told about scanned bytes, from the calling thread.
 
     Raises:
         TarError: If the shard is damaged or truncated, or ends without an end-of-archive mark.
-        DuplicateKeyError: If a key comes twice in the shard, or a field twice in a sample.
+        DuplicateKeyError: If a key comes twice in the shard, or a field twice in a sample, unless kept.
         ConfigError: If the shard is compressed.
         StorageError: If it cannot be read.
     """
     size_bytes = storage.info(url).size_bytes
-    part = scan_part(storage, url, 0, size_bytes, read_bytes=read_bytes, rule=rule, progress=progress)
-    return join_parts([part], name, size_bytes, redact(url))
+    part = scan_part(
+        storage, url, 0, size_bytes, read_bytes=read_bytes, rule=rule, duplicate_keys=duplicate_keys, progress=progress
+    )
+    return join_parts([part], name, size_bytes, redact(url), duplicate_keys=duplicate_keys)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +113,7 @@ def scan_part(
     whole: bool = True,
     read_bytes: int | None = None,
     rule: ChunkRule = DEFAULT_RULE,
+    duplicate_keys: DuplicateKeys = "error",
     progress: Progress | None = None,
 ) -> Part:
     """Scan bytes ``[start, stop)`` of a shard, which begin at a header and, if ``whole``, end as an archive does.
@@ -114,7 +121,7 @@ def scan_part(
     Arguments and errors as :func:`scan_shard`. Where not ``whole``, a TarError says that the last member does not
     end at ``stop``.
     """
-    scan = _Scan(redact(url), start, rule)
+    scan = _Scan(redact(url), start, rule, repeats=duplicate_keys == "keep")
     step = read_bytes or (LOCAL_READ_BYTES if scheme_of(url) == "file" else READ_BYTES)
     with ThreadPoolExecutor(1, thread_name_prefix="scan-read") as helper:
         for piece in _pieces(helper, storage, url, start, stop, step):
@@ -207,10 +214,10 @@ class _Sums:
 class _Scan:
     """The state of one scan: the layouts so far, and the cutter. The sums are another thread's."""
 
-    def __init__(self, shown_url: str, start: int, rule: ChunkRule) -> None:
+    def __init__(self, shown_url: str, start: int, rule: ChunkRule, *, repeats: bool) -> None:
         self.url = shown_url
         self.start = start
-        self.scanner = TarScanner(shown_url, verify_headers=True, start=start)
+        self.scanner = TarScanner(shown_url, verify_headers=True, start=start, repeats=repeats)
         self.sums = _Sums(start)
         self.cutter = ChunkCutter(rule)
         self.span_cutter = SpanCutter()
@@ -274,11 +281,13 @@ class _Scan:
         )
 
 
-def join_parts(parts: Sequence[Part], name: str, size_bytes: int, shown_url: str) -> SampleTable:
+def join_parts(
+    parts: Sequence[Part], name: str, size_bytes: int, shown_url: str, *, duplicate_keys: DuplicateKeys = "error"
+) -> SampleTable:
     """The sample table of a shard from its parts, which follow each other.
 
     Raises:
-        DuplicateKeyError: If a key comes twice.
+        DuplicateKeyError: If a key comes twice, unless ``duplicate_keys`` says that they are kept.
     """
     layouts = [layout for part in parts for layout in part.layouts]
     record_starts = np.concatenate([*(layout.record_starts[:-1] for layout in layouts), [parts[-1].stop]])
@@ -293,7 +302,7 @@ def join_parts(parts: Sequence[Part], name: str, size_bytes: int, shown_url: str
     return SampleTable.build(
         name=name,
         size_bytes=size_bytes,
-        keys=_unique_keys([layout.keys for layout in layouts], record_starts, shown_url),
+        keys=_joined_keys([layout.keys for layout in layouts], record_starts, shown_url, duplicate_keys),
         record_starts=record_starts,
         fields=fields,
         chunk_bounds=np.array(bounds, np.int64),
@@ -319,13 +328,15 @@ def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[N
     return fields
 
 
-def _unique_keys(parts: list[KeyLines | list[str]], record_starts: NDArray[np.int64], url: str) -> Keys:
-    """All keys; rising ones are known to differ, others are compared."""
+def _joined_keys(
+    parts: list[KeyLines | list[str]], record_starts: NDArray[np.int64], url: str, duplicate_keys: DuplicateKeys
+) -> Keys:
+    """All keys; rising ones are known to differ, others are compared unless duplicates are kept."""
     packed = [pack_keys(part) for part in parts]
     ends = np.cumsum([0] + [len(data) for data, _ in packed])
     stops = np.concatenate([np.empty(0, np.int64), *(s + end for (_, s), end in zip(packed, ends, strict=False))])
     keys = Keys.of_packed(b"".join(data for data, _ in packed), stops)
-    if not surely_unique(parts):
+    if duplicate_keys == "error" and not surely_unique(parts):
         _check_unique(keys[:], record_starts, url)
     return keys
 
@@ -339,8 +350,8 @@ def _check_unique(keys: list[str], record_starts: NDArray[np.int64], url: str) -
         if first != index:
             raise DuplicateKeyError(
                 f"{url}: key {key!r} comes twice, at bytes {record_starts[first]} and {record_starts[index]}, "
-                "with other samples between: the files of a sample must stand together; sort the archive by name "
-                "(`tar --sort=name`), or write it anew with `shard_tools reshard`"
+                "with other samples between: the files of a sample must stand together. Sort the archive by name "
+                f"(`tar --sort=name`), or {DUPLICATES_CURE}"
             )
 
 

@@ -21,6 +21,7 @@ from streaming.index.headstart import DaliField, WidsShard, parse_dali_idx, pars
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.storage.urls import local_path
+from streaming.types import DuplicateKeys
 
 SPLIT_BYTES = 64 << 20
 """Parts of a shard scanned at a time are at least this long: a thread and a chunk border cost little beside it."""
@@ -101,6 +102,7 @@ def scan_with_sidecars(
     sidecars: Sidecars,
     *,
     rule: ChunkRule = DEFAULT_RULE,
+    duplicate_keys: DuplicateKeys = "error",
     progress: Progress | None = None,
     parallel: int = 1,
 ) -> SampleTable:
@@ -115,11 +117,11 @@ def scan_with_sidecars(
     table = None
     if borders is not None:
         starts = part_starts(borders, size_bytes, min(parallel, size_bytes // SPLIT_BYTES), rule)
-        if len(starts) > 1:
+        if len(starts) > 1 and duplicate_keys == "error":
             table = _scan_parts(storage, url, name, starts, size_bytes, rule=rule, progress=progress)
             progress = None  # those bytes were told
     if table is None:
-        table = scan_shard(storage, url, name, rule=rule, progress=progress)
+        table = scan_shard(storage, url, name, rule=rule, duplicate_keys=duplicate_keys, progress=progress)
     if borders is not None and sidecars.energon is not None:
         _check_energon(borders, table, sidecars.energon, url)
     if sidecars.dali is not None:

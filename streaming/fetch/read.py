@@ -360,7 +360,9 @@ def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
         TarError: They are not whole samples.
         IndexMismatchError: They are another number of samples.
     """
-    layout = parse_chunk(out, url=wanted.shown_url, base=wanted.byte_start, verify_headers=not wanted.sums)
+    layout = parse_chunk(
+        out, url=wanted.shown_url, base=wanted.byte_start, verify_headers=not wanted.sums, repeats=True
+    )
     if len(layout.keys) != wanted.num_samples:
         shown = wanted.shown_url
         raise IndexMismatchError(

@@ -132,6 +132,7 @@ class StreamedLoop(BaseLoop):
             num_batches=self.num_batches,
             depth=config.depth,
             piece_bytes=piece_bytes_of(config.memory_limit_bytes),
+            keep_duplicates=self.dataset.duplicate_keys == "keep",
         )
         return ShardStream(
             self.dataset.storage,

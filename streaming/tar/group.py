@@ -16,6 +16,13 @@ from streaming.tar.names import decode_name, split_name
 
 MAX_FIELDS = 16384
 """Most fields of one sample; every field more costs all readers a column."""
+DUPLICATES_CURE = (
+    "write the set anew with `shard_tools reshard SOURCE TARGET --dedupe` (joins what has one key; of a field that "
+    "comes twice the first stays) or with `--key-prefix {number}-` (keeps all, under keys of their own). To read it as "
+    'it is, each as a sample of its own: StreamingDataset(duplicate_keys="keep"), or `shard_tools index '
+    "--duplicate-keys keep`"
+)
+"""What to do about a key that comes twice, for messages."""
 _MAX_UNIFORM_FIELDS = 64
 _FREE_FIELDS = 256
 _MAX_CELLS_PER_MEMBER = 64
@@ -71,16 +78,23 @@ class PackedLayout:
         )
 
 
-def group_members(members: Members, where: Where, *, first: int, stop: int) -> PackedLayout:
+def group_members(members: Members, where: Where, *, first: int, stop: int, repeats: bool = False) -> PackedLayout:
     """The samples that ``members`` make up; the records span ``[first, stop)``.
 
+    Args:
+        members: In the order of the archive.
+        where: For messages.
+        first: Where the first record begins.
+        stop: Where the last one ends.
+        repeats: A field that a sample holds already begins another sample of the same key; else that is an error.
+
     Raises:
-        DuplicateKeyError: If one sample holds one field twice.
+        DuplicateKeyError: If one sample holds one field twice, unless ``repeats``.
         TarError: If there are so many distinct extensions that the names cannot be ``key.extension``.
     """
     uniform = _uniform(members.names) if len(members.names) else None
     if uniform is None:
-        return _group_one_by_one(members, where, first=first, stop=stop)
+        return _group_one_by_one(members, where, first=first, stop=stop, repeats=repeats)
     keys, fields = uniform
     record_starts = np.empty(len(keys) + 1, np.int64)
     record_starts[:-1] = members.headers[:: len(fields)]
@@ -168,7 +182,7 @@ def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
     return num_dots > 0 or not (lines.startswith(b".") or b"\n." in lines)
 
 
-def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int) -> PackedLayout:
+def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int, repeats: bool) -> PackedLayout:
     keys: list[str] = []
     kept: list[int] = []  # the members that belong to samples, and for each its row and column
     rows: list[int] = []
@@ -182,14 +196,15 @@ def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int) 
         split = split_name(decode_name(raw.split(b"\0", 1)[0] if b"\0" in raw else raw))
         if split is None:
             continue
-        if split[0] != key:
+        column = fields.setdefault(split[1], len(fields))
+        again = split[0] == key and column in seen
+        if again and not repeats:
+            _raise_duplicate(members, where, seen[column], index, split)
+        if again or split[0] != key:
             key = split[0]
             keys.append(key)
             heads.append(index)
             seen = {}
-        column = fields.setdefault(split[1], len(fields))
-        if column in seen:
-            _raise_duplicate(members, where, seen[column], index, split)
         seen[column] = index
         check_num_fields(split[0], len(seen), where.url)
         kept.append(index)
@@ -218,7 +233,7 @@ def _raise_duplicate(members: Members, where: Where, before: int, index: int, sp
     first, second = (where.base + int(members.headers[member]) for member in (before, index))
     raise DuplicateKeyError(
         f"{where.url or 'tar'}: sample {split[0]!r} holds field {split[1]!r} twice, at bytes {first} and {second}; "
-        "keys end at the first dot of the file name: rename the files, or remove one"
+        f"keys end at the first dot of the file name: rename the files, or {DUPLICATES_CURE}"
     )
 
 

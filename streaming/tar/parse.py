@@ -7,7 +7,9 @@ from streaming.tar.fast import read_members
 from streaming.tar.group import ChunkLayout, group_members
 
 
-def parse_chunk(buffer: BytesLike, *, url: str = "", base: int = 0, verify_headers: bool = False) -> ChunkLayout:
+def parse_chunk(
+    buffer: BytesLike, *, url: str = "", base: int = 0, verify_headers: bool = False, repeats: bool = False
+) -> ChunkLayout:
     """The samples in ``buffer``, which holds whole members from its first byte to its last.
 
     The buffer may be a chunk or a whole archive (with or without the end-of-archive mark). Nothing is copied from it
@@ -19,11 +21,13 @@ def parse_chunk(buffer: BytesLike, *, url: str = "", base: int = 0, verify_heade
         url: The shard, for messages.
         base: Offset of the buffer in the shard, for messages.
         verify_headers: Check the checksum of every member header. Not needed where the buffer's CRC32C was checked.
+        repeats: A field that a sample holds already begins another sample of the same key: for bytes that an index
+            describes, which says how many samples there are.
 
     Raises:
         TarError: For damage, truncation, sparse files, or data after the end-of-archive mark.
-        DuplicateKeyError: If one sample holds one field twice.
+        DuplicateKeyError: If one sample holds one field twice, unless ``repeats``.
     """
     where = Where(url, base)
     members = read_members(buffer, where, verify_headers=verify_headers)
-    return group_members(members, where, first=0, stop=members.end).unpacked()
+    return group_members(members, where, first=0, stop=members.end, repeats=repeats).unpacked()

@@ -17,7 +17,7 @@ _INFLATED_BYTES = 4 << 20
 
 
 def iter_samples(
-    pieces: Iterable[BytesLike], url: str = "", *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+    pieces: Iterable[BytesLike], url: str = "", *, max_sample_bytes: int = MAX_SAMPLE_BYTES, repeats: bool = False
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Key and fields of each sample of a tar that comes in ``pieces``, in the order of the archive.
 
@@ -29,12 +29,13 @@ def iter_samples(
         pieces: The archive's bytes, cut anywhere.
         url: The shard, for messages.
         max_sample_bytes: Samples beyond this raise.
+        repeats: As :class:`TarScanner` has it.
 
     Raises:
         TarError: For a damaged or truncated archive, or a sample beyond ``max_sample_bytes``.
-        DuplicateKeyError: If a sample holds one field twice.
+        DuplicateKeyError: If a sample holds one field twice, unless ``repeats``.
     """
-    scanner = TarScanner(url, verify_headers=True)
+    scanner = TarScanner(url, verify_headers=True, repeats=repeats)
     held = _Held()
     for piece in inflated(pieces, url):
         held.add(piece)

@@ -35,10 +35,12 @@ class TarScanner:
         url: The shard, for messages.
         verify_headers: Check the checksum of every header.
         start: Offset of the first byte fed, where a header must begin.
+        repeats: A field that a sample holds already begins another sample of the same key; else that is an error.
     """
 
-    def __init__(self, url: str = "", *, verify_headers: bool = False, start: int = 0) -> None:
+    def __init__(self, url: str = "", *, verify_headers: bool = False, start: int = 0, repeats: bool = False) -> None:
         self.url = url
+        self.repeats = repeats
         self.verify_headers = verify_headers
         self.num_bytes = start
         """Offset up to which bytes were fed."""
@@ -66,7 +68,7 @@ class TarScanner:
 
         Raises:
             TarError: For a damaged archive.
-            DuplicateKeyError: If a sample holds one field twice.
+            DuplicateKeyError: If a sample holds one field twice, unless ``repeats``.
         """
         return self.feed_packed(piece).unpacked()
 
@@ -154,7 +156,7 @@ class TarScanner:
     def _group(self, members: Members | None, stop: int) -> PackedLayout:
         if members is None or not len(members.names):
             members, stop = _NONE, self.record_start
-        layout = group_members(members, Where(self.url), first=self.record_start, stop=stop)
+        layout = group_members(members, Where(self.url), first=self.record_start, stop=stop, repeats=self.repeats)
         if len(layout.keys):
             self.record_start = stop
         return layout

@@ -55,6 +55,7 @@ class StreamSettings:
         num_batches: Batches of the epoch.
         depth: Batches built ahead.
         piece_bytes: Bytes of one request.
+        keep_duplicates: A field that comes twice in a sample begins another one.
     """
 
     urls: tuple[str, ...]
@@ -68,6 +69,7 @@ class StreamSettings:
     num_batches: int
     depth: int
     piece_bytes: int = PIECE_BYTES
+    keep_duplicates: bool = False
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
@@ -85,10 +87,10 @@ def shard_sequence(settings: StreamSettings) -> Iterator[str]:
         yield settings.urls[int(order[index])]
 
 
-def read_shard(reader: ReadAhead, url: str) -> Iterator[RawSample]:
+def read_shard(reader: ReadAhead, url: str, *, keep_duplicates: bool = False) -> Iterator[RawSample]:
     """The samples of one shard."""
     shown = redact(url)
-    for key, fields in iter_samples(reader.pieces(url), shown):
+    for key, fields in iter_samples(reader.pieces(url), shown, repeats=keep_duplicates):
         yield RawSample(key=key, url=shown, fields=fields)
 
 
@@ -130,7 +132,7 @@ def _read_all(reader: ReadAhead, settings: StreamSettings, before: Callable[[str
     seen: set[str] = set()
     for place, url in enumerate(shard_sequence(settings)):
         before(url)
-        for sample in read_shard(reader, url):
+        for sample in read_shard(reader, url, keep_duplicates=settings.keep_duplicates):
             before(url)
             if place == 0:
                 seen.update(sample.fields)
