@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arguments import checks_names, is_number, is_whole
 from streaming.batches.build import OnError
 from streaming.cache import open_cache
 from streaming.catalog.open import OpenShards, check_fields, open_shards, sample_table
@@ -46,8 +47,33 @@ REMOTE_GAP_BYTES = 1 << 20
 """A hole in an object that is worth another GET: 12 ms of the 85 MB/s that one GET brings by AWS's guidelines for S3.
 The same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
 _MAX_SEED = 2**64 - 1
+_AT_THE_LOADER = "it is an option of the loader; write DataLoader(dataset, {}=…)"
+_ELSEWHERE = {
+    name: _AT_THE_LOADER.format(name)
+    for name in ("batch_size", "global_batch_size", "num_workers", "device_mesh", "last_batch", "drop_last",
+                 "epoch_size", "collate_fn", "prefetch_factor", "pin_memory", "memory_limit", "replicate")
+} | {
+    "remote": "give the URL as the first argument",
+    "local": "the folder on disk is cache_dir=, the URL the first argument",
+    "path": "give it as the first argument",
+    "split": "put it into the URL, or use dataset[a:b]",
+    "shuffle_seed": "write seed=…",
+    "shuffle_algo": "write shuffle=ShuffleConfig(…)",
+    "shuffle_block_size": "write shuffle=ShuffleConfig(window=…)",
+    "num_canonical_nodes": "write shuffle=ShuffleConfig(lanes=…)",
+    "predownload": "write DataLoader(…, memory_limit=…): what is read ahead is bounded in bytes",
+    "max_cache_size": "write cache_limit=…",
+    "shardshuffle": "write shuffle=…",
+    "resampled": "write DataLoader(…, epoch_size=…)",
+    "handler": 'write on_error="substitute", "skip" or "raise"',
+    "nodesplitter": "leave it out: samples are dealt to ranks one by one",
+    "workersplitter": "leave it out: samples are dealt to ranks and workers one by one",
+    "splitter": "leave it out: samples are dealt to ranks and workers one by one",
+}  # fmt: skip
+"""What people look for at the data set and find elsewhere, or know by another library's name."""
 
 
+@checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShuffleConfig:
     """How an epoch is shuffled; all of it belongs to the order's identity and is saved with a checkpoint.
@@ -81,6 +107,7 @@ class ShuffleConfig:
                 object.__setattr__(self, name, checked_int(f"ShuffleConfig: {name}", value, low, high))
 
 
+@checks_names(_ELSEWHERE)
 class StreamingDataset:
     """WebDataset shards in a bucket or on disk, as a set of samples.
 
@@ -170,7 +197,7 @@ class StreamingDataset:
         self.seed = checked_int("seed", seed, 0, _MAX_SEED)
         self.duplicate_keys: DuplicateKeys = duplicate_keys
         self.on_error: OnError = on_error
-        self.max_bad_samples = max_bad_samples
+        self.max_bad_samples = int(max_bad_samples) if is_whole(max_bad_samples) else float(max_bad_samples)
         self.bad_samples_file = _checked_path("bad_samples_file", bad_samples_file)
         if storage_options is not None and not isinstance(storage_options, Mapping):
             raise ConfigError(
@@ -495,6 +522,6 @@ def _checked_path(name: str, path: str | PathLike[str] | None) -> str | None:
 
 def _is_limit(value: object) -> bool:
     """Whether ``value`` is a count, or a share in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         return False
-    return value >= 0 if isinstance(value, int) else not math.isnan(value) and 0 <= value <= 1
+    return value >= 0 if is_whole(value) else not math.isnan(value) and 0 <= value <= 1

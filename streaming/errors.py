@@ -4,6 +4,7 @@
 
     ShardstreamError
     ├── ConfigError             (ValueError)         an argument, or a combination of arguments, that cannot work
+    │   ├── OptionError         (TypeError)          an option that does not exist; says which was meant
     │   └── MemoryLimitError                         the plan does not fit into memory_limit
     ├── StateError              (ValueError)         a state_dict that does not belong to this loader
     ├── StorageError            (OSError)            the store could not do what was asked, after retries
@@ -38,6 +39,10 @@ class ShardstreamError(Exception):
 
 class ConfigError(ShardstreamError, ValueError):
     """An argument, or a combination of arguments, that cannot work."""
+
+
+class OptionError(ConfigError, TypeError):
+    """An option that does not exist; the message says which was meant, or where it is to be given."""
 
 
 class MemoryLimitError(ConfigError):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from streaming.arguments import checks_names
 from streaming.dataset import StreamingDataset
 from streaming.loader import DataLoader
 from streaming.types import Sample
 
 
+@checks_names()
 class DeviceMeshFetcher(DataLoader):
     """What one rank of a mesh is to get, batch by batch, as lists of sample dicts.
 

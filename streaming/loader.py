@@ -7,16 +7,21 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any, Self, TypeAlias, Unpack
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
 from infra import DeviceMesh, MeshFinder, as_device_mesh
+from streaming.arguments import checks_names, is_whole
 from streaming.batches.build import Recipe
+from streaming.batches.portion import StageFields
+from streaming.batches.sequence import SequenceSlice
 from streaming.dataset import StreamingDataset
 from streaming.engine.workers.ring import PageLocker
 from streaming.errors import ConfigError
+from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
 from streaming.loops.base import BaseLoop
 from streaming.loops.fetcher import (
     EpochLoop,
@@ -25,21 +30,30 @@ from streaming.loops.fetcher import (
     checked_memory_limit,
     resolve_batch_size,
 )  # fmt: skip
-from streaming.loops.map_style import OrdinaryLoop, open_ordinary, resolve_dataset
-from streaming.loops.ordinary_options import OrdinaryConfig, checked_options
+from streaming.loops.map_style import OrdinaryLoop, is_iterable, open_ordinary, resolve_dataset
+from streaming.loops.options import (
+    ELSEWHERE,
+    check_ordinary,
+    check_streaming,
+    given,
+    merged_last_batch,
+    refuse_torch_names,
+)  # fmt: skip
+from streaming.loops.ordinary_options import OrdinaryConfig, Sharding
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.watch import STALL_REPORT_S, Watchdog, Watched, checked_stall_report_s
 from streaming.plan.state import LoaderState
-from streaming.remote import RemoteLoop, open_remote
-from streaming.replicas.options import MoreOptions, split_options
+from streaming.remote import RemoteGroup, RemoteLoop, open_remote
+from streaming.replicas.options import Broadcast, Replicas
 from streaming.replicas.start_check import StartCheck
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
 
-_NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "more", "__class__"})
+_NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "__class__"})
 
 
+@checks_names(ELSEWHERE)
 class DataLoader:
     """Batches of this process's share of a data set, epoch after epoch.
 
@@ -68,21 +82,37 @@ class DataLoader:
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
         stall_report_s: Where no batch comes for that long, a warning on the logger ``streaming.loops.watch`` says what
             every stage waits for, and again when that time has doubled; None: never.
-        more: ``remote_group``, a ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset``
-            is then a function, ``device_mesh`` the mesh of the processes that train, and the loop gives
-            ``RemoteBatch``es, a handle for each data rank, in place of batches (docs/ray.md).
-            About replicas: ``replicate``: ``"read"``: each reads for itself; ``"broadcast"`` (or a ``Broadcast``):
-            one reads and sends its batches to the others. ``stage_fields``, a ``StageFields``: what the first and the
-            last pipeline stage use of a batch; stages in between get batches without payload and read nothing.
-            ``sequence``, a ``SequenceSlice``: context-parallel peers get their slices of the sequence.
-            ``agreement_timeout`` (60 s; None: off): how long the first iteration waits for the other ranks of the mesh,
-            to compare with them what it is about to read; ranks that differ are an error, absent ones a warning.
-            For map-style and iterable torch data sets, which ``num_workers`` torch processes read (0: this one):
-            ``shuffle``, ``seed``, ``on_error``, ``max_retries``, ``max_bad_samples``, ``sharding`` and
-            ``multiprocessing_context``; see ``OrdinaryConfig``.
+        remote_group: A ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset`` is then a
+            function, ``device_mesh`` the mesh of the processes that train, and the loop gives ``RemoteBatch``es, a
+            handle for each data rank, in place of batches (docs/ray.md).
+        replicate: Of the ranks of one data share, ``"read"``: each reads for itself; ``"broadcast"`` (or a
+            ``Broadcast``): one reads and sends its batches to the others.
+        stage_fields: What the first and the last pipeline stage use of a batch; stages in between get batches without
+            payload and read nothing.
+        sequence: Gives context-parallel peers their slices of the sequence.
+        agreement_timeout: How many seconds the first iteration waits for the other ranks of the mesh, to compare with
+            them what it is about to read; ranks that differ are an error, absent ones a warning. None: no comparison.
+        drop_last: torch's name: True for ``last_batch="drop"``, False for ``"partial"``.
+        shuffle: For map-style torch data sets (default True); a ``StreamingDataset`` has its own.
+        seed: Of the order of map-style data sets, and of the random numbers that iterable ones draw (default 0).
+        on_error: For map-style data sets: ``"substitute"`` (the default), ``"skip"`` or ``"raise"``; see
+            ``RetrySampler``, as for the next two.
+        max_retries: For map-style data sets (default 2).
+        max_bad_samples: For map-style data sets (default 0.001).
+        sharding: How iterable data sets are cut: ``"auto"`` (the default), ``"worker_info"``, ``"self"``.
+        multiprocessing_context: How the ``num_workers`` torch processes start that read ordinary data sets.
+        persistent_workers: Whether those of map-style data sets stay for the next epoch (default True); those of a
+            ``StreamingDataset`` always do.
+        timeout: Seconds that a batch of such processes may take (default 0: no limit); see ``stall_report_s``.
+        worker_init_fn: Called in such processes as they start.
+        generator: Not here: see ``seed``.
+        sampler: Not here, because this loader deals out the samples; ``DeviceMeshSampler`` is for torch's loader.
+        batch_sampler: As ``sampler``.
+        pin_memory_device: Not here: see ``DevicePrefetcher``.
+        in_order: Always.
 
     Raises:
-        ConfigError: An argument, or a combination, cannot work.
+        ConfigError: An argument, or a combination, cannot work. A misspelt one is an ``OptionError``, a ``TypeError``.
     """
 
     _inline = False
@@ -104,85 +134,84 @@ class DataLoader:
         pin_memory: bool = False,
         memory_limit: int | str = "4GiB",
         stall_report_s: float | None = STALL_REPORT_S,
-        **more: Unpack[MoreOptions],
+        remote_group: RemoteGroup | str | None = None,
+        replicate: Literal["read", "broadcast"] | Broadcast = "read",
+        stage_fields: StageFields | None = None,
+        sequence: SequenceSlice | None = None,
+        agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
+        drop_last: bool | None = None,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        on_error: str | None = None,
+        max_retries: int | None = None,
+        max_bad_samples: float | None = None,
+        sharding: Sharding | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        persistent_workers: bool | None = None,
+        timeout: float | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        generator: torch.Generator | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        pin_memory_device: str = "",
+        in_order: bool = True,
     ) -> None:
-        options = {**locals(), **more}
-        self._options = {name: value for name, value in options.items() if name not in _NOT_OPTIONS}
+        self._options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
         self._loaded: Mapping[str, Any] | None = None
         self._locker: PageLocker | None = None
         if isinstance(dataset, str):
             raise _no_dataset(dataset)
+        refuse_torch_names(
+            given(
+                generator=generator, sampler=sampler, batch_sampler=batch_sampler, pin_memory_device=pin_memory_device,
+                in_order=in_order,
+            )
+        )  # fmt: skip
+        ordinary = given(
+            shuffle=shuffle, seed=seed, on_error=on_error, max_retries=max_retries, max_bad_samples=max_bad_samples,
+            sharding=sharding, multiprocessing_context=multiprocessing_context, persistent_workers=persistent_workers,
+            timeout=timeout, worker_init_fn=worker_init_fn,
+        )  # fmt: skip
+        common: dict[str, Any] = {
+            "num_workers": num_workers, "epoch_size": epoch_size, "prefetch_factor": prefetch_factor,
+            "collate_fn": collate_fn, "pin_memory": pin_memory,
+            "last_batch": merged_last_batch(last_batch, drop_last=drop_last),
+        }  # fmt: skip
         self.stall_report_s = checked_stall_report_s(stall_report_s)
         self._stages: _Stages = []
         self._watchdog: Watchdog | None = None
         self._check: StartCheck | None = None
-        remote_group = more.pop("remote_group", None)
-        if remote_group is not None:
-            self.dataset, mesh = dataset, as_device_mesh(device_mesh)
-            self._finder = MeshFinder(mesh)
-            self._loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop = open_remote(
-                dataset, DataLoader, mesh, remote_group,
-                global_batch_size=resolve_batch_size(batch_size, global_batch_size, mesh),
-                num_workers=num_workers, num_threads=num_threads, last_batch=last_batch, epoch_size=epoch_size,
-                collate_fn=collate_fn, prefetch_factor=prefetch_factor, pin_memory=pin_memory,
-                memory_limit=memory_limit, **more,
-            )  # fmt: skip
-            return
-        if not isinstance(dataset, StreamingDataset):
-            dataset = resolve_dataset(dataset)
-        self.dataset = dataset
-        self._finder = MeshFinder(device_mesh)
+        self._finder = MeshFinder(as_device_mesh(device_mesh) if remote_group is not None else device_mesh)
         mesh = self._finder.mesh
-        global_batch_size = resolve_batch_size(batch_size, global_batch_size, mesh)
-        replicas, agreement_timeout_s, ordinary = split_options(more)
-        if not isinstance(dataset, StreamingDataset):
-            if self._inline:
-                raise _no_dataset(dataset)
-            replicas.check_plain()
-            self._loop = open_ordinary(
-                dataset,
-                OrdinaryConfig(
-                    global_batch_size=global_batch_size, mesh=mesh, last_batch=checked_last_batch(last_batch),
-                    epoch_size=epoch_size, num_workers=num_workers, prefetch_factor=prefetch_factor,
-                    pin_memory=pin_memory, collate_fn=collate_fn, **checked_options(ordinary),
-                ),
+        common["global_batch_size"] = resolve_batch_size(batch_size, global_batch_size, mesh)
+        self._loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop
+        if remote_group is not None:
+            self.dataset = dataset
+            self._loop = open_remote(
+                dataset, DataLoader, mesh, remote_group, num_threads=num_threads, memory_limit=memory_limit,
+                replicate=replicate, stage_fields=stage_fields, sequence=sequence, agreement_timeout=agreement_timeout,
+                **common, **ordinary,
             )  # fmt: skip
             return
-        if ordinary:
-            raise ConfigError(
-                f"{', '.join(ordinary)}: for map-style and iterable torch data sets only; a StreamingDataset has such "
-                "choices itself"
-            )
-        if collate_fn is not None and not callable(collate_fn):
-            raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
-        if not isinstance(pin_memory, bool):
-            raise ConfigError(f"pin_memory: expected True or False, got {pin_memory!r}")
-        _check_count("num_workers", num_workers, 0)
-        _check_count("num_threads", 0 if num_threads is None else num_threads, 0)
-        _check_count("prefetch_factor", prefetch_factor, 1)
-        _check_count("epoch_size", 1 if epoch_size is None else epoch_size, 1)
-        replicas.check(dataset.on_error)
-        threads = 0 if self._inline else min(4, os.cpu_count() or 1) if num_threads is None else num_threads
-        recipe = Recipe(
-            decoders=dataset.decoders, transform=dataset.transform, collate_fn=collate_fn, on_error=dataset.on_error,
-            portion=replicas.built(mesh),
-            finish=_pin if pin_memory and torch.cuda.is_available() else None,
-        )  # fmt: skip
-        config = LoopConfig(
-            global_batch_size=global_batch_size,
-            mesh=mesh,
-            last_batch=checked_last_batch(last_batch),
-            epoch_size=epoch_size,
-            memory_limit_bytes=checked_memory_limit(memory_limit),
-            num_workers=num_workers,
-            num_threads=threads,
-            depth=prefetch_factor * max(1, num_workers or threads),
-            recipe=recipe,
-            replicas=replicas,
-        )
-        self._loop = loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
-        options = {"global_batch_size": global_batch_size, "last_batch": last_batch}
-        self._check = StartCheck(dataset, mesh, options, replicas, agreement_timeout_s, loop.state)
+        replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
+        agreement_timeout_s = checked_timeout(agreement_timeout)
+        self.dataset = dataset = dataset if isinstance(dataset, StreamingDataset) else resolve_dataset(dataset)
+        if isinstance(dataset, StreamingDataset):
+            check_streaming(ordinary, dataset)
+            config = _streaming_config(
+                dataset, mesh, replicas, num_threads=0 if self._inline else num_threads, memory_limit=memory_limit,
+                **common,
+            )  # fmt: skip
+            self._loop = loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
+            same = {"global_batch_size": config.global_batch_size, "last_batch": config.last_batch}
+            self._check = StartCheck(dataset, mesh, same, replicas, agreement_timeout_s, loop.state)
+        elif self._inline:
+            raise _no_dataset(dataset)
+        else:
+            replicas.check_plain()
+            check_ordinary(ordinary, iterable=is_iterable(dataset))
+            checked_last_batch(common["last_batch"])
+            self._loop = open_ordinary(dataset, OrdinaryConfig(mesh=mesh, **common, **ordinary))
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -326,6 +355,39 @@ def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: 
     return "\n".join([loop.describe(), *behind])
 
 
+def _streaming_config(
+    dataset: StreamingDataset, mesh: DeviceMesh, replicas: Replicas, *, global_batch_size: int, num_workers: int,
+    num_threads: int | None, last_batch: str, epoch_size: int | None, collate_fn: Callable[[list[Any]], Any] | None,
+    prefetch_factor: int, pin_memory: bool, memory_limit: int | str,
+) -> LoopConfig:  # fmt: skip
+    """The choices of a loop over a ``StreamingDataset``, checked."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
+    if not isinstance(pin_memory, bool):
+        raise ConfigError(f"pin_memory: expected True or False, got {pin_memory!r}")
+    num_workers = _checked_count("num_workers", num_workers, 0)
+    prefetch_factor = _checked_count("prefetch_factor", prefetch_factor, 1)
+    threads = min(4, os.cpu_count() or 1) if num_threads is None else _checked_count("num_threads", num_threads, 0)
+    replicas.check(dataset.on_error)
+    recipe = Recipe(
+        decoders=dataset.decoders, transform=dataset.transform, collate_fn=collate_fn, on_error=dataset.on_error,
+        portion=replicas.built(mesh),
+        finish=_pin if pin_memory and torch.cuda.is_available() else None,
+    )  # fmt: skip
+    return LoopConfig(
+        global_batch_size=global_batch_size,
+        mesh=mesh,
+        last_batch=checked_last_batch(last_batch),
+        epoch_size=None if epoch_size is None else _checked_count("epoch_size", epoch_size, 1),
+        memory_limit_bytes=checked_memory_limit(memory_limit),
+        num_workers=num_workers,
+        num_threads=threads,
+        depth=prefetch_factor * max(1, num_workers or threads),
+        recipe=recipe,
+        replicas=replicas,
+    )
+
+
 def _no_dataset(given: object) -> ConfigError:
     what = "dataset: expected a StreamingDataset, a torch data set, or a function that makes one"
     if isinstance(given, str):
@@ -334,9 +396,10 @@ def _no_dataset(given: object) -> ConfigError:
     return ConfigError(f"{what}, got {given!r}")
 
 
-def _check_count(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+def _checked_count(name: str, value: object, minimum: int) -> int:
+    if not is_whole(value) or value < minimum:
         raise ConfigError(f"{name}: expected an integer of at least {minimum}, got {value!r}")
+    return int(value)
 
 
 def _pin(batch: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from streaming.arguments import is_whole
 from streaming.errors import ConfigError
 
 _FACTORS = {
@@ -24,10 +25,10 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
     Raises:
         ConfigError: If it is not a size, or not positive.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
+    if not is_whole(size) and not isinstance(size, str):
         raise ConfigError(f'{name}: expected an int or a string such as "256MB", got {size!r}')
-    if isinstance(size, int):
-        num_bytes = size
+    if not isinstance(size, str):
+        num_bytes = int(size)
     else:
         match = _SIZE.fullmatch(size)
         factor = _FACTORS.get(match[2].lower()) if match else None

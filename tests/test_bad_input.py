@@ -613,9 +613,21 @@ class TestLoaderArguments:
 
     def test_more_ranks_than_samples(self, dataset: StreamingDataset) -> None:
         mesh = DeviceMesh.from_sizes(dp_size=NUM_SAMPLES + 1, rank=0)
-        for last_batch in ("drop", "pad", "partial"):
+        for last_batch in ("drop", "partial"):
             refused(ConfigError, lambda how=last_batch: DataLoader(dataset, 1, device_mesh=mesh, last_batch=how), "60",
-                    "61", "at most 60 ranks", "epoch_size")  # fmt: skip
+                    "61", 'last_batch="pad"', "at most 60 ranks", "epoch_size")  # fmt: skip
+
+    def test_more_ranks_than_samples_are_padded(self, dataset: StreamingDataset) -> None:
+        kept: list[str] = []
+        for rank in range(NUM_SAMPLES + 3):
+            mesh = DeviceMesh.from_sizes(dp_size=NUM_SAMPLES + 3, rank=rank)
+            with DataLoader(dataset, 2, device_mesh=mesh, last_batch="pad") as loader:
+                (batch,) = loader
+                assert len(loader) == 1
+            assert len(batch["__key__"]) == len(batch["__valid__"]) == 2
+            valid = batch["__valid__"].tolist()
+            kept += [key for key, is_valid in zip(batch["__key__"], valid, strict=True) if is_valid]
+        assert len(kept) == len(set(kept)) == NUM_SAMPLES
 
     def test_more_ranks_than_samples_with_the_cure(self, dataset: StreamingDataset) -> None:
         for rank in (0, 60):

@@ -125,7 +125,10 @@ def test_describe_says_what_it_waits_for(dataset: StreamingDataset) -> None:
         ({"global_batch_size": 2.0}, "global_batch_size.*positive"),
         ({"global_batch_size": 203}, "do not fill one global batch of 203.*last_batch"),
         ({"global_batch_size": 2, "device_mesh": mesh_of(3, 0)}, "2 samples cannot be dealt to 3"),
-        ({"global_batch_size": 300, "last_batch": "pad", "device_mesh": mesh_of(300, 0)}, "202 samples .* 300 data"),
+        (
+            {"global_batch_size": 300, "last_batch": "partial", "device_mesh": mesh_of(300, 0)},
+            "202 samples .* 300 data",
+        ),
         ({"last_batch": "keep"}, "drop, pad, partial"),
         ({"epoch_size": 0}, "epoch_size"),
         ({"num_workers": -1}, "num_workers"),

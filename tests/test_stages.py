@@ -179,7 +179,7 @@ def test_batches_that_do_not_fit_are_named(dataset: StreamingDataset, options: d
         ({"stage_fields": ("cls",)}, r"stage_fields: expected a StageFields\(…\)"),
         ({"sequence": "zigzag"}, r"sequence: expected a SequenceSlice\(…\)"),
         ({"sequence": SequenceSlice(fields=("x",))}, "no context-parallel axis by name"),
-        ({"sequences": 1}, "for map-style and iterable torch data sets only"),
+        ({"sequences": 1}, "no option .sequences.; did you mean .sequence."),
     ],
 )
 def test_options_are_checked(dataset: StreamingDataset, options: dict[str, Any], message: str) -> None:

@@ -13,6 +13,7 @@ from shard_tools.write.columns import ColumnSpec, ColumnValue
 from shard_tools.write.encode import Buffers, encode_field
 from shard_tools.write.keys import SeenKeys, check_field, check_key, is_meta
 from shard_tools.write.recorder import IndexRecorder, Record
+from streaming.arguments import checks_names, is_whole
 from streaming.errors import ConfigError, StorageError
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.tar.group import MAX_FIELDS
@@ -38,6 +39,7 @@ class _Pattern:
         return join_url(self.directory, f"{self.stem}{shard:0{self.num_digits}d}{self.suffix}")
 
 
+@checks_names()
 class ShardWriter:
     """Writes samples into WebDataset shards of bounded size, and the index beside them.
 
@@ -86,7 +88,7 @@ class ShardWriter:
         self._pattern = _parse_pattern(pattern)
         self._max_bytes = parse_bytes(max_bytes, name="max_bytes")
         self._max_samples = _positive(max_samples, "max_samples")
-        if isinstance(start_shard, bool) or not isinstance(start_shard, int) or start_shard < 0:
+        if not is_whole(start_shard) or start_shard < 0:
             raise ConfigError(f"start_shard: expected an int of at least 0, got {start_shard!r}")
         self._next_shard = start_shard
         self._overwrite = overwrite
@@ -284,7 +286,7 @@ def _key_of(sample: Mapping[str, object]) -> str:
 
 
 def _positive(value: int | None, name: str) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    if value is not None and (not is_whole(value) or value < 1):
         raise ConfigError(f"{name}: expected an int of at least 1, or None, got {value!r}")
     return value
 

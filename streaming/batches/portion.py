@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from streaming.arguments import checks_names
 from streaming.batches.sequence import SequencePeer, SequenceSlice, checked_names, cut_sequence
 from streaming.errors import ConfigError
 from streaming.types import Batch
@@ -19,6 +20,7 @@ NUM_SAMPLES = "__num_samples__"
 _ALWAYS = ("__key__", "__url__", "__valid__", NUM_SAMPLES)
 
 
+@checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFields:
     """The batch entries that pipeline stages use; each stage gets its own and no others.

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
+from streaming.arguments import checks_names, is_whole
 from streaming.errors import ConfigError
 from streaming.types import Batch
 
@@ -26,6 +27,7 @@ RING_NAMES = frozenset({"cp", "context", "context_parallel", "ring"})
 ULYSSES_NAMES = frozenset({"ulysses", "sp", "seq", "sequence", "sequence_parallel"})
 
 
+@checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSlice:
     """Each context-parallel peer gets its slice of the sequence instead of all of it.
@@ -52,7 +54,7 @@ class SequenceSlice:
         object.__setattr__(self, "fields", checked_names("SequenceSlice: fields", self.fields))
         if not self.fields:
             raise ConfigError("SequenceSlice: fields: give at least one")
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
+        if not is_whole(self.dim) or self.dim < 0:
             raise ConfigError(f"SequenceSlice: dim: expected an axis number of at least 0, got {self.dim!r}")
         if self.layout not in get_args(Layout):
             raise ConfigError(f"SequenceSlice: layout: expected 'contiguous' or 'zigzag', got {self.layout!r}")

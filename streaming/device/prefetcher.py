@@ -28,6 +28,7 @@ from typing import Any, Self
 
 import torch
 
+from streaming.arguments import checks_names, is_whole
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
 from streaming.errors import ConfigError
@@ -181,6 +182,7 @@ class _Flight:
             self.ahead.append((replace(copied, staged=()), position))
 
 
+@checks_names()
 class DevicePrefetcher:
     """The loader's batches with every tensor on ``device``, in order, ``depth`` of them copied ahead.
 
@@ -218,7 +220,7 @@ class DevicePrefetcher:
         self, loader: Iterable[Any], device: str | int | torch.device | None = None, *,
         depth: int = 2, copier: Copier | None = None,
     ) -> None:  # fmt: skip
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        if not is_whole(depth) or depth < 1:
             raise ConfigError(f"depth: expected an integer of at least 1 (batches copied ahead), got {depth!r}")
         if not isinstance(loader, Iterable):
             raise ConfigError(f"loader: expected a DataLoader or another iterable of batches, got {loader!r}")
@@ -378,7 +380,7 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if device is None:
         device = "cuda" if has_cuda else "cpu"
-    asked = f"cuda:{device}" if isinstance(device, int) and not isinstance(device, bool) else device
+    asked = f"cuda:{device}" if is_whole(device) else device
     found: torch.device | None = None
     with suppress(RuntimeError, TypeError):
         found = torch.device(asked)

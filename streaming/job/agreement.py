@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+from streaming.arguments import is_number
 from streaming.errors import AgreementError, ConfigError
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -176,6 +177,6 @@ def checked_timeout(timeout_s: float | None) -> float | None:
     """
     if timeout_s is None:
         return None
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
+    if not is_number(timeout_s) or timeout_s <= 0:
         raise ConfigError(f"agreement_timeout: expected seconds above 0, or None for no check, got {timeout_s!r}")
     return float(timeout_s)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infra import DeviceMesh
+from streaming.arguments import is_whole
 from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.engine.builders import is_surely_trivial
@@ -77,17 +78,19 @@ def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, me
             "give exactly one of batch_size (samples per data-parallel rank) and global_batch_size (over all ranks); "
             f"got batch_size={batch_size!r}, global_batch_size={global_batch_size!r}"
         )
-    name, value = ("batch_size", batch_size) if batch_size is not None else ("global_batch_size", global_batch_size)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    name = "batch_size" if batch_size is not None else "global_batch_size"
+    value = batch_size if batch_size is not None else global_batch_size
+    if not is_whole(value) or int(value) < 1:
         raise ConfigError(f"{name}: expected a positive integer, got {value!r}")
+    size = int(value)  # not of NumPy: states are JSON
     if batch_size is not None:
-        return batch_size * mesh.data_world_size
-    if value < mesh.data_world_size:
+        return size * mesh.data_world_size
+    if size < mesh.data_world_size:
         raise ConfigError(
-            f"global_batch_size: {value} samples cannot be dealt to {mesh.data_world_size} data-parallel ranks; "
+            f"global_batch_size: {size} samples cannot be dealt to {mesh.data_world_size} data-parallel ranks; "
             f"use at least {mesh.data_world_size}, or fewer ranks"
         )
-    return value
+    return size
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
@@ -320,10 +323,10 @@ class EpochLoop(BaseLoop):
     def _check_enough_samples(self) -> None:
         total = self.samples_per_epoch
         ranks, size = self.config.mesh.data_world_size, self.config.global_batch_size
-        if total < ranks:
+        if total < ranks and self.config.last_batch != "pad":
             raise ConfigError(
                 f"{total} samples cannot be dealt to {ranks} data-parallel ranks: some would get none in the whole "
-                f"epoch. Use at most {total} ranks, or epoch_size to repeat the data"
+                f'epoch. Use last_batch="pad", at most {total} ranks, or epoch_size to repeat the data'
             )
         if total < size and self.config.last_batch == "drop":
             raise ConfigError(

@@ -197,7 +197,7 @@ class MapLoop:
                 self._retry.dataset,
                 batch_sampler=self._retry,
                 collate_fn=Collate(self.config.collate_fn),
-                persistent_workers=self.config.num_workers > 0,
+                persistent_workers=self.config.persistent_workers and self.config.num_workers > 0,
                 generator=torch.Generator().manual_seed(seed),
                 **self.config.torch_options(self.config.num_workers),
             )

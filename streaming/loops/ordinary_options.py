@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import default_collate as torch_collate
 
 from infra import DeviceMesh
+from streaming.arguments import is_number
 from streaming.batches.collate import default_collate
 from streaming.errors import ConfigError
 from streaming.plan.order import checked_int
@@ -21,31 +23,6 @@ Sharding = Literal["auto", "worker_info", "self"]
 
 
 _FEEDER_S = 5.0  # for a daemon thread that has nothing more to do
-
-
-class OrdinaryOptions(TypedDict, total=False):
-    """What users may choose for ordinary data sets and for no others; see ``OrdinaryConfig``."""
-
-    shuffle: bool
-    seed: int
-    on_error: str
-    max_retries: int
-    max_bad_samples: float
-    sharding: Sharding
-    multiprocessing_context: str | None
-
-
-def checked_options(options: OrdinaryOptions) -> OrdinaryOptions:
-    """``options`` themselves.
-
-    Raises:
-        ConfigError: There is one that does not exist.
-    """
-    known = OrdinaryOptions.__annotations__
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ConfigError(f"no such option: {', '.join(unknown)}; for ordinary data sets there are {', '.join(known)}")
-    return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +44,11 @@ class OrdinaryConfig:
         max_retries: Further attempts after errors that may pass, for map-style data sets.
         max_bad_samples: A count, or a share of the epoch, for map-style data sets.
         sharding: How an iterable data set is cut into parts.
-        multiprocessing_context: How workers start; None: torch's default.
+        multiprocessing_context: How workers start, by name or as a context; None: torch's default.
+        persistent_workers: Whether worker processes stay for the next epoch, for map-style data sets; those of an
+            iterable one end with a pass.
+        timeout: Seconds that a batch may take to come from a worker process; 0: no limit.
+        worker_init_fn: Called with its number in each worker process that starts.
     """
 
     global_batch_size: int
@@ -84,7 +65,10 @@ class OrdinaryConfig:
     max_retries: int = 2
     max_bad_samples: float = 0.001
     sharding: Sharding = "auto"
-    multiprocessing_context: str | None = None
+    multiprocessing_context: str | multiprocessing.context.BaseContext | None = None
+    persistent_workers: bool = True
+    timeout: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         checked_int("num_workers", self.num_workers, 0, 4096)
@@ -94,17 +78,23 @@ class OrdinaryConfig:
             checked_int("epoch_size", self.epoch_size, 1, 2**62)
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")
-        for name in ("shuffle", "pin_memory"):
+        if self.worker_init_fn is not None and not callable(self.worker_init_fn):
+            raise ConfigError(f"worker_init_fn: expected a function of a worker's number, got {self.worker_init_fn!r}")
+        if not is_number(self.timeout) or not self.timeout >= 0:
+            raise ConfigError(f"timeout: expected seconds, or 0 for no limit, got {self.timeout!r}")
+        if self.timeout and not self.num_workers:
+            raise ConfigError(
+                "timeout: it is for batches of worker processes, and num_workers is 0; stall_report_s= says in the log "
+                "what a batch waits for"
+            )
+        for name in ("shuffle", "pin_memory", "persistent_workers"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if self.sharding not in get_args(Sharding):
             raise ConfigError(f"sharding: expected one of {', '.join(get_args(Sharding))}, got {self.sharding!r}")
-        methods = multiprocessing.get_all_start_methods()
-        if self.multiprocessing_context not in {None, *methods}:
-            raise ConfigError(
-                f"multiprocessing_context: expected None or one of {', '.join(methods)}, "
-                f"got {self.multiprocessing_context!r}"
-            )
+        methods, how = multiprocessing.get_all_start_methods(), self.multiprocessing_context
+        if how not in {None, *methods} and not isinstance(how, multiprocessing.context.BaseContext):
+            raise ConfigError(f"multiprocessing_context: expected None or one of {', '.join(methods)}, got {how!r}")
 
     @property
     def rank_batch_size(self) -> int:
@@ -119,6 +109,8 @@ class OrdinaryConfig:
             "prefetch_factor": self.prefetch_factor if num_workers else None,
             "pin_memory": self.pin_memory and torch.cuda.is_available(),
             "multiprocessing_context": self.multiprocessing_context if num_workers else None,
+            "timeout": self.timeout if num_workers else 0,
+            "worker_init_fn": self.worker_init_fn,
         }
 
 

@@ -28,6 +28,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
+from streaming.arguments import is_whole
 from streaming.errors import ConfigError, DataError, StateError
 from streaming.loops.ordinary_options import Collate, Sharding, with_valid
 from streaming.plan.order import checked_int
@@ -251,7 +252,7 @@ def num_shards(dataset: Any) -> int | None:
     """Shards that ``dataset.shard`` can deal out; None if it cannot, or does not say."""
     for name in ("num_shards", "n_shards"):
         count = getattr(dataset, name, None)
-        if isinstance(count, int):
+        if is_whole(count):
             return count
     return None
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+from streaming.arguments import is_number
 from streaming.errors import ConfigError
 from streaming.metrics import Metrics
 
@@ -132,6 +133,6 @@ def checked_stall_report_s(value: object) -> float | None:
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if not is_number(value) or not value > 0:
         raise ConfigError(f"stall_report_s: expected a positive number of seconds, or None: no reports; got {value!r}")
     return float(value)

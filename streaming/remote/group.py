@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from streaming.arguments import checks_names, is_number, is_whole
 from streaming.errors import ConfigError
 from streaming.units import parse_bytes
 
 
+@checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteGroup:
     """The Ray actors that read for a ``DataLoader``.
@@ -35,10 +37,10 @@ class RemoteGroup:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"remote_group: expected a name, got {self.name!r}")
-        if isinstance(self.num_actors, bool) or not isinstance(self.num_actors, int) or self.num_actors < 1:
+        if not is_whole(self.num_actors) or self.num_actors < 1:
             raise ConfigError(f"remote_group {self.name!r}: num_actors: expected at least 1, got {self.num_actors!r}")
         for what, value in {"num_cpus": self.num_cpus, **self.resources}.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise ConfigError(f"remote_group {self.name!r}: {what}: expected a number from 0 on, got {value!r}")
         for what, size in (("memory", self.memory), ("ahead_limit", self.ahead_limit)):
             if size is not None:

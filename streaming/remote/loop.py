@@ -17,6 +17,7 @@ from typing import Any, Self, TypeAlias
 import cloudpickle
 
 from infra import DeviceMesh
+from streaming.arguments import is_whole
 from streaming.errors import ConfigError, StateError
 from streaming.metrics import Metrics
 from streaming.remote import cluster
@@ -111,7 +112,7 @@ def open_remote(
                 "BatchHandle.get() gives"
             )
     prefetch = options["prefetch_factor"]
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
+    if not is_whole(prefetch) or prefetch < 1:
         raise ConfigError(f"prefetch_factor: expected an integer of at least 1, got {prefetch!r}")
     config = RemoteConfig(
         global_batch_size=options["global_batch_size"], mesh=mesh, group=as_remote_group(group), prefetch=prefetch

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from infra import DeviceMesh
+from streaming.arguments import checks_names, is_number
 from streaming.batches.portion import Portion, StageFields, count_only
 from streaming.batches.sequence import SequenceSlice, find_peer
 from streaming.errors import ConfigError
-from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
-from streaming.loops.ordinary_options import OrdinaryOptions
 from streaming.plan.plan import Plan
-from streaming.remote.group import RemoteGroup
 from streaming.types import Batch
 
 
@@ -24,6 +22,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+@checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
     """Of the ranks of one data share the first reads and decodes, the others get its batches over torch.distributed.
@@ -43,7 +42,7 @@ class Broadcast:
     decode: Callable[[Any], Any] = _as_it_is
 
     def __post_init__(self) -> None:
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or self.timeout_s <= 0:
+        if not is_number(self.timeout_s) or self.timeout_s <= 0:
             raise ConfigError(f"Broadcast: timeout_s: expected seconds above 0, got {self.timeout_s!r}")
         for name in ("encode", "decode"):
             if not callable(getattr(self, name)):
@@ -80,7 +79,7 @@ class Replicas:
         """
         if self != Replicas():
             raise ConfigError(
-                f"{', '.join(ReplicaOptions.__annotations__)}: for a StreamingDataset only; let collate_fn do it here"
+                "replicate, stage_fields, sequence: for a StreamingDataset only; let collate_fn do it here"
             )
 
     def broadcast(self, mesh: DeviceMesh) -> Broadcast | None:
@@ -125,29 +124,6 @@ class Replicas:
         if fields is not None and not set(fields) & set(sequence.fields):  # its peers use the same
             return Portion(fields=fields)
         return Portion(fields=fields, sequence=sequence, peer=peer)
-
-
-class ReplicaOptions(TypedDict, total=False):
-    """What users may choose about replicas; see ``Replicas``."""
-
-    replicate: Literal["read", "broadcast"] | Broadcast
-    stage_fields: StageFields | None
-    sequence: SequenceSlice | None
-
-
-class MoreOptions(ReplicaOptions, OrdinaryOptions, total=False):
-    """The loader's options beyond torch's and its own few."""
-
-    remote_group: RemoteGroup | str | None
-    agreement_timeout: float | None
-
-
-def split_options(more: MoreOptions) -> tuple[Replicas, float | None, OrdinaryOptions]:
-    """What is about replicas, the time-out of the agreement check, and the rest."""
-    rest: dict[str, Any] = dict(more)
-    timeout_s = checked_timeout(rest.pop("agreement_timeout", DEFAULT_TIMEOUT_S))
-    chosen = {name: rest.pop(name) for name in ReplicaOptions.__annotations__ if name in rest}
-    return Replicas(**chosen), timeout_s, cast("OrdinaryOptions", rest)
 
 
 class CountedRun:

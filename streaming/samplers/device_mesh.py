@@ -16,13 +16,14 @@ so a sampler alone cannot know what was consumed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from infra import DeviceMesh, MeshFinder
+from streaming.arguments import checks_names, is_whole
 from streaming.errors import ConfigError, StateError
 from streaming.loops.fetcher import checked_last_batch, resolve_batch_size
 from streaming.plan.order import Int64Array, OrderSettings, checked_int
@@ -39,6 +40,7 @@ _CHUNK = 2**30  # a plan counts samples of a chunk in 32 bits
 _MAX_SAMPLES = 2**50
 
 
+@checks_names()
 class DeviceMeshSampler(Sampler[list[int]]):
     """Batches of indices for this data-parallel rank: a ``batch_sampler`` for ``torch.utils.data.DataLoader``.
 
@@ -86,7 +88,7 @@ class DeviceMeshSampler(Sampler[list[int]]):
         self._sizes = batch_size, global_batch_size
         self.num_samples = checked_int("dataset", _length(dataset), 1, _MAX_SAMPLES)
         self.last_batch = checked_last_batch(last_batch)
-        self.epoch_size = epoch_size
+        self.epoch_size = None if epoch_size is None else checked_int("epoch_size", epoch_size, 1, 2**62)
         self.order = OrderSettings(seed=seed, lanes=1, window=0, shuffle=shuffle)
         self.epoch = 0
         self.next_seed: int | None = None
@@ -307,10 +309,10 @@ class _Run:
 
 
 def _length(dataset: Sized | int) -> int:
-    if isinstance(dataset, int):
+    if is_whole(dataset):
         return dataset
     try:
-        length = len(dataset)
+        length = len(cast("Sized", dataset))
     except TypeError as error:
         raise ConfigError(
             f"dataset: expected a map-style data set with a length, or the length; {type(dataset).__name__} has none. "

@@ -32,6 +32,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from torch.utils.data import Dataset, Sampler
 
+from streaming.arguments import checks_names, is_number, is_whole
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from streaming.metrics import Metrics
 from streaming.plan.order import checked_int
@@ -69,6 +70,7 @@ class Candidates(int):
         return type(self), (int(self), self.substitutes)
 
 
+@checks_names()
 class RetrySampler(Sampler[Any]):
     """A sampler over another one, and a data set to go with it, that do not stop at invalid samples.
 
@@ -115,13 +117,13 @@ class RetrySampler(Sampler[Any]):
     ) -> None:
         if on_error not in {"substitute", "raise"}:
             raise ConfigError(f"on_error: expected substitute or raise, got {on_error!r}")
-        if isinstance(max_bad_samples, bool) or not isinstance(max_bad_samples, (int, float)) or max_bad_samples < 0:
+        if not is_number(max_bad_samples) or max_bad_samples < 0:
             raise ConfigError(f"max_bad_samples: expected a count or a share of the epoch, got {max_bad_samples!r}")
-        if not isinstance(backoff_s, (int, float)) or backoff_s < 0:
+        if not is_number(backoff_s) or backoff_s < 0:
             raise ConfigError(f"backoff_s: expected seconds, got {backoff_s!r}")
         self.sampler = sampler
         self.metrics = Metrics() if metrics is None else metrics
-        checked_int("max_retries", max_retries, 0, 1000)
+        max_retries = checked_int("max_retries", max_retries, 0, 1000)
         checked_int("max_substitutes", max_substitutes, 1, 1000)
         self._num_substitutes = max_substitutes if on_error == "substitute" else 0
         self._dataset = dataset
@@ -142,7 +144,7 @@ class RetrySampler(Sampler[Any]):
         self._reports.open()
         self._bad.clear()
         limit, num_samples = self._limit, getattr(self.sampler, "epoch_samples", None) or len(self._dataset)
-        self._allowed = limit if isinstance(limit, int) else math.ceil(limit * num_samples)
+        self._allowed = limit if is_whole(limit) else math.ceil(limit * num_samples)
         return self._indices()
 
     def follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:

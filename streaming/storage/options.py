@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from streaming.arguments import is_number
 from streaming.errors import ConfigError
 from streaming.storage.mirrors import Mirror, parse_mirrors
 from streaming.storage.requests.retry import RetryPolicy
@@ -36,7 +37,7 @@ class HedgePolicy:
             raise ConfigError(f"storage option hedge: expected True or False, got {self.hedge!r}")
         for name, most in (("hedge_quantile", 1.0), ("hedge_least_s", math.inf), ("hedge_share", 1.0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            if not is_number(value) or not 0 <= value <= most:
                 raise ConfigError(f"storage option {name}: expected a number from 0 to {most:g}, got {value!r}")
 
 

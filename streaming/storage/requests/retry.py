@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
+from streaming.arguments import is_number
 from streaming.errors import ConfigError
 from streaming.storage.allowance import Allowance
 from streaming.storage.base import PassingError, UnreachableError
@@ -54,7 +55,7 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            valid = isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+            valid = is_number(value) and value >= 0
             if not valid or (value == 0 and field.name.endswith(("timeout_s", "deadline_s"))):
                 raise ConfigError(f"storage option {field.name}: expected a positive number, got {value!r}")
 

@@ -1,0 +1,132 @@
+"""torch's names for options, and those of some data sets only: mapped where they mean something, else explained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streaming.arguments import option_names
+from streaming.dataset import StreamingDataset
+from streaming.errors import ConfigError
+
+_OWN_SAMPLER = (
+    "this DataLoader deals out the samples itself: each to one rank, in an order that a state_dict can go on with. "
+    "Leave it out; for an order of your own use torch.utils.data.DataLoader(dataset, {}=…), with DeviceMeshSampler and "
+    "RetrySampler where they help; for a part of the data torch's Subset, or dataset[a:b] of a StreamingDataset"
+)
+_NEVER = {
+    "sampler": _OWN_SAMPLER.format("sampler"),
+    "batch_sampler": _OWN_SAMPLER.format("batch_sampler"),
+    "generator": "the order comes from a seed, which must be the same on all ranks and is saved in state_dict; write "
+    "seed=generator.initial_seed(), of the StreamingDataset or, for other data sets, here",
+    "pin_memory_device": "batches are page-locked for any device; DevicePrefetcher(loader, device=…) copies them there",
+    "in_order": "batches always come in order: a state_dict says how many were handed out; leave it out",
+}
+_HARMLESS: dict[str, tuple[object, ...]] = {"pin_memory_device": ("",), "in_order": (True,)}
+
+_STAYING = (
+    "worker processes of a StreamingDataset stay for all epochs; loader.close() ends them, and the next epoch starts "
+    "new ones. Leave it out"
+)
+_INIT = (
+    "worker processes of a StreamingDataset run transform and collate_fn, no code before them; do what is needed once "
+    "in a function with functools.cache that transform calls. Random numbers need no seeding there"
+)
+_TIMEOUT = (
+    "a batch of a StreamingDataset is waited for as long as it takes; stall_report_s= says in the log what is waited "
+    'for, and storage_options={"deadline_s": …} ends requests that take too long'
+)
+_STREAMING = {
+    "shuffle": "write StreamingDataset(…, shuffle={value!r}); its order belongs to the data set, this one has "
+    "shuffle={own!r}",
+    "seed": "write StreamingDataset(…, seed={value!r}); its order belongs to the data set, this one has seed={own!r}; "
+    "loader.seed(…) changes it from the next epoch on",
+    "on_error": "write StreamingDataset(…, on_error={value!r}); this one has on_error={own!r}",
+    "max_bad_samples": "write StreamingDataset(…, max_bad_samples={value!r}); this one has max_bad_samples={own!r}",
+    "max_retries": "requests to a store are retried until a time is up: StreamingDataset(…, "
+    'storage_options={{"deadline_s": …}})',
+    "sharding": "it is for iterable data sets; samples of a StreamingDataset are dealt out one by one",
+    "persistent_workers": _STAYING,
+    "timeout": _TIMEOUT.replace("{", "{{").replace("}", "}}"),
+    "worker_init_fn": _INIT,
+    "multiprocessing_context": "worker processes of a StreamingDataset come from a fork server that imports no code of "
+    "the script; leave it out",
+}
+_ALSO_HARMLESS: dict[str, tuple[object, ...]] = {"persistent_workers": (True,), "timeout": (0,)}
+
+ELSEWHERE = {
+    name: f"it is an option of the data set; write StreamingDataset(…, {name}=…)"
+    for name in option_names(StreamingDataset)
+} | {
+    "drop_remainder": 'write last_batch="drop" or "partial"',
+    "rank": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
+    "num_replicas": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
+    "world_size": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
+    "reading_service": "write num_workers=… for processes; ranks are found by themselves",
+}
+"""What people look for at the ``DataLoader`` and find elsewhere."""
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those options that were given: that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def refuse_torch_names(options: Mapping[str, Any]) -> None:
+    """Explain torch's options that this loader cannot have, whatever the data set.
+
+    Raises:
+        ConfigError: One of them is given, with a value that asks for something.
+    """
+    for name, value in options.items():
+        if value not in _HARMLESS.get(name, ()):
+            raise ConfigError(f"{name}: {_NEVER[name]}")
+
+
+def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset) -> None:
+    """Let options of ordinary data sets pass where they say what holds for a ``StreamingDataset`` anyway.
+
+    Raises:
+        ConfigError: One asks for something else; the message says where that is to be chosen.
+    """
+    for name, value in options.items():
+        own = getattr(dataset, name, None)
+        if value in _ALSO_HARMLESS.get(name, ()) or (own is not None and own == value):
+            continue
+        raise ConfigError(f"{name}: {_STREAMING[name].format(value=value, own=own)}")
+
+
+def merged_last_batch(last_batch: str, *, drop_last: bool | None) -> str:
+    """``last_batch``, as torch's ``drop_last`` changes it: True is ``"drop"``, False ``"partial"``.
+
+    Raises:
+        ConfigError: Both are given and differ, or ``drop_last`` is no bool.
+    """
+    if drop_last is None:
+        return last_batch
+    if not isinstance(drop_last, bool):
+        raise ConfigError(f"drop_last: expected True or False, got {drop_last!r}")
+    if drop_last and last_batch != "drop":
+        raise ConfigError(f"drop_last=True and last_batch={last_batch!r} contradict each other; give one of them")
+    return "partial" if last_batch == "drop" and not drop_last else last_batch
+
+
+_MAP_ONLY = {
+    "shuffle": "an iterable data set comes in its own order; shuffle inside it, as with a buffer, and leave this out",
+    "on_error": "an iterable data set that raises ends the epoch; let it catch its own errors",
+    "max_retries": "nothing of an iterable data set can be asked for again; let it retry by itself",
+    "max_bad_samples": "an iterable data set that raises ends the epoch; let it count its own errors",
+    "persistent_workers": "worker processes of an iterable data set end with a pass over it, with epoch_size= never",
+}
+_ITERABLE_ONLY = {"sharding": "samples of a map-style data set are dealt out one by one; leave it out"}
+
+
+def check_ordinary(options: Mapping[str, Any], *, iterable: bool) -> None:
+    """Explain what a map-style or iterable data set cannot have.
+
+    Raises:
+        ConfigError: An option asks for it.
+    """
+    for name, why in (_MAP_ONLY if iterable else _ITERABLE_ONLY).items():
+        if name in options and not (name == "shuffle" and options[name] is False):
+            raise ConfigError(f"{name}: {why}")
