@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,9 +18,10 @@ import numpy.typing as npt
 from streaming.arguments import checks_names, is_number, is_whole
 from streaming.batches.build import OnError
 from streaming.cache import open_cache
-from streaming.catalog.open import OpenShards, check_fields, open_shards, sample_table
-from streaming.decode import DecodeSpec, decode_field, raw, resolve_decoders
-from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
+from streaming.catalog.open import OpenShards, check_fields, open_shards
+from streaming.catalog.random_access import RandomAccess, Versions
+from streaming.decode import DecodeSpec, resolve_decoders
+from streaming.errors import ConfigError, DataError, IndexMissingError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
 from streaming.index.chunk_table import ChunkTable
@@ -35,10 +33,6 @@ from streaming.types import DuplicateKeys, Sample, Transform
 
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
-_RECENT_CHUNKS = 4
-"""Chunks kept for random access: neighbours are usually asked for together."""
-_RECENT_TABLES_BYTES = 128 << 20
-"""Sample tables kept: four of shards of a million samples, or ten thousand of shards of a hundred videos."""
 _TABLE_REQUESTS = 16
 LOCAL_GAP_BYTES = 128 << 10
 """A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
@@ -215,8 +209,8 @@ class StreamingDataset:
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
         self.cache = open_cache(cache_dir, cache_limit)
-        self._versions = _Versions(self.shards, storage_options)
-        self._recent = _Recent(self)
+        self._versions = Versions(self.shards, storage_options)
+        self._recent = RandomAccess(self)
 
     @property
     def table(self) -> ChunkTable:
@@ -258,7 +252,7 @@ class StreamingDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._recent = _Recent(self)
+        self._recent = RandomAccess(self)
 
     def __repr__(self) -> str:
         shards = f"{len(self.shards.urls)} shards"
@@ -370,120 +364,6 @@ class StreamingDataset:
     def has_sample_tables(self) -> bool:
         """Whether the first shard has a sample table (a data set is indexed as a whole)."""
         return self._recent.table(0) is not None
-
-
-class _Versions:
-    """What tells a shard from another one at the same URL: its store, its size and its chunks' checksums."""
-
-    def __init__(self, shards: OpenShards, storage_options: Mapping[str, object] | None) -> None:
-        self._shards = shards
-        options = storage_options or {}
-        self._store = str(options.get("endpoint_url", ""))
-        self._known: dict[int, str] = {}
-
-    def of(self, shard: int) -> str:
-        """The version of one shard; the same in every process."""
-        version = self._known.get(shard)
-        if version is None:
-            table = self._shards.table
-            if table is None:
-                raise IndexMissingError(self._shards.missing_index)
-            low, high = np.searchsorted(table.shard, [shard, shard + 1])
-            sums = hashlib.blake2b(table.crc32c[low:high].tobytes(), digest_size=16).hexdigest()
-            version = self._known[shard] = f"{self._store}|{table.shards[shard].size_bytes}|{sums}"
-        return version
-
-
-class _Recent:
-    """Random access, with what was read last kept at hand. Thread-safe."""
-
-    def __init__(self, dataset: StreamingDataset) -> None:
-        self._dataset = dataset
-        self._lock = threading.Lock()
-        self._chunks: OrderedDict[int, tuple[bytes, UnitLayout]] = OrderedDict()
-        self._tables: OrderedDict[int, SampleTable | None] = OrderedDict()
-        self._tables_bytes = 0
-        self._reading: dict[int, threading.Lock] = {}
-
-    def sample(self, index: int) -> Sample:
-        starts = self._starts()
-        chunk = int(np.searchsorted(starts, index, side="right")) - 1
-        offset = index - int(starts[chunk])
-        (url,) = self._dataset.urls_of(np.array([chunk]))
-        key, fields = self._fields(chunk, offset)
-        return self._decode(url, key, fields)
-
-    def table(self, shard: int) -> SampleTable | None:
-        """The sample table of a shard, or None if it has none; asked for by many threads, it is read once."""
-        with self._lock:
-            if shard in self._tables:
-                self._tables.move_to_end(shard)
-                return self._tables[shard]
-            reading = self._reading.setdefault(shard, threading.Lock())
-        with reading:
-            with self._lock:
-                if shard in self._tables:
-                    return self._tables[shard]
-            found = sample_table(self._dataset.storage, self._dataset.shards, shard)
-            with self._lock:
-                self._tables[shard] = found
-                self._tables_bytes += _size_of_table(found)
-                while self._tables_bytes > _RECENT_TABLES_BYTES and len(self._tables) > 1:
-                    self._tables_bytes -= _size_of_table(self._tables.popitem(last=False)[1])
-                self._reading.pop(shard, None)
-        return found
-
-    def _starts(self) -> npt.NDArray[np.int64]:
-        counts = self._dataset.table.num_samples
-        return np.concatenate([[0], np.cumsum(counts)])
-
-    def _fields(self, chunk: int, offset: int) -> tuple[str, dict[str, bytes]]:
-        """Key and raw fields of one sample."""
-        with self._lock:
-            known = self._chunks.get(chunk)
-        if known is None and self.table(int(self._dataset.table.shard[chunk])) is not None:
-            wanted = self._dataset.slice(chunk, offset, offset + 1)
-            offset = wanted.lead
-            known = self._read(wanted)
-        elif known is None:
-            known = self._read(self._dataset.chunk(chunk))
-            with self._lock:
-                self._chunks[chunk] = known
-                while len(self._chunks) > _RECENT_CHUNKS:
-                    self._chunks.popitem(last=False)
-        data, layout = known
-        if offset in layout.damage:
-            raise layout.damage[offset]
-        fields = {}
-        for column, name in enumerate(layout.fields):
-            start = int(layout.starts[offset, column])
-            if start >= 0 and (self._dataset.fields is None or name in self._dataset.fields):
-                fields[name] = data[start : start + int(layout.sizes[offset, column])]
-        return layout.keys[offset], fields
-
-    def _read(self, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
-        buffer = bytearray(wanted.num_bytes)
-        with memoryview(buffer) as out:
-            layout = self._dataset.fetch(wanted, out)
-        return bytes(buffer), layout
-
-    def _decode(self, url: str, key: str, fields: Mapping[str, bytes]) -> Sample:
-        sample: Sample = {"__key__": key, "__url__": url}
-        for name in sorted(fields):
-            decoder = self._dataset.decoders.decoder_for(name)
-            data = fields[name]
-            sample[name] = data if decoder is raw else decode_field(decoder, data, url=url, key=key, field=name)
-        if self._dataset.transform is None:
-            return sample
-        changed = self._dataset.transform(sample)
-        if changed is None:
-            raise DecodeError(f"{redact(url)}: sample {key!r}: transform returned None, which drops the sample")
-        return changed
-
-
-def _size_of_table(table: SampleTable | None) -> int:
-    """About what a table takes in memory: keys are Python strings, fields have two numbers, large ones three."""
-    return 0 if table is None else table.num_samples * (100 + 24 * len(table.fields))
 
 
 def _checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
