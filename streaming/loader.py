@@ -230,6 +230,45 @@ class DataLoader:
         self._look_again()
         return self._loop.config.global_batch_size
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of a full batch of this rank."""
+        mesh, size = self.device_mesh, self.global_batch_size
+        return size * (mesh.data_rank + 1) // mesh.data_world_size - size * mesh.data_rank // mesh.data_world_size
+
+    @property
+    def sampler(self) -> EpochSampler:
+        """For trainers, which call ``loader.sampler.set_epoch``; it is no source of indices."""
+        return EpochSampler(self)
+
+    batch_sampler = sampler
+
+    @property
+    def num_workers(self) -> int:
+        """As it was given, and so for the next four, which trainers look at."""
+        return int(self._options["num_workers"])
+
+    @property
+    def prefetch_factor(self) -> int:
+        """Batches built ahead, per worker process or thread."""
+        return int(self._options["prefetch_factor"])
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches are page-locked, where there is CUDA."""
+        return bool(self._options["pin_memory"])
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any] | None:
+        """The function that was given."""
+        collate_fn: Callable[[list[Any]], Any] | None = self._options["collate_fn"]
+        return collate_fn
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether samples that do not fill a global batch are left out."""
+        return bool(self._options["last_batch"] == "drop")
+
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch in progress; after its last batch, ``epoch`` is the next one."""
         self._look_again(to_read=True)
@@ -344,6 +383,39 @@ class DataLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class EpochSampler:
+    """What trainers find as ``loader.sampler`` and ``loader.batch_sampler``: it passes ``set_epoch`` on.
+
+    It gives no indices, because the loader has dealt the samples out to the ranks already: a program that wants to cut
+    them into shares once more, or to skip some, is told so.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader = loader
+        self.batch_size = loader.batch_size
+        self.drop_last = loader.drop_last
+
+    def set_epoch(self, epoch: int) -> None:
+        """See ``DataLoader.set_epoch``."""
+        self._loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuse.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "this loader's sampler gives no indices: its batches are shares of the ranks, and it resumes from a state "
+            "by itself. Give the loader as it is to the program, without its prepare or skip functions; "
+            "streaming.integrations has what Accelerate and transformers need"
+        )
 
 
 _Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]

@@ -1,0 +1,50 @@
+"""What trainers look at on a loader that is not theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from data_sets import SampleSet, write_set
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import BatchSampler, default_collate
+
+from infra import DeviceMesh
+from streaming import DataLoader
+from streaming.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return write_set(tmp_path_factory.mktemp("attributes") / "set", (12, 20, 16))
+
+
+def test_torchs_attributes_by_torchs_names(samples: SampleSet) -> None:
+    dataset = samples.open()
+    for rank, share in enumerate((2, 2, 3)):
+        mesh = DeviceMesh.from_sizes(dp_size=3, rank=rank)
+        loader = DataLoader(dataset, global_batch_size=7, device_mesh=mesh, prefetch_factor=3, last_batch="partial")
+        assert (loader.batch_size, len(loader), loader.dataset) == (share, 7, dataset)
+        assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, 3, False)
+        assert (loader.collate_fn, loader.drop_last) == (None, False)
+        assert isinstance(loader, Stateful)
+    ordinary = DataLoader(list(range(10)), 4, num_workers=2, collate_fn=default_collate)
+    assert (ordinary.batch_size, ordinary.num_workers, ordinary.drop_last) == (4, 2, True)
+    assert ordinary.collate_fn is default_collate
+
+
+@pytest.mark.parametrize("kind", ["streaming", "ordinary"])
+def test_the_sampler_passes_the_epoch_on_and_gives_no_indices(samples: SampleSet, kind: str) -> None:
+    loader = DataLoader(samples.open() if kind == "streaming" else list(range(48)), 6)
+    loader.sampler.set_epoch(4)
+    assert loader.epoch == 4
+    assert (len(loader.batch_sampler), loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (8, 6, True)
+    again = torch.utils.data.DataLoader(
+        list(range(48)), batch_sampler=BatchSampler(loader.sampler, 2, drop_last=False)
+    )  # as programs do that deal samples out themselves
+    with pytest.raises(ConfigError, match="shares of the ranks"):
+        next(iter(again))
+
+
+def test_a_loader_without_a_batch_size_says_what_to_give(samples: SampleSet) -> None:
+    with pytest.raises(ConfigError, match=r"batch_size \(samples per data-parallel rank\) and global_batch_size"):
+        DataLoader(samples.open())
