@@ -2,8 +2,9 @@
 
 It speaks what loaders and writers use: signature version 4 in the header and in the query, ranged and conditional
 GET, HEAD, conditional PUT, uploads in parts, ListObjectsV2 with paging and delimiter, DELETE, buckets. Anonymous
-requests may read buckets whose names begin with ``public-``; nobody may do anything in those that begin with
-``locked-``. Objects are files (sent by ``sendfile``), their table is in memory and in a journal beside them, so that a
+requests may read buckets whose names begin with ``public-``, and get (but not list, so that what is not there is
+denied) the objects of those that begin with ``unlisted-``; nobody may do anything in those that begin with ``locked-``.
+Objects are files (sent by ``sendfile``), their table is in memory and in a journal beside them, so that a
 server started again in the same folder has them again. ``GET /_log`` returns every request since the last
 ``DELETE /_log`` as JSON.
 
@@ -176,6 +177,9 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(404, "NoSuchBucket", "The specified bucket does not exist")
         if bucket.startswith("locked-") and "delete" not in query:
             raise Refused(403, "AccessDenied", "Access Denied")
+        unlisted = bucket.startswith("unlisted-") and "Authorization" not in self.headers
+        if unlisted and (not key or (self.command in {"GET", "HEAD"} and key not in objects)):
+            raise Refused(403, "AccessDenied", "Access Denied")
         if not key:
             return self._bucket(bucket, objects)
         if self.command in {"GET", "HEAD"}:
@@ -218,7 +222,7 @@ class Handler(BaseHTTPRequestHandler):
             credential, signed, sign = query["X-Amz-Credential"], query["X-Amz-SignedHeaders"], query["X-Amz-Signature"]
             when, payload = query["X-Amz-Date"], "UNSIGNED-PAYLOAD"
             pairs = [pair for pair in self.pairs if pair[0] != "X-Amz-Signature"]
-        elif bucket.startswith("public-") and self.command in {"GET", "HEAD"}:
+        elif bucket.startswith(("public-", "unlisted-")) and self.command in {"GET", "HEAD"}:
             return
         else:
             raise Refused(403, "AccessDenied", "Access Denied")

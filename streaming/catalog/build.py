@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import TypeVar
 
 from streaming.catalog.scan import Progress, compressed_error
 from streaming.catalog.sidecars import Sidecars, find_sidecars, scan_with_sidecars
 from streaming.errors import (
+    AccessDeniedError,
     ConfigError,
     DataError,
     IndexFormatError,
     IndexMismatchError,
     IndexMissingError,
     NotFoundError,
+    StorageError,
 )
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule
@@ -27,6 +31,8 @@ from streaming.index.sample_table import chunk_rows_from_footer
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import DuplicateKeys
 
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 _FOOTER_GUESS_BYTES = 64 << 10
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _MAX_PARALLEL_REQUESTS = 32
@@ -251,21 +257,52 @@ def load_index(storage: Storage, urls: Sequence[str], index_url: str | None = No
     """
     tables: dict[str, ChunkTable] = {}
     for home, group in _homes(urls, index_url).items():
-        known = _read_chunks(storage, home)
+        beside = group[0] if index_url is None else None
+        known = if_there(lambda home=home: _read_chunks(storage, home), storage, beside, tell=True)  # type: ignore[misc]
         present = {shard.name for shard in known.shards} if known else set()
         rest = {name: url for url in group if (name := shard_name(url, index_url)) not in present}
         parts = [known] if known else []
         if rest:
-            parts += _footers(storage, home, rest)
+            parts += _footers(storage, home, rest, beside)
         tables[home] = ChunkTable.concat(parts)
     return _in_order(urls, index_url, tables)
 
 
-def _footers(storage: Storage, home: str, names: dict[str, str]) -> list[ChunkTable]:
+def if_there(ask: Callable[[], _T | None], storage: Storage, shard: str | None, *, tell: bool = False) -> _T | None:
+    """What ``ask`` finds out about an index file, or None where there is none.
+
+    Without the right to list a bucket, S3 answers 403 to whoever asks for an object that it does not have. So a
+    refusal means "none" where ``shard``, which lies beside the index, can be read; None for an index elsewhere.
+    ``tell``: say so in the log.
+
+    Raises:
+        AccessDeniedError: The shard cannot be read either.
+    """
+    try:
+        return ask()
+    except NotFoundError:
+        return None
+    except AccessDeniedError:
+        if shard is None:
+            raise
+        with suppress(StorageError):
+            storage.read(shard, 0, 1)
+            if tell:
+                _log.warning(
+                    "%s: the store refuses the index there, but not the shards, as S3 does where there is none and "
+                    "s3:ListBucket is not granted: read as a set without an index. Give one that lies elsewhere as "
+                    "index=, or make one with `shard_tools index URL --index DIRECTORY`",
+                    redact(split_url(shard)[0]),
+                )
+            return None
+        raise
+
+
+def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | None) -> list[ChunkTable]:
     """Chunk rows of shards from their sample files; ``names`` maps names to URLs."""
     tables = []
     first, *others = names
-    found = [_read_footer(storage, join_url(home, samples_path(first)))]
+    found = [if_there(lambda: _read_footer(storage, join_url(home, samples_path(first))), storage, beside)]
     if found[0] is not None:
         with ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="footer") as pool:
             found += pool.map(lambda name: _read_footer(storage, join_url(home, samples_path(name))), others)
@@ -274,7 +311,8 @@ def _footers(storage: Storage, home: str, names: dict[str, str]) -> list[ChunkTa
             target = redact(home) or "."
             raise IndexMissingError(
                 f"{redact(names[name])}: not in the index at {join_url(target, chunks_path())}; "
-                f"run `shard_tools index {target}`"
+                f"run `shard_tools index {target}`, or, where you may not write, `shard_tools index {target} --index "
+                "DIRECTORY` and give it as index="
             )
         tables.append(rows)
     return tables

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
-from streaming.catalog.build import check_sizes, load_index, shard_name
+from streaming.catalog.build import check_sizes, if_there, load_index, shard_name
 from streaming.catalog.listing import Found
 from streaming.catalog.opening_storage import StorageAhead
 from streaming.catalog.scan import scan_shard
@@ -230,9 +230,10 @@ def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, mi
         IndexMismatchError: There is one, but not of all these shards.
     """
     for home in dict.fromkeys([split_url(url)[0] for url in urls] if index is None else [index]):
-        if not storage.exists(join_url(home, chunks_path())):
-            continue
         group = [url for url in urls if index is not None or split_url(url)[0] == home]
+        beside = group[0] if index is None else None
+        if if_there(lambda home=home: storage.info(join_url(home, chunks_path())), storage, beside) is None:  # type: ignore[misc]
+            continue
         try:
             load_index(storage, group, index)
         except IndexMissingError as error:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streaming.errors import TransferError
+from streaming.errors import StorageError, TransferError
 
 ReadBuffer = memoryview
 """What a read returns: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""
@@ -40,6 +40,10 @@ class ChangedError(TransferError):
 
 class RangeIgnoredError(TransferError):
     """The answer is not the range that was asked for. Final where ranges never worked; where they did, it will pass."""
+
+
+class FinalError(StorageError):
+    """The store answers, but not so that it can be read, and will go on so: asking in another way does not help."""
 
 
 class UnreachableError(PassingError):

@@ -26,7 +26,14 @@ from streaming.errors import (
     ShardstreamError,
     StorageError,
 )
-from streaming.storage.base import ChangedError, PassingError, RangeIgnoredError, ThrottledError, UnreachableError
+from streaming.storage.base import (
+    ChangedError,
+    FinalError,
+    PassingError,
+    RangeIgnoredError,
+    ThrottledError,
+    UnreachableError,
+)
 from streaming.storage.urls import redact
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -109,10 +116,11 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         return AccessDeniedError(
             f"{where}: access denied{said}; the credentials came from {place.source}; endpoint {place.endpoint}. "
             "Check that they are right and may do this; storage_options takes key and secret, profile, or anon=True"
+            + (". Who may read but not list names the shards, as in {000000..000099}.tar" if doing == "listing" else "")
         )
     if isinstance(error, PreconditionError) or status == 412:
         return ChangedError(f"{where}: the object changed while it was read; write shards under new names")
-    if isinstance(error, NotSupportedError) or "NotPartial" in debug or "UnexpectedRange" in debug:
+    if isinstance(error, NotSupportedError) or any(token in debug for token in _NO_RANGE):
         return RangeIgnoredError(
             f"{where}: the server does not answer byte ranges as asked; use a server or proxy that supports Range "
             "requests, or copy the data to one"
@@ -121,7 +129,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         return ChangedError(f"{where}: the range begins past the object's end; was the object replaced or truncated?")
     if isinstance(error, ValueError):
         return ConfigError(f"{where}: {head.strip()[:300]}")
-    return _transfer_error(where, place, status, said, debug)
+    return _transfer_error(where, place, status, said, text)
 
 
 def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
@@ -136,8 +144,13 @@ def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
     return 503 if code in _PASSING_CODES else 400, code, said
 
 
-def _transfer_error(where: str, place: Place, status: int, said: str, debug: str) -> StorageError:
+def _transfer_error(where: str, place: Place, status: int, said: str, text: str) -> StorageError:
     """For what is left: faults of the way, and answers that nobody foresaw."""
+    head, _, debug = text.partition("Debug source:")
+    final = next((words for token, words in _FINAL if token in debug), None)
+    if final is not None:
+        named = f" ({head.strip()[:300]!r})" if "InvalidPath" in debug else ""
+        return FinalError(f"{where}: {final}{named}; endpoint {place.endpoint}")
     if status in _PASSING_STATUS or (status >= 500 and status not in {501, 505}):
         busy = status in _BUSY_STATUS or any(f" {code}" in said for code in _BUSY_CODES)
         kind = ThrottledError if busy else PassingError
@@ -164,8 +177,30 @@ _REASONS = (
     ("ConnectionReset", "the connection was reset"),
     ("IncompleteMessage", "the connection was closed before an answer"),
     ("TimedOut", "no byte came for read_timeout_s"),
-    ("MissingContentLength", "the answer does not say its length"),
 )
+_NO_RANGE = ("NotPartial", "UnexpectedRange", "NoContentRange", "ParseContentRange")
+"""The answer to a range is not one, or does not say which part of how much it is."""
+_BAD_KEY = (
+    "a key there cannot be named here: it has an empty part ('//'), '.' or '..' as a part, or a control character. "
+    "Name the shards themselves, with braces such as {000000..000099}.tar, or rename that object"
+)
+_FINAL = (
+    ("InvalidPath", _BAD_KEY),
+    ("TooManyRedirects", "the server redirects more than ten times, in a circle perhaps; check the URL"),
+    ("kind: Redirect", "the server redirects to somewhere that cannot be followed; check the URL"),
+    ("InvalidListResponse", "the answer is no listing; check endpoint_url, and that it is a store of this kind"),
+    *(
+        (token, f"the answer {words}, which is needed; use a server or proxy that does, or copy the data to one")
+        for token, words in (
+            ("MissingContentLength", "does not say its length"),
+            ("InvalidContentLength", "says a length that is no number"),
+            ("MissingLastModified", "does not say when the object was changed"),
+            ("InvalidLastModified", "does not say rightly when the object was changed"),
+            ("BadHeader", "has a header that is no text"),
+        )
+    ),
+)
+"""What an answer can be that the next one will be too, by what obstore calls it."""
 
 
 def _said(status: int, code: str, text: str) -> str:
