@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import copy
 import math
 import operator
 import os
@@ -10,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any, TypeAlias, get_args
+from typing import Any, SupportsIndex, TypeAlias, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,7 @@ from streaming.job.store import job_peers
 from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
 from streaming.types import DuplicateKeys, Sample, Transform
+from streaming.units import format_bytes
 
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
@@ -99,6 +102,16 @@ class ShuffleConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, checked_int(f"ShuffleConfig: {name}", value, low, high))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """The part of the shards that a view shows: samples ``[first, stop)``, which begin in chunk ``first_chunk``."""
+
+    first: int
+    stop: int
+    first_chunk: int
+    table: ChunkTable
 
 
 @checks_names(_ELSEWHERE)
@@ -209,6 +222,8 @@ class StreamingDataset:
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
         self.cache = open_cache(cache_dir, cache_limit)
+        self._window: _Window | None = None
+        self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
         self._recent = RandomAccess(self)
 
@@ -221,7 +236,7 @@ class StreamingDataset:
         """
         if self.shards.table is None:
             raise IndexMissingError(self.shards.missing_index)
-        return self.shards.table
+        return self.shards.table if self._window is None else self._window.table
 
     @property
     def indexed(self) -> bool:
@@ -232,8 +247,17 @@ class StreamingDataset:
         """Number of samples."""
         return self.table.total_samples
 
-    def __getitem__(self, index: int) -> Sample:
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: builtins.slice) -> StreamingDataset: ...
+
+    def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample | StreamingDataset:
         """Sample number ``index`` in storage order, decoded and transformed; negative numbers count from the end.
+
+        ``dataset[a:b]`` is a view of a range, a data set like this one: it goes into a ``DataLoader``, is shuffled and
+        resumed, has samples and views of its own. It reads nothing; of a chunk that crosses its border all is read.
 
         Costs one ranged GET: where there is a sample table, of the span that the sample is in (a run of records with a
         checksum: of about 64 KiB, or one large record), else of its chunk.
@@ -241,11 +265,38 @@ class StreamingDataset:
         Raises:
             IndexError: There is no such sample.
             DecodeError: It does not decode, or ``transform`` dropped it.
+            ConfigError: A range with a step.
+            IndexMissingError: The set has no index.
         """
+        if isinstance(index, builtins.slice):
+            return self._view(index)
         index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index}: the data set has {len(self)} samples")
         return self._recent.sample(index % len(self))
+
+    def take(self, count: int) -> StreamingDataset:
+        """Return a view of the first ``count`` samples, in storage order: ``for sample in dataset.take(3)``.
+
+        Raises:
+            ConfigError: ``count`` is negative or no integer.
+            IndexMissingError: The set has no index.
+        """
+        return self[: checked_int("take", count, 0, 2**62)]
+
+    def _view(self, wanted: builtins.slice) -> StreamingDataset:
+        first, stop, step = wanted.indices(len(self))
+        if step != 1:
+            raise ConfigError(f"dataset[{first}:{stop}:{step}]: a view is a range, without a step; leave it out")
+        before = 0 if self._window is None else self._window.first
+        first, stop = before + first, before + max(first, stop)
+        whole = self.shards.table
+        if whole is None:
+            raise IndexMissingError(self.shards.missing_index)
+        first_chunk, table = whole.between(first, stop)
+        view = copy.copy(self)
+        view._window = _Window(first=first, stop=stop, first_chunk=first_chunk, table=table)
+        return view
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recent": None}
@@ -255,8 +306,20 @@ class StreamingDataset:
         self._recent = RandomAccess(self)
 
     def __repr__(self) -> str:
-        shards = f"{len(self.shards.urls)} shards"
-        return f"StreamingDataset({shards}, {len(self)} samples)" if self.indexed else f"StreamingDataset({shards})"
+        parts = [self._spelt, f"{len(self.shards.urls)} shards"]
+        if self.indexed:
+            table = self.table
+            parts += [f"{len(self)} samples", format_bytes(int((table.byte_end - table.byte_start).sum()))]
+        else:
+            parts.append("no index")
+        if self._window is not None:
+            parts.append(f"a view of samples {self._window.first} to {self._window.stop}")
+        parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
+        if self.fields is not None:
+            parts.append(f"fields {', '.join(self.fields)}")
+        if self.transform is not None:
+            parts.append(f"transform {getattr(self.transform, '__qualname__', type(self.transform).__name__)}")
+        return f"StreamingDataset({', '.join(parts)})"
 
     # --- what the engine needs (streaming.engine.pipeline.Source) ---
 
@@ -270,8 +333,12 @@ class StreamingDataset:
         return [urls[shard] for shard in self.table.shard[chunk_ids].tolist()]
 
     def chunk(self, chunk_id: int) -> FetchRange:
-        """The bytes of a whole chunk."""
-        table = self.table
+        """The bytes of a whole chunk; in a view, of one that crosses its border, with samples beside it."""
+        table, lead = self.table, 0
+        if self._window is not None and self.shards.table is not None:
+            first = int(table.first_sample[chunk_id])
+            table, chunk_id = self.shards.table, self._window.first_chunk + chunk_id
+            lead = first - int(table.first_sample[chunk_id])
         shard = int(table.shard[chunk_id])
         return FetchRange(
             url=self.shards.urls[shard],
@@ -282,6 +349,7 @@ class StreamingDataset:
             crc32c=int(table.crc32c[chunk_id]),
             shard_bytes=table.shards[shard].size_bytes,
             version="" if self.cache is None else self._versions.of(shard),
+            lead=lead,
         )
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
@@ -291,7 +359,7 @@ class StreamingDataset:
         may end with some. A sample table of format 1.0 has no spans: then it is these samples alone, unchecked.
         """
         whole = self.chunk(chunk_id)
-        if first == 0 and stop == whole.num_samples:
+        if first == 0 and stop == self.table.num_samples[chunk_id]:
             return whole
         samples = self._recent.table(int(self.table.shard[chunk_id]))
         if samples is None:
@@ -384,6 +452,13 @@ def _checked_urls(urls: Urls) -> Urls:
         if not isinstance(url, (str, os.PathLike)):
             raise ConfigError(f"urls: expected a URL, a path or a list of them, got a list that holds {url!r}")
     return urls
+
+
+def _spelt(urls: Urls) -> str:
+    """The URLs as the user wrote them, shortened, without what may be secret."""
+    listed = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
+    first = "::".join(redact(part) for part in os.fspath(listed[0]).split("::")) if listed else ""
+    return first if len(listed) == 1 else f"{first} and {len(listed) - 1} more"
 
 
 def _checked_index(index: str | PathLike[str] | None) -> str | None:

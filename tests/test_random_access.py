@@ -54,7 +54,7 @@ def test_out_of_range(dataset: StreamingDataset, index: int) -> None:
         dataset[index]
 
 
-@pytest.mark.parametrize("index", [1.0, "1", None, slice(0, 3)])
+@pytest.mark.parametrize("index", [1.0, "1", None, (0, 3)])
 def test_what_is_no_index(dataset: StreamingDataset, index: Any) -> None:
     with pytest.raises(TypeError):
         dataset[index]
@@ -109,7 +109,7 @@ def test_copies_in_other_processes_give_the_same(samples: SampleSet) -> None:
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(copy) == len(dataset)
     assert equal(copy[77], 77)
-    assert repr(copy) == repr(dataset) == "StreamingDataset(7 shards, 202 samples)"
+    assert repr(copy) == repr(dataset)
     assert play(copy, 2, batch_size=10) == play(dataset, 2, batch_size=10)
 
 

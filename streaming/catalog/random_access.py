@@ -128,8 +128,10 @@ class RandomAccess:
             wanted = self._dataset.slice(chunk, offset, offset + 1)
             offset = wanted.lead
             known = self._read(wanted)
-        elif known is None:
-            known = self._read(self._dataset.chunk(chunk))
+        else:
+            wanted = self._dataset.chunk(chunk)
+            offset += wanted.lead
+            known = known or self._read(wanted)
             with self._lock:
                 self._chunks[chunk] = known
                 while len(self._chunks) > _RECENT_CHUNKS:

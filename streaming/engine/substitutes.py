@@ -80,8 +80,9 @@ class Substitutes:
         if any(unit.damage is not None and unit.wanted.key == wanted.key for unit in units):
             return
         arena, table = self._store.arena, self._store.rows
+        lead = wanted.lead
         for offset in offsets:
-            sample = wanted.first_sample + offset
+            sample = wanted.first_sample + lead + offset
             unit = next((unit for unit in units if _has(unit, sample)), None)
             if unit is not None:
                 row = unit.first_row + sample - unit.wanted.first_sample
@@ -91,7 +92,12 @@ class Substitutes:
                 if apart is None:
                     return
                 found = self._row(
-                    apart.rows, apart.first_row + offset, chunk, offset, apart.data, memoryview(apart.data)
+                    apart.rows,
+                    apart.first_row + lead + offset,
+                    chunk,
+                    offset,
+                    apart.data,
+                    memoryview(apart.data),
                 )
             if found is not None:
                 yield found

@@ -135,6 +135,21 @@ class ChunkTable:
         columns["shard"] = np.repeat(np.arange(wanted.size), counts)
         return ChunkTable(shards=tuple(self.shards[index] for index in wanted.tolist()), **columns)
 
+    def between(self, first: int, stop: int) -> tuple[int, ChunkTable]:
+        """The chunks of samples ``[first, stop)`` of all, and which chunk here is the first of them.
+
+        Of the first and the last chunk, ``first_sample`` and ``num_samples`` say which samples belong; their bytes and
+        checksums stay those of the whole chunk. So the result is no table to be written (see :meth:`validate`).
+        """
+        ends = np.cumsum(self.num_samples)
+        low, high = (int(row) for row in np.searchsorted(ends, [first, max(first, stop - 1)], side="right"))
+        rows = slice(low, high + 1 if stop > first else low)
+        columns = {name: getattr(self, name)[rows].copy() for name in _COLUMNS}
+        starts = (ends - self.num_samples)[rows]
+        columns["first_sample"] += np.maximum(first - starts, 0)
+        columns["num_samples"] = np.minimum(ends[rows], stop) - np.maximum(starts, first)
+        return low, ChunkTable(shards=self.shards, **columns)
+
     def by_shard(self) -> dict[str, ChunkTable]:
         """A table for each shard alone, by name."""
         bounds = np.searchsorted(self.shard, np.arange(len(self.shards) + 1)).tolist()

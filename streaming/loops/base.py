@@ -54,7 +54,11 @@ class BaseLoop(ABC):
         self._crew: Crew | None = None
         self._locker: PageLocker | None = None
         self._bad = BadSamples(
-            dataset.max_bad_samples, self.metrics, table=dataset.shards.table, file=dataset.bad_samples_file, rank=rank
+            dataset.max_bad_samples,
+            self.metrics,
+            table=dataset.table if dataset.indexed else None,
+            file=dataset.bad_samples_file,
+            rank=rank,
         )
 
     @property
