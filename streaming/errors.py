@@ -22,6 +22,7 @@
     ├── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
     ├── AgreementError          (RuntimeError)       ranks are about to train on different things
     ├── ReplicaError            (RuntimeError)       another rank of the same data share is gone, or left its loop
+    ├── ForkedError             (RuntimeError)       used in a forked child of the process that it belongs to
     └── WorkerError             (RuntimeError)       an exception of a decode worker that cannot leave it as it is
         └── WorkerDiedError                          a batch on which decode workers die again and again
 
@@ -111,6 +112,10 @@ class AgreementError(ShardstreamError, RuntimeError):
 
 class ReplicaError(ShardstreamError, RuntimeError):
     """Another rank of the same data share is gone, silent, or left its loop while this one went on."""
+
+
+class ForkedError(ShardstreamError, RuntimeError):
+    """An iterator or a writer used in a forked child of the process that made it, which alone can go on with it."""
 
 
 class WorkerError(ShardstreamError, RuntimeError):

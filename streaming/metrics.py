@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+from streaming.forks import in_children, renew_lock
+
 
 class Metrics:
     """Named numbers that threads add to. Thread-safe; one addition costs about a quarter of a microsecond.
@@ -15,6 +17,7 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
+        in_children(self, renew_lock)
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add ``amount`` to the number called ``name``."""

@@ -21,7 +21,17 @@ SURFACE += ("streaming.loops", "streaming.samplers", "streaming.replicas", "stre
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("where am I", ("infra",)),
-    ("words", ("streaming.errors", "streaming.arguments", "streaming.units", "streaming.types", "streaming.metrics")),
+    (
+        "words",
+        (
+            "streaming.errors",
+            "streaming.arguments",
+            "streaming.units",
+            "streaming.types",
+            "streaming.metrics",
+            "streaming.forks",
+        ),
+    ),
     ("pure", ("streaming.plan", "streaming.tar", "streaming.index")),
     ("I/O", ("streaming.storage", "streaming.cache", "streaming.job")),
     ("work", ("streaming.catalog", "streaming.fetch", "streaming.decode")),

@@ -15,6 +15,7 @@ from shard_tools.write.keys import SeenKeys, check_field, check_key, is_meta
 from shard_tools.write.recorder import IndexRecorder, Record
 from streaming.arguments import checks_names, is_whole
 from streaming.errors import ConfigError, StorageError
+from streaming.forks import Maker
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
@@ -51,8 +52,9 @@ class ShardWriter:
     Memory: the parts that the store's writer has in flight, the sample at hand, its shard's sample table, and
     a few bytes per key (:class:`~shard_tools.write.keys.SeenKeys`). Large values are written without a copy.
 
-    Not thread-safe: use one writer from one thread at a time. Several writers, in several processes too, may
-    fill one directory with shards of different numbers (``start_shard``); each sees its own keys only.
+    Not thread-safe: use one writer from one thread at a time, in the process that made it: in a forked child ``write``
+    and ``close`` raise ForkedError, and leaving the context does nothing. Several writers, in several processes
+    too, may fill one directory with shards of different numbers (``start_shard``); each sees its own keys only.
 
     Args:
         pattern: The shards' URL or path with one place for the number: ``"s3://bucket/train/{:06d}.tar"``, or
@@ -101,6 +103,7 @@ class ShardWriter:
         self._shard_bytes = 0
         self._shard_samples = 0
         self._state = "open"
+        self._maker = Maker("this ShardWriter", "Make one in this process, with shards of other numbers (start_shard)")
         self._recorder = IndexRecorder.create(self._storage, self._pattern.directory, index=index, columns=columns)
 
     @property
@@ -127,6 +130,7 @@ class ShardWriter:
         """
         if self._state != "open":
             raise ConfigError(f"this ShardWriter is {self._state}; make a new one to write more")
+        self._maker.check()
         key = _key_of(sample)
         record = make_record(sample, key)
         rolls = self._out is None or self._is_full(record.num_bytes)
@@ -154,6 +158,7 @@ class ShardWriter:
         """
         if self._state != "open":
             return
+        self._maker.check()
         try:
             self._finish_shard()
             if chunk_table and self._recorder is not None:
@@ -165,7 +170,7 @@ class ShardWriter:
 
     def abort(self) -> None:
         """Drop the open shard and stop. Shards published before stay, without an entry in the chunk table."""
-        if self._state != "open":
+        if self._state != "open" or not self._maker.is_here:
             return
         self._state = "aborted"
         out, self._out = self._out, None

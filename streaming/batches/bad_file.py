@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeAlias
 
 from streaming.errors import DataError
+from streaming.forks import in_children, renew_lock
 from streaming.storage import redact, scheme_of
 from streaming.storage.urls import local_path
 
@@ -116,6 +117,7 @@ class BadFile:
     def __init__(self, path: str, rank: int) -> None:
         self.path = path.replace("{rank}", str(rank))
         self._lock = threading.Lock()
+        in_children(self, renew_lock)
         self._epoch = -1
         self._listed: set[Name] = set()
         self._read_bytes = 0

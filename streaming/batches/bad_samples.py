@@ -14,6 +14,7 @@ import numpy.typing as npt
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.batches.build import BadSample
 from streaming.errors import TooManyBadSamplesError
+from streaming.forks import in_children, renew_lock
 from streaming.index.chunk_table import ChunkTable
 from streaming.metrics import Metrics
 
@@ -46,6 +47,7 @@ class BadSamples:
         self._rank = rank
         self._file = None if file is None else BadFile(file, rank)
         self._lock = threading.Lock()
+        in_children(self, renew_lock)
         self._allowed = 0
         self._epoch = 0
         self._seen: dict[tuple[str, str, int], BadRecord] = {}

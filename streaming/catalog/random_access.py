@@ -17,6 +17,7 @@ from streaming.decode.registry import FieldDecoder
 from streaming.errors import DecodeError, IndexMissingError
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange
+from streaming.forks import in_children
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, redact
@@ -81,10 +82,15 @@ class RandomAccess:
 
     def __init__(self, dataset: Readable) -> None:
         self._dataset = dataset
-        self._lock = threading.Lock()
         self._chunks: OrderedDict[int, tuple[bytes, UnitLayout]] = OrderedDict()
         self._tables: OrderedDict[int, SampleTable | None] = OrderedDict()
         self._tables_bytes = 0
+        self._renew_locks()
+        in_children(self, RandomAccess._renew_locks)
+
+    def _renew_locks(self) -> None:
+        """A forked child gets its own; what was read before the fork stays at hand."""
+        self._lock = threading.Lock()
         self._reading: dict[int, threading.Lock] = {}
 
     def sample(self, index: int) -> Sample:

@@ -32,6 +32,7 @@ from streaming.arguments import checks_names, is_whole
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
 from streaming.errors import ConfigError
+from streaming.forks import Maker
 from streaming.loops.watch import STALL_REPORT_S, Watchdog
 
 _END = object()
@@ -78,13 +79,16 @@ class _Flight:
     closing: bool = False
     closed: bool = False
     busy: int | None = None
+    maker: Maker = field(default_factory=lambda: Maker("this iteration over a DevicePrefetcher", "Begin one here"))
 
     def advance(self) -> bool:
         """Whether there is a next batch; if so, ``depth`` batches behind it are under way, too.
 
         Raises:
             Exception: What the loader or a copy raised, once the batches before it are handed out.
+            ForkedError: In a forked child, at once.
         """
+        self.maker.check()
         self.busy = threading.get_ident()  # first this, then a look at closing: close does it the other way
         ready = False
         try:
@@ -120,7 +124,13 @@ class _Flight:
         return copied.batch, position
 
     def close(self) -> None:
-        """Wait for the copies under way, then let go of their memory and stop the source. May be called again."""
+        """Wait for the copies under way, then let go of their memory and stop the source. May be called again.
+
+        In a forked child nothing happens: device, copies and source are the parent's.
+        """
+        if not self.maker.is_here:
+            self.closed = self.ended = True
+            return
         self.closing = True
         if self.closed or self.busy not in (None, threading.get_ident()):
             return

@@ -10,8 +10,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from streaming.engine.stacks import where_is
+from streaming.forks import in_children
 
 GRACE_S = 1.0
 """For batches under way to end: most take milliseconds, and a process that is killed costs a fork and warm caches.
@@ -37,6 +39,11 @@ def still_alive(threads: Iterable[threading.Thread], grace_s: float = GRACE_S) -
     return [thread for thread in others if thread.is_alive()]
 
 
+def leave_to_parent(run: Any) -> None:
+    """Have forked children take ``run`` for closed: its threads are the parent's, there is nobody to wait for."""
+    in_children(run, _take_for_closed)
+
+
 def tell_of(left: Iterable[threading.Thread]) -> None:
     """One warning that names each thread left behind, and the function that it is in."""
     places = [
@@ -48,3 +55,7 @@ def tell_of(left: Iterable[threading.Thread]) -> None:
         "function a time limit, or use num_workers: processes can be killed",
         "; ".join(places),
     )
+
+
+def _take_for_closed(run: Any) -> None:
+    run._closed = True

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.engine.builders import Builder
 from streaming.engine.depth import Depth
-from streaming.engine.grace import GRACE_S, LOOK_UP_S, GivenUpError, still_alive, tell_of
+from streaming.engine.grace import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
 from streaming.engine.groups import Group, Groups
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.memory.row_table import Rows
@@ -125,6 +125,7 @@ class Pipeline:
             threading.Thread(target=self._build_loop, name=f"shardstream-build-{i}", daemon=True)
             for i in range(settings.num_builders)
         ]
+        leave_to_parent(self)
         for thread in self._builders:
             thread.start()
 
@@ -173,8 +174,7 @@ class Pipeline:
         """
         if self._closed or not self._begin_to_close():
             return
-        busy = still_alive(self._builders)
-        if busy:
+        if busy := still_alive(self._builders):
             self._settings.builder.give_up()
             busy = still_alive(busy, 0 if self._settings.builder.is_local else GRACE_S)
         with self._changed:

@@ -13,6 +13,7 @@ from streaming.dataset import StreamingDataset
 from streaming.engine.crew import Crew
 from streaming.engine.standing import request_line
 from streaming.engine.workers.ring import PageLocker
+from streaming.forks import in_children
 from streaming.metrics import Metrics
 from streaming.plan.order import OrderSettings, checked_int
 
@@ -60,6 +61,7 @@ class BaseLoop(ABC):
             file=dataset.bad_samples_file,
             rank=rank,
         )
+        in_children(self, BaseLoop._leave_behind)
 
     @property
     @abstractmethod
@@ -179,6 +181,12 @@ class BaseLoop(ABC):
             "ring_bytes": 0 if ring is None else ring.held_bytes,
             "ring_slots_in_use": 0 if ring is None else ring.num_taken,
         }
+
+    def _leave_behind(self) -> None:
+        """In a forked child: threads, processes and shared memory are the parent's; a loop begun here makes its own."""
+        if self._crew is not None:
+            self._end_of_crew.detach()
+        self._running = self._crew = None
 
     def _note_ring_peak(self) -> None:
         ring = None if self._crew is None else self._crew.ring

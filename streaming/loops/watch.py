@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from streaming.arguments import is_number
 from streaming.errors import ConfigError
+from streaming.forks import Maker, in_children
 from streaming.metrics import Metrics
 
 STALL_REPORT_S = 60.0
@@ -36,6 +37,11 @@ class Watchdog:
         self._what = what
         self._describe = describe
         self._since_s: float | None = None
+        self._begin_anew()
+        in_children(self, Watchdog._begin_anew)
+
+    def _begin_anew(self) -> None:
+        """Be without a thread: in a forked child there is none, and it may have held the event's lock."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -87,7 +93,7 @@ class Watchdog:
 
 
 class Watched:
-    """An iterator over batches whose waits are watched and counted. For one thread.
+    """An iterator over batches whose waits are watched and counted. For one thread of the process that made it.
 
     Args:
         batches: A generator.
@@ -99,13 +105,19 @@ class Watched:
         self._batches: Any = batches
         self._watchdog = watchdog
         self._metrics = metrics
+        self._maker = Maker("this iteration over a loader", "Begin one here: iter(loader) works in a forked child, too")
         self._stop = weakref.finalize(self, watchdog.stop)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """The next batch.
+
+        Raises:
+            ForkedError: In a forked child: the threads and processes that build batches are the parent's.
+        """
+        self._maker.check()
         begun_s = time.thread_time()
         try:
             self._watchdog.begin()
@@ -118,7 +130,9 @@ class Watched:
             self._metrics.add("consumer_thread_s", time.thread_time() - begun_s)
 
     def close(self) -> None:
-        """End the loop."""
+        """End the loop; in a forked child nothing happens."""
+        if not self._maker.is_here:
+            return
         try:
             self._batches.close()
         finally:

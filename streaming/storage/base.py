@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from streaming.errors import StorageError, TransferError
+from streaming.forks import Maker
+from streaming.storage.urls import redact
 
 ReadBuffer = memoryview
 """What a read returns: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""
@@ -96,7 +98,10 @@ class RangeBody(Protocol):
 
 
 class StoreWriter(AbstractContextManager["StoreWriter"], Protocol):
-    """Writes one object. Nothing is visible before ``close``; leaving the context by an exception aborts."""
+    """Writes one object. Nothing is visible before ``close``; leaving the context by an exception aborts.
+
+    In a forked child it is of no use: ``write`` and ``close`` raise ForkedError there, ``abort`` does nothing.
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -110,6 +115,11 @@ class StoreWriter(AbstractContextManager["StoreWriter"], Protocol):
 
     def abort(self) -> None:
         """Drop all that was written; the store is as before. Calling it again, or after ``close``, does nothing."""
+
+
+def maker_of_writer(url: str) -> Maker:
+    """This process, as the maker of a writer of ``url``."""
+    return Maker(f"the open writer of {redact(url)}", "Close it before the fork, or open another one in this process")
 
 
 class Adapter(Protocol):

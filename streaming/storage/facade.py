@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from streaming.errors import ConfigError, NotFoundError, StorageError
+from streaming.forks import in_children, never_free
 from streaming.metrics import Metrics
 from streaming.storage.active import ActiveCalls, ActiveRequest
 from streaming.storage.adapters.object import OBJECT_SCHEMES
@@ -37,6 +38,7 @@ class Storage:
     Plain paths and ``file:``; ``s3:``, ``gs:``, ``az:`` (``abfs:``) and ``http(s):`` through obstore; every other
     scheme, and on request (``client="fsspec"``) these too, through fsspec. Thread-safe, picklable (without the
     observer) and cheap to make: connections are made at first use, once per bucket, and credentials are looked up then.
+    A forked child may use it, too: it connects anew; writers that were open at the fork belong to the parent.
 
     Every call retries passing faults with growing, jittered delays; time-outs and limits are options (see
     :class:`~streaming.storage.requests.retry.RetryPolicy`). Every method raises types of ``streaming.errors`` only:
@@ -60,10 +62,8 @@ class Storage:
         self.metrics = Metrics()
         for name in COUNTED:
             self.metrics.add(_METRICS.get(name, name), 0)
-        self._active = ActiveCalls()
-        self._store = Store(self._options, self._active, self._count)
-        self._routes = Routes(self._options.mirrors)
-        self._mirror_stores = {mirror: self._store_of(mirror) for mirror in self._routes.mirrors}
+        self._connect()
+        in_children(self, Storage._connect_anew)
 
     def __reduce__(self) -> tuple[type[Storage], tuple[dict[str, object]]]:
         return Storage, (self._given,)
@@ -160,6 +160,17 @@ class Storage:
     def delete(self, url: str) -> None:
         """Remove ``url``; nothing happens when there is no such object."""
         self._store.call(url, lambda adapter: adapter.delete(url))
+
+    def _connect_anew(self) -> None:
+        """In a forked child: what it inherits of connections, threads and history is its parent's."""
+        never_free((self._store, self._mirror_stores))
+        self._connect()
+
+    def _connect(self) -> None:
+        self._active = ActiveCalls()
+        self._store = Store(self._options, self._active, self._count)
+        self._routes = Routes(self._options.mirrors)
+        self._mirror_stores = {mirror: self._store_of(mirror) for mirror in self._routes.mirrors}
 
     def _somewhere(self, url: str, work: Callable[[Site], _T]) -> _T:
         """The result of ``work`` at the primary or, where that fails for good, at the first mirror that can.

@@ -157,6 +157,15 @@ class Arena:
                 self.memory.madvise(self._drop_advice, start, stop - start)
 
 
+def map_privately(address: int, num_bytes: int, fd: int) -> None:
+    """Map a file's first bytes at ``address``, where they are mapped already; writes there no longer reach the file.
+
+    Raises:
+        OSError: The system cannot do it.
+    """
+    _mapped(_libc().mmap(address, num_bytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, fd, 0))
+
+
 def _pages(num_bytes: int) -> int:
     return max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
 

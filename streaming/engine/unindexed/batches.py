@@ -21,7 +21,7 @@ from streaming.batches.build import BadSample, BadSampleReport
 from streaming.engine.builders import Builder
 from streaming.engine.crew import Crew
 from streaming.engine.depth import Depth
-from streaming.engine.grace import GRACE_S, LOOK_UP_S, still_alive, tell_of
+from streaming.engine.grace import GRACE_S, LOOK_UP_S, leave_to_parent, still_alive, tell_of
 from streaming.engine.memory.row_table import Rows
 from streaming.engine.standing import thread_lines
 from streaming.engine.unindexed.gather import Packing, neighbours, pack_samples
@@ -95,6 +95,7 @@ class ShardStream:
                 for i in range(num_builders)
             ),
         ]
+        leave_to_parent(self)
         for thread in self._threads:
             thread.start()
 

@@ -27,6 +27,7 @@ from contextlib import suppress
 
 from streaming.decode.images import opencv
 from streaming.engine.workers import main as worker_main
+from streaming.forks import in_children, renew_lock
 
 _REQUEST = struct.Struct("<cQ")  # what, which worker
 _SPAWN, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"?", b"!", b"-"
@@ -130,6 +131,11 @@ class ForkServer:
         with self._lock, suppress(OSError):  # a server that has ended took its workers along
             self._control.send(_REQUEST.pack(_KILL_UNHEARD, number))
 
+    def leave_behind(self) -> None:
+        """In a forked child: let go of this end, so that the parent's is the only one."""
+        self._control.close()
+        self._process.returncode = 0  # it is no child of this process: nobody here is to wait for it, or to miss that
+
     def close(self) -> None:
         """End the server and all its workers; returns when they are gone."""
         if self.is_starting():  # it has no workers: why wait
@@ -161,9 +167,13 @@ class SharedServer:
         self._server: ForkServer | None = None
         self._path: list[str] = []
         self._users = 0
+        self._knows_forks = False
 
     def borrow(self) -> ForkServer:
         """The server, started if need be: anew, if it has died or was started with another import path."""
+        if not self._knows_forks:
+            self._knows_forks = True
+            in_children(self, SharedServer._leave_behind)
         with self._lock:
             if self._server is None or self._path != sys.path or not self._server.is_alive():
                 self._server, self._path, self._users = ForkServer(), list(sys.path), 0
@@ -184,6 +194,13 @@ class SharedServer:
                 self._server = None
         server.close()
         return False
+
+    def _leave_behind(self) -> None:
+        """In a forked child: the server is the parent's, and would take orders from both; the next user starts one."""
+        renew_lock(self)
+        server, self._server, self._users = self._server, None, 0
+        if server is not None:
+            server.leave_behind()
 
     def close(self) -> None:
         """End the server if nobody uses it."""

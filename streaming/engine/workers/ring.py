@@ -7,6 +7,10 @@ kept never changes; who keeps many gets fresh slots, and from ``MAX_EXTRA_SLOTS`
 Slots are sparse: their address range (``span_bytes``) is generous, pages come with the first touch. Where all slots
 together hold more than ``limit_bytes``, free ones give their pages back.
 
+A forked child has the batches that its parent held, in the same shared memory. What it writes there stays its own
+(``Slot.part``), it never gives a slot back, and its parent uses none of these slots again: nobody knows how long the
+child will hold them.
+
 No lock anywhere: finalizers run whenever the collector likes, perhaps in a thread that is in the middle of these very
 functions. Everything they touch is changed by single atomic operations.
 """
@@ -27,6 +31,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from streaming.engine.memory.arena import map_privately
+from streaming.forks import before_forks, in_children
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
 
@@ -118,6 +125,10 @@ class Slot:
         locked, self._locked = self._locked, None
         if locked is not None:
             locked[0].unlock(locked[1])
+
+    def part(self) -> None:
+        """In a forked child: keep what it holds, and what is written here from now on, apart from the parent's."""
+        map_privately(_address(self.array()), self.span_bytes, self.fd)
 
     def array(self, num_bytes: int | None = None) -> Memory:
         """A new array over its first bytes (default: all); what is cut from it refers to it."""
@@ -218,7 +229,12 @@ class BatchRing:
         self._numbers = count()
         self._free: deque[Slot] = deque()
         self._taken: set[Slot] = set()
+        self._lent: set[Slot] = set()
+        """Of these some forked child may hold a batch: they are never used again."""
         self._closed = False
+        self._maker_pid = os.getpid()
+        before_forks(self, BatchRing._lend)
+        in_children(self, BatchRing._part)
         self.locker: PageLocker | None = None
         """Locks the pages of batches that are wrapped from now on; None: unlocks them."""
 
@@ -272,8 +288,14 @@ class BatchRing:
         return root
 
     def give_back(self, slot: Slot) -> None:
-        """The slot is free."""
+        """The slot is free. In a forked child nothing happens: it is the parent's."""
+        if os.getpid() != self._maker_pid:
+            return
         self._taken.discard(slot)
+        if slot in self._lent:  # a slot is in one of both sets as long as any process may refer to its memory
+            self._lent.discard(slot)
+            slot.close()
+            return
         self._free.append(slot)
         self._trim()
         self._trim_pages()
@@ -316,6 +338,16 @@ class BatchRing:
         self._trim()
         for slot in list(self._taken):
             slot.close_fd()
+
+    def _lend(self) -> None:
+        """Before a fork: the child gets every batch that lies in a slot now."""
+        self._lent |= self._taken.copy()
+
+    def _part(self) -> None:
+        """In a forked child: what it writes to its batches does not reach its parent's."""
+        for slot in self._taken.copy():
+            if slot.fd >= 0:
+                slot.part()
 
     def _lock_pages(self, slot: Slot, num_bytes: int) -> None:
         locker = self.locker

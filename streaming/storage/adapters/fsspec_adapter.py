@@ -34,6 +34,7 @@ from streaming.storage.base import (
     ThrottledError,
     UnreachableError,
     copy_piece,
+    maker_of_writer,
 )
 from streaming.storage.options import StorageOptions
 from streaming.storage.urls import redact, scheme_of, split_query
@@ -283,6 +284,7 @@ class _SpoolWriter:
     def __init__(self, adapter: FsspecAdapter, url: str, part_bytes: int) -> None:
         self._adapter = adapter
         self._url = url
+        self._maker = maker_of_writer(url)
         self._spool: Any = tempfile.SpooledTemporaryFile(max_size=max(part_bytes, 1))  # noqa: SIM115
         self.num_bytes = 0
 
@@ -290,6 +292,7 @@ class _SpoolWriter:
         """See :class:`StoreWriter`."""
         if self._spool.closed:
             raise StorageError(f"writing {redact(self._url)}: this writer is closed")
+        self._maker.check()
         view = memoryview(data).cast("B")
         self._spool.write(view)
         self.num_bytes += len(view)
@@ -298,13 +301,15 @@ class _SpoolWriter:
     def close(self) -> None:
         """See :class:`StoreWriter`."""
         if not self._spool.closed:
+            self._maker.check()
             with self._spool:
                 self._spool.seek(0, io.SEEK_SET)
                 self._adapter.upload(self._url, self._spool)
 
     def abort(self) -> None:
         """See :class:`StoreWriter`."""
-        self._spool.close()
+        if self._maker.is_here:
+            self._spool.close()
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from typing import Self
 from urllib.parse import quote
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
-from streaming.storage.base import ChangedError, ObjectInfo, Sink, StoreWriter
+from streaming.storage.base import ChangedError, ObjectInfo, Sink, StoreWriter, maker_of_writer
 from streaming.storage.urls import join_url, local_path, scheme_of
 
 _TEMPORARY = ".~shardstream-"  # listings leave such names out: they are writers at work, or killed ones
@@ -163,6 +163,7 @@ class _FileWriter:
 
     def __init__(self, url: str) -> None:
         self._url = url
+        self._maker = maker_of_writer(url)
         self._path = local_path(url)
         self.num_bytes = 0
         directory, name = os.path.split(self._path)
@@ -179,6 +180,7 @@ class _FileWriter:
         """See :class:`StoreWriter`."""
         if self._descriptor is None:
             raise StorageError(f"writing {self._url}: this writer is closed")
+        self._maker.check()
         view = memoryview(data).cast("B")
         done = 0
         with _os_errors(self._url, "writing"):
@@ -191,6 +193,7 @@ class _FileWriter:
         """See :class:`StoreWriter`."""
         if self._descriptor is None:
             return
+        self._maker.check()
         try:
             with _os_errors(self._url, "publishing"):
                 os.fsync(self._descriptor)
@@ -203,7 +206,7 @@ class _FileWriter:
 
     def abort(self) -> None:
         """See :class:`StoreWriter`."""
-        if self._descriptor is not None:
+        if self._descriptor is not None and self._maker.is_here:
             self._release()
             with suppress(FileNotFoundError), _os_errors(self._url, "aborting"):
                 os.unlink(self._temporary)

@@ -14,13 +14,11 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import obstore
-from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
-
 from streaming.errors import ConfigError, NotFoundError, StorageError
 from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
 from streaming.storage.adapters.object_errors import Place, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
+from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base import ObjectInfo, PassingError, RangeBody, RangeIgnoredError, Sink, StoreWriter, copy_piece
 from streaming.storage.options import StorageOptions
 from streaming.storage.requests.retry import GROWTH
@@ -71,10 +69,10 @@ class ObjectAdapter:
         store, key, place = self._at(url)
         try:
             with object_errors(place, "looking at"):
-                meta = obstore.head(store, key)
+                meta = client().api.head(store, key)
         except (StorageError, ConfigError):
             with object_errors(place, "looking at"):
-                meta = obstore.get(store, key).meta
+                meta = client().api.get(store, key).meta
         return ObjectInfo(url=url, size_bytes=meta["size"], version=meta["e_tag"] or meta["version"])
 
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:
@@ -90,7 +88,7 @@ class ObjectAdapter:
         place = place.with_range(start, stop)
         try:
             with object_errors(place, "reading"):
-                body = _ObjectRange(place, obstore.get(store, key, options=options))  # type: ignore[arg-type] # TypedDict
+                body = _ObjectRange(place, client().api.get(store, key, options=options))
         except RangeIgnoredError as error:
             if place.endpoint in self._ranged:
                 raise PassingError(str(error)) from error
@@ -110,7 +108,7 @@ class ObjectAdapter:
         base = url.rstrip("/").removesuffix("/" + key) if key else url.rstrip("/")
         found: list[ObjectInfo] = []
         with object_errors(place, "listing"):
-            for page in obstore.list(store, key or None, chunk_size=1000):
+            for page in client().api.list(store, key or None, chunk_size=1000):
                 found.extend(
                     ObjectInfo(
                         url=f"{base}/{meta['path']}",
@@ -126,7 +124,7 @@ class ObjectAdapter:
         _writable(url)
         store, key, place = self._at(url)
         with object_errors(place, "writing"):
-            obstore.put(store, key, data, use_multipart=False)
+            client().api.put(store, key, data, use_multipart=False)
 
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:
         """See :class:`Adapter`."""
@@ -140,7 +138,7 @@ class ObjectAdapter:
         store, key, place = self._at(url)
         try:
             with object_errors(place, "deleting"):
-                obstore.delete(store, key)
+                client().api.delete(store, key)
         except NotFoundError as error:
             if "no bucket" in str(error):
                 raise
@@ -177,14 +175,14 @@ class ObjectAdapter:
         with object_errors(place, "connecting to"):
             if scheme in HTTP_SCHEMES:
                 host = redact(split_query(root)[0].rstrip("/"))
-                return HTTPStore(root, **common), Place(url=root, endpoint=host, source="the URL alone")
+                return client().stores.HTTPStore(root, **common), Place(url=root, endpoint=host, source="the URL alone")
             if scheme in {"s3", "s3a"}:
                 return self._s3(bucket, common)
             if scheme in {"gs", "gcs"}:
                 config, source = gcs_config(self._options)
                 endpoint = self._options.endpoint_url or "storage.googleapis.com"
                 place = Place(url=root, endpoint=endpoint, source=source)
-                return GCSStore(bucket, config=config, **common), place  # type: ignore[arg-type] # TypedDict
+                return client().stores.GCSStore(bucket, config=config, **common), place
             return self._azure(bucket, common)
 
     def _s3(self, bucket: str, common: dict[str, Any]) -> tuple[Any, Place]:
@@ -208,7 +206,7 @@ class ObjectAdapter:
             source=access.source,
             region=f"{access.region} (from {access.region_source})",
         )
-        return S3Store(bucket, config=config, **common, **provider), place  # type: ignore[arg-type] # TypedDict
+        return client().stores.S3Store(bucket, config=config, **common, **provider), place
 
     def _azure(self, bucket: str, common: dict[str, Any]) -> tuple[Any, Place]:
         config, source = azure_config(self._options)
@@ -217,7 +215,7 @@ class ObjectAdapter:
             config["account_name"] = host.partition(".")[0]
         endpoint = self._options.endpoint_url or f"{config.get('account_name', 'the account')}.blob.core.windows.net"
         place = Place(url=f"az://{bucket}", endpoint=endpoint, source=source)
-        return AzureStore(container, config=config, **common), place  # type: ignore[arg-type] # TypedDict
+        return client().stores.AzureStore(container, config=config, **common), place
 
     def _client_options(self, root: str) -> dict[str, Any]:
         retry = self._options.retry

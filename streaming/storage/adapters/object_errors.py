@@ -11,14 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from obstore.exceptions import (
-    BaseError,
-    NotSupportedError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
-
 from streaming.errors import (
     AccessDeniedError,
     ConfigError,
@@ -26,6 +18,7 @@ from streaming.errors import (
     ShardstreamError,
     StorageError,
 )
+from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base import (
     ChangedError,
     FinalError,
@@ -85,7 +78,7 @@ def object_errors(place: Place, doing: str) -> Iterator[None]:
         yield
     except ShardstreamError:
         raise
-    except (BaseError, FileNotFoundError, ValueError, PermissionError) as error:
+    except (client().errors.BaseError, FileNotFoundError, ValueError, PermissionError) as error:
         ours = _translate(place, doing, error)
         secret = isinstance(ours, AccessDeniedError) or "?" in place.url
         raise ours from (None if secret else error)
@@ -97,6 +90,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
     place: Place, doing: str, error: Exception
 ) -> ShardstreamError:
     """The error to raise for ``error``."""
+    errors = client().errors
     text = str(error)
     head, _, debug = text.partition("Debug source:")
     status = int(found[1]) if (found := _STATUS.search(head)) else 0
@@ -111,16 +105,16 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
         return AccessDeniedError(_wrong_region(where, place, text, said))
     if isinstance(error, FileNotFoundError) or status == 404:
         return NotFoundError(_not_found(where, place, code))
-    denied = isinstance(error, (PermissionDeniedError, UnauthenticatedError, PermissionError))
+    denied = isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError, PermissionError))
     if denied or code in _DENIED_CODES or status in {401, 403}:
         return AccessDeniedError(
             f"{where}: access denied{said}; the credentials came from {place.source}; endpoint {place.endpoint}. "
             "Check that they are right and may do this; storage_options takes key and secret, profile, or anon=True"
             + (". Who may read but not list names the shards, as in {000000..000099}.tar" if doing == "listing" else "")
         )
-    if isinstance(error, PreconditionError) or status == 412:
+    if isinstance(error, errors.PreconditionError) or status == 412:
         return ChangedError(f"{where}: the object changed while it was read; write shards under new names")
-    if isinstance(error, NotSupportedError) or any(token in debug for token in _NO_RANGE):
+    if isinstance(error, errors.NotSupportedError) or any(token in debug for token in _NO_RANGE):
         return RangeIgnoredError(
             f"{where}: the server does not answer byte ranges as asked; use a server or proxy that supports Range "
             "requests, or copy the data to one"

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Self
 
-import obstore
-
 from streaming.errors import StorageError
 from streaming.storage.adapters.object_errors import Place, object_errors
+from streaming.storage.adapters.obstore_client import client
+from streaming.storage.base import maker_of_writer
 
 _PARTS_IN_FLIGHT = 4
 
@@ -26,6 +26,7 @@ class ObjectWriter:
         self._store = store
         self._key = key
         self._place = place
+        self._maker = maker_of_writer(place.url)
         self._part_bytes = max(part_bytes, 5 << 20)  # the smallest part that S3 takes
         self._part = bytearray()
         self._parts: queue.Queue[bytes | _AbortedError | None] = queue.Queue(maxsize=1)
@@ -39,6 +40,7 @@ class ObjectWriter:
         """See :class:`StoreWriter`."""
         if self._closed:
             raise StorageError(f"writing {self._place}: this writer is closed")
+        self._maker.check()
         view = memoryview(data).cast("B")
         done = 0
         while done < len(view):
@@ -54,10 +56,11 @@ class ObjectWriter:
         """See :class:`StoreWriter`."""
         if self._closed:
             return
+        self._maker.check()
         self._closed = True
         if self._thread is None:
             with object_errors(self._place, "writing"):
-                obstore.put(self._store, self._key, bytes(self._part), use_multipart=False)
+                client().api.put(self._store, self._key, bytes(self._part), use_multipart=False)
             self._part = bytearray()
             return
         if self._part:
@@ -67,7 +70,7 @@ class ObjectWriter:
 
     def abort(self) -> None:
         """See :class:`StoreWriter`."""
-        if not self._closed:
+        if not self._closed and self._maker.is_here:
             self._closed = True
             self._part = bytearray()
             if self._thread is not None:
@@ -105,7 +108,7 @@ class ObjectWriter:
     def _upload(self) -> None:
         """The uploading thread: obstore pulls the parts and sends several at once."""
         try:
-            obstore.put(
+            client().api.put(
                 self._store,
                 self._key,
                 self._pieces(),

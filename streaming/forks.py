@@ -1,0 +1,119 @@
+"""What becomes of our objects in a forked child: it has their memory, but not the threads that serve them.
+
+A child of ``os.fork`` (and so of ``multiprocessing`` with the method "fork") has one thread. What the others were doing
+stays half done in it: their locks stay taken, their queues have no reader. And what the child writes to shared memory
+or an open file, its parent gets. So an object of ours is one of three kinds:
+
+- it can be used by the child: ``in_children`` gives it fresh locks and connections before the child does anything else;
+- it belongs to its maker: ``Maker.check`` refuses everybody else, by name and with the cure;
+- it shares memory with the child: ``before_forks`` lets it take note of what the child will hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any, TypeVar
+
+from streaming.errors import ForkedError
+
+_T = TypeVar("_T")
+_Hooks = dict[int, tuple["weakref.ref[Any]", Callable[[Any], object]]]
+
+CURE = (
+    "start processes without forking this one: multiprocessing.set_start_method('forkserver') at the start of the "
+    "program, or multiprocessing_context='forkserver' for torch's DataLoader"
+)
+
+_numbers = count()
+_before: _Hooks = {}
+_in_child: _Hooks = {}
+_is_watching = False
+
+
+def in_children(thing: _T, renew: Callable[[_T], object]) -> None:
+    """Have ``renew(thing)`` called in every forked child before its code runs, as long as ``thing`` lives.
+
+    ``renew`` must not take a lock that existed before the fork, wait, or raise. It may set attributes alone: nobody
+    else runs in the child yet.
+    """
+    _add(_in_child, thing, renew)
+
+
+def renew_lock(thing: Any) -> None:
+    """For ``in_children``: a new ``thing._lock``, since nobody in the child would give back one that was taken."""
+    thing._lock = threading.Lock()
+
+
+def before_forks(thing: _T, prepare: Callable[[_T], object]) -> None:
+    """Have ``prepare(thing)`` called before every fork, in the thread that forks, as long as ``thing`` lives.
+
+    ``prepare`` must not wait or raise.
+    """
+    _add(_before, thing, prepare)
+
+
+def never_free(thing: object) -> None:
+    """Keep ``thing`` to the very end of a forked child.
+
+    For clients with event loops: child and parent share the kernel's list of what a loop waits for (epoll). Freed in
+    the child, their connections would be taken off that list, and the parent would wait for them in vain.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+class Maker:
+    """The process that made an object, which alone may use it.
+
+    Args:
+        what: The object, for messages, as "this ShardWriter".
+        cure: What to do in another process.
+    """
+
+    __slots__ = ("_cure", "_what", "pid")
+
+    def __init__(self, what: str, cure: str) -> None:
+        self.pid = os.getpid()
+        self._what = what
+        self._cure = cure
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process."""
+        return os.getpid() == self.pid
+
+    def check(self) -> None:
+        """Raise ForkedError in any other process."""
+        if os.getpid() != self.pid:
+            raise ForkedError(
+                f"{self._what} belongs to process {self.pid}, which made it; this is process {os.getpid()}, forked "
+                f"from there. {self._cure}"
+            )
+
+
+def _add(hooks: _Hooks, thing: _T, hook: Callable[[_T], object]) -> None:
+    global _is_watching  # noqa: PLW0603  the interpreter's own list of hooks is global, too, and has no way out
+    if not _is_watching:
+        _is_watching = True
+        os.register_at_fork(before=_run_before, after_in_child=_run_in_child)
+    number = next(_numbers)
+    hooks[number] = weakref.ref(thing, lambda _: hooks.pop(number, None)), hook
+
+
+def _run_before() -> None:
+    _run(_before)
+
+
+def _run_in_child() -> None:
+    _run(_in_child)
+
+
+def _run(hooks: _Hooks) -> None:
+    for reference, hook in list(hooks.values()):  # one step for the interpreter: no other thread changes it meanwhile
+        thing = reference()
+        if thing is not None:
+            hook(thing)

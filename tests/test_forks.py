@@ -1,0 +1,234 @@
+"""Forked children: they read what their parent has read, and use nothing that is its alone."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import Child, in_child
+from data_sets import SampleSet, make_sample, write_set
+from servers import MiniS3Server, fresh_name
+
+from shard_tools import ShardWriter
+from streaming import DataLoader, DevicePrefetcher, StreamingDataset
+from streaming.engine.workers.ring import BatchRing
+from streaming.errors import ForkedError
+from streaming.storage import Storage
+from streaming.storage.adapters import obstore_client
+
+SIZES = (20, 12)
+
+
+@pytest.fixture(scope="module")
+def on_s3(mini_s3: MiniS3Server) -> SampleSet:
+    url = mini_s3.create_bucket(fresh_name())
+    return write_set(f"{url}/set", SIZES, storage_options=mini_s3.storage_options)
+
+
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return write_set(tmp_path_factory.mktemp("forks"), SIZES)
+
+
+def keys(batches: Any) -> list[list[str]]:
+    return [list(batch["__key__"]) for batch in batches]
+
+
+# --- object stores ---
+
+
+@pytest.mark.parametrize("client", ["obstore", "fsspec"])
+def test_a_child_reads_after_its_parent_has_read(mini_s3: MiniS3Server, on_s3: SampleSet, client: str) -> None:
+    """Its grandchild, too; both beside the parent, which goes on."""
+    storage = Storage({**mini_s3.storage_options, "client": client})
+    names = [info.url for info in storage.list(on_s3.url)]
+    first = bytes(storage.read(names[0]))
+    other = Storage({**mini_s3.storage_options, "client": client})  # made here, used in the child alone
+
+    def reads() -> bool:
+        return bytes(storage.read(names[0])) == first == bytes(other.read(names[0]))
+
+    assert in_child(lambda: (reads(), in_child(reads), [info.url for info in storage.list(on_s3.url)] == names)) == (
+        True,
+        True,
+        True,
+    )
+    assert bytes(storage.read(names[0])) == first
+
+
+def test_errors_of_a_child_are_ours(mini_s3: MiniS3Server, on_s3: SampleSet) -> None:
+    storage = Storage(mini_s3.storage_options)
+    assert not storage.exists(f"{on_s3.url}nothing")
+    assert in_child(lambda: storage.exists(f"{on_s3.url}nothing")) is False
+
+
+def test_where_the_library_cannot_be_loaded_again_the_cure_is_named(
+    mini_s3: MiniS3Server, on_s3: SampleSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Storage(mini_s3.storage_options)
+    storage.exists(f"{on_s3.url}x")
+
+    def no_memory_files(*_: object) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(obstore_client.os, "memfd_create", no_memory_files)
+
+    def says() -> str:
+        with pytest.raises(OSError, match="forked") as caught:
+            storage.exists(f"{on_s3.url}x")
+        return str(caught.value)
+
+    said = in_child(says)
+    for word in ("set_start_method('forkserver')", "multiprocessing_context='forkserver'", "client='fsspec'"):
+        assert word in said
+
+
+def test_torch_loaders_fork_around_a_streaming_dataset(on_s3: SampleSet) -> None:
+    dataset = on_s3.open(shuffle=False)
+    here = [dataset[i]["cls"] for i in range(8)]
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.Subset(dataset, range(8)), batch_size=None, num_workers=2, multiprocessing_context="fork",
+        timeout=120,
+    )  # fmt: skip
+    assert [sample["cls"] for sample in loader] == here
+
+
+def test_locks_that_another_thread_held_at_the_fork(on_s3: SampleSet) -> None:
+    dataset = on_s3.open(shuffle=False)
+    loader = DataLoader(dataset, batch_size=4)
+    here = keys(loader)
+    loader.set_epoch(0)
+    loop: Any = loader._loop
+    held = [
+        dataset.storage._store._lock, dataset.storage._active._lock, dataset.storage.metrics._lock,
+        dataset._recent._lock, loop.metrics._lock, loop._bad._lock,
+    ]  # fmt: skip
+    for lock in held:
+        lock.acquire()
+    try:
+        child = Child(lambda: (dataset[3]["cls"], keys(loader), loader.metrics()["bad"]))
+    finally:
+        for lock in held:
+            lock.release()
+    with child:
+        assert child.result() == (dataset[3]["cls"], here, [])
+    loader.close()
+
+
+# --- writers ---
+
+
+@pytest.mark.parametrize("place", ["s3", "disk"])
+def test_a_writer_belongs_to_the_process_that_opened_it(mini_s3: MiniS3Server, tmp_path: Path, place: str) -> None:
+    url = mini_s3.create_bucket(fresh_name()) if place == "s3" else str(tmp_path)
+    options = mini_s3.storage_options if place == "s3" else None
+    writer = ShardWriter(f"{url}/{{:06d}}.tar", storage_options=options)
+    writer.write(make_sample(0))
+
+    def child() -> str:
+        with pytest.raises(ForkedError, match=f"belongs to process {os.getppid()}") as caught:
+            writer.write(make_sample(1))
+        with pytest.raises(ForkedError):
+            writer.close()
+        with pytest.raises(ZeroDivisionError), writer:
+            raise ZeroDivisionError
+        with ShardWriter(f"{url}/{{:06d}}.tar", storage_options=options, start_shard=5) as own:
+            own.write(make_sample(5))
+        return str(caught.value)
+
+    assert "start_shard" in in_child(child)
+    writer.write(make_sample(2))
+    writer.close()
+    dataset = StreamingDataset(f"{url}/", storage_options=options, shuffle=False)
+    assert [dataset[i]["cls"] for i in range(len(dataset))] == [0, 2, 5]
+
+
+@pytest.mark.parametrize("place", ["s3", "s3 by fsspec", "disk"])
+def test_an_open_file_belongs_to_the_process_that_opened_it(mini_s3: MiniS3Server, tmp_path: Path, place: str) -> None:
+    url = str(tmp_path) if place == "disk" else mini_s3.create_bucket(fresh_name())
+    storage = Storage({**mini_s3.storage_options, "client": "fsspec" if "fsspec" in place else "obstore"})
+    out = storage.open_write(f"{url}/file")
+    out.write(b"here")
+
+    def child() -> None:
+        with pytest.raises(ForkedError, match="open writer"):
+            out.write(b"there")
+        with pytest.raises(ForkedError, match="open writer"):
+            out.close()
+        out.abort()
+
+    in_child(child)
+    out.close()
+    assert bytes(storage.read(f"{url}/file")) == b"here"
+
+
+# --- iterators and batches ---
+
+
+LOADERS: dict[str, Callable[[SampleSet], Any]] = {
+    "threads": lambda found: DataLoader(found.open(), batch_size=4),
+    "the caller's thread": lambda found: DataLoader(found.open(), batch_size=4, num_threads=0),
+    "processes": lambda found: DataLoader(found.open(transform=dict), batch_size=4, num_workers=2),
+    "prefetcher": lambda found: DevicePrefetcher(DataLoader(found.open(), batch_size=4), "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.usefixtures("one_fork_server")
+def test_an_iterator_belongs_to_the_process_that_began_it(on_disk: SampleSet, name: str) -> None:
+    """A child is told so at once, may let go of it and begin one of its own; the parent's goes on as if nothing was."""
+    loader = LOADERS[name](on_disk)
+    expected = keys(loader)
+    loader.set_epoch(0)
+    batches = iter(loader)
+    begun = [next(batches), next(batches)]
+
+    def child() -> list[list[str]]:
+        nonlocal batches
+        with pytest.raises(ForkedError, match=f"belongs to process {os.getppid()}"):
+            next(batches)
+        del batches
+        gc.collect()
+        loader.close()
+        loader.set_epoch(1)
+        loader.set_epoch(0)
+        return keys(loader)
+
+    assert in_child(child) == expected
+    assert keys([*begun, *batches]) == expected
+    loader.close()
+
+
+def leased(ring: BatchRing, value: int) -> torch.Tensor:
+    with ring.lease() as lease:
+        return lease.allocate((64, 64), torch.int32).fill_(value)
+
+
+def test_batches_that_a_child_holds_never_change_and_are_its_own() -> None:
+    """Neither by what the parent builds meanwhile, nor in the parent by what the child writes or lets go of."""
+    ring = BatchRing(2, 1 << 16, limit_bytes=0)  # no limit to how eagerly it gives pages back
+    held = {"kept": leased(ring, 1), "let go": leased(ring, 2)}
+
+    def child() -> tuple[list[list[int]], int]:
+        seen = [held["kept"].unique().tolist(), held.pop("let go").unique().tolist()]
+        held["kept"].fill_(7)
+        seen.append(held["kept"].unique().tolist())
+        ring.close()
+        return seen, ring.num_free
+
+    with Child(child, waits=True) as forked:
+        del held["let go"]
+        for value in range(100, 110):
+            leased(ring, value)
+        assert ring.num_free == 1
+        forked.go()
+        assert forked.result() == ([[1], [2], [7]], 0)
+    assert held["kept"].unique().tolist() == [1]
+    held.clear()
+    assert (ring.num_taken, ring.num_free) == (0, 1), "slots from before the fork are not used again"
+    ring.close()
