@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from streaming.replicas.options import Broadcast
     from streaming.samplers.device_mesh import DeviceMeshSampler
     from streaming.samplers.retry import RetrySampler
+    from streaming.torch_view import TorchIterable
 
 _HOMES = {
     "BatchHandle": "streaming.remote",
@@ -36,6 +37,7 @@ _HOMES = {
     "ShuffleConfig": "streaming.dataset",
     "StageFields": "streaming.batches.portion",
     "StreamingDataset": "streaming.dataset",
+    "TorchIterable": "streaming.torch_view",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "ShuffleConfig",
     "StageFields",
     "StreamingDataset",
+    "TorchIterable",
 ]
 
 

@@ -17,6 +17,7 @@ from typing import Any, SupportsIndex, TypeAlias, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
+from infra import MeshError, MeshFinder
 from streaming.arguments import checks_names, is_number, is_whole
 from streaming.batches.build import OnError
 from streaming.cache import open_cache
@@ -28,6 +29,7 @@ from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleLocation, SampleTable
+from streaming.job.foreign import UnshardedWarning
 from streaming.job.store import job_peers
 from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
@@ -223,6 +225,7 @@ class StreamingDataset:
             check_fields(self.storage, self.shards, self.fields, peers)
         self.cache = open_cache(cache_dir, cache_limit)
         self._window: _Window | None = None
+        self._unsharded = UnshardedWarning()
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
         self._recent = RandomAccess(self)
@@ -245,6 +248,7 @@ class StreamingDataset:
 
     def __len__(self) -> int:
         """Number of samples."""
+        self._unsharded.check(_num_data_ranks)
         return self.table.total_samples
 
     @overload
@@ -270,10 +274,10 @@ class StreamingDataset:
         """
         if isinstance(index, builtins.slice):
             return self._view(index)
-        index = operator.index(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index}: the data set has {len(self)} samples")
-        return self._recent.sample(index % len(self))
+        index, count = operator.index(index), self.table.total_samples
+        if not -count <= index < count:
+            raise IndexError(f"sample {index}: the data set has {count} samples")
+        return self._recent.sample(index % count)
 
     def take(self, count: int) -> StreamingDataset:
         """Return a view of the first ``count`` samples, in storage order: ``for sample in dataset.take(3)``.
@@ -480,3 +484,10 @@ def _is_limit(value: object) -> bool:
     if not is_number(value):
         return False
     return value >= 0 if is_whole(value) else not math.isnan(value) and 0 <= value <= 1
+
+
+def _num_data_ranks() -> int:
+    try:
+        return MeshFinder().mesh.data_world_size
+    except MeshError:  # a loader says so, at length
+        return 1

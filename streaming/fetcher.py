@@ -7,6 +7,7 @@ from typing import Any
 
 from streaming.arguments import checks_names
 from streaming.dataset import StreamingDataset
+from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.loader import DataLoader
 from streaming.types import Sample
 
@@ -20,7 +21,6 @@ class DeviceMeshFetcher(DataLoader):
     runs ahead in the background. Use it under a loop of your own, or to look at any rank's share from one process::
 
         mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)
-        mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)
         for samples in DeviceMeshFetcher(dataset, device_mesh=mesh, batch_size=32):
             print([sample["__key__"] for sample in samples])
 
@@ -32,6 +32,7 @@ class DeviceMeshFetcher(DataLoader):
         last_batch: As for ``DataLoader``; under ``"pad"`` each sample says in ``"__valid__"`` whether it counts.
         epoch_size: Samples in a virtual epoch; default: one pass over the data.
         memory_limit: For all that this rank buffers.
+        agreement_timeout: As for ``DataLoader``.
     """
 
     _inline = True
@@ -46,10 +47,11 @@ class DeviceMeshFetcher(DataLoader):
         last_batch: str = "drop",
         epoch_size: int | None = None,
         memory_limit: int | str = "4GiB",
+        agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__(
             dataset, batch_size, global_batch_size=global_batch_size, device_mesh=device_mesh, last_batch=last_batch,
-            epoch_size=epoch_size, collate_fn=_samples, memory_limit=memory_limit,
+            epoch_size=epoch_size, collate_fn=_samples, memory_limit=memory_limit, agreement_timeout=agreement_timeout,
         )  # fmt: skip
 
 

@@ -289,8 +289,8 @@ class RetryingDataset(Dataset[Any]):
         raise AssertionError("unreachable")
 
 
-class Reports:
-    """Bad samples on their way from worker processes: an append-only log in memory that all of them share.
+class SharedLog:
+    """Lines that a process and its child processes append to, in memory that all of them share.
 
     Nobody ever waits for anybody, and nothing has to be cleaned up after a kill. A copy pickled for anything but a
     child process is a log of its own.
@@ -314,14 +314,12 @@ class Reports:
         if self._close is not None:
             self._close()
 
-    def put(self, number: int, error: Exception, substitute: int | None) -> None:
-        """Report a sample."""
-        reason = f"{type(error).__name__}: {error}"[:_MAX_REASON]
-        line = json.dumps({"number": number, "stage": "get", "reason": reason, "substitute": substitute})
-        os.write(self.open(), line.encode() + b"\n")  # appended whole: one write, O_APPEND
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a JSON-able record after all that are there."""
+        os.write(self.open(), json.dumps(record).encode() + b"\n")  # appended whole: one write, O_APPEND
 
     def take(self) -> list[dict[str, Any]]:
-        """What was reported since the last call."""
+        """What was appended since the last call here."""
         if self._descriptor is None:
             return []
         data = b""
@@ -333,8 +331,17 @@ class Reports:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is None:
-            return Reports, ()
-        return _attach, (reduction.DupFd(self.open()),)
+            return type(self), ()
+        return _attach, (type(self), reduction.DupFd(self.open()))
+
+
+class Reports(SharedLog):
+    """Bad samples on their way from worker processes."""
+
+    def put(self, number: int, error: Exception, substitute: int | None) -> None:
+        """Report a sample."""
+        reason = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+        self.append({"number": number, "stage": "get", "reason": reason, "substitute": substitute})
 
 
 def may_pass(error: Exception) -> bool:
@@ -342,8 +349,8 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, OSError) and not isinstance(error, _FINAL)
 
 
-def _attach(descriptor: Any) -> Reports:
-    return Reports(descriptor.detach())
+def _attach(kind: type[SharedLog], descriptor: Any) -> SharedLog:
+    return kind(descriptor.detach())
 
 
 def _open_log() -> int:

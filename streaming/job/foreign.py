@@ -1,0 +1,46 @@
+"""Notice torch's own ``DataLoader`` reading a data set alike on every rank."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+_log = logging.getLogger(__name__)
+
+
+class UnshardedWarning:
+    """Warns once where torch's sequential or random sampler deals out a whole data set on each of several ranks.
+
+    They ask for the length as an iteration begins; samplers that shard (torch's DistributedSampler, DeviceMeshSampler)
+    ask earlier or elsewhere, and trainers that cut the batches of torch's samplers stand between these and the loader.
+    """
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def check(self, num_ranks: Callable[[], int]) -> None:
+        """Look who asks for the length of a data set; to be called in its ``__len__``."""
+        if self._is_done:
+            return
+        frame: FrameType | None = sys._getframe(2)
+        if frame is None or frame.f_code.co_name != "__iter__" or _module(frame) not in _SAMPLERS:
+            return
+        while frame is not None and _module(frame) in _SAMPLERS:
+            frame = frame.f_back
+        if _module(frame) not in _LOADERS or (ranks := num_ranks()) == 1:
+            return
+        self._is_done = True
+        _log.warning(
+            "torch's DataLoader reads this StreamingDataset item by item, and with torch's own sampler: each of %d "
+            "ranks gets all samples, not its share. Cure: streaming.DataLoader(dataset, batch_size); or, in torch's, "
+            "TorchIterable(dataset) in place of the data set, or batch_sampler=DeviceMeshSampler(dataset, batch_size)",
+            ranks,
+        )
+
+
+def _module(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,249 @@
+"""``TorchIterable``: the promises of the loader inside torch's own ``DataLoader``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from infra import DeviceMesh, MeshFinder
+from streaming.arguments import checks_names
+from streaming.dataset import StreamingDataset
+from streaming.errors import ConfigError, StateError
+from streaming.fetcher import DeviceMeshFetcher
+from streaming.loops.fetcher import checked_last_batch
+from streaming.plan.order import checked_int
+from streaming.samplers.retry import SharedLog
+from streaming.types import Sample
+
+_LEAST_BLOCK = 64
+"""Samples of all parts together that are planned as one: as many lanes as a global batch of that size has."""
+_VERSION = 1
+_STATE = {"version", "epoch", "samples", "part", "parts", "loader"}
+_log = logging.getLogger(__name__)
+
+
+@checks_names()
+class TorchIterable(IterableDataset[Sample]):
+    """Show a ``StreamingDataset`` to torch's ``DataLoader`` as an iterable data set that deals out its own samples.
+
+    ::
+
+        loader = torch.utils.data.DataLoader(TorchIterable(dataset), batch_size=32, num_workers=4)
+
+    The samples are dealt to R data-parallel ranks times W torch workers, each exactly once, in the shuffled order of
+    the data set, another one in every epoch: every ``iter(loader)`` begins the next epoch, with persistent workers too.
+    Give no ``shuffle`` and no ``sampler`` to torch's loader. ``streaming.DataLoader`` does all this faster, gives the
+    same batches on any number of ranks and workers, and resumes on any; this view is for programs that insist on
+    torch's.
+
+    ``state_dict`` and ``load_state_dict`` are torchdata's protocol: its ``StatefulDataLoader`` saves and loads the
+    position of every worker, for the same number of ranks and workers.
+
+    Args:
+        dataset: What to read; needs an index.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: see ``infra.MeshFinder``.
+        last_batch: How N samples become equal parts for P = R x W: ``"drop"`` leaves out N mod P of them; ``"pad"``
+            repeats one where it is missing, and each sample says in ``"__valid__"`` whether it counts; ``"partial"``
+            gives some parts one sample more, so ranks may differ by a batch.
+        memory_limit: For all that one worker buffers.
+
+    Raises:
+        ConfigError: An argument cannot work.
+        IndexMissingError: The data set has no index.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        *,
+        device_mesh: Any = None,
+        last_batch: str = "drop",
+        memory_limit: int | str = "1GiB",
+    ) -> None:
+        if not isinstance(dataset, StreamingDataset):
+            raise ConfigError(
+                f"TorchIterable: expected a StreamingDataset, got a {type(dataset).__name__}; torch's DataLoader takes "
+                "other data sets as they are, with DeviceMeshSampler as batch_sampler="
+            )
+        self.dataset = dataset
+        self.last_batch = checked_last_batch(last_batch)
+        self._num_samples = len(dataset)
+        self._memory_limit = memory_limit
+        self._finder = MeshFinder(device_mesh)
+        self._epochs = _Epochs()
+        self._loaded: Mapping[str, Any] | None = None
+        self._running: _Part | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Where this process stands among those that train."""
+        self._finder.look_again()
+        return self._finder.mesh
+
+    def __len__(self) -> int:
+        """Samples of one rank in an epoch; under ``"drop"`` with W workers it may get up to W - 1 fewer."""
+        ranks = self.device_mesh.data_world_size
+        return self._num_samples // ranks if self.last_batch == "drop" else -(-self._num_samples // ranks)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """The samples of this rank and worker, in the next epoch, or from a loaded position on."""
+        info = get_worker_info()
+        if info is None:
+            self._finder.look_again(to_read=True)
+        mesh = self._finder.mesh
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        parts, part = mesh.data_world_size * workers, mesh.data_rank * workers + worker
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and (loaded["part"], loaded["parts"]) != (part, parts):
+            raise StateError(
+                f"this state is of part {loaded['part']} of {loaded['parts']} (ranks times workers), this is part "
+                f"{part} of {parts}; a view goes on only where it was. streaming.DataLoader resumes on any number"
+            )
+        group = [workers if info else 0, 0 if info is None else info.seed - info.id]
+        epoch = self._epochs.claim(group, worker, None if loaded is None else loaded["epoch"])
+        self._running = _Part(self, part, parts, epoch, loaded)
+        return iter(self._running)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration be of ``epoch``; call it in the process that has the loader."""
+        self._epochs.set(checked_int("epoch", epoch, 0, 2**62))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of this rank and worker in the iteration in progress: small, JSON-able.
+
+        Raises:
+            StateError: No iteration has begun in this process: with torch workers, only they know.
+        """
+        if self._running is None:
+            if self._loaded is not None:
+                return dict(self._loaded)
+            raise StateError(
+                "TorchIterable.state_dict: no iteration has begun in this process. With torch workers use torchdata's "
+                "StatefulDataLoader, which asks each of them, or streaming.DataLoader"
+            )
+        return self._running.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on from a ``state_dict`` of the same rank and worker of as many.
+
+        Raises:
+            StateError: It is malformed. One of another data set, rank or worker is refused by the iteration.
+        """
+        if not isinstance(state, Mapping) or set(state) != _STATE or state["version"] != _VERSION:
+            raise StateError("state: expected that of TorchIterable.state_dict()")
+        self._loaded, self._running = dict(state), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._finder.look_again()  # a spawned worker has neither torch.distributed nor all of the environment
+        return {**self.__dict__, "_finder": MeshFinder(self._finder.mesh), "_running": None}
+
+
+class _Part:
+    """One pass over the samples of one part."""
+
+    def __init__(
+        self, view: TorchIterable, part: int, parts: int, epoch: int, loaded: Mapping[str, Any] | None
+    ) -> None:
+        self._part, self._parts, self._epoch = part, parts, epoch
+        self._seen = 0 if loaded is None else int(loaded["samples"])
+        self._last_batch = view.last_batch
+        total = view._num_samples
+        self._share = {"drop": total // parts, "pad": -(-total // parts), "partial": -1}[view.last_batch]
+        if total < parts:
+            raise ConfigError(
+                f"{total} samples cannot be dealt to {parts} parts (data-parallel ranks times torch workers); use "
+                "fewer workers"
+            )
+        rows = max(1, -(-_LEAST_BLOCK // parts))
+        self._fetcher = DeviceMeshFetcher(
+            view.dataset, rows, device_mesh=DeviceMesh.from_sizes(dp_size=parts, rank=part), last_batch="partial",
+            memory_limit=view._memory_limit, agreement_timeout=None,
+        )  # fmt: skip
+        state = self._fetcher.state_dict() if loaded is None else dict(loaded["loader"])
+        block = self._seen // rows
+        self._skip = self._seen - block * rows
+        self._base = {**state, "epoch": epoch, "samples_seen": min(block * rows * parts, total)}
+        self._fetcher.load_state_dict(self._base)
+        self._ended = False
+
+    def state(self) -> dict[str, Any]:
+        """See ``TorchIterable.state_dict``; after the last sample it is the beginning of the next epoch."""
+        epoch, seen = (self._epoch + 1, 0) if self._ended else (self._epoch, self._seen)
+        return {"version": _VERSION, "epoch": epoch, "samples": seen, "part": self._part, "parts": self._parts,
+                "loader": self._base}  # fmt: skip
+
+    def __iter__(self) -> Iterator[Sample]:
+        samples = (sample for block in self._fetcher for sample in block)
+        last: Sample | None = None
+        try:
+            for last in islice(samples, self._skip, None):
+                self._seen += 1
+                self._ended = self._seen == self._share
+                yield self._marked(last, is_valid=True)
+                if self._ended:
+                    return
+            if self._last_batch == "pad" and self._seen < self._share:
+                self._seen += 1
+                self._ended = True
+                yield self._marked({} if last is None else last, is_valid=False)
+            self._ended = True
+        finally:
+            self._fetcher.close()
+
+    def _marked(self, sample: Sample, *, is_valid: bool) -> Sample:
+        return {**sample, "__valid__": is_valid} if self._last_batch == "pad" else sample
+
+
+class _Epochs:
+    """Which epoch each iteration is: the same for all workers of one iteration. For one thread of each process.
+
+    torch tells neither the data set nor its workers that an iteration begins, but every worker iterates once in each.
+    So the n-th claim of a worker of a loader (told by the base seed that its workers share) meets the n-th of the
+    others, and whichever comes first takes the next epoch for all. The log of claims is the same for all of them; each
+    process plays it through.
+    """
+
+    def __init__(self, log: SharedLog | None = None) -> None:
+        self._log = SharedLog() if log is None else log
+        self._log.open()
+        self._number = 0
+        self._next = 0
+        self._turns: dict[tuple[int, ...], int] = {}
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def __getstate__(self) -> SharedLog:
+        return self._log
+
+    def __setstate__(self, log: SharedLog) -> None:
+        self.__init__(log)  # type: ignore[misc]  # a copy plays the log through from its beginning
+
+    def set(self, epoch: int) -> None:
+        """Let the next iteration be of ``epoch``."""
+        self._log.append({"set": epoch})
+
+    def claim(self, group: list[int], worker: int, epoch: int | None) -> int:
+        """Begin an iteration as one of the workers of ``group``, of ``epoch`` if it is known; its epoch."""
+        self._number += 1
+        own = {"group": group, "worker": worker, "by": [os.getpid(), self._number], "epoch": epoch}
+        self._log.append(own)
+        found = -1
+        for record in self._log.take():
+            if "set" in record:
+                self._next = record["set"]
+                continue
+            place = (*record["group"], record["worker"])
+            turn = self._turns[place] = self._turns.get(place, 0) + 1
+            iteration = (*record["group"], turn)
+            if record["epoch"] is not None:
+                self._known[iteration], self._next = record["epoch"], record["epoch"] + 1
+            elif iteration not in self._known:
+                self._known[iteration] = self._next
+                self._next += 1
+            if record == own:
+                found = self._known[iteration]
+        return found
