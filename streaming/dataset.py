@@ -361,15 +361,15 @@ class StreamingDataset:
 
         What is fetched is made of whole spans, so that it can be checked: it begins with ``lead`` other samples, and
         may end with some. A sample table of format 1.0 has no spans: then it is these samples alone, unchecked.
+        Where the table is lost, it is the whole chunk.
         """
         whole = self.chunk(chunk_id)
         if first == 0 and stop == self.table.num_samples[chunk_id]:
             return whole
         samples = self._recent.table(int(self.table.shard[chunk_id]))
         if samples is None:
-            raise IndexMissingError(
-                f"{whole.shown_url}: no sample table; build it with shard_tools index {whole.shown_url}"
-            )
+            self._recent.tell_lost(whole.shown_url)
+            return replace(whole, lead=first)
         begin = int(self.table.first_sample[chunk_id])
         low, high, spans = samples.widened(begin + first, begin + stop)
         lead = begin + first - low

@@ -113,5 +113,5 @@ def table_of(shards: OpenSet, position: int, storage: Storage) -> SampleTable:
     url = shards.urls[position]
     table = load_samples(storage, url, shards.index_url)
     if table is None:
-        raise IndexMissingError(f"{url}: the index has no sample table of it; run `shard_tools index --force {url}`")
+        raise IndexMissingError(f"{url}: the index has no sample table of it; run `shard_tools index {url}`")
     return table

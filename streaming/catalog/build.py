@@ -66,7 +66,8 @@ def index_shards(
     """Index the shards at ``urls`` and write the index files; the chunk table of these shards, in this order.
 
     Writes each shard's sample file as soon as it is scanned, and ``chunks.parquet`` last, so an interrupted call goes
-    on where it stopped: a shard whose chunk rows are known for its size of now is not read again. Shards that the
+    on where it stopped: a shard that has a sample file, and whose chunk rows are known for its size of now, is not read
+    again. Shards that the
     index holds already stay in it. If shards are damaged, the others are still scanned, ``chunks.parquet`` is left
     as it was, and the first error is raised with the others as notes.
 
@@ -177,10 +178,12 @@ def _index_shard(
     samples_url = join_url(todo.home, samples_path(name))
     if not force:
         size_bytes = storage.info(url).size_bytes
+        footer = rows is None
         if rows is None:
             with suppress(IndexFormatError):
                 rows = _read_footer(storage, samples_url)
-        if rows is not None and rows.shards[0].size_bytes == size_bytes and rows.shards[0].name == name:
+        known = rows is not None and rows.shards[0].size_bytes == size_bytes and rows.shards[0].name == name
+        if rows is not None and known and (footer or storage.exists(samples_url)):
             return rows
     table = scan_with_sidecars(
         storage,

@@ -133,10 +133,10 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
     url = shards.urls[shard]
     home = split_url(url)[0] if shards.index is None else shards.index
     path = join_url(home, samples_path(shard_name(url, shards.index)))
-    try:
-        found = SampleTable.from_parquet(storage.read(path), path)
-    except NotFoundError:
+    data = if_there(lambda: storage.read(path), storage, url if shards.index is None else None)
+    if data is None:
         return None
+    found = SampleTable.from_parquet(data, path)
     if shards.table is not None and found.chunks != shards.table.take([shard]):
         raise IndexMismatchError(
             f"{redact(path)}: this sample table is not of the shard that the chunk table beside it describes; one of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, redact
 from streaming.types import Sample, Transform
 
+_log = logging.getLogger(__name__)
 _RECENT_CHUNKS = 4
 """Chunks kept for random access: neighbours are usually asked for together."""
 _RECENT_TABLES_BYTES = 128 << 20
@@ -92,6 +94,7 @@ class RandomAccess:
         """A forked child gets its own; what was read before the fork stays at hand."""
         self._lock = threading.Lock()
         self._reading: dict[int, threading.Lock] = {}
+        self._told_lost = False
 
     def sample(self, index: int) -> Sample:
         """Sample number ``index``, decoded and transformed."""
@@ -121,6 +124,18 @@ class RandomAccess:
                     self._tables_bytes -= _size_of_table(self._tables.popitem(last=False)[1])
                 self._reading.pop(shard, None)
         return found
+
+    def tell_lost(self, shown_url: str) -> None:
+        """Say in the log, once, that a shard's sample table is gone while others are there."""
+        with self._lock:
+            told, self._told_lost = self._told_lost, True  # one thread finds it False
+        if not told:
+            _log.warning(
+                "%s: this shard's sample table is gone, so whole chunks are read where a part is wanted, by each rank "
+                "(others may be like that). `shard_tools index %s` builds it anew",
+                shown_url,
+                shown_url,
+            )
 
     def _starts(self) -> npt.NDArray[np.int64]:
         counts = self._dataset.table.num_samples
