@@ -476,7 +476,7 @@ def _checked_index(index: str | PathLike[str] | None) -> str | None:
 def _checked_path(name: str, path: str | PathLike[str] | None) -> str | None:
     if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
         raise ConfigError(f"{name}: expected a path, got {path!r}")
-    return None if path is None else os.path.abspath(os.fspath(path))
+    return None if path is None else os.path.abspath(os.path.expanduser(os.fspath(path)))
 
 
 def _is_limit(value: object) -> bool:

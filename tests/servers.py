@@ -211,6 +211,11 @@ class MiniS3Server(LoopbackServer):
             client.create_bucket(Bucket=name)
         return f"s3://{name}"
 
+    def put_object(self, bucket: str, key: str, body: bytes) -> None:
+        """Store an object under any key, such as consoles make for an empty folder."""
+        with contextlib.closing(self._client()) as client:
+            client.put_object(Bucket=bucket, Key=key, Body=body)
+
     def presign(self, bucket: str, key: str, expires_s: int = 3600) -> str:
         """A presigned GET URL."""
         with contextlib.closing(self._client()) as client:

@@ -15,6 +15,7 @@ from shard_tools.convert.records import Skipped
 from streaming.catalog.urls import expand_urls
 from streaming.errors import NotFoundError
 from streaming.storage import Storage
+from streaming.storage.urls import local_path, scheme_of
 
 _BLOCK_BYTES = 4 << 20
 _WILDCARD = re.compile(r"[*?\[]")
@@ -31,12 +32,7 @@ class SourceFile:
 
 def is_local(url: str) -> bool:
     """Whether ``url`` is a path of this machine's file system."""
-    return "://" not in url or url.startswith("file://")
-
-
-def local_path(url: str) -> str:
-    """The path that a local ``url`` means."""
-    return url.removeprefix("file://")
+    return scheme_of(url) == "file"
 
 
 def find_files(

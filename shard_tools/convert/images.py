@@ -7,7 +7,7 @@ import json
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from shard_tools.convert.files import SourceFile, find_files, is_local, local_path, walk_folder
+from shard_tools.convert.files import SourceFile, find_files, is_local, walk_folder
 from shard_tools.convert.records import (
     NUMBER_KEYS,
     Record,
@@ -19,6 +19,7 @@ from shard_tools.convert.records import (
 from shard_tools.write.keys import check_key
 from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage
+from streaming.storage.urls import local_path
 
 IMAGE_EXTENSIONS = frozenset(
     {

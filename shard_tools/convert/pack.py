@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shard_tools.convert.elsewhere import Work, write_elsewhere
-from shard_tools.convert.files import is_local, local_path
+from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.convert.records import Source
 from shard_tools.progress import Progress
@@ -24,6 +24,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, split_url
+from streaming.storage.urls import local_path
 
 _SHARD_NAME = "{:06d}.tar"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 
 from shard_tools.convert import lines, parquet, tars
-from shard_tools.convert.files import find_files, is_local, local_path
+from shard_tools.convert.files import find_files, is_local
 from shard_tools.convert.images import IMAGE_EXTENSIONS, ImageFolder
 from shard_tools.convert.records import Source
 from shard_tools.convert.rows import RowMapper
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage
+from streaming.storage.urls import local_path
 
 SOURCE_KINDS = ("auto", "images", "jsonl", "parquet", "csv", "text", "tars")
 _SUFFIXES: tuple[tuple[str, tuple[str, ...]], ...] = (

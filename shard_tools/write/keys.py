@@ -19,11 +19,6 @@ _BLANK: Final = re.compile(r"\s")
 _LOG_CHUNK: Final = 1024
 
 
-def is_meta(name: str) -> bool:
-    """Whether a sample's entry is a reader's note (``__url__``, ``__local_path__``, …) and not a field."""
-    return name.startswith("__") and name.endswith("__") and len(name) > 4
-
-
 def check_key(key: object) -> str:
     """``key``, if every reader finds the sample under exactly this key.
 

@@ -296,7 +296,7 @@ def open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | N
         if cache_limit is not None:
             raise ConfigError(f"cache_limit={cache_limit!r} without a cache_dir: give the folder of the cache, too")
         return None
-    folder = os.path.abspath(os.fspath(cache_dir))
+    folder = os.path.abspath(os.path.expanduser(os.fspath(cache_dir)))
     if cache_limit is not None:
         return NodeCache(folder, parse_bytes(cache_limit, name="cache_limit"))
     there = folder

@@ -50,9 +50,10 @@ class StorageAhead(Storage):
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See ``Storage``."""
         for info in self._storage.list(url):
-            known: Future[ObjectInfo] = Future()
-            known.set_result(info)
-            self._infos[info.url] = known
+            if info.size_bytes:  # an empty one may be the mark of a folder: only asking tells
+                known: Future[ObjectInfo] = Future()
+                known.set_result(info)
+                self._infos[info.url] = known
             yield info
 
     def _start(self, asked: dict[str, Future[_T]], url: str, ask: Callable[[str], _T]) -> Future[_T]:

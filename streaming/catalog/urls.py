@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from urllib.parse import unquote
 
 from braceexpand import braceexpand
 
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage.adapters.local import is_directory
+from streaming.storage.base import ObjectInfo
 from streaming.storage.facade import Storage
-from streaming.storage.urls import HTTP_SCHEMES, as_url, redact, scheme_of, split_query
+from streaming.storage.urls import HTTP_SCHEMES, as_url, local_path, redact, scheme_of, split_query
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 INDEX_DIRECTORY = "_shardstream"
 MAX_BRACE_URLS = 5_000_000
 """URLs that one pattern may stand for: a thousand terabytes in shards of 256 MB, and half a minute to write out."""
 _MAX_DEPTH = 20
+_DECOMPRESSORS = {
+    **dict.fromkeys((".tar.bz2", ".tbz2", ".tbz"), "bunzip2"),
+    **dict.fromkeys((".tar.xz", ".txz"), "unxz"),
+    **dict.fromkeys((".tar.zst", ".tzst"), "unzstd"),
+    **dict.fromkeys((".tar.lz4",), "unlz4"),
+}
+_ALIASES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfss": "abfs"}
+_HIDDEN = re.compile(r"\.").match
+_log = logging.getLogger(__name__)
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.(-?[0-9]+))?")
 _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 
@@ -26,10 +39,11 @@ def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     """The shard URLs that ``spec`` names, in its order (listings sorted).
 
     Braces are expanded as a shell does (``{000..099}``, ``{a,b}``) without asking the store; ``::`` joins several; a
-    prefix or directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` below it.
+    prefix or directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` below it, but those in hidden folders or with
+    hidden names (that begin with a dot). A shard is the same by another spelling, and by a symbolic link.
 
     Raises:
-        ConfigError: For a malformed pattern, or a shard that is named twice.
+        ConfigError: For a malformed pattern, a shard that is named twice, or one that is compressed in another way.
         NotFoundError: If a directory or prefix holds no shard.
     """
     if isinstance(spec, (str, os.PathLike)):
@@ -39,15 +53,45 @@ def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     if not specs:
         raise ConfigError("no shards: the list of URLs is empty; name at least one shard, prefix or directory")
     urls = [url for one in specs for url in _expand_one(one, storage)]
-    seen: set[str] = set()
+    identify = _Identity()
+    seen: dict[str, str] = {}
     for url in urls:
-        if url in seen:
+        other = seen.setdefault(identify.of(url), url)
+        if other is not url:
+            also = "" if other == url else f", as {redact(other)}, which is the same shard"
             raise ConfigError(
-                f"{redact(url)} is named twice; its samples would come twice an epoch. Name each shard once, and use a "
-                "Mixture to weigh data sets"
+                f"{redact(url)} is named twice{also}; its samples would come twice an epoch. Name each shard once, and "
+                "use a Mixture to weigh data sets"
             )
-        seen.add(url)
     return urls
+
+
+class _Identity:
+    """Names by which one shard is told from another, however it is spelt; folders are looked at once."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, tuple[str, frozenset[str]]] = {}
+
+    def of(self, url: str) -> str:
+        """The same for two URLs exactly if they are known to mean one shard."""
+        scheme = scheme_of(url)
+        if scheme == "file":
+            folder, name = os.path.split(local_path(url))
+            real, links = self._folder(folder)
+            path = os.path.join(real, name)
+            return os.path.realpath(path) if name in links else path
+        path, query = split_query(url)
+        rest = path.partition("://")[2]
+        return f"{_ALIASES.get(scheme, scheme)}://{unquote(rest) if scheme in HTTP_SCHEMES else rest}{query}"
+
+    def _folder(self, folder: str) -> tuple[str, frozenset[str]]:
+        """The real path of a folder, and the names in it that are symbolic links."""
+        if folder not in self._folders:
+            real, links = os.path.realpath(folder or "."), frozenset[str]()
+            with suppress(OSError), os.scandir(real) as entries:
+                links = frozenset(entry.name for entry in entries if entry.is_symlink())
+            self._folders[folder] = real, links
+        return self._folders[folder]
 
 
 def _expand_one(spec: str | os.PathLike[str], storage: Storage) -> Iterator[str]:
@@ -127,6 +171,10 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
     """``url`` itself if it names a shard, otherwise the shards below it."""
     path, _ = split_query(url)
     directory = is_directory(url)
+    if not directory and (cure := _decompressor(path)):
+        raise ConfigError(
+            f"{redact(url)}: compressed in a way that is not read here; decompress it (`{cure}`) and read the tar"
+        )
     if path.endswith(SHARD_SUFFIXES) and not directory:
         if "*" in path:
             raise ConfigError(f"{redact(url)!r}: '*' is not expanded; write braces, or the directory for all in it")
@@ -135,17 +183,40 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
     if scheme_of(url) in HTTP_SCHEMES and not path.endswith("/"):
         yield url  # a download link without a telling name
         return
-    found = [info.url for info in storage.list(url) if _is_shard(info.url)]
+    listed = list(storage.list(url))
+    base = url.rstrip("/") + "/"
+    found = [info.url for info in listed if _is_shard(info.url, base) and not _is_marker(info, storage)]
+    others = [info.url for info in listed if _decompressor(info.url)]
     if found:
+        if others:
+            _log.warning(
+                "%s: %d shards below it are left out: they are compressed as %s is, which is not read; use `%s`",
+                redact(url),
+                len(others),
+                redact(others[0]),
+                _decompressor(others[0]),
+            )
         yield from found
     elif not directory and not path.endswith("/") and storage.exists(url):
         yield url
     else:
         raise NotFoundError(
-            f"no shards below {redact(url)}: nothing there ends in {', '.join(SHARD_SUFFIXES)}; check the prefix "
-            "(`shard_tools ls` shows what is there)"
+            f"no shards below {redact(url)}: nothing there ends in {', '.join(SHARD_SUFFIXES)}, but in hidden folders; "
+            + (f"decompress {redact(others[0])} (`{_decompressor(others[0])}`)" if others else "check the prefix")
         )
 
 
-def _is_shard(url: str) -> bool:
-    return url.endswith(SHARD_SUFFIXES) and f"/{INDEX_DIRECTORY}/" not in url
+def _is_shard(url: str, base: str) -> bool:
+    """Whether an object listed below ``base`` is a shard: not one of the index, and not hidden below it."""
+    parts = url.removeprefix(base).split("/") if url.startswith(base) else [url]
+    return url.endswith(SHARD_SUFFIXES) and f"/{INDEX_DIRECTORY}/" not in url and not any(map(_HIDDEN, parts))
+
+
+def _is_marker(info: ObjectInfo, storage: Storage) -> bool:
+    """Whether a listed object is the mark of an empty folder, as consoles make them: its key ends with a slash."""
+    return info.size_bytes == 0 and scheme_of(info.url) != "file" and not storage.exists(info.url)
+
+
+def _decompressor(path: str) -> str:
+    """The program that makes a plain tar of a shard compressed in a way that is not read here; else empty."""
+    return next((program for end, program in _DECOMPRESSORS.items() if path.lower().endswith(end)), "")

@@ -23,9 +23,9 @@ def scheme_of(url: str) -> str:
 
 
 def local_path(url: str) -> str:
-    """The path of a ``file:`` URL (percent-decoded), or the path itself."""
+    """The path of a ``file:`` URL (percent-decoded), or the path itself; ``~`` is the user's home, as in a shell."""
     if not _SCHEME.match(url):
-        return url
+        return os.path.expanduser(url) if url.startswith("~") else url
     rest = url.split(":", 1)[1]
     if rest.startswith("//"):
         host, slash, path = rest[2:].partition("/")

@@ -36,10 +36,15 @@ EXTENSION_TYPES = frozenset(b"xXLK")
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a buffer comes from: the shard, and the buffer's offset in it. Errors are raised through it."""
+    """Where a buffer comes from: the shard, and the buffer's offset in it. Errors are raised through it.
+
+    ``strict``: it is read for the first time, so that what would get lost of a sample without a word is an error.
+    Chunks of an index are read as they were when it was built.
+    """
 
     url: str = ""
     base: int = 0
+    strict: bool = False
 
     def fail(self, offset: int, what: str, *, member: bytes | str = b"", cure: str = "") -> NoReturn:
         """Raise the TarError that says ``what`` is wrong at ``offset`` of the buffer."""

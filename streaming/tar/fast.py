@@ -74,6 +74,8 @@ def _read_regular(  # noqa: PLR0911 - one way out for each thing that breaks the
     if chain is None:
         return None
     at, sizes, roles = chain
+    if where.strict and (_column(raw, "u1", 156)[at] == ord("1")).any():
+        return None
     end = int(at[-1] + 1 + ((sizes[-1] + 511) >> 9)) * BLOCK_BYTES
     ended = end < raw.size - raw.size % BLOCK_BYTES
     if ended:

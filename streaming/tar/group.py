@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from streaming.errors import DuplicateKeyError, TarError
 from streaming.tar.blocks import Int64s, Members, Names, Where
 from streaming.tar.keys import KeyLines, join_lines, rises
-from streaming.tar.names import decode_name, split_name
+from streaming.tar.names import decode_name, is_meta, split_name
 
 MAX_FIELDS = 16384
 """Most fields of one sample; every field more costs all readers a column."""
@@ -121,6 +121,8 @@ def _first_sample(names: list[bytes]) -> tuple[str, list[str]] | None:
         key = split[0]
         extensions.append(name[len(key) :])
     lowered = {extension.lower() for extension in extensions}
+    if any(extension.startswith(".__") for extension in lowered):
+        return None
     if key is None or len(lowered) != len(extensions) or len(extensions) > _MAX_UNIFORM_FIELDS:
         return None
     return key, extensions
@@ -196,6 +198,13 @@ def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int, 
         split = split_name(decode_name(raw.split(b"\0", 1)[0] if b"\0" in raw else raw))
         if split is None:
             continue
+        if where.strict and is_meta(split[1]):
+            where.fail(
+                int(members.headers[index]),
+                f"a field {split[1]!r}, which would take the place of what readers note in a sample under this name",
+                member=raw,
+                cure="rename it, or leave it out: `shard_tools repair URL --to TARGET --drop-damaged`",
+            )
         column = fields.setdefault(split[1], len(fields))
         again = split[0] == key and column in seen
         if again and not repeats:

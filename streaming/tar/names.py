@@ -43,3 +43,8 @@ def split_name(name: str) -> tuple[str, str] | None:
     if folder >= dot or "." in name[folder:dot]:
         return None
     return name[:dot], name[dot + 1 :].lower()
+
+
+def is_meta(field: str) -> bool:
+    """Whether a name is like those that readers give to what they note in a sample, such as ``__key__``."""
+    return field.startswith("__") and field.endswith("__") and len(field) > len("____")

@@ -7,13 +7,23 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from streaming.tar.blocks import BytesLike, Members, Names, Where, as_array, is_zero
+from streaming.tar.blocks import BLOCK_BYTES, BytesLike, Members, Names, Where, as_array, is_zero
 from streaming.tar.fast import read_members
 from streaming.tar.group import MAX_FIELDS, ChunkLayout, PackedLayout, check_num_fields, group_members
 from streaming.tar.names import decode_name, split_name
 
 _BRIDGE_BYTES = 4096
-_CUT_OFF = "truncated? fetch or write the shard again"
+_MAGIC = {
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\xfd7zXZ\0": ("xz", "unxz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
+    b"PK\3\4": ("a zip file", "unzip"),
+}
+_CUT_OFF = (
+    "truncated? fetch or write the shard again, or save what there is: `shard_tools repair URL --to TARGET` (with "
+    "--drop-damaged where samples are lost)"
+)
 
 
 class TarScanner:
@@ -76,6 +86,8 @@ class TarScanner:
         """As :meth:`feed`, without making a Python string of each key."""
         raw = as_array(piece)
         self.members = None
+        if self.num_bytes == 0:
+            _refuse_compressed(raw[:BLOCK_BYTES].tobytes(), self.url)
         skip = max(0, self._settled - self.num_bytes)
         self.num_bytes += raw.size
         if self._ended:
@@ -100,7 +112,7 @@ class TarScanner:
         else:
             bridge, offset = None, 0
             buffer = as_array(self._tail + raw.tobytes()) if tail_bytes else raw
-        where = Where(self.url, self._settled + offset)
+        where = Where(self.url, self._settled + offset, strict=True)
         members = read_members(buffer, where, partial=True, verify_headers=self.verify_headers)
         self._ended = members.ended
         self._settled += members.end + offset
@@ -138,7 +150,7 @@ class TarScanner:
         Where(self.url, min(self._settled, self.num_bytes)).fail(0, what, member=last, cure=_CUT_OFF)
 
     def _where(self) -> Where:
-        return Where(self.url, self._settled)
+        return Where(self.url, self._settled, strict=True)
 
     def _close(self, members: Members | None) -> PackedLayout:
         """Join ``members`` to the unfinished sample; group all but the sample that is unfinished now."""
@@ -156,10 +168,24 @@ class TarScanner:
     def _group(self, members: Members | None, stop: int) -> PackedLayout:
         if members is None or not len(members.names):
             members, stop = _NONE, self.record_start
-        layout = group_members(members, Where(self.url), first=self.record_start, stop=stop, repeats=self.repeats)
+        layout = group_members(
+            members, Where(self.url, strict=True), first=self.record_start, stop=stop, repeats=self.repeats
+        )
         if len(layout.keys):
             self.record_start = stop
         return layout
+
+
+def _refuse_compressed(head: bytes, url: str) -> None:
+    """Name what the first bytes of something else than a tar say that it is.
+
+    Raises:
+        TarError: They say it.
+    """
+    found = next((names for magic, names in _MAGIC.items() if head.startswith(magic)), None)
+    if found is not None and head[257:262] != b"ustar":
+        kind, program = found
+        Where(url).fail(0, f"this is {kind}, which is not read here", cure=f"unpack it (`{program}`) and read the tar")
 
 
 _NONE = read_members(bytes(512), Where())

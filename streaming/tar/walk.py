@@ -27,6 +27,7 @@ from streaming.tar.blocks import (
     parse_number,
     parse_pax,
 )
+from streaming.tar.names import decode_name, split_name
 
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 
@@ -136,6 +137,11 @@ class _Walk:
         name = self.name if self.name is not None else plain_name(header)
         if kind == ord("S"):
             self.where.fail(at, "sparse file", member=name, cure="pack it without --sparse")
+        if kind == ord("1") and self.where.strict and split_name(decode_name(name)) is not None:
+            target = header[157:257].split(b"\0", 1)[0]
+            what = f"a hard link to {decode_name(target)!r}, whose bytes readers of shards do not find"
+            cure = "pack it with `tar --hard-dereference`, or write it anew with `shard_tools repair URL --to TARGET`"
+            self.where.fail(at, what, member=name, cure=cure)
         if kind in DATALESS_TYPES:
             size = 0
         elif self.size is not None:

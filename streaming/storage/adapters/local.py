@@ -45,6 +45,9 @@ def _file_status(url: str, file: str | int) -> os.stat_result:
         status = os.stat(file)
     if stat.S_ISDIR(status.st_mode):
         raise NotFoundError(f"looking at {url}: it is a directory, not a file; list it instead")
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a FIFO (named pipe)" if stat.S_ISFIFO(status.st_mode) else "a socket or device"
+        raise StorageError(f"looking at {url}: it is {kind}, which has no byte ranges; write its content into a file")
     return status
 
 
@@ -95,7 +98,8 @@ class LocalAdapter:
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> _FileRange:
         """See :class:`Adapter`."""
         with _os_errors(url, "opening"):
-            descriptor = os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC)
+            # Without O_NONBLOCK opening a FIFO waits for somebody who writes; files are read as ever.
+            descriptor = os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = _file_status(url, descriptor)
             found = _version(status)
@@ -121,6 +125,8 @@ class LocalAdapter:
                     try:
                         status = os.stat(os.path.join(directory, name))
                     except FileNotFoundError:  # a dangling link, or removed since the folder was read
+                        continue
+                    if not stat.S_ISREG(status.st_mode):
                         continue
                     path = name if below == "." else f"{below}/{name}"
                     info = ObjectInfo(
@@ -150,7 +156,7 @@ def _check_version(url: str, found: str, wanted: str | None) -> None:
 
 
 def _is_url(url: str) -> bool:
-    return local_path(url) != url
+    return not url.startswith("~") and local_path(url) != url
 
 
 def _unless_missing(error: OSError) -> None:
