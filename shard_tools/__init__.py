@@ -1,5 +1,22 @@
 """Packs, indexes, checks and shows WebDataset shards: the writer as a library, the verbs as a command."""
 
+import os
+import sys
+
+try:
+    import streaming.errors as _errors  # noqa: F401  shardstream's
+except ModuleNotFoundError as _error:
+    if _error.name != "streaming.errors":
+        raise
+    _found = getattr(sys.modules.get("streaming"), "__file__", None) or "a package without a file"
+    _ours = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "streaming", "__init__.py")
+    raise ImportError(
+        f"import streaming: {_found} shadows shardstream's own package of that name, {_ours}. If it is MosaicML's: the "
+        "two need separate environments. If it is yours: rename it, or take the folder that it lies in from the "
+        "beginning of PYTHONPATH; a script's own folder comes first of all: start it from elsewhere as "
+        "`python -m package.script`"
+    ) from _error
+
 from shard_tools.write.writer import ShardWriter
 
 __all__ = ["ShardWriter"]

@@ -7,8 +7,21 @@ or a tool does not pay for torch.
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+try:
+    from infra import MeshFinder as _MeshFinder  # noqa: F401  ours has one
+except ImportError as _error:
+    _found = getattr(sys.modules.get("infra"), "__file__", None) or "a package without a file"
+    _ours = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "infra", "__init__.py")
+    raise ImportError(
+        f"import infra: {_found} shadows shardstream's own package of that name, {_ours}. Cure: rename the first, or "
+        "take the folder that it lies in from the beginning of PYTHONPATH; a script's own folder comes first of all: "
+        "start it from elsewhere as `python -m package.script`"
+    ) from _error
 
 if TYPE_CHECKING:
     from streaming.batches.portion import StageFields

@@ -33,6 +33,15 @@ are translated once, in the adapter that called them, and stay reachable as ``__
 
 from __future__ import annotations
 
+import sys
+
+if not hasattr(sys.modules["streaming"], "_HOMES"):
+    raise ImportError(
+        f"import streaming: {sys.modules['streaming'].__file__} is another package, MosaicML's for example, in the "
+        f"place of shardstream's; {__file__} is shardstream's. Both are imported as `streaming`, so they need separate "
+        "environments. Cure: `pip uninstall mosaicml-streaming` and `pip install --force-reinstall shardstream`"
+    )
+
 
 class ShardstreamError(Exception):
     """Base of all errors raised on purpose by shardstream."""
