@@ -249,9 +249,9 @@ class DataLoader:
         return int(self._options["num_workers"])
 
     @property
-    def prefetch_factor(self) -> int:
-        """Batches built ahead, per worker process or thread."""
-        return int(self._options["prefetch_factor"])
+    def prefetch_factor(self) -> int | None:
+        """Batches built ahead, per worker process; None without, as torch has it (threads build as many ahead)."""
+        return int(self._options["prefetch_factor"]) if self.num_workers else None
 
     @property
     def pin_memory(self) -> bool:

@@ -24,11 +24,12 @@ def test_torchs_attributes_by_torchs_names(samples: SampleSet) -> None:
         mesh = DeviceMesh.from_sizes(dp_size=3, rank=rank)
         loader = DataLoader(dataset, global_batch_size=7, device_mesh=mesh, prefetch_factor=3, last_batch="partial")
         assert (loader.batch_size, len(loader), loader.dataset) == (share, 7, dataset)
-        assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, 3, False)
+        assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, None, False)
         assert (loader.collate_fn, loader.drop_last) == (None, False)
         assert isinstance(loader, Stateful)
     ordinary = DataLoader(list(range(10)), 4, num_workers=2, collate_fn=default_collate)
     assert (ordinary.batch_size, ordinary.num_workers, ordinary.drop_last) == (4, 2, True)
+    assert ordinary.prefetch_factor == 2
     assert ordinary.collate_fn is default_collate
 
 

@@ -1,0 +1,100 @@
+"""Loaders in ``transformers.Trainer`` and what is derived from it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from itertools import repeat
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from streaming.errors import ConfigError
+from streaming.loader import DataLoader
+
+__all__ = ["use_loader"]
+
+
+def use_loader(trainer: Trainer, loader: DataLoader) -> None:
+    """Have ``trainer`` train on ``loader``, save its position with every checkpoint, and resume from it.
+
+    The trainer counts in steps, so give ``global_batch_size=``: an epoch has then the same steps on any number of
+    ranks. Names of a batch that the model's ``forward`` does not take are left out (``remove_unused_columns``).
+
+    ::
+
+        trainer = Trainer(model, TrainingArguments("out", save_steps=500))
+        use_loader(trainer, DataLoader(dataset, global_batch_size=256))
+        trainer.train(resume_from_checkpoint=get_last_checkpoint("out"))
+    """
+
+    class LoaderPosition(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers' are not typed
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"position": loader.state_dict()}}
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+            saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+            if state.global_step:
+                loader.load_state_dict(saved["attributes"]["position"])
+                _check_place(loader, state.global_step, args)
+
+    trainer.add_callback(LoaderPosition())
+    trainer.get_train_dataloader = lambda: _TrainerLoader(loader, trainer)
+
+
+class _TrainerLoader:
+    """The loader as the trainer is to see it; ``dataset`` is what its ``skip_first_batches`` reads."""
+
+    batch_size = prefetch_factor = None
+    drop_last = False
+    collate_fn = staticmethod(lambda batch: batch)
+
+    def __init__(self, loader: DataLoader, trainer: Trainer) -> None:
+        self._loader, self.sampler = loader, loader.sampler
+        self.set_epoch, self.dataset = loader.set_epoch, _Resumed(self)
+        forward = inspect.signature(trainer.model.forward).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in forward.values())
+        self._names = None if takes_all or not trainer.args.remove_unused_columns else set(forward)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            wanted = self._names if isinstance(batch, Mapping) else None
+            yield batch if wanted is None else {name: batch[name] for name in batch if name in wanted}
+
+
+class _Resumed(IterableDataset[Any]):
+    """An epoch whose batches before the loader's position, which are to be skipped, are None instead of being read."""
+
+    def __init__(self, loader: _TrainerLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader._loader.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from repeat(None, _batches_seen(self._loader._loader))
+        yield from self._loader
+
+
+def _batches_seen(loader: DataLoader) -> int:
+    """Batches of the epoch in progress before the loader's position."""
+    seen: int = -(-loader.state_dict()["samples_seen"] // loader.global_batch_size)
+    return seen
+
+
+def _check_place(loader: DataLoader, steps: int, args: Any) -> None:
+    """Raise ConfigError where trainer and loader have not counted the same batches."""
+    per_step = args.gradient_accumulation_steps
+    epoch, rest = divmod(steps, -(-len(loader) // per_step))
+    here = loader.epoch, _batches_seen(loader)
+    if here != (epoch, rest * per_step):
+        raise ConfigError(
+            f"the checkpoint was saved at batch {here[1]} of epoch {here[0]}, but {steps} steps of {per_step} batches, "
+            f"as the trainer counts now, are batch {rest * per_step} of epoch {epoch}: resume with the global batch "
+            "size, accumulation and epoch's length of the run that saved it; global_batch_size= keeps them on any ranks"
+        )

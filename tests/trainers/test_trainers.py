@@ -1,0 +1,213 @@
+"""The programs of docs/trainers.md, as they stand there, killed and resumed on other numbers of ranks.
+
+Each program runs in legs, one table for all: so many ranks, until rank 0 has received batch number ``kill_at`` and dies
+by SIGKILL, before that batch is trained on. A checkpoint is saved after each step, so the next leg begins with the same
+batch. What the ranks of all legs received, put together step by step, has to be what one process alone receives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch.distributed as dist
+from data_sets import SampleSet, write_set
+from test_readme import blocks
+
+from streaming import DataLoader
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent.parent / "docs/trainers.md"
+EPOCHS, STEPS, GLOBAL_BATCH = 3, 18, 12
+DEADLINE_S = 150
+
+Launcher = Literal["fork", "torchrun", "script"]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Ranks; the number of the batch that kills rank 0, from 1 (None: to the end); who starts them."""
+
+    ranks: int
+    kill_at: int | None
+    launcher: Launcher = "fork"
+
+
+def legs(first: Launcher) -> tuple[Leg, ...]:
+    """Killed in the middle of epoch 1; resumed, and killed before a batch was trained on; resumed from the same state,
+    and killed at the border of epochs; resumed from a state of a resumed run.
+    """  # fmt: skip
+    return Leg(2, 9, first), Leg(3, 9), Leg(1, 13), Leg(2, None)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A section of the page."""
+
+    heading: str
+    legs: tuple[Leg, ...]
+    replicas: int = 1
+    quiet: dict[str, Any] = field(default_factory=dict)
+
+
+NO_LOGS = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": True,
+}
+NO_REPORTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
+PROGRAMS = (
+    Program("torchrun", legs("torchrun")),
+    Program("torch.multiprocessing.spawn", (Leg(2, 13, "script"), Leg(1, None, "script"))),
+    Program("Lightning", legs("script"), quiet=NO_LOGS),
+    Program("transformers.Trainer", legs("fork"), quiet=NO_REPORTS),
+    Program("Accelerate", legs("fork")),
+    Program("Stateful and torch.distributed.checkpoint", legs("fork")),
+    Program("FSDP2 and tensor parallel", (Leg(4, 9), Leg(2, 13), Leg(4, None)), replicas=2),
+)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    """Six global batches an epoch."""
+    return write_set(tmp_path_factory.mktemp("trainers") / "set", (30, 18, 24))
+
+
+@pytest.fixture(scope="module")
+def expected(samples: SampleSet) -> list[Counter[str]]:
+    """The global batches of three epochs, as one process alone reads them."""
+    with DataLoader(samples.open(), global_batch_size=GLOBAL_BATCH) as loader:
+        found = []
+        for epoch in range(EPOCHS):
+            loader.set_epoch(epoch)
+            found.append([Counter(batch["__key__"]) for batch in loader])
+    for epoch in found:
+        assert sum(epoch, Counter()) == Counter(samples.keys)
+    assert all(found[a] != found[b] for a, b in ((0, 1), (1, 2), (0, 2)))
+    return [batch for epoch in found for batch in epoch]
+
+
+class Ranks:
+    """Starts the ranks of a leg and waits for their end."""
+
+    def __init__(self) -> None:
+        self.environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+        self.environ |= {
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` has it
+        }
+        self.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *map(str, HERE.parents[:2])])
+        self._forker: subprocess.Popen[str] | None = None
+
+    def fork(self, script: Path, ranks: int, errors: Path, environ: dict[str, str]) -> int:
+        """With the variables that torchrun sets, and a store for the rendezvous such as it has."""
+        if self._forker is None:
+            self._forker = subprocess.Popen(
+                [sys.executable, str(HERE / "rank_forker.py")],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environ,
+            )  # fmt: skip
+        assert self._forker.stdin is not None
+        assert self._forker.stdout is not None
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environ = environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
+        job = {"script": str(script), "ranks": ranks, "errors": str(errors), "environ": environ}
+        print(json.dumps(job), file=self._forker.stdin, flush=True)
+        statuses: list[int] = json.loads(self._forker.stdout.readline())
+        return statuses[0] or max(map(abs, statuses))
+
+    def start(self, command: list[str], errors: Path, environ: dict[str, str]) -> int:
+        """As a program of its own; whatever it leaves behind when it was killed is killed, too."""
+        with open(errors, "ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command], stdout=file, stderr=file, env=self.environ | environ, start_new_session=True
+            )
+        try:
+            return process.wait(DEADLINE_S + 60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        if self._forker is not None:
+            self._forker.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+def code_of(heading: str) -> str:
+    section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    (block,) = blocks(section)
+    return block.code
+
+
+def play_leg(
+    running: Ranks, program: Program, leg: Leg, at: int, number: int, url: str, folder: Path
+) -> list[list[list[str]]]:
+    """Run one leg; the batches that each rank received, beginning with batch ``at``."""
+    script, errors, log = folder / "program.py", folder / f"errors-{number}", folder / f"received-{number}"
+    script.write_text(f"from trainer_names import *\n\n{code_of(program.heading)}")
+    told = {
+        "program": program.heading, "url": url, "folder": str(folder / "checkpoint"), "log": str(log), "epochs": EPOCHS,
+        "rendezvous": str(folder / f"rendezvous-{number}"), "ranks": leg.ranks, "quiet": program.quiet,
+        "kill_at": None if leg.kill_at is None else leg.kill_at - at, "deadline_s": DEADLINE_S,
+    }  # fmt: skip
+    environ = {"TRAINER_TEST": json.dumps(told)}
+    if leg.launcher == "fork":
+        status = running.fork(script, leg.ranks, errors, environ)
+    elif leg.launcher == "script":
+        status = running.start([str(script)], errors, environ)
+    else:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(leg.ranks), str(script)]
+        status = running.start(words, errors, environ)
+    said = errors.read_text()[-6000:]
+    assert (status == 0) == (leg.kill_at is None), said
+    logs = [folder / f"{log.name}-{rank}" for rank in range(leg.ranks)]
+    assert all(path.exists() for path in logs), said
+    received = [[json.loads(line) for line in path.read_text().splitlines()] for path in logs]
+    if leg.kill_at is not None:
+        assert len(received[0]) == leg.kill_at - at, said
+    return received
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=[program.heading.replace(" ", "-") for program in PROGRAMS])
+def test_killed_and_resumed(
+    running: Ranks, samples: SampleSet, expected: list[Counter[str]], tmp_path: Path, program: Program
+) -> None:
+    at = 0
+    for number, leg in enumerate(program.legs):
+        received = play_leg(running, program, leg, at, number, samples.url, tmp_path)
+        end = STEPS if leg.kill_at is None else leg.kill_at - 1
+        shares = received[:: program.replicas]
+        for replica in range(program.replicas):
+            copies = received[replica :: program.replicas]
+            assert [one[: end - at] for one in copies] == [one[: end - at] for one in shares]
+        for step in range(at, end):
+            assert all(len(one) > step - at for one in shares), f"leg {number}: a rank lacks batch {step}"
+            rows = Counter(key for one in shares for key in one[step - at])
+            assert rows == expected[step], f"leg {number} ({leg.ranks} ranks): batch {step}"
+        if leg.kill_at is None:
+            assert {len(one) for one in received} == {STEPS - at}
+        at = end
+    assert at == STEPS
