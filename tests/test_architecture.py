@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("streaming", "shard_tools", "infra")
 
 SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device")
-SURFACE += ("streaming.torch_view",)
+SURFACE += ("streaming.torch_view", "streaming.integrations")
 SURFACE += ("streaming.loops", "streaming.samplers", "streaming.replicas", "streaming.remote")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -70,6 +70,8 @@ IMPORT_HELPERS = {"import_module", "__import__", "require"}
 COMPUTED_IMPORT_MAY = ("streaming", "streaming.decode.values", "streaming.decode.registry")
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")
 OPTIONAL += ("webdataset", "datasets", "matplotlib", "ray")
+# Users of these import the module that needs them by name; nobody else does.
+INTEGRATED = ("accelerate", "transformers")
 
 # What API.md promises. Names that a later release brings stand in COMING; one that arrives must move up.
 PUBLIC: dict[str, tuple[str, ...]] = {
@@ -194,6 +196,8 @@ def test_third_party_packages_are_known_where_the_table_says(module: str) -> Non
     for name in imports(module):
         package = name.split(".")[0]
         if package in PACKAGES or package in sys.stdlib_module_names or package in OPTIONAL:
+            continue
+        if package in INTEGRATED and module == f"streaming.integrations.{package}":
             continue
         assert package in KNOWN_TO, f"{module} imports {name}: not a dependency that 0001 knows"
         assert is_under(module, KNOWN_TO[package]), f"{module} imports {name}: allowed in {KNOWN_TO[package]}"

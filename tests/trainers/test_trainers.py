@@ -73,7 +73,7 @@ PROGRAMS = (
     Program("torchrun", legs("torchrun")),
     Program("torch.multiprocessing.spawn", (Leg(2, 13, "script"), Leg(1, None, "script"))),
     Program("Lightning", legs("script"), quiet=NO_LOGS),
-    Program("transformers.Trainer", legs("fork"), quiet=NO_REPORTS),
+    # HF
     Program("Accelerate", legs("fork")),
     Program("Stateful and torch.distributed.checkpoint", legs("fork")),
     Program("FSDP2 and tensor parallel", (Leg(4, 9), Leg(2, 13), Leg(4, None)), replicas=2),
