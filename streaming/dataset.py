@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any, SupportsIndex, TypeAlias, get_args, overload
+from typing import Any, Self, SupportsIndex, TypeAlias, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,12 @@ import numpy.typing as npt
 from infra import MeshError, MeshFinder
 from streaming.arguments import checks_names, is_number, is_whole
 from streaming.batches.build import OnError
+from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
 from streaming.catalog.open import OpenShards, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.decode import DecodeSpec, resolve_decoders
-from streaming.errors import ConfigError, DataError, IndexMissingError, StorageError
+from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
 from streaming.index.chunk_table import ChunkTable
@@ -132,7 +133,9 @@ class StreamingDataset:
         decode: ``"auto"``: by extension. None: raw bytes. A mapping such as ``{"jpg": "rgb8", "cls": int}``: those as
             told, the others by extension.
         transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; a dropped sample
-            follows ``on_error``. Runs on several threads.
+            follows ``on_error``. Runs on several threads. One that takes a second argument, or one named ``rng``, gets
+            a ``numpy.random.Generator`` of (seed, epoch, the sample's position in the epoch): the same numbers on any
+            ranks, workers and threads, and after a resume (docs/random.md).
         shuffle: Whether epochs are shuffled, or a ``ShuffleConfig``.
         seed: Seed of the order.
         storage_options: ``endpoint_url``, ``region``, ``key``, ``secret``, ``token``, ``anon``, ``profile``, …
@@ -191,8 +194,7 @@ class StreamingDataset:
                 f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), "
                 f"got {max_bad_samples!r}"
             )
-        if transform is not None and not callable(transform):
-            raise ConfigError(f"transform: expected a function of one sample, got {transform!r}")
+        as_chain(transform)
         if isinstance(shuffle, ShuffleConfig):
             seed = checked_int("seed", seed, 0, _MAX_SEED) if shuffle.seed is None else shuffle.seed
         elif not isinstance(shuffle, bool):
@@ -263,6 +265,8 @@ class StreamingDataset:
         ``dataset[a:b]`` is a view of a range, a data set like this one: it goes into a ``DataLoader``, is shuffled and
         resumed, has samples and views of its own. It reads nothing; of a chunk that crosses its border all is read.
 
+        What ``transform`` gets as ``rng`` is that of position ``index`` in epoch 0: the same each time.
+
         Costs one ranged GET: where there is a sample table, of the span that the sample is in (a run of records with a
         checksum: of about 64 KiB, or one large record), else of its chunk.
 
@@ -277,7 +281,15 @@ class StreamingDataset:
         index, count = operator.index(index), self.table.total_samples
         if not -count <= index < count:
             raise IndexError(f"sample {index}: the data set has {count} samples")
-        return self._recent.sample(index % count)
+        index %= count
+        sample = self._recent.sample(index)
+        chain = as_chain(self.transform)
+        changed = sample if chain is None else chain(sample, BatchDraws(epoch_key(self.seed, 0), np.array([index])))
+        if changed is None:
+            raise DecodeError(
+                f"{sample['__url__']}: sample {sample['__key__']!r}: transform returned None, which drops the sample"
+            )
+        return changed
 
     def take(self, count: int) -> StreamingDataset:
         """Return a view of the first ``count`` samples, in storage order: ``for sample in dataset.take(3)``.
@@ -301,6 +313,28 @@ class StreamingDataset:
         view = copy.copy(self)
         view._window = _Window(first=first, stop=stop, first_chunk=first_chunk, table=table)
         return view
+
+    def map(self, function: Transform) -> Self:
+        """A data set of the same samples that calls ``function`` on each, after what ``transform`` and ``map`` call.
+
+        Shares everything with this one, which stays as it is. The fingerprint by which checkpoints know a data set is
+        about its samples, so a checkpoint of the one is good for the other.
+
+        Args:
+            function: As ``transform``: of a sample, or of a sample and ``rng``; None from it drops the sample. Each
+                function of a chain has an ``rng`` of its own, so that none depends on what those before it draw.
+
+        Raises:
+            ConfigError: It is no such function.
+
+        Example::
+
+            dataset = StreamingDataset("s3://bucket/train/").map(resize).map(flip)
+        """
+        made = copy.copy(self)
+        before = as_chain(self.transform)
+        made.transform = Chain((*(before.functions if before is not None else ()), function))
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recent": None}

@@ -15,9 +15,9 @@ Batch: TypeAlias = dict[str, object]
 ReadBuffer: TypeAlias = bytes | bytearray | memoryview
 """Contiguous bytes that may be read, and may be overwritten as soon as the callee has returned."""
 
-Transform: TypeAlias = Callable[[Sample], Sample | None]
-"""A user's function over one decoded sample; ``None`` drops it. Runs in workers: pure, and picklable with
-processes."""
+Transform: TypeAlias = Callable[..., Sample | None]
+"""A user's function over one decoded sample, or over a sample and a ``numpy.random.Generator`` of its own; ``None``
+drops it. Runs in workers: pure, and picklable with processes."""
 
 DuplicateKeys: TypeAlias = Literal["error", "keep"]
 """What a key that comes twice in a shard is: an error, or (``"keep"``, as webdataset has it) a sample of its own."""

@@ -188,7 +188,7 @@ def window_settings(window_bytes: int) -> StreamSettings:
         dp_rank=0,
         window_bytes=window_bytes,
         fields=None,
-        batch_size=1,
+        global_batch_size=1,
         first_batch=0,
         num_batches=1,
         depth=1,
@@ -383,11 +383,32 @@ def test_workers_build_what_is_not_trivial_and_draw_the_same(compressed: SampleS
         assert all(os.getpid() not in batch["pid"].tolist() for batch in batches)
         drawn.append([batch["drawn"].tolist() for batch in batches])
     assert drawn[0] == drawn[1]
-    for num_threads, names in ((0, {threading.current_thread().name}), (1, {"shardstream-build-0"})):
-        with DataLoader(compressed.open(transform=pid_and_draw), num_threads=num_threads, **options) as loader:
-            found = {name for batch in loader for name in batch["thread"]}
-        assert found <= {*names, threading.current_thread().name}
-        assert found >= names
+    here = threading.current_thread().name
+    with DataLoader(compressed.open(transform=pid_and_draw), num_threads=1, **options) as loader:
+        batches = list(loader)
+    assert {name for batch in batches for name in batch["thread"]} == {here}, "it draws from what the process shares"
+    assert [batch["drawn"].tolist() for batch in batches] == drawn[0]
+
+
+def test_what_draws_nothing_is_built_on_threads_from_the_second_batch_on(compressed: SampleSet) -> None:
+    here, began = threading.current_thread().name, threading.Event()
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        name = threading.current_thread().name
+        if name != here:
+            began.set()
+        return {"thread": name}
+
+    options: dict[str, Any] = {"batch_size": 16, "epoch_size": 160, "device_mesh": mesh_of(1, 0)}
+    for num_threads, names in ((0, {here}), (1, {here, "shardstream-build-0"})):
+        with DataLoader(compressed.open(transform=transform), num_threads=num_threads, **options) as loader:
+            found = set()
+            for number, batch in enumerate(loader):
+                found.update(batch["thread"])
+                if number == 0:
+                    assert found == {here}
+                    assert not num_threads or began.wait(60)
+        assert found == names
 
 
 def test_trivial_batches_stay_in_the_consumer(compressed: SampleSet) -> None:

@@ -13,8 +13,9 @@ import torch
 
 from streaming.batches.collate import Allocate, default_collate, empty_like
 from streaming.batches.columns import Columns
+from streaming.batches.draws import BatchDraws, Chain, as_chain
 from streaming.batches.portion import Portion
-from streaming.decode import FieldDecoder, decode_field, raw
+from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
 from streaming.engine.memory.row_table import Rows
 from streaming.engine.workers.cell import Place
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
@@ -58,7 +59,7 @@ class Recipe:
 
     Attributes:
         decoders: Decoder of every field.
-        transform: Function of one sample, or None.
+        transform: Function of one sample, or of a sample and ``rng``, or None; becomes a ``Chain``.
         collate_fn: Function of a list of samples, or None: the default.
         on_error: What becomes of samples that cannot be delivered.
         portion: What this rank uses of a batch; cut out where the batch is built.
@@ -66,16 +67,27 @@ class Recipe:
     """
 
     decoders: FieldDecoder
-    transform: Transform | None = None
+    transform: Transform | Chain | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     on_error: OnError = "substitute"
     portion: Portion = Portion()  # noqa: RUF009  frozen
     finish: Callable[[Any], Any] | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transform", as_chain(self.transform))
+
     @property
     def is_plain(self) -> bool:
         """Whether a batch is made of columns, each on its own: no function of the user sees whole samples."""
         return self.transform is None and self.collate_fn is None
+
+    @property
+    def functions_of_user(self) -> list[Any]:
+        """All that runs code of the user on the way from bytes to a batch."""
+        chain = as_chain(self.transform)
+        functions: list[Any] = [] if chain is None else list(chain.functions)
+        functions += [self.collate_fn] if self.collate_fn is not None else []
+        return [*functions, self.decoders] if runs_code_of_user(self.decoders) else functions
 
     def mask_of(self, num_rows: int, valid: Mask) -> Mask:
         """What becomes ``__valid__`` of a batch of so many rows: ``valid``, or all True, or None."""
@@ -121,6 +133,7 @@ class BatchBuilder:
         allocate: Where the memory of the default batch's tensors comes from; None: fresh memory. Not used for a batch
             of which only a portion is kept.
         place: Told which row is being decoded; None: nobody asks.
+        draws: What functions draw; None: as at the start of epoch 0, and nothing is seeded.
     """
 
     def __init__(
@@ -130,7 +143,9 @@ class BatchBuilder:
         report: BadSampleReport,
         allocate: Allocate | None = None,
         place: Place | None = None,
+        draws: BatchDraws | None = None,
     ) -> None:
+        self._draws = draws or BatchDraws()
         self._allocate = allocate if recipe.portion.is_whole else None
         self._place: Place = [-1] if place is None else place
         self._recipe = recipe
@@ -141,7 +156,7 @@ class BatchBuilder:
         """The batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
         recipe = self._recipe
         mask = recipe.mask_of(len(rows.keys), valid)
-        if recipe.is_plain and not rows.damage:
+        if recipe.is_plain and not rows.damage and not self._draws.seeds:
             with suppress(DecodeError):  # row by row it will say which value
                 columns = Columns(rows, recipe.decoders, self._allocate, self._place)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
@@ -152,6 +167,7 @@ class BatchBuilder:
         """The batch of samples, by the user's function or the default one."""
         self._place[0] = -1
         if self._recipe.collate_fn is not None:
+            self._draws.begin_collate()
             if mask is not None:
                 for sample, valid in zip(samples, mask.tolist(), strict=True):
                     if isinstance(sample, dict):
@@ -186,6 +202,7 @@ class BatchBuilder:
     def _sample_or_substitute(self, rows: Rows, i: int, mask: Mask) -> Sample:
         self._place[0] = i
         try:
+            self._draws.begin_sample(i)
             return self._sample(rows, i)
         except _Bad as bad:
             self._handle(bad, rows, i)
@@ -195,6 +212,7 @@ class BatchBuilder:
             if tried >= MAX_SUBSTITUTES:
                 break
             try:
+                self._draws.begin_sample(i, tried + 1)
                 return self._sample(substitute, 0)
             except _Bad as bad:
                 if bad.error is not None:
@@ -251,12 +269,13 @@ class BatchBuilder:
                 )
             except DecodeError as error:
                 raise _Bad("decode", error) from error
-        return sample if self._recipe.transform is None else self._transformed(self._recipe.transform, sample)
+        chain = as_chain(self._recipe.transform)
+        return sample if chain is None else self._transformed(chain, sample)
 
-    def _transformed(self, transform: Transform, sample: Sample) -> Sample:
+    def _transformed(self, chain: Chain, sample: Sample) -> Sample:
         key, url = sample["__key__"], str(sample["__url__"])
         try:
-            changed = transform(sample)
+            changed = chain(sample, self._draws)
         except MemoryError:
             raise
         except Exception as error:

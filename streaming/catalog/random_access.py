@@ -15,14 +15,14 @@ import numpy.typing as npt
 from streaming.catalog.open import OpenShards, sample_table
 from streaming.decode import decode_field, raw
 from streaming.decode.registry import FieldDecoder
-from streaming.errors import DecodeError, IndexMissingError
+from streaming.errors import IndexMissingError
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.forks import in_children
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, redact
-from streaming.types import Sample, Transform
+from streaming.storage import Storage
+from streaming.types import Sample
 
 _log = logging.getLogger(__name__)
 _RECENT_CHUNKS = 4
@@ -38,7 +38,6 @@ class Readable(Protocol):
     shards: OpenShards
     fields: tuple[str, ...] | None
     decoders: FieldDecoder
-    transform: Transform | None
 
     @property
     def table(self) -> ChunkTable:
@@ -97,7 +96,7 @@ class RandomAccess:
         self._told_lost = False
 
     def sample(self, index: int) -> Sample:
-        """Sample number ``index``, decoded and transformed."""
+        """Sample number ``index``, decoded but not transformed."""
         starts = self._starts()
         chunk = int(np.searchsorted(starts, index, side="right")) - 1
         offset = index - int(starts[chunk])
@@ -179,12 +178,7 @@ class RandomAccess:
             decoder = self._dataset.decoders.decoder_for(name)
             data = fields[name]
             sample[name] = data if decoder is raw else decode_field(decoder, data, url=url, key=key, field=name)
-        if self._dataset.transform is None:
-            return sample
-        changed = self._dataset.transform(sample)
-        if changed is None:
-            raise DecodeError(f"{redact(url)}: sample {key!r}: transform returned None, which drops the sample")
-        return changed
+        return sample
 
 
 def _size_of_table(table: SampleTable | None) -> int:

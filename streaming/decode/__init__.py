@@ -14,6 +14,7 @@ from streaming.decode.registry import (
     decode_field,
     is_ours,
     resolve_decoders,
+    runs_code_of_user,
 )
 from streaming.decode.values import integer, json, msgpack, number, raw, text
 from streaming.decode.webdataset import from_webdataset
@@ -41,6 +42,7 @@ __all__ = [
     "number",
     "raw",
     "resolve_decoders",
+    "runs_code_of_user",
     "safetensors",
     "text",
     "use_one_thread",

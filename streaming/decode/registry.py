@@ -229,6 +229,16 @@ def is_ours(decoder: Decoder) -> bool:
     return isinstance(decoder, known) or any(decoder is one for one in _NAMES.values())
 
 
+def runs_code_of_user(decoders: FieldDecoder) -> bool:
+    """Whether some field may be decoded by code of the user."""
+    if isinstance(decoders, AutoFields):
+        return any(
+            runs_code_of_user(one) if isinstance(one, FieldDecoder) else not is_ours(one)
+            for one in (*decoders.given.values(), decoders.image)
+        )
+    return not isinstance(decoders, RawFields)
+
+
 def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, field: str) -> object:
     """``decoder(data)``, its errors named.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -10,14 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, BatchBuilder, Recipe
+from streaming.batches.draw_names import named_draw
+from streaming.batches.draw_watch import DrawWatch, kept_generators
+from streaming.batches.draws import BatchDraws
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
 from streaming.engine.memory.row_table import Rows
 from streaming.engine.stacks import where_is
 from streaming.engine.workers.cell import Work
 from streaming.engine.workers.pool import WorkerPool
+from streaming.metrics import Metrics
 
 Substitutes = Callable[[int], Iterator[Rows]]
 Mask = npt.NDArray[np.bool_] | None
+_log = logging.getLogger(__name__)
 
 
 class Builder(Protocol):
@@ -31,6 +38,10 @@ class Builder(Protocol):
     def holds_gil(self) -> bool:
         """Whether building is nothing but Python: then the consumer does it, and no thread in between."""
 
+    @property
+    def in_consumer(self) -> bool:
+        """Whether nobody but the consumer may build, while it waits for the batch."""
+
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
         seed: int | None = None, batch: int = -1,
@@ -42,7 +53,7 @@ class Builder(Protocol):
             valid: Mask, or None.
             substitutes: For row i of the batch, single rows to try in its place.
             report: Told of every sample that could not be delivered.
-            seed: For the random generators that users' functions draw from.
+            seed: Key of the epoch, from which what users' functions draw follows; None: nothing is seeded.
             batch: Its number, for reports.
         """
 
@@ -58,10 +69,20 @@ class LocalBuilder:
 
     is_local = True
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, metrics: Metrics | None = None) -> None:
         self._recipe = recipe
+        self._metrics = metrics or Metrics()
         self._under_way: dict[int, Work] = {}
         self.holds_gil = False
+        functions = recipe.functions_of_user
+        self._watch = DrawWatch()
+        self._named_draw = named_draw(functions)
+        self._is_watching = bool(functions)  # until it is known that they draw nothing
+
+    @property
+    def in_consumer(self) -> bool:
+        """See ``Builder``."""
+        return self.holds_gil or self._is_watching
 
     def build(
         self,
@@ -70,7 +91,7 @@ class LocalBuilder:
         substitutes: Substitutes,
         report: BadSampleReport,
         *,
-        seed: int | None = None,  # noqa: ARG002  this process's generators are the user's
+        seed: int | None = None,
         batch: int = -1,
     ) -> Any:
         """See ``Builder``."""
@@ -78,10 +99,37 @@ class LocalBuilder:
             self.holds_gil = is_trivial(self._recipe, rows.fields)
         thread = threading.get_ident()
         work = self._under_way[thread] = Work(batch, rows.keys, rows.urls)
+
+        def attempt(seeds: frozenset[str], report: BadSampleReport) -> Any:
+            draws = BatchDraws(seed or 0, rows.positions, seeds)
+            return BatchBuilder(self._recipe, substitutes, report, place=work.row, draws=draws).build(rows, valid)
+
         try:
-            return BatchBuilder(self._recipe, substitutes, report, place=work.row).build(rows, valid)
+            if seed is None or not self._is_watching:
+                return attempt(frozenset(), report)
+            with kept_generators():
+                built = self._watch.build(attempt, report)
         finally:
             del self._under_way[thread]
+        self._conclude()
+        return built
+
+    def _conclude(self) -> None:
+        """After a batch under watch: go on like that for good if functions draw, else leave them to any thread."""
+        drawn = ", ".join(sorted(self._watch.found)) or self._named_draw
+        if not drawn:
+            self._is_watching = False
+            return
+        if not self._metrics.get("batches_in_turn"):
+            _log.warning(
+                "transform, decode or collate_fn draws from generators of the whole process (%s). The thread that asks "
+                "for batches calls it, one batch after the other, seeded by each sample's position, so that "
+                "augmentations do not depend on timing, nor disturb what the training draws. Two faster ways: let it "
+                "take a second argument, transform(sample, rng), and draw from rng alone; or num_workers=%d, "
+                "processes, where it is seeded in the same way",
+                drawn, min(8, os.cpu_count() or 1),
+            )  # fmt: skip
+        self._metrics.add("batches_in_turn")
 
     def give_up(self) -> None:
         """See ``Builder``. A thread that is in a user's function cannot be stopped."""
@@ -113,6 +161,11 @@ class WorkerBuilder:
 
     @property
     def holds_gil(self) -> bool:
+        """See ``Builder``."""
+        return self.is_local
+
+    @property
+    def in_consumer(self) -> bool:
         """See ``Builder``."""
         return self.is_local
 

@@ -37,7 +37,7 @@ class Crew:
         self.abandoned = False
         self.arena = Arena(arena_bytes, shared=num_workers > 0)
         self.ring: BatchRing | None = None
-        self.builder: Builder = LocalBuilder(recipe)
+        self.builder: Builder = LocalBuilder(recipe, metrics)
         if not num_workers:
             return
         try:

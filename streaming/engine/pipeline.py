@@ -14,7 +14,6 @@ batch that is built or handed out) also starts what has become possible; there i
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import defaultdict, deque
@@ -26,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
+from streaming.batches.draws import epoch_key
 from streaming.engine.builders import Builder
 from streaming.engine.depth import Depth
 from streaming.engine.grace import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
@@ -92,6 +92,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self._plan = plan
         self._dp_rank = dp_rank
+        self._draw_key = epoch_key(plan.settings.seed, plan.epoch)
         self._units = units
         self._source = source
         self._store = store
@@ -423,8 +424,8 @@ class Pipeline:
             self._changed.notify_all()
 
     def _can_start(self) -> bool:
-        """Whether a builder may begin with a batch: never with what only one thread can do at a time anyway."""
-        if self._settings.builder.holds_gil:
+        """Whether a builder may begin with a batch: never with what is the consumer's to build."""
+        if self._settings.builder.in_consumer:
             return False
         return self._started < min(self._frontier(), self._planned, self._handed_out + self._depth.now)
 
@@ -451,8 +452,11 @@ class Pipeline:
 
             rows = self._rows(first_rows + block.within[span], chunk_ids, offsets, damage)
             valid = block.rows.valid[span] if self._plan.last_batch == "pad" else None
-            seed = batch_seed(self._plan, self._dp_rank, batch)
-            return self._settings.builder.build(rows, valid, substitutes, self._report, seed=seed, batch=batch)
+            positions = block.rows.positions[span] - self._plan.epoch * self._plan.num_samples
+            rows = replace(rows, positions=positions)
+            return self._settings.builder.build(
+                rows, valid, substitutes, self._report, seed=self._draw_key, batch=batch
+            )  # fmt: skip
 
     def _stand_ins(self) -> Substitutes:
         return Substitutes(self._plan, self._chunk_starts, self._source, self._store, self._settings.fields)
@@ -491,10 +495,3 @@ class Pipeline:
         urls = self._source.urls_of(chunk_ids)
         return Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage,
                     numbers=numbers)  # fmt: skip
-
-
-def batch_seed(plan: Plan, dp_rank: int, batch: int) -> int:
-    """Seed for what is random in one batch of one rank: of position and seed of the order, not of who builds it."""
-    position = plan.epoch * plan.num_samples + plan.start + batch * plan.global_batch_size
-    digest = hashlib.blake2b(f"{plan.settings.seed} {position} {dp_rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

@@ -117,8 +117,7 @@ class StreamedLoop(BaseLoop):
         super()._drop_machinery()
 
     def _read(self, start: int) -> ShardStream:
-        config, rank, ranks = self.config, self.config.mesh.data_rank, self.config.mesh.data_world_size
-        size = config.global_batch_size * (rank + 1) // ranks - config.global_batch_size * rank // ranks
+        config, rank = self.config, self.config.mesh.data_rank
         self._bad.start_epoch(self._size, self.epoch)
         settings = StreamSettings(
             urls=self.dataset.shards.urls,
@@ -127,7 +126,7 @@ class StreamedLoop(BaseLoop):
             dp_rank=rank,
             window_bytes=int(config.memory_limit_bytes * _WINDOW_SHARE),
             fields=self.dataset.fields,
-            batch_size=size,
+            global_batch_size=config.global_batch_size,
             first_batch=start // config.global_batch_size,
             num_batches=self.num_batches,
             depth=config.depth,

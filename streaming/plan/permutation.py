@@ -72,9 +72,9 @@ class Permutation:
         left, right = values >> self._right_bits, values & self._right_mask
         for number, key in enumerate(self._keys):
             if number % 2:
-                right ^= _hashed(left, key) & self._right_mask
+                right ^= hash_each(left, key) & self._right_mask
             else:
-                left ^= _hashed(right, key) & self._left_mask
+                left ^= hash_each(right, key) & self._left_mask
         return (left << self._right_bits) | right
 
 
@@ -82,7 +82,7 @@ def hash_words(*words: int) -> int:
     """A 64-bit number from a few; their order matters. The same in every release."""
     key = 0
     for word in words:
-        key = int(_hashed(np.array([(key ^ (word & _MASK)) & _MASK], np.uint64), _GOLDEN)[0])
+        key = int(hash_each(np.array([(key ^ (word & _MASK)) & _MASK], np.uint64), _GOLDEN)[0])
     return key
 
 
@@ -98,15 +98,15 @@ def substitutes(passes: Int64Array, positions: Int64Array, *, seed: int, num_sam
         num_samples: Samples of the data set.
         count: How many for each.
     """
-    keys = _hashed(positions.astype(np.uint64), hash_words(seed, _SUBSTITUTES))
+    keys = hash_each(positions.astype(np.uint64), hash_words(seed, _SUBSTITUTES))
     keys ^= passes.astype(np.uint64)
-    draws = [_hashed(keys, hash_words(seed, _SUBSTITUTES, number)) for number in range(count)]
+    draws = [hash_each(keys, hash_words(seed, _SUBSTITUTES, number)) for number in range(count)]
     if not draws:
         return np.empty((len(positions), 0), np.int64)
     return (np.stack(draws, axis=1) % np.uint64(num_samples)).astype(np.int64)
 
 
-def _hashed(values: _UInt64Array, key: int) -> _UInt64Array:
+def hash_each(values: _UInt64Array, key: int) -> _UInt64Array:
     """The splitmix64 finaliser of each ``value * golden + key``."""
     mixed = values * np.uint64(_GOLDEN)
     mixed += np.uint64(key)

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from infra import DeviceMesh
+from streaming.batches.draws import Chain
 from streaming.dataset import StreamingDataset
 from streaming.job.agreement import agree
 from streaming.job.store import job_store, job_world_size
@@ -106,6 +107,8 @@ def _described(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(name): _described(item) for name, item in value.items()}
+    if isinstance(value, Chain):
+        return [_described(function) for function in value.functions]
     if isinstance(value, partial):
         return f"partial of {_described(value.func)}"
     named = value if hasattr(value, "__qualname__") else type(value)

@@ -42,6 +42,7 @@ class Rows:
         fields: Where each field lies in the buffer.
         damage: Rows whose bytes could not be fetched intact, and why; their other entries are meaningless.
         numbers: int64 [n], number of each row's sample in the data set; None where nobody knows them.
+        positions: int64 [n], of each row in the epoch's global order: decides what functions draw; None: 0 to n.
     """
 
     memory: Any
@@ -51,6 +52,7 @@ class Rows:
     fields: Mapping[str, FieldRange]
     damage: Mapping[int, DataError]
     numbers: npt.NDArray[np.int64] | None = None
+    positions: npt.NDArray[np.int64] | None = None
 
 
 class RowTable:

@@ -10,14 +10,16 @@ arena; builder threads, or the consumer, take them from there; each is handed ou
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from streaming.batches.build import BadSample, BadSampleReport
+from streaming.batches.draws import epoch_key
 from streaming.engine.builders import Builder
 from streaming.engine.crew import Crew
 from streaming.engine.depth import Depth
@@ -72,6 +74,7 @@ class ShardStream:
         metrics: Metrics, report: BadSampleReport,
     ) -> None:  # fmt: skip
         self._settings = settings
+        self._draw_key = epoch_key(settings.order.seed, settings.epoch)
         self._reader = ReadAhead(storage, settings.piece_bytes)
         self._crew = crew
         self._arena = crew.arena
@@ -275,8 +278,8 @@ class ShardStream:
             self._metrics.add("first_batch_wait_s", waited_s)
 
     def _can_start(self) -> bool:
-        """Whether a builder may begin with a batch: never with what only one thread can do at a time anyway."""
-        if self._builder.holds_gil:
+        """Whether a builder may begin with a batch: never with what is the consumer's to build."""
+        if self._builder.in_consumer:
             return False
         return self._started < min(self._num_gathered, self._handed_out + self._depth.now)
 
@@ -311,9 +314,10 @@ class ShardStream:
         with self._changed:
             batch = self._gathered.pop(number)
         try:
+            first = self._settings.first_position(number)
+            rows = replace(batch.rows, positions=np.arange(first, first + len(batch.rows.keys)))
             return self._builder.build(
-                batch.rows, None, lambda row: neighbours(batch.rows, row), self._tell,
-                seed=stream_seed(self._settings, number), batch=number,
+                rows, None, lambda row: neighbours(batch.rows, row), self._tell, seed=self._draw_key, batch=number,
             )  # fmt: skip
         finally:
             with self._changed:
@@ -323,9 +327,3 @@ class ShardStream:
     def _tell(self, bad: BadSample) -> None:
         if not self._closed:  # else nobody asked for the batch
             self._report(bad)
-
-
-def stream_seed(settings: StreamSettings, number: int) -> int:
-    """Seed for what is random in one batch of one rank: of place and seed of the order, not of who builds it."""
-    text = f"stream {settings.order.seed} {settings.epoch} {number} {settings.dp_rank}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

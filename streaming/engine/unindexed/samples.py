@@ -50,7 +50,7 @@ class StreamSettings:
         dp_rank: Whose share.
         window_bytes: Bound on the memory of the samples in the window, whatever their number.
         fields: Fields to keep; None: all.
-        batch_size: Rows of each batch of this rank.
+        global_batch_size: Rows of each batch over all ranks.
         first_batch: Batches before this one are read again, but neither decoded nor delivered.
         num_batches: Batches of the epoch.
         depth: Batches built ahead.
@@ -64,12 +64,25 @@ class StreamSettings:
     dp_rank: int
     window_bytes: int
     fields: tuple[str, ...] | None
-    batch_size: int
+    global_batch_size: int
     first_batch: int
     num_batches: int
     depth: int
     piece_bytes: int = PIECE_BYTES
     keep_duplicates: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of each batch of this rank."""
+        return self._share(self.dp_rank + 1) - self._share(self.dp_rank)
+
+    def first_position(self, batch: int) -> int:
+        """Of the first row of a batch of this rank, in the epoch's global order."""
+        return batch * self.global_batch_size + self._share(self.dp_rank)
+
+    def _share(self, dp_rank: int) -> int:
+        """Rows of a batch that belong to ranks below ``dp_rank``."""
+        return self.global_batch_size * dp_rank // self.order.lanes
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:

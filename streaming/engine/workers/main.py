@@ -15,19 +15,21 @@ import faulthandler
 import mmap
 import os
 import pickle
-import random
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.batches.build import BadSample, BatchBuilder, Recipe
+from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
+from streaming.batches.draw_watch import DrawWatch
+from streaming.batches.draws import ALL_GENERATORS, BatchDraws, seed_generators
 from streaming.decode import use_one_thread
 from streaming.engine.memory.row_table import Rows
 from streaming.engine.workers.cell import STACK_SIGNAL
@@ -63,7 +65,7 @@ class Order:
         valid: Its mask, or None.
         slot: Number of the ring slot to build it in; its descriptor comes along the first time.
         gone: Slots that will not be used again.
-        seed: For the random generators of the user's functions; None: leave them as they are.
+        seed: Key of the epoch for what the user's functions draw; None: nothing is seeded.
     """
 
     rows: WireRows
@@ -83,18 +85,11 @@ def run(sock: socket.socket, server_pid: int) -> None:
     _be_killed_first()
     torch.set_num_threads(1)
     use_one_thread()
-    seed_generators(int.from_bytes(os.urandom(8), "little"))
+    seed_generators(int.from_bytes(os.urandom(8), "little"), ALL_GENERATORS)
     try:
         _Worker(Channel(sock)).serve()
     except ChannelClosedError:
         return
-
-
-def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  it is the global one that users' functions may use
-    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 
 def _die_with(server_pid: int) -> None:
@@ -133,6 +128,9 @@ class _Worker:
                 f"Import what it needs inside it, or use num_workers=0"
             )
             self._broken.__cause__ = error
+        self._watch = DrawWatch()
+        self._watches = self._broken is None and bool(self._recipe.functions_of_user)
+        self._found: dict[int, list[WireRows | None]] = {}
         channel.send((HELLO, os.getpid()))
 
     def serve(self) -> None:
@@ -156,13 +154,10 @@ class _Worker:
             return FAILED, error_to_wire(self._broken, _where(None))
         try:
             slot.follow()
-            if order.seed is not None:
-                seed_generators(order.seed)
             rows = rows_from_wire(order.rows, self._memory, self._view)
-            writer = SlotWriter(slot)
+            self._found.clear()
             self._row[0] = -1
-            builder = BatchBuilder(self._recipe, self._substitutes, self._report, writer.allocate, self._row)
-            batch = builder.build(rows, order.valid)
+            batch, writer = self._built(order, rows, slot)
             return DONE, pack(batch, rows, writer)
         except _AbortedError:
             return (ABORTED,)
@@ -171,8 +166,28 @@ class _Worker:
         except BaseException as error:  # noqa: BLE001  a process border: the parent gets it
             return FAILED, error_to_wire(error, _where(rows))
 
+    def _built(self, order: Order, rows: Rows, slot: Slot) -> tuple[Any, SlotWriter]:
+        """The batch, and the writer that gave its memory."""
+
+        def attempt(seeds: frozenset[str], report: BadSampleReport) -> tuple[Any, SlotWriter]:
+            writer = SlotWriter(slot)
+            draws = BatchDraws(order.seed or 0, rows.positions, seeds)
+            builder = BatchBuilder(self._recipe, self._substitutes, report, writer.allocate, self._row, draws)
+            return builder.build(rows, order.valid), writer
+
+        if order.seed is None or not self._watches:
+            return attempt(frozenset(), self._report)
+        return self._watch.build(attempt, self._report)
+
     def _substitutes(self, row: int) -> Iterator[Rows]:
-        while (wire := self._ask((SUBSTITUTE, row))) is not None:
+        """Those that the parent gives, which gives each once; a batch that is built again gets the same."""
+        found = self._found.setdefault(row, [])
+        for number in count():
+            if number == len(found):
+                found.append(self._ask((SUBSTITUTE, row)))
+            wire = found[number]
+            if wire is None:
+                return
             yield rows_from_wire(wire, self._memory, self._view)
 
     def _report(self, bad: BadSample) -> None:

@@ -170,7 +170,7 @@ class WorkerPool:
             valid: Mask, or None.
             substitutes: For row i of the batch, single rows to try in its place.
             report: Told of every sample that could not be delivered, each once however often the batch is redone.
-            seed: Seeds Python's, NumPy's and torch's global generators in the worker before the batch.
+            seed: Key of the epoch, from which what the recipe's functions draw follows; None: nothing is seeded.
             batch: Its number, for ``describe``.
 
         Raises:

@@ -1,0 +1,209 @@
+"""The random numbers of users' functions: of seed, epoch and the sample's position in the epoch, and of nothing else.
+
+So they are the same on any number of ranks, workers and threads, on tensor-parallel peers, and after a resume::
+
+    def transform(sample, rng):                     # rng: a numpy.random.Generator of this call's own
+        sample["jpg"] = crop(sample["jpg"], rng.integers(32, size=2))
+        return sample
+
+What functions draw from the generators of the whole process (``random``, ``numpy.random``, ``torch``) in place of
+``rng`` is in :mod:`streaming.batches.draw_watch`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.random import PCG64, Generator, SeedSequence
+from numpy.random.bit_generator import ISpawnableSeedSequence
+
+from streaming.errors import ConfigError
+from streaming.plan.permutation import hash_each, hash_words
+from streaming.types import Sample, Transform
+
+_EPOCH, _COLLATE, _GLOBAL, _ATTEMPT, _RNG = 4, 5, 6, 7, 8  # purposes; from _RNG on, the functions of a chain
+ALL_GENERATORS = frozenset(("random", "numpy", "torch"))
+_WORDS = 4  # of the seed of a PCG64
+_Passes: TypeAlias = Literal["no", "second", "named"]
+"""How a function gets ``rng``: not at all, as its second argument, by its name."""
+
+
+def epoch_key(seed: int, epoch: int) -> int:
+    """The key of all that is drawn in one epoch."""
+    return hash_words(seed, _EPOCH, epoch)
+
+
+class BatchDraws:
+    """What the functions of one batch draw. For one thread.
+
+    Args:
+        key: Of the epoch, by :func:`epoch_key`.
+        positions: int64 [n], of each row in the epoch's global order; None: the rows are numbered.
+        seeds: Generators of the process that are seeded before each sample (see ``draw_watch``).
+    """
+
+    def __init__(
+        self, key: int = 0, positions: npt.NDArray[np.int64] | None = None, seeds: frozenset[str] = frozenset()
+    ) -> None:
+        self._key = key
+        self._positions = positions
+        self._words: dict[int, npt.NDArray[np.uint64]] = {}
+        self._row = self._attempt = 0
+        self.seeds = seeds
+
+    def begin_sample(self, row: int, attempt: int = 0) -> None:
+        """Go to the sample of a row; seed the generators of the process if its functions draw from them.
+
+        Args:
+            row: Of the batch: its position counts.
+            attempt: Samples that were tried in vain for this row: one that stands in draws numbers of its own, for with
+                the same ones a function that fails at random would fail again.
+        """
+        self._row, self._attempt = row, attempt
+        if self.seeds:
+            (seed,) = self._of_row(_GLOBAL, 1).tolist()
+            seed_generators(seed, self.seeds)
+
+    def generator(self, number: int) -> Generator:
+        """A generator of its own for function ``number`` and the sample; takes 3 us."""
+        return Generator(PCG64(cast("SeedSequence", _Words(self._of_row(_RNG + number, _WORDS)))))
+
+    def begin_collate(self) -> None:
+        """Seed them for ``collate_fn``: by the first row."""
+        if self.seeds:
+            positions = self._positions
+            first = 0 if positions is None or not len(positions) else int(positions[0])
+            seed_generators(hash_words(self._key, _COLLATE, first), self.seeds)
+
+    def _of_row(self, purpose: int, count: int) -> npt.NDArray[np.uint64]:
+        """So many random words for the sample; those of all rows are made at once."""
+        words = self._words.get(purpose)
+        if words is None or self._row >= len(words):
+            positions = np.arange(self._row + 1) if self._positions is None else self._positions
+            columns = [hash_each(positions.astype(np.uint64), hash_words(self._key, purpose, i)) for i in range(count)]
+            words = self._words[purpose] = np.stack(columns, axis=1)
+        chosen = words[self._row]
+        return hash_each(chosen, hash_words(_ATTEMPT, self._attempt)) if self._attempt else chosen
+
+
+class _Words(ISpawnableSeedSequence):
+    """Gives a PCG64 the words that are its seed, as they are: NumPy's own hashing of them takes ten times as long."""
+
+    def __init__(self, words: npt.NDArray[np.uint64]) -> None:
+        self._words = words
+        self._spawning: SeedSequence | None = None
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> npt.NDArray[Any]:
+        """The words, if these are asked for."""
+        if n_words == _WORDS and dtype == np.uint64:
+            return self._words
+        return self._sequence().generate_state(n_words, dtype)
+
+    def spawn(self, n_children: int) -> list[SeedSequence]:  # type: ignore[override]
+        """For ``Generator.spawn``."""
+        return self._sequence().spawn(n_children)
+
+    def _sequence(self) -> SeedSequence:
+        if self._spawning is None:
+            self._spawning = SeedSequence(self._words.tolist())
+        return self._spawning
+
+
+class Chain:
+    """Functions of a sample, one after the other, each of a sample or of a sample and ``rng``. Picklable if they are.
+
+    Args:
+        functions: Each returns the sample for the next one, or None to drop it.
+
+    Attributes:
+        functions: The same.
+
+    Raises:
+        ConfigError: One of them is no function, or needs more than a sample and ``rng``.
+    """
+
+    def __init__(self, functions: Sequence[Transform]) -> None:
+        self.functions = tuple(functions)
+        self._steps = tuple((function, how_it_gets_rng(function)) for function in self.functions)
+
+    def __call__(self, sample: Sample, draws: BatchDraws | None = None) -> Sample | None:
+        """The sample after all of them; None: one of them dropped it.
+
+        Args:
+            sample: The sample.
+            draws: Of the batch, gone to the sample; None: ``rng`` is that of position 0.
+        """
+        result: Any = sample
+        for number, (function, how) in enumerate(self._steps):
+            if how == "no":
+                result = function(result)
+            else:
+                rng = (draws or BatchDraws()).generator(number)
+                result = function(result, rng) if how == "second" else function(result, rng=rng)
+            if result is None:
+                return None
+        return cast("Sample", result)
+
+    def __repr__(self) -> str:
+        return f"Chain({', '.join(map(repr, self.functions))})"
+
+
+def as_chain(transform: Transform | Chain | None) -> Chain | None:
+    """``transform`` as a chain.
+
+    Raises:
+        ConfigError: It is no function, or needs more than a sample and ``rng``.
+    """
+    return transform if transform is None or isinstance(transform, Chain) else Chain((transform,))
+
+
+def how_it_gets_rng(function: Transform) -> _Passes:
+    """Whether and how a function of a sample takes ``rng``.
+
+    It does where it has a parameter named ``rng``, or a second positional one without a default. A parameter with a
+    default (``def f(sample, size=224)``) is the function's own.
+
+    Raises:
+        ConfigError: It is no function, or needs more than a sample and ``rng``.
+    """
+    if not callable(function):
+        raise ConfigError(f"transform: expected a function of one sample, got {function!r}")
+    if isinstance(function, partial) and "rng" in function.keywords:
+        return "no"  # the user gave it one
+    asked = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        parameters = list(inspect.signature(asked).parameters.values())
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return "no"
+    named = [one for one in parameters[1:] if one.name == "rng" and one.kind is not one.VAR_KEYWORD]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [one for one in parameters if one.default is one.empty and one.kind in kinds]
+    keywords = [one for one in parameters if one.default is one.empty and one.kind is one.KEYWORD_ONLY]
+    rest = [one.name for one in [*needed[1:], *keywords] if one not in named]
+    if len(rest) > (not named and not keywords):
+        raise ConfigError(
+            f"transform: expected a function of a sample, or of a sample and rng; {function!r} also needs "
+            f"{', '.join(rest)}. Give these by functools.partial or a default"
+        )
+    if named and named[0].kind is not inspect.Parameter.POSITIONAL_ONLY:
+        return "named"
+    return "second" if named or rest else "no"
+
+
+def seed_generators(seed: int, names: frozenset[str]) -> None:
+    """Seed generators of the process, of ``random``, ``numpy`` and ``torch`` (of the CPU alone), with 64 bits."""
+    if "random" in names:
+        random.seed(seed)
+    if "numpy" in names:
+        with suppress(TypeError):  # the user has put another kind of generator in its place
+            np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  the generator that users' functions may draw from
+    if "torch" in names:
+        torch.default_generator.manual_seed(seed >> 1)
