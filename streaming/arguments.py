@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, TypeGuard, TypeVar
+from os import PathLike
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
-from streaming.errors import OptionError
+from streaming.errors import ConfigError, OptionError
 
 _Class = TypeVar("_Class", bound=type)
+Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -73,3 +77,48 @@ def no_option(owner: str, name: str, known: tuple[str, ...], elsewhere: Mapping[
     if far:
         return f"{owner}: no option {name!r}; did you mean {far[0]!r}? Of that: {elsewhere[far[0]]}"
     return f"{owner}: no option {name!r}; there are {', '.join(known)}"
+
+
+def checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of fields as shards spell them; None stands for all."""
+    if fields is None:
+        return None
+    listed = fields if isinstance(fields, Sequence) and not isinstance(fields, (str, bytes)) else ()
+    names = tuple(name.removeprefix(".").lower() if isinstance(name, str) else "" for name in listed)
+    if not names or not all(names) or len(set(names)) < len(names):
+        raise ConfigError(f'fields: expected different names such as ("jpg", "cls"), got {fields!r}')
+    return names
+
+
+def checked_urls(urls: Urls) -> Urls:
+    """Return ``urls``, if they are text or paths."""
+    listed = [urls] if isinstance(urls, (str, os.PathLike)) else urls
+    if isinstance(listed, (bytes, Mapping)) or not isinstance(listed, Sequence):
+        raise ConfigError(f"urls: expected a URL, a path or a list of them, got {urls!r}")
+    for url in listed:
+        if not isinstance(url, (str, os.PathLike)):
+            raise ConfigError(f"urls: expected a URL, a path or a list of them, got a list that holds {url!r}")
+    return urls
+
+
+def checked_index(index: str | PathLike[str] | None) -> str | None:
+    """Return the directory of the index as text."""
+    if index is None:
+        return None
+    if not isinstance(index, (str, os.PathLike)) or not os.fspath(index):
+        raise ConfigError(f"index: expected the URL or path of the directory that holds it, got {index!r}")
+    return os.fspath(index)
+
+
+def checked_path(name: str, path: str | PathLike[str] | None) -> str | None:
+    """Return a local path as an absolute one."""
+    if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
+        raise ConfigError(f"{name}: expected a path, got {path!r}")
+    return None if path is None else os.path.abspath(os.path.expanduser(os.fspath(path)))
+
+
+def is_limit(value: object) -> bool:
+    """Whether ``value`` is a count, or a share in [0, 1]."""
+    if not is_number(value):
+        return False
+    return value >= 0 if is_whole(value) else not math.isnan(value) and 0 <= value <= 1

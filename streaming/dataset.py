@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any, Self, SupportsIndex, TypeAlias, get_args, overload
+from typing import Any, Self, SupportsIndex, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from infra import MeshError, MeshFinder
-from streaming.arguments import checks_names, is_number, is_whole
+from streaming.arguments import (
+    Urls,
+    checked_fields,
+    checked_index,
+    checked_path,
+    checked_urls,
+    checks_names,
+    is_limit,
+    is_whole,
+)  # fmt: skip
 from streaming.batches.build import OnError
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
@@ -36,8 +44,6 @@ from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
 from streaming.types import DuplicateKeys, Sample, Transform
 from streaming.units import format_bytes
-
-Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
 _TABLE_REQUESTS = 16
 LOCAL_GAP_BYTES = 128 << 10
@@ -189,7 +195,7 @@ class StreamingDataset:
             raise ConfigError(
                 f"duplicate_keys: expected one of {', '.join(get_args(DuplicateKeys))}, got {duplicate_keys!r}"
             )
-        if not _is_limit(max_bad_samples):
+        if not is_limit(max_bad_samples):
             raise ConfigError(
                 f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), "
                 f"got {max_bad_samples!r}"
@@ -199,7 +205,7 @@ class StreamingDataset:
             seed = checked_int("seed", seed, 0, _MAX_SEED) if shuffle.seed is None else shuffle.seed
         elif not isinstance(shuffle, bool):
             raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
-        self.fields = _checked_fields(fields)
+        self.fields = checked_fields(fields)
         self.decode = decode
         self.decoders = resolve_decoders(decode)
         self.transform = transform
@@ -209,19 +215,19 @@ class StreamingDataset:
         self.duplicate_keys: DuplicateKeys = duplicate_keys
         self.on_error: OnError = on_error
         self.max_bad_samples = int(max_bad_samples) if is_whole(max_bad_samples) else float(max_bad_samples)
-        self.bad_samples_file = _checked_path("bad_samples_file", bad_samples_file)
+        self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
         if storage_options is not None and not isinstance(storage_options, Mapping):
             raise ConfigError(
                 f'storage_options: expected a mapping such as {{"endpoint_url": "http://…"}}, '
                 f"got a {type(storage_options).__name__}"
             )
-        urls = _checked_urls(urls)
+        urls = checked_urls(urls)
         if mirrors:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
         peers = job_peers()
         self.shards: OpenShards = open_shards(
-            self.storage, urls, _checked_index(index), peers, duplicate_keys=duplicate_keys
+            self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys
         )
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
@@ -472,52 +478,11 @@ class StreamingDataset:
         return self._recent.table(0) is not None
 
 
-def _checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
-    if fields is None:
-        return None
-    listed = fields if isinstance(fields, Sequence) and not isinstance(fields, (str, bytes)) else ()
-    names = tuple(name.removeprefix(".").lower() if isinstance(name, str) else "" for name in listed)
-    if not names or not all(names) or len(set(names)) < len(names):
-        raise ConfigError(f'fields: expected different names such as ("jpg", "cls"), got {fields!r}')
-    return names
-
-
-def _checked_urls(urls: Urls) -> Urls:
-    listed = [urls] if isinstance(urls, (str, os.PathLike)) else urls
-    if isinstance(listed, (bytes, Mapping)) or not isinstance(listed, Sequence):
-        raise ConfigError(f"urls: expected a URL, a path or a list of them, got {urls!r}")
-    for url in listed:
-        if not isinstance(url, (str, os.PathLike)):
-            raise ConfigError(f"urls: expected a URL, a path or a list of them, got a list that holds {url!r}")
-    return urls
-
-
 def _spelt(urls: Urls) -> str:
     """The URLs as the user wrote them, shortened, without what may be secret."""
     listed = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     first = "::".join(redact(part) for part in os.fspath(listed[0]).split("::")) if listed else ""
     return first if len(listed) == 1 else f"{first} and {len(listed) - 1} more"
-
-
-def _checked_index(index: str | PathLike[str] | None) -> str | None:
-    if index is None:
-        return None
-    if not isinstance(index, (str, os.PathLike)) or not os.fspath(index):
-        raise ConfigError(f"index: expected the URL or path of the directory that holds it, got {index!r}")
-    return os.fspath(index)
-
-
-def _checked_path(name: str, path: str | PathLike[str] | None) -> str | None:
-    if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
-        raise ConfigError(f"{name}: expected a path, got {path!r}")
-    return None if path is None else os.path.abspath(os.path.expanduser(os.fspath(path)))
-
-
-def _is_limit(value: object) -> bool:
-    """Whether ``value`` is a count, or a share in [0, 1]."""
-    if not is_number(value):
-        return False
-    return value >= 0 if is_whole(value) else not math.isnan(value) and 0 <= value <= 1
 
 
 def _num_data_ranks() -> int:
