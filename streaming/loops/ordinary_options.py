@@ -40,7 +40,7 @@ class OrdinaryConfig:
         collate_fn: Of the list of samples of a batch, or None: ``streaming.batches.collate`` for dicts, else torch's.
         shuffle: Of map-style data sets; iterable ones shuffle themselves.
         seed: Of the order, and of the random numbers that an iterable data set draws.
-        on_error: ``"substitute"`` or ``"raise"``, for map-style data sets.
+        on_error: ``"substitute"``, ``"skip"`` (batches get smaller) or ``"raise"``, for map-style data sets.
         max_retries: Further attempts after errors that may pass, for map-style data sets.
         max_bad_samples: A count, or a share of the epoch, for map-style data sets.
         sharding: How an iterable data set is cut into parts.
@@ -78,6 +78,17 @@ class OrdinaryConfig:
             checked_int("epoch_size", self.epoch_size, 1, 2**62)
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")
+        self._check_together()
+        for name in ("shuffle", "pin_memory", "persistent_workers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        if self.sharding not in get_args(Sharding):
+            raise ConfigError(f"sharding: expected one of {', '.join(get_args(Sharding))}, got {self.sharding!r}")
+        methods, how = multiprocessing.get_all_start_methods(), self.multiprocessing_context
+        if how not in {None, *methods} and not isinstance(how, multiprocessing.context.BaseContext):
+            raise ConfigError(f"multiprocessing_context: expected None or one of {', '.join(methods)}, got {how!r}")
+
+    def _check_together(self) -> None:
         if self.worker_init_fn is not None and not callable(self.worker_init_fn):
             raise ConfigError(f"worker_init_fn: expected a function of a worker's number, got {self.worker_init_fn!r}")
         if not is_number(self.timeout) or not self.timeout >= 0:
@@ -87,14 +98,11 @@ class OrdinaryConfig:
                 "timeout: it is for batches of worker processes, and num_workers is 0; stall_report_s= says in the log "
                 "what a batch waits for"
             )
-        for name in ("shuffle", "pin_memory", "persistent_workers"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        if self.sharding not in get_args(Sharding):
-            raise ConfigError(f"sharding: expected one of {', '.join(get_args(Sharding))}, got {self.sharding!r}")
-        methods, how = multiprocessing.get_all_start_methods(), self.multiprocessing_context
-        if how not in {None, *methods} and not isinstance(how, multiprocessing.context.BaseContext):
-            raise ConfigError(f"multiprocessing_context: expected None or one of {', '.join(methods)}, got {how!r}")
+        if self.on_error == "skip" and self.last_batch == "pad":
+            raise ConfigError(
+                'on_error="skip" leaves samples out of their batches, which last_batch="pad" keeps full; use '
+                'on_error="substitute", or last_batch="partial"'
+            )
 
     @property
     def rank_batch_size(self) -> int:

@@ -90,8 +90,11 @@ class RetrySampler(Sampler[Any]):
         dataset: The map-style data set that the indices are for.
         max_retries: Further attempts after errors that may pass.
         backoff_s: Wait before the first of them, random up to that; doubles each time.
-        max_substitutes: How many others are tried before the sample's own error is raised.
-        on_error: ``"raise"`` raises it after the retries.
+        max_substitutes: How many others are tried before the sample's own error is raised, or it is skipped; default:
+            8, under ``"skip"`` 0.
+        on_error: ``"substitute"``, as above. ``"skip"``: a sample is left out of its batch, which gets smaller, where
+            ``max_substitutes`` others (here 0 by default) failed too; not under torch's ``batch_size=None``, and a
+            batch of which nothing is left is an error. ``"raise"`` raises its error after the retries.
         max_bad_samples: A count (int), or a share of the epoch (float) rounded up, per rank and epoch, beyond which the
             iteration stops.
         metrics: Where ``bad_samples`` are counted; default: an own one.
@@ -110,13 +113,13 @@ class RetrySampler(Sampler[Any]):
         *,
         max_retries: int = 2,
         backoff_s: float = 0.1,
-        max_substitutes: int = 8,
+        max_substitutes: int | None = None,
         on_error: str = "substitute",
         max_bad_samples: float = 0.001,
         metrics: Metrics | None = None,
     ) -> None:
-        if on_error not in {"substitute", "raise"}:
-            raise ConfigError(f"on_error: expected substitute or raise, got {on_error!r}")
+        if on_error not in {"substitute", "skip", "raise"}:
+            raise ConfigError(f"on_error: expected substitute, skip or raise, got {on_error!r}")
         if not is_number(max_bad_samples) or max_bad_samples < 0:
             raise ConfigError(f"max_bad_samples: expected a count or a share of the epoch, got {max_bad_samples!r}")
         if not is_number(backoff_s) or backoff_s < 0:
@@ -124,14 +127,16 @@ class RetrySampler(Sampler[Any]):
         self.sampler = sampler
         self.metrics = Metrics() if metrics is None else metrics
         max_retries = checked_int("max_retries", max_retries, 0, 1000)
-        checked_int("max_substitutes", max_substitutes, 1, 1000)
-        self._num_substitutes = max_substitutes if on_error == "substitute" else 0
+        if max_substitutes is None:
+            max_substitutes = 0 if on_error == "skip" else 8
+        max_substitutes = checked_int("max_substitutes", max_substitutes, 0 if on_error == "skip" else 1, 1000)
+        self._num_substitutes = 0 if on_error == "raise" else max_substitutes
         self._dataset = dataset
         self._limit, self._allowed = max_bad_samples, 0
         self._bad: dict[int, dict[str, Any]] = {}
         self._reports = Reports()
         self.dataset: Dataset[Any] = RetryingDataset(
-            dataset, max_retries=max_retries, backoff_s=backoff_s, reports=self._reports
+            dataset, max_retries=max_retries, backoff_s=backoff_s, reports=self._reports, skips=on_error == "skip"
         )
 
     def __len__(self) -> int:
@@ -228,9 +233,11 @@ class RetrySampler(Sampler[Any]):
 class RetryingDataset(Dataset[Any]):
     """A map-style data set that retries, and takes substitutes from the index. Made by ``RetrySampler``."""
 
-    def __init__(self, dataset: MapStyle, *, max_retries: int, backoff_s: float, reports: Reports) -> None:
+    def __init__(
+        self, dataset: MapStyle, *, max_retries: int, backoff_s: float, reports: Reports, skips: bool = False
+    ) -> None:
         self.dataset = dataset
-        self._max_retries, self._backoff_s, self._reports = max_retries, backoff_s, reports
+        self._max_retries, self._backoff_s, self._reports, self._skips = max_retries, backoff_s, reports, skips
 
     def __len__(self) -> int:
         """Of the data set."""
@@ -238,10 +245,56 @@ class RetryingDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """The sample, or one in its place."""
+        sample, error = self._found(index)
+        if error is not None:
+            raise error
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many samples, at once where the data set can; one by one where that fails or gives None.
+
+        Fewer than asked for, where some are to be skipped.
+        """
+        many = getattr(self.dataset, "__getitems__", None)
+        if many is None:
+            return self._kept(indices, [None] * len(indices))
+        try:
+            samples = list(many([int(index) for index in indices]))
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001  a user's data set may raise anything; then each sample is on its own
+            return self._kept(indices, [None] * len(indices))
+        if len(samples) != len(indices):
+            raise DataError(
+                f"{type(self.dataset).__name__}.__getitems__: {len(indices)} indices gave {len(samples)} samples; "
+                "give one for each, None for what is invalid"
+            )
+        return self._kept(indices, samples)
+
+    def _kept(self, indices: Sequence[int], samples: Sequence[Any]) -> list[Any]:
+        """``samples``, those that are None read one by one; what is to be skipped is left out."""
+        kept: list[Any] = []
+        last_error: Exception | None = None
+        for index, sample in zip(indices, samples, strict=True):
+            found, error = (sample, None) if sample is not None else self._found(index)
+            if error is None:
+                kept.append(found)
+            elif not self._skips:
+                raise error
+            else:
+                self._reports.put(int(index), error, None)
+                last_error = error
+        if last_error is not None and not kept:
+            last_error.add_note(f"so is every sample of its batch of {len(indices)}: nothing is left of it")
+            raise last_error
+        return kept
+
+    def _found(self, index: int) -> tuple[Any, Exception | None]:
+        """The sample, or one in its place, and None; or None and the sample's own error."""
         number = int(index)
         sample, error = self._attempt(number)
         if error is None:
-            return sample
+            return sample, None
         others = getattr(index, "substitutes", ())
         for other in dict.fromkeys(others):
             if other == number:
@@ -249,29 +302,11 @@ class RetryingDataset(Dataset[Any]):
             sample, other_error = self._attempt(other)
             if other_error is None:
                 self._reports.put(number, error, other)
-                return sample
+                return sample, None
             self._reports.put(other, other_error, None)
         if others:
             error.add_note(f"sample {number} is invalid, and so are {len(others)} others tried in its place")
-        raise error
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Many samples, at once where the data set can; one by one where that fails or gives None."""
-        many = getattr(self.dataset, "__getitems__", None)
-        if many is None:
-            return [self[index] for index in indices]
-        try:
-            samples = list(many([int(index) for index in indices]))
-        except MemoryError:
-            raise
-        except Exception:  # noqa: BLE001  a user's data set may raise anything; then each sample is on its own
-            return [self[index] for index in indices]
-        if len(samples) != len(indices):
-            raise DataError(
-                f"{type(self.dataset).__name__}.__getitems__: {len(indices)} indices gave {len(samples)} samples; "
-                "give one for each, None for what is invalid"
-            )
-        return [self[index] if sample is None else sample for index, sample in zip(indices, samples, strict=True)]
+        return None, error
 
     def _attempt(self, index: int) -> tuple[Any, Exception | None]:
         """The sample and None, or None and why there is none."""

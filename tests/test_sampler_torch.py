@@ -1,0 +1,94 @@
+"""The samplers as torch's own loader uses samplers: ``sampler=``, ``num_replicas=``, ``rank=``; and skipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+import streaming
+from infra import DeviceMesh
+from streaming import DeviceMeshSampler, RetrySampler
+from streaming.errors import ConfigError, TooManyBadSamplesError
+
+
+class Flaky(Dataset[int]):
+    """Numbers, of which some cannot be had."""
+
+    def __init__(self, size: int, bad: tuple[int, ...] = ()) -> None:
+        self.size, self.bad = size, bad
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise ValueError(f"sample {index} is damaged")
+        return index
+
+
+class Many(Flaky):
+    """The same, many at a time, None for what cannot be had."""
+
+    def __getitems__(self, indices: list[int]) -> list[int | None]:
+        return [None if index in self.bad else index for index in indices]
+
+
+def rows(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("kind", [Flaky, Many])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_skips_leaves_out_what_cannot_be_had(kind: type[Flaky], num_workers: int) -> None:
+    dataset = kind(20, bad=(3, 4, 11))
+    over = DeviceMeshSampler(dataset, 5, shuffle=False, device_mesh=DeviceMesh.from_sizes(dp_size=1, rank=0))
+    sampler = RetrySampler(over, dataset, on_error="skip", max_bad_samples=3)
+    loader = DataLoader(sampler.dataset, batch_sampler=sampler, num_workers=num_workers)
+    expected = [[0, 1, 2], [5, 6, 7, 8, 9], [10, 12, 13, 14], [15, 16, 17, 18, 19]]
+    assert [batch.tolist() for batch in sampler.follow(loader)] == expected
+    assert [(bad["number"], bad["substitute"]) for bad in sampler.bad] == [(3, None), (4, None), (11, None)]
+    sampler.close()
+
+
+def test_it_skips_over_torchs_own_sampler() -> None:
+    dataset = Flaky(30, bad=(7, 20))
+    sampler = RetrySampler(RandomSampler(dataset), dataset, on_error="skip", max_bad_samples=2)
+    found = rows(DataLoader(sampler.dataset, sampler=sampler, batch_size=6))
+    assert sorted(number for batch in found for number in batch) == [
+        number for number in range(30) if number not in dataset.bad
+    ]
+    assert min(map(len, found)) < 6
+
+
+def test_it_skips_only_after_the_substitutes_that_it_may_try() -> None:
+    dataset = Flaky(6, bad=(1, 2))
+    over = DeviceMeshSampler(dataset, 6, shuffle=False, device_mesh=DeviceMesh.from_sizes(dp_size=1, rank=0))
+    sampler = RetrySampler(over, dataset, on_error="skip", max_substitutes=30, max_bad_samples=2)
+    (batch,) = rows(DataLoader(sampler.dataset, batch_sampler=sampler))
+    assert len(batch) == 6
+    assert {1, 2}.isdisjoint(batch)
+
+
+def test_a_batch_of_which_nothing_is_left_is_an_error() -> None:
+    dataset = Flaky(6, bad=(0, 1))
+    over = DeviceMeshSampler(dataset, 2, shuffle=False, device_mesh=DeviceMesh.from_sizes(dp_size=1, rank=0))
+    sampler = RetrySampler(over, dataset, on_error="skip", max_bad_samples=5)
+    with pytest.raises(ValueError, match="sample 1 is damaged") as caught:
+        rows(DataLoader(sampler.dataset, batch_sampler=sampler))
+    assert "every sample of its batch of 2" in str(caught.value.__notes__)
+
+
+def test_skipping_has_a_limit_and_a_place() -> None:
+    dataset = Flaky(40, bad=(1, 9, 17))
+    over = DeviceMeshSampler(dataset, 4, shuffle=False, device_mesh=DeviceMesh.from_sizes(dp_size=1, rank=0))
+    sampler = RetrySampler(over, dataset, on_error="skip", max_bad_samples=2)
+    with pytest.raises(TooManyBadSamplesError, match="3 invalid samples"):
+        list(sampler.follow(DataLoader(sampler.dataset, batch_sampler=sampler)))
+    with pytest.raises(ConfigError, match="substitute, skip or raise"):
+        RetrySampler(over, dataset, on_error="ignore")
+    with streaming.DataLoader(dataset, 4, on_error="skip", shuffle=False, max_bad_samples=5) as loader:
+        assert [len(batch) for batch in loader] == [3, 4, 3, 4, 3, 4, 4, 4, 4, 4]
+    with pytest.raises(ConfigError, match=r'on_error="skip".*"pad"'):
+        streaming.DataLoader(dataset, 4, on_error="skip", last_batch="pad")
