@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -38,31 +37,15 @@ from shard_tools.sets.bad_list import load_bad_list, records_of
 from shard_tools.sets.copy import copy
 from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samples
 from shard_tools.sets.reindex import index
+from shard_tools.sets.repair import repair
 from shard_tools.sets.reshard import ReshardOptions, reshard
-from streaming.errors import ConfigError, ShardstreamError
+from shard_tools.verbs import ToolGroup, emit, finish
 from streaming.storage import Storage
 from streaming.types import DuplicateKeys
 
 _DEFAULT_MAX_BYTES = "256MB"  # a few seconds of one connection; 100 TB are 400,000 objects
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
 _RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
-
-
-class ToolGroup(click.Group):
-    """Turns the errors of the library into one line and an exit code."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs the verb."""
-        try:
-            return super().invoke(ctx)
-        except ShardstreamError as error:
-            if ctx.meta.get("shard_tools.debug"):
-                raise
-            render.show_error(error)
-            ctx.exit(2 if isinstance(error, ConfigError) else 1)
-        except KeyboardInterrupt:
-            click.echo("Stopped. Run the same command again to go on.", err=True)
-            ctx.exit(130)
 
 
 @click.group(cls=ToolGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -75,20 +58,6 @@ def cli() -> None:
       shard_tools convert photos/ s3://bucket/train/
       shard_tools verify s3://bucket/train/
     """
-
-
-def _emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
-    """Prints a result value: as JSON, or with its renderer."""
-    if as_json:
-        click.echo(render.as_json(result.as_dict(), indent=2))
-    else:
-        for_people(result)
-
-
-def _finish(*, failed: bool) -> None:
-    """Exit code 1 for a finding."""
-    if failed:
-        click.get_current_context().exit(1)
 
 
 @cli.command("convert")
@@ -135,7 +104,7 @@ def convert_command(
         report = convert(
             source, target, options=options, storage_options=storage_options, executor=executor, progress=progress
         )
-    _emit(report, as_json=as_json, for_people=render.show_convert)
+    emit(report, as_json=as_json, for_people=render.show_convert)
 
 
 @cli.command("index")
@@ -161,7 +130,7 @@ def index_command(urls: tuple[str, ...], *, engine: str, workers: int | None, as
     workers = workers or DEFAULT_WORKERS[engine]
     with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
         report = index(urls, storage=storage, workers=workers, executor=executor, progress=progress, **arguments)
-    _emit(report, as_json=as_json, for_people=render.show_index)
+    emit(report, as_json=as_json, for_people=render.show_index)
 
 
 @cli.command("verify")
@@ -213,8 +182,8 @@ def verify_command(
     if write_bad is not None:
         storage.put(write_bad, b"".join(record.to_line() for record in records_of(report.findings)))
     show = render.show_verify if isinstance(report, VerifyReport) else render.show_recheck
-    _emit(report, as_json=as_json, for_people=show)
-    _finish(failed=bool(report.findings))
+    emit(report, as_json=as_json, for_people=show)
+    finish(failed=bool(report.findings))
 
 
 @cli.command("reshard")
@@ -279,7 +248,32 @@ def reshard_command(
         report = reshard(
             source, target, options=options, storage_options=as_storage_options(arguments), progress=progress
         )
-    _emit(report, as_json=as_json, for_people=render.show_reshard)
+    emit(report, as_json=as_json, for_people=render.show_reshard)
+
+
+@cli.command("repair")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@click.option("--to", "target", required=True, metavar="TARGET", help="Folder or prefix for what is saved.")
+@click.option("--drop-damaged", is_flag=True, help="Also write shards of which samples are lost.")
+@index_option
+@json_option
+@with_storage_options
+def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **arguments: Any) -> None:
+    """Writes what can be saved of damaged tars to TARGET, under their names, indexed; says what is lost.
+
+    Mends a missing end-of-archive mark, archives joined by cat, and hard links. Where the shards have an index, its
+    checksums tell damaged bytes. A shard of which samples are lost is left out unless --drop-damaged is given.
+
+    \b
+    Example:
+      shard_tools repair shards/000007.tar --to repaired/
+      shard_tools repair s3://bucket/train/ --to s3://bucket/saved/ --drop-damaged --json
+    """
+    storage = Storage(as_storage_options(arguments))
+    with progress_bar("repair", "shards") as progress:
+        report = repair(urls, target, storage=storage, progress=progress, **arguments)
+    emit(report, as_json=as_json, for_people=render.show_repair)
+    finish(failed=not report.ok)
 
 
 @cli.command("copy")
@@ -320,7 +314,7 @@ def copy_command(
             progress=progress,
             **arguments,
         )
-    _emit(report, as_json=as_json, for_people=render.show_copy)
+    emit(report, as_json=as_json, for_people=render.show_copy)
 
 
 @cli.command("info")
@@ -338,7 +332,7 @@ def info_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool,
     storage = Storage(as_storage_options(arguments))
     with progress_bar("read", "shards") as progress:
         report = info(urls, storage=storage, index_url=index_url, progress=progress)
-    _emit(report, as_json=as_json, for_people=render.show_info)
+    emit(report, as_json=as_json, for_people=render.show_info)
 
 
 @cli.command("ls")
@@ -387,7 +381,7 @@ def cat_command(
     storage = Storage(as_storage_options(arguments))
     if field is None:
         shown = describe_sample(url, sample, storage=storage, index_url=index_url)
-        _emit(shown, as_json=as_json, for_people=render.show_sample)
+        emit(shown, as_json=as_json, for_people=render.show_sample)
         return
     if as_json:
         raise click.UsageError("--json and --field exclude each other: --field writes raw bytes.")
@@ -459,4 +453,4 @@ def plan_command(
     report = plan(urls, options=options, storage=storage, index_url=index_url)
     if plot is not None:
         save_plot(report, plot)
-    _emit(report, as_json=as_json, for_people=show_plan)
+    emit(report, as_json=as_json, for_people=show_plan)

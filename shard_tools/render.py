@@ -18,6 +18,7 @@ from shard_tools.convert import ConvertReport
 from shard_tools.sets.copy import CopyReport
 from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.sets.reindex import IndexReport
+from shard_tools.sets.repair import RepairReport
 from shard_tools.sets.reshard import ReshardReport
 from streaming.storage import redact, redact_text
 from streaming.units import format_bytes
@@ -136,6 +137,27 @@ def show_reshard(report: ReshardReport) -> None:
         f"{report.num_filtered:,} filtered out{joined}\n"
         f"{report.target}: {report.num_samples:,} samples in {report.num_shards:,} shards, "
         f"{format_bytes(report.num_bytes)}, in {report.seconds:.1f} s"
+    )
+
+
+def show_repair(report: RepairReport) -> None:
+    """What became of every shard that was not whole, and the sum."""
+    for shard in report.shards:
+        links = [f"{shard.num_links:,} hard links written as files"] if shard.num_links else []
+        for text in (*shard.mended, *links):
+            click.echo(f"{redact(shard.url)}: mended: {plain(text)}")
+        for text in shard.lost[:_SHOWN_FINDINGS]:
+            click.echo(f"{redact(shard.url)}: lost: {plain(text)}")
+        if shard.lost:
+            more = f"… and {len(shard.lost) - _SHOWN_FINDINGS:,} more; " if len(shard.lost) > _SHOWN_FINDINGS else ""
+            known = "by its index" if shard.exact else "by name, and perhaps more: there is no index to tell"
+            click.echo(f"{redact(shard.url)}: {more}{len(shard.lost_keys):,} samples lost or incomplete {known}")
+        if shard.target is None:
+            click.echo(f"{redact(shard.url)}: not written; --drop-damaged writes the {shard.num_samples:,} others")
+    written = [shard for shard in report.shards if shard.target is not None]
+    click.echo(
+        f"{redact(report.target)}: {len(written):,} of {len(report.shards):,} shards, "
+        f"{sum(shard.num_samples for shard in written):,} samples, indexed"
     )
 
 

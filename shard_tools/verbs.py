@@ -1,0 +1,63 @@
+"""What all verbs have in common: how results and failures are shown, to people and to programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from shard_tools import render
+from streaming.errors import ConfigError, ShardstreamError
+from streaming.storage import redact_text
+
+_AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
+
+
+class ToolGroup(click.Group):
+    """Turns the errors of the library into one line and an exit code; with ``--json`` into JSON, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Notes whether a program reads the output, so that a wrong option is JSON as well."""
+        ctx.meta[_AS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the verb."""
+        try:
+            return super().invoke(ctx)
+        except ShardstreamError as error:
+            if ctx.meta.get(_DEBUG):
+                raise
+            render.show_error(error)
+            _tell_program(ctx, error, str(error))
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except click.ClickException as error:
+            _tell_program(ctx, error, error.format_message())
+            raise
+        except KeyboardInterrupt as error:
+            click.echo("Stopped. Run the same command again to go on.", err=True)
+            _tell_program(ctx, error, "stopped; run the same command again to go on")
+            ctx.exit(130)
+
+
+def _tell_program(ctx: click.Context, error: BaseException, message: str) -> None:
+    """A failure as a JSON object on standard output, if ``--json`` was given."""
+    if ctx.meta.get(_AS_JSON):
+        notes = [redact_text(note) for note in getattr(error, "__notes__", ())]
+        told = {"type": type(error).__name__, "message": redact_text(message), "notes": notes}
+        click.echo(render.as_json({"ok": False, "error": told}, indent=2))
+
+
+def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
+    """Prints a result value: as JSON, or with its renderer."""
+    if as_json:
+        click.echo(render.as_json(result.as_dict(), indent=2))
+    else:
+        for_people(result)
+
+
+def finish(*, failed: bool) -> None:
+    """Exit code 1 for a finding."""
+    if failed:
+        click.get_current_context().exit(1)
