@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ import pytest
 import ray
 import torch
 from click.testing import CliRunner
-from data_sets import SampleSet, mesh_of, play, valid_keys, write_set
+from data_sets import SampleSet, loaders, mesh_of, play, valid_keys, write_set
 from ray.util import placement_group, remove_placement_group
 from ray_cluster import TwoNodes, locations, wait_for_end
 from test_convert_elsewhere import contents, parquet_source
@@ -467,6 +469,49 @@ def test_each_ray_train_worker_reads_its_own_share(nodes: TwoNodes, samples: Sam
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert [launcher for launcher, _ in found] == ["ray", "ray"]
     assert [keys for _, keys in found] == play(samples.open(), 2, batch_size=8)
+
+
+def mortal(log: str, kill_at: int | None) -> Callable[[None, dict[str, Any]], None]:
+    """A ``train_step`` that notes what each rank received, and kills rank 0 at one of its batches."""
+    count = itertools.count(1)
+
+    def train_step(model: None, batch: dict[str, Any]) -> None:
+        rank = infra.discover().rank
+        with open(f"{log}-{rank}", "a") as file:
+            file.write(json.dumps(batch["__key__"]) + "\n")
+        if next(count) == kill_at and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return train_step
+
+
+@pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning:ray.data.context")
+def test_ray_train_killed_and_resumed_as_docs_trainers_has_it(
+    nodes: TwoNodes, samples: SampleSet, tmp_path: Path
+) -> None:
+    """Rank 0 dies by SIGKILL in the middle of an epoch, and at a border of epochs; other numbers of ranks go on."""
+    from ray.train import WorkerGroupError  # noqa: PLC0415
+
+    page = Path(__file__).resolve().parent.parent / "docs/trainers.md"
+    (block,) = blocks(page.read_text().split("\n## Ray Train\n")[1])
+    (reference,) = loaders(samples.open(), 1, global_batch_size=12)
+    per_epoch, expected = len(reference), []
+    for epoch in range(3):
+        reference.set_epoch(epoch)
+        expected += [Counter(batch["__key__"]) for batch in reference]
+    names = {"URL": samples.url, "FOLDER": str(tmp_path / "runs"), "CHECKPOINT": str(tmp_path / "state.pt")}
+    at = 0
+    for number, (ranks, stop) in enumerate([(2, per_epoch + 3), (1, 2 * per_epoch), (2, None)]):
+        log, end = tmp_path / f"leg{number}", stop or 3 * per_epoch
+        own = {"EPOCHS": 3, "RANKS": ranks, "model": None, "train_step": mortal(str(log), stop and stop + 1 - at)}
+        with pytest.raises(WorkerGroupError) if stop else contextlib.nullcontext():
+            exec(compile(block.code, str(page), "exec"), {"__name__": "__main__", **names, **own})
+        received = [
+            [json.loads(line) for line in Path(f"{log}-{rank}").read_text().splitlines()] for rank in range(ranks)
+        ]
+        for step in range(at, end):
+            assert Counter(key for one in received for key in one[step - at]) == expected[step], (number, step)
+        at = end
 
 
 # ------------------------------------------------------------------------------------------------- docs and the tools
