@@ -21,6 +21,8 @@
     ├── IndexMissingError       (FileNotFoundError)  needs an index, and there is none
     ├── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
     ├── AgreementError          (RuntimeError)       ranks are about to train on different things
+    ├── IteratorEndedError      (RuntimeError)       an iterator that was ended before its epoch: closed, or failed
+    │   └── IteratorSupersededError                  another iterator, set_epoch or load_state_dict took its place
     ├── ReplicaError            (RuntimeError)       another rank of the same data share is gone, or left its loop
     ├── ForkedError             (RuntimeError)       used in a forked child of the process that it belongs to
     └── WorkerError             (RuntimeError)       an exception of a decode worker that cannot leave it as it is
@@ -117,6 +119,14 @@ class TooManyBadSamplesError(ShardstreamError, RuntimeError):
 
 class AgreementError(ShardstreamError, RuntimeError):
     """Ranks differ in data set, order, options or position; the message names them and what differs."""
+
+
+class IteratorEndedError(ShardstreamError, RuntimeError):
+    """An iterator was asked for a batch after its loader was closed, or after an error; its epoch is not over."""
+
+
+class IteratorSupersededError(IteratorEndedError):
+    """An iterator was asked for a batch after another one, ``set_epoch`` or ``load_state_dict`` took its place."""
 
 
 class ReplicaError(ShardstreamError, RuntimeError):

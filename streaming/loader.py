@@ -30,6 +30,7 @@ from streaming.loops.fetcher import (
     checked_memory_limit,
     resolve_batch_size,
 )  # fmt: skip
+from streaming.loops.iterator import Batches
 from streaming.loops.map_style import OrdinaryLoop, is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
     ELSEWHERE,
@@ -41,7 +42,7 @@ from streaming.loops.options import (
 )  # fmt: skip
 from streaming.loops.ordinary_options import OrdinaryConfig, Sharding
 from streaming.loops.streamed import StreamedLoop
-from streaming.loops.watch import STALL_REPORT_S, Watchdog, Watched, checked_stall_report_s
+from streaming.loops.watch import STALL_REPORT_S, Watchdog, checked_stall_report_s
 from streaming.plan.state import LoaderState
 from streaming.remote import RemoteGroup, RemoteLoop, open_remote
 from streaming.replicas.options import Broadcast, Replicas
@@ -60,8 +61,12 @@ class DataLoader:
     Every sample of an epoch reaches exactly one data-parallel rank, every rank gets the same number of batches, and the
     content of global batch k depends only on the data set, its order settings, the epoch and the global batch size.
 
-    For one thread. A batch belongs to whoever got it. Leaving the loop early is fine; the next ``for`` starts the same
-    epoch anew.
+    Every ``iter(loader)`` begins the next epoch, but for the first one after the making, ``set_epoch`` or
+    ``load_state_dict``: that begins where these say. An epoch is over when its last batch is handed out. The state of a
+    loop that was left early points to the batch that would have come next. One iterator at a time: a second one
+    supersedes the first, which raises ``IteratorSupersededError`` when it is asked again.
+
+    For one thread. A batch belongs to whoever got it.
 
     Args:
         dataset: A ``StreamingDataset``, a map-style or iterable torch data set, or a callable that makes one.
@@ -269,14 +274,14 @@ class DataLoader:
         """Whether samples that do not fill a global batch are left out."""
         return bool(self._options["last_batch"] == "drop")
 
-    def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch in progress; after its last batch, ``epoch`` is the next one."""
+    def __iter__(self) -> Batches:
+        """Make the iterator over the epoch due, or the rest of it; wrappers that read ahead tell its ``hold_back``."""
         self._look_again(to_read=True)
         if self._check is not None:
             self._check.first()
         report = partial(_report, self._loop, self._stages)
         self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
-        return Watched(self._loop.run(), self._watchdog, self._loop.metrics)
+        return self._loop.run(self._watchdog)
 
     def check_agreement(self, timeout: float = 600.0) -> None:
         """Compare data set, order, options and position with all ranks of the mesh; all of them must call this.
@@ -299,7 +304,11 @@ class DataLoader:
         return self._loop.num_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``; if it is the one in progress, a loaded position is kept."""
+        """Go to the start of ``epoch``; if it is the one due, a loaded position is kept.
+
+        In the middle of an epoch, its own number changes nothing for the iterator in progress; the next one begins that
+        epoch again. Any other number ends the iterator in progress.
+        """
         self._loop.set_epoch(epoch)
 
     def seed(self, seed: int) -> None:
@@ -307,7 +316,11 @@ class DataLoader:
         self._loop.set_seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch handed out last: small, JSON-able, the same on every rank."""
+        """The position after the batch received last: small, JSON-able, the same on every rank.
+
+        Behind the last batch of an epoch it is the start of the next one. Batches that a wrapper holds back, as
+        ``DevicePrefetcher`` does, have not been received.
+        """
         return self._loop.state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -349,7 +362,7 @@ class DataLoader:
             self._loop.page_lock(locker)
 
     def close(self) -> None:
-        """Stop threads and free memory. The loader may be used again, from the start of the epoch in progress."""
+        """Stop threads and free memory; an iterator in progress raises. The loader may be used again."""
         self._loop.close()
 
     shutdown = close

@@ -19,7 +19,7 @@ from leftovers import leftovers
 
 from streaming import DataLoader, DeviceMeshFetcher, StreamingDataset
 from streaming.engine.threads import JobThreads
-from streaming.errors import ConfigError, DecodeError
+from streaming.errors import ConfigError, DecodeError, IteratorEndedError, IteratorSupersededError
 from streaming.fetch.read import FetchRange
 from streaming.tar import ChunkLayout
 
@@ -166,11 +166,15 @@ def test_close_from_every_state(dataset: StreamingDataset, num_batches: int, num
         next(batches)
     loader.close()
     loader.close()
-    if num_batches:
+    if num_batches == NUM_BATCHES:
         assert list(batches) == []
-    assert loader.epoch == 0
-    expected = play(dataset, 1, global_batch_size=SIZE)[0]
-    assert list(map(check_batch, loader)) == expected  # it can be used again
+    else:
+        with pytest.raises(IteratorEndedError, match=r"the loader was closed by .*test_loader\.py:\d+\. Call iter"):
+            next(batches)
+    assert loader.epoch == (num_batches == NUM_BATCHES)
+    expected = play(dataset, 1, global_batch_size=SIZE, epochs=2)[0]
+    first = NUM_BATCHES if num_batches else 0
+    assert list(map(check_batch, loader)) == expected[first : first + NUM_BATCHES]  # it can be used again
     loader.close()
 
 
@@ -181,8 +185,8 @@ def test_close_without_iterating(dataset: StreamingDataset) -> None:
         pass
 
 
-def test_break_and_iterate_again_starts_the_same_epoch(dataset: StreamingDataset) -> None:
-    expected = play(dataset, 1, global_batch_size=SIZE)[0]
+def test_break_and_iterate_again_starts_the_next_epoch(dataset: StreamingDataset) -> None:
+    expected = play(dataset, 1, global_batch_size=SIZE, epochs=2)[0]
     with loader_of(dataset) as loader:
         for number, batch in enumerate(loader):
             assert check_batch(batch) == expected[number]
@@ -190,21 +194,23 @@ def test_break_and_iterate_again_starts_the_same_epoch(dataset: StreamingDataset
                 break
         assert loader.state_dict()["samples_seen"] == 4 * SIZE
         assert loader.epoch == 0
-        assert list(map(check_batch, loader)) == expected
-        assert loader.epoch == 1
+        assert list(map(check_batch, loader)) == expected[NUM_BATCHES:]
+        assert loader.epoch == 2
 
 
-def test_a_second_iterator_ends_the_first(dataset: StreamingDataset) -> None:
-    expected = play(dataset, 1, global_batch_size=SIZE)[0]
+def test_a_second_iterator_supersedes_the_first(dataset: StreamingDataset) -> None:
+    expected = play(dataset, 1, global_batch_size=SIZE, epochs=2)[0][NUM_BATCHES:]
     with loader_of(dataset) as loader:
         first = iter(loader)
         next(first)
         second = iter(loader)
         assert check_batch(next(second)) == expected[0]
-        assert list(first) == []
-        assert loader.epoch == 0
-        assert list(map(check_batch, second)) == expected[1:]
+        for _ in range(2):
+            with pytest.raises(IteratorSupersededError, match=r"another one was made by .*test_loader\.py"):
+                next(first)
         assert loader.epoch == 1
+        assert list(map(check_batch, second)) == expected[1:]
+        assert loader.epoch == 2
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
@@ -228,14 +234,14 @@ def test_batches_never_change_after_they_were_handed_out(dataset: StreamingDatas
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, GeneratorExit])
 def test_an_exception_in_the_loop_body(dataset: StreamingDataset, error: type[BaseException]) -> None:
-    expected = play(dataset, 1, global_batch_size=SIZE)[0]
+    expected = play(dataset, 1, global_batch_size=SIZE, epochs=2)[0]
     with loader_of(dataset, num_workers=2) as loader:
         with pytest.raises(error):  # noqa: PT012
             for number, _ in enumerate(loader):
                 if number == 2:
                     raise error
         assert loader.state_dict()["samples_seen"] == 3 * SIZE
-        assert list(map(check_batch, loader)) == expected
+        assert list(map(check_batch, loader)) == expected[NUM_BATCHES:]
 
 
 def hold_fetches(dataset: StreamingDataset, gate: threading.Event) -> threading.Event:
@@ -263,7 +269,7 @@ def test_interrupted_while_it_waits(dataset: StreamingDataset, num_workers: int)
         def interrupt() -> None:
             assert held.wait(30)
             loader.describe()  # comes back when the loop has let go of the lock: it waits, or is just about to
-            while loader._loop._running is not None:  # Python sleeps on a signal that comes just before it blocks
+            while loader._loop.running is not None:  # Python sleeps on a signal that comes just before it blocks
                 signal.pthread_kill(main, signal.SIGINT)
                 taken.wait(0.5)
 
@@ -308,18 +314,27 @@ def test_closed_by_another_thread_while_it_waits(dataset: StreamingDataset) -> N
     gate = threading.Event()
     held = hold_fetches(dataset, gate)
     loader = loader_of(dataset)
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(loader), daemon=True)
+    ended: list[str] = []
+
+    def consume() -> None:
+        try:
+            next(iter(loader))
+        except IteratorEndedError as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=consume, daemon=True)
     thread.start()
     assert held.wait(30)
-    loader._loop._running.close()  # type: ignore[union-attr]  the part of close() that does not wait for fetches
+    loader._loop.position.close()
+    loader._loop.running.close()  # type: ignore[union-attr]  the part of close() that does not wait for fetches
     thread.join(20)
     waits = thread.is_alive()
     gate.set()
     if waits:
         pytest.fail("close() does not wake the loop that waits")
     loader.close()
-    assert found == []
+    (message,) = ended
+    assert "the loader was closed by" in message
 
 
 def test_two_loaders_side_by_side(samples: SampleSet, dataset: StreamingDataset) -> None:
@@ -367,7 +382,8 @@ def test_an_error_of_the_users_function_names_shard_and_sample(
             next(batches)
         assert isinstance(caught.value.__cause__, LookupError)
         assert loader.state_dict()["samples_seen"] == 72  # the batch that failed is not counted
-        assert list(batches) == []
+        with pytest.raises(IteratorEndedError, match=r"ended with an error before \(DecodeError"):
+            next(batches)
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])

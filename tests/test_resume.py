@@ -27,7 +27,7 @@ from data_sets import (
 
 from infra import DeviceMesh
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
-from streaming.errors import StateError
+from streaming.errors import IteratorSupersededError, StateError
 from streaming.fetch.read import FetchRange
 from streaming.plan.order import EpochOrder, OrderSettings
 from streaming.plan.plan import Plan
@@ -75,8 +75,10 @@ class Case:
         return cls(dataset=dataset, options=options, epochs=(epochs[0], epochs[1]), states=tuple(states))
 
     def check(self, stop: int, world_size: int, **changed: Any) -> None:
-        """Resume after ``stop`` batches on ``world_size`` ranks: the rest of epoch 0, then all of epoch 1."""
-        ranks = play(self.dataset, world_size, state=self.states[stop], epochs=2, **{**self.options, **changed})
+        """Resume after ``stop`` batches on ``world_size`` ranks: the rest of epoch 0, if any, then all of epoch 1."""
+        epochs = 2 - int(self.states[stop]["epoch"])
+        assert epochs == (2 if stop < len(self.epochs[0]) else 1)
+        ranks = play(self.dataset, world_size, state=self.states[stop], epochs=epochs, **{**self.options, **changed})
         assert merged(ranks) == self.epochs[0][stop:] + self.epochs[1], (stop, world_size)
 
 
@@ -216,12 +218,12 @@ def test_state_counts_what_was_handed_out_not_what_was_read_ahead(plain: Case) -
 
 def test_loading_in_the_middle_of_an_epoch_ends_that_loop(plain: Case) -> None:
     with open_at(plain, 0) as loader:
-        seen = []
-        for batch in loader:
-            seen.append(check_batch(batch))
-            if len(seen) == 2:
-                loader.load_state_dict(plain.states[6])
-        assert len(seen) == 2
+        batches = iter(loader)
+        seen = [check_batch(next(batches)) for _ in range(2)]
+        loader.load_state_dict(plain.states[6])
+        with pytest.raises(IteratorSupersededError, match=r"load_state_dict\(\) was called by .*test_resume\.py"):
+            next(batches)
+        assert merged([seen]) == plain.epochs[0][:2]
         assert loader.state_dict() == plain.states[6]
         assert merged([[check_batch(batch) for batch in loader]]) == plain.epochs[0][6:]
 

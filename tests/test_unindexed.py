@@ -29,6 +29,7 @@ from streaming.errors import (
     ConfigError,
     DecodeError,
     IndexMissingError,
+    IteratorEndedError,
     StateError,
     TarError,
     TooManyBadSamplesError,
@@ -243,9 +244,10 @@ def test_close_from_every_state(streamed: SampleSet, num_batches: int) -> None:
         next(batches)
     loader.close()
     loader.close()
-    if num_batches:
-        assert list(batches) == []
+    with pytest.raises(IteratorEndedError, match="the loader was closed"):
+        next(batches)
     assert len(list(loader)) == 10
+    assert loader.epoch == (2 if num_batches else 1)
     loader.close()
 
 
@@ -432,7 +434,8 @@ def test_errors_name_shard_key_and_stage(compressed: SampleSet, hands: dict[str,
         assert check_batch(next(batches)) == list(compressed.keys[:4])
         with pytest.raises(DecodeError, match=r"000000\.tar\.gz: sample '00007': transform raised ZeroDivisionError"):
             next(batches)
-        assert list(batches) == []
+        with pytest.raises(IteratorEndedError, match="ended with an error before"):
+            next(batches)
         with pytest.raises(DecodeError, match="'00007'"):
             list(loader)
     dataset = compressed.open(shuffle=False, transform=shifted, max_bad_samples=1)

@@ -20,7 +20,7 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -29,26 +29,16 @@ from typing import Any, Self
 import torch
 
 from streaming.arguments import checks_names, is_whole
+from streaming.device.account import Account, HeldBack, Noted
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, IteratorEndedError
 from streaming.forks import Maker
+from streaming.loops.iterator import Batches, failed
+from streaming.loops.position import Turn
 from streaming.loops.watch import STALL_REPORT_S, Watchdog
 
 _END = object()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Position:
-    """Where the consumer stands after a batch.
-
-    Attributes:
-        state: The loader's ``state_dict()`` at the time when it had handed out that batch; None: it has none.
-        epoch: The loader's epoch at that time; None: it has none.
-    """
-
-    state: dict[str, Any] | None
-    epoch: int | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,13 +57,14 @@ class _Flight:
     owns_source: bool
     copier: Copier
     depth: int
-    position: Callable[[], _Position]
+    account: Account
     watchdog: Watchdog
     stage: str = "hands out batches"
-    ahead: deque[tuple[Copied, _Position]] = field(default_factory=deque)
+    ahead: deque[Copied] = field(default_factory=deque)
     held: deque[tuple[Event, Any]] = field(default_factory=deque)
     steps: deque[Event] = field(default_factory=deque)
     failure: Exception | None = None
+    has_failed: bool = False
     num_handed_out: int = 0
     ended: bool = False
     closing: bool = False
@@ -112,16 +103,26 @@ class _Flight:
                 del failure  # or its traceback would refer to itself
         return bool(self.ahead)
 
-    def hand_out(self) -> tuple[Any, _Position]:
-        """The next batch, of which ``advance`` told; the current stream waits for it."""
+    def hand_out(self) -> Any:
+        """The next batch, of which ``advance`` told; the current stream waits for it.
+
+        Raises:
+            IteratorEndedError: The loader was moved or closed meanwhile.
+        """
         try:
-            copied, position = self.ahead[0]
+            copied = self.ahead[0]
             self.copier.hand_over(copied)
+            self.account.handed_out()
             self.ahead.popleft()
             self.num_handed_out += 1
         finally:
             self.busy = None
-        return copied.batch, position
+        return copied.batch
+
+    @property
+    def is_over(self) -> bool:
+        """The last batch is handed out. While one is, the source has been asked for a further one."""
+        return self.ended and not self.ahead and not self.has_failed
 
     def close(self) -> None:
         """Wait for the copies under way, then let go of their memory and stop the source. May be called again.
@@ -182,14 +183,14 @@ class _Flight:
             if batch is _END:
                 self.ended = True
                 return
-            position = self.position()
+            self.account.pulled()
             with self._in_stage("starts the copies of a batch"):
                 copied = self.copier.issue(batch)
         except Exception as error:  # noqa: BLE001  delivered at its place, after the batches before it
-            self.ended, self.failure = True, error
+            self.ended, self.has_failed, self.failure = True, True, error
         else:
             self.held.append((copied.event, (batch, copied.staged)))
-            self.ahead.append((replace(copied, staged=()), position))
+            self.ahead.append(replace(copied, staged=()))
 
 
 @checks_names()
@@ -207,10 +208,12 @@ class DevicePrefetcher:
     (``wait_stream``, ``record_stream``). To bound memory, the host waits until the device has come within ``depth``
     steps.
 
-    While a loop is in progress the loader itself is ahead of it. So ask *this* object for ``state_dict`` and ``epoch``,
-    and tell it ``set_epoch``, ``seed`` and ``load_state_dict``; it passes on what is right. An error of the loader
-    comes after the batches before it. However a loop ends, copies under way are waited for and the loader's iterator is
-    closed. After a loop that was left early the next one starts the same epoch anew, as with the loader itself.
+    While a loop is in progress a ``streaming.DataLoader`` is told which batches are held back here: its ``state_dict``
+    and ``epoch`` answer for the batches handed out, as those of this object do. A loader of another kind is ahead; so
+    ask *this* object, and tell it ``set_epoch``, ``seed`` and ``load_state_dict``; it passes on what is right. An error
+    of the loader comes after the batches before it. However a loop ends, copies under way are waited for and the
+    loader's iterator is closed. Epochs follow each other as with the loader itself, and one iterator at a time: a
+    superseded one raises ``IteratorSupersededError``.
 
     For one thread; ``close`` may be called from any.
 
@@ -239,29 +242,25 @@ class DevicePrefetcher:
         self.depth = depth
         self._copier: Copier = copier or (CudaCopier(self.device) if self.device.type == "cuda" else CpuCopier())
         self._flight: _Flight | None = None
-        self._position: _Position | None = None  # None: the loader's own position is the consumer's
+        self._turn: Turn | None = None
+        self._noted: Noted | None = None  # None: the loader's own position is the consumer's
 
     def __iter__(self) -> Iterator[Any]:
-        """The loader's batches. A loop in progress ends."""
+        """Make an iterator over the loader's batches; the one before is superseded, and lets go of all."""
+        if self._turn is not None:
+            self._turn.pass_on()
         self._stop()
-        self._position = self._loader_position()
+        turn = self._turn = Turn()
         if hasattr(self.loader, "add_stage"):
             self.loader.add_stage(self.describe_stage)
         self._page_lock(self._copier.page_locker)
         source = iter(self.loader)
+        self._noted = None if isinstance(source, Batches) else Noted(self.loader)
         flight = self._flight = _Flight(
             source=source, owns_source=source is not self.loader, copier=self._copier, depth=self.depth,
-            position=self._loader_position, watchdog=self._watchdog(),
+            account=self._noted or HeldBack(source), watchdog=self._watchdog(),
         )  # fmt: skip
-        at_exit = weakref.finalize(self, self._end, flight)  # later, modules that it needs are gone
-        try:
-            while flight.advance():
-                yield self._hand_out(flight)  # no name here: the consumer alone decides how long the batch lives
-            if not flight.closing:
-                self._position = None
-        finally:
-            self._end(flight)
-            at_exit.detach()
+        return _DeviceBatches(self, flight, turn)
 
     def __len__(self) -> int:
         """Batches of a whole epoch, as the loader says."""
@@ -269,39 +268,42 @@ class DevicePrefetcher:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the batch handed out last; between loops, the next one to start."""
-        position = self._position
-        return self.loader.epoch if position is None or position.epoch is None else position.epoch
+        """The epoch in progress, or the next one to start."""
+        noted = self._noted
+        epoch: int = self.loader.epoch if noted is None or noted.epoch is None else noted.epoch
+        return epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``, which ends a loop in progress; the one in progress goes on as it is."""
-        if self._position is not None and self._position.epoch == epoch:
+        if self._noted is not None and self._noted.epoch == epoch:
             return
-        self._stop()
+        if self._noted is not None:
+            self._move(f"set_epoch({epoch})")
         self.loader.set_epoch(epoch)
-        self._position = None
+        source = None if self._flight is None else self._flight.source
+        if isinstance(source, Batches) and source.has_ended:
+            self._move(f"set_epoch({epoch})")
 
     def seed(self, seed: int) -> None:
         """A new order, from the next epoch on that *you* start, though the loader may be at its end already."""
         self.loader.seed(seed)
-        if self._position is not None:
-            self._position = _reseeded(self._position, seed)
-        if self._flight is not None:
-            ahead = self._flight.ahead
-            self._flight.ahead = deque((copied, _reseeded(position, seed)) for copied, position in ahead)
+        if self._noted is not None:
+            self._noted.seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch handed out last, not the loader's own, which is up to ``depth + 1`` further."""
-        if self._position is None or self._position.state is None:
-            state: dict[str, Any] = self.loader.state_dict()
-            return state
-        return copy.deepcopy(self._position.state)
+        """The position after the batch handed out last, though ``depth`` further ones may have been pulled."""
+        state: dict[str, Any]
+        if self._noted is None or self._noted.state is None:
+            state = self.loader.state_dict()
+        else:
+            state = copy.deepcopy(self._noted.state)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``, of this object or of the loader; ends a loop in progress."""
-        self._stop()
+        self._move("load_state_dict()")
         self.loader.load_state_dict(state)
-        self._position = None
+        self._noted = None
 
     def metrics(self) -> dict[str, Any]:
         """The loader's metrics; its ``wait_s`` is what this object waited for the loader."""
@@ -328,6 +330,8 @@ class DevicePrefetcher:
 
     def close(self) -> None:
         """Wait for copies under way, let go of all memory, close the loader."""
+        if self._turn is not None:
+            self._turn.close()
         try:
             self._stop()
         finally:
@@ -356,27 +360,29 @@ class DevicePrefetcher:
 
         return Watchdog(after_s, f"{self.device} gets no further", describe)
 
-    def _hand_out(self, flight: _Flight) -> Any:
-        batch, self._position = flight.hand_out()
-        return batch
-
-    def _loader_position(self) -> _Position:
-        state = copy.deepcopy(self.loader.state_dict()) if hasattr(self.loader, "state_dict") else None
-        return _Position(state=state, epoch=getattr(self.loader, "epoch", None))
+    def _move(self, what: str) -> None:
+        """End the loop in progress, because the method ``what`` takes the loader elsewhere."""
+        if self._turn is not None and (self._turn.has_begun or self._noted is not None):
+            self._turn.move(what)
+            self._stop()
+            self._noted = None
 
     def _stop(self) -> None:
         if self._flight is not None:
             self._end(self._flight)
 
     def _end(self, flight: _Flight) -> None:
-        """Close ``flight``. If the loader has begun the next epoch and the consumer has not, take it back."""
+        """Close ``flight``. If another's loader has begun the next epoch and the consumer has not, take it back."""
+        is_over = flight.is_over
         try:
             flight.close()
         finally:
             if self._flight is flight and flight.closed:
                 self._flight = None
                 self._page_lock(None)
-                epoch = None if self._position is None else self._position.epoch
+                if is_over:
+                    self._noted = None
+                epoch = None if self._noted is None else self._noted.epoch
                 if epoch is not None and epoch != self.loader.epoch and hasattr(self.loader, "set_epoch"):
                     self.loader.set_epoch(epoch)
 
@@ -409,7 +415,63 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _reseeded(position: _Position, next_seed: Any) -> _Position:
-    if position.state is None or "next_seed" not in position.state:
-        return position
-    return replace(position, state={**position.state, "next_seed": next_seed})
+class _DeviceBatches:
+    """Iterate one flight. The rules are those of ``streaming.loops.iterator.Batches``."""
+
+    def __init__(self, prefetcher: DevicePrefetcher, flight: _Flight, turn: Turn) -> None:
+        self._prefetcher, self._flight, self._turn = prefetcher, flight, turn
+        self._failure: str | None = None
+        self._is_over = False
+        weakref.finalize(self, _close_at_exit, weakref.ref(self))  # later, modules that it needs are gone
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, on the device."""
+        self._flight.maker.check()
+        if self._is_over:
+            self._end()
+            raise StopIteration
+        self._turn.check()
+        if self._failure is not None:
+            raise IteratorEndedError(self._failure)
+        self._turn.has_begun = True
+        try:
+            if self._flight.advance():
+                return self._hand_out()  # no name here: the consumer alone decides how long the batch lives
+            self._turn.check()
+            self._is_over = True
+        except BaseException as error:
+            self._failure = failed(error)
+            self._end()
+            if not isinstance(error, StopIteration):
+                raise
+            why = f"StopIteration was raised by what makes a batch, and must not pass for the end: {error}"
+            raise RuntimeError(why) from error
+        self._end()
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the iteration here. The loader goes on with the next epoch."""
+        self._is_over = True
+        self._end()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_is_over"):
+            self._end()
+
+    def _hand_out(self) -> Any:
+        batch = self._flight.hand_out()
+        self._is_over = self._flight.is_over
+        return batch
+
+    def _end(self) -> None:
+        self._turn.is_open = False
+        self._prefetcher._end(self._flight)
+
+
+def _close_at_exit(this: weakref.ref[_DeviceBatches]) -> None:
+    batches = this()
+    if batches is not None:
+        batches.close()

@@ -1,12 +1,12 @@
-"""What both loops over a ``StreamingDataset`` share: epochs, a position, and one run at a time."""
+"""What both loops over a ``StreamingDataset`` share: an order, an account of bad samples, those who build batches."""
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from streaming.batches.bad_samples import BadSamples
 from streaming.dataset import StreamingDataset
@@ -14,44 +14,22 @@ from streaming.engine.crew import Crew
 from streaming.engine.standing import request_line
 from streaming.engine.workers.ring import PageLocker
 from streaming.forks import in_children
-from streaming.metrics import Metrics
-from streaming.plan.order import OrderSettings, checked_int
+from streaming.loops.iterator import Loop, Run
+from streaming.loops.position import Place
+from streaming.plan.order import OrderSettings
 
 
-class Run(Protocol):
-    """The batches of the rest of one epoch, being produced in the background."""
-
-    def __next__(self) -> Any:
-        """The next batch."""
-
-    def close(self) -> None:
-        """Stop producing."""
-
-    def describe(self) -> str:
-        """What it is at, for people."""
-
-
-class BaseLoop(ABC):
+class BaseLoop(Loop):
     """Epochs one after the other. Used by one thread, but for ``metrics`` and ``close``.
 
     Attributes:
-        epoch: The epoch in progress, or the next to start.
-        samples_seen: Samples of it, over all ranks, that were handed out.
-        order: The order settings of that epoch.
-        next_seed: Seed from the next epoch on, where it was changed.
-        metrics: Where everything is counted.
+        order: The order settings of the epoch in progress.
     """
 
     def __init__(self, dataset: StreamingDataset, order: OrderSettings, global_batch_size: int, rank: int) -> None:
+        super().__init__(global_batch_size)
         self.dataset = dataset
         self.order = order
-        self.metrics = Metrics()
-        self.epoch = 0
-        self.samples_seen = 0
-        self.next_seed: int | None = None
-        self._global_batch_size = global_batch_size
-        self._resume_at = 0
-        self._running: Run | None = None
         self._crew: Crew | None = None
         self._locker: PageLocker | None = None
         self._bad = BadSamples(
@@ -69,46 +47,14 @@ class BaseLoop(ABC):
         """Samples of an epoch, over all ranks."""
 
     @abstractmethod
-    def _start(self, start: int) -> Run | None:
-        """Begin to produce the epoch's batches after its first ``start`` samples; None if there are none."""
+    def _start(self, place: Place) -> Run:
+        """Begin to produce the epoch's batches from ``place`` on, in ``order``."""
 
-    def run(self) -> Iterator[Any]:
-        """The rest of the epoch in progress, batch by batch; the position moves on before a batch is handed out.
-
-        A loop that is left early keeps its position for a checkpoint, but a new one starts the epoch anew. One that the
-        interpreter's end finds is closed before that ends threads wherever they are, with the locks that they hold.
-        """
-        self._stop_running()
-        start, self._resume_at = self._resume_at, 0
-        self.samples_seen = start
-        if start == 0 and self.next_seed is not None:
-            self.order, self.next_seed = replace(self.order, seed=self.next_seed), None
-        running = self._running = self._start(start)
-        if running is not None:
-            at_exit = weakref.finalize(self, running.close)
-            try:
-                for batch in self._guarded(running):
-                    self.samples_seen = min(self.samples_seen + self._global_batch_size, self.samples_per_epoch)
-                    self.metrics.add("batches")
-                    yield batch
-                if self._running is not running:
-                    return
-            finally:
-                running.close()
-                at_exit.detach()
-                if self._running is running:
-                    self._running = None
-        self.epoch += 1
-        self.samples_seen = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; where it is the one in progress, a loaded position is kept."""
-        if checked_int("epoch", epoch, 0, 2**62) != self.epoch:
-            self._go_to(epoch, 0)
-
-    def set_seed(self, seed: int) -> None:
-        """A new order from the next epoch that starts."""
-        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+    def start(self, place: Place, seed: int | None) -> Run:
+        """See ``Loop``."""
+        if seed is not None:
+            self.order = replace(self.order, seed=seed)
+        return self._start(place)
 
     def report(self) -> dict[str, Any]:
         """All metrics, and this epoch's bad samples by name."""
@@ -121,7 +67,7 @@ class BaseLoop(ABC):
 
     def describe(self) -> str:
         """What the loop waits for at this moment."""
-        running = self._running
+        running = self.running
         if running is None:
             return "not running"
         return "\n".join([running.describe(), *map(request_line, self.dataset.storage.in_flight())])
@@ -134,36 +80,12 @@ class BaseLoop(ABC):
 
     def close(self) -> None:
         """Stop threads and processes, free memory. The loop may be used again; it starts them anew."""
-        self._stop_running()
+        super().close()
         self._drop_machinery()
 
-    @property
-    def _position(self) -> int:
-        return self.samples_seen or self._resume_at
-
-    def _go_to(self, epoch: int, samples_seen: int) -> None:
-        self._stop_running()
-        self.epoch, self.samples_seen, self._resume_at = epoch, samples_seen, samples_seen
-
-    def _guarded(self, running: Run) -> Iterator[Any]:
-        """``running``; an interrupt in the middle of its book-keeping costs the machinery, not the next loop."""
-        while True:
-            try:
-                batch = next(running)
-            except StopIteration:
-                return
-            except Exception:
-                raise
-            except BaseException:
-                self._running = None
-                self._drop_machinery()
-                raise
-            yield batch
-
-    def _stop_running(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.close()
+    def clean_up(self) -> None:
+        """See ``Loop``: an interrupt costs the machinery, not the next loop."""
+        self._drop_machinery()
 
     def _keep(self, crew: Crew, close: Callable[[], object]) -> None:
         """``crew`` serves all runs from now on, until ``close`` ends it together with what needs it."""
@@ -186,7 +108,7 @@ class BaseLoop(ABC):
         """In a forked child: threads, processes and shared memory are the parent's; a loop begun here makes its own."""
         if self._crew is not None:
             self._end_of_crew.detach()
-        self._running = self._crew = None
+        self.running = self._crew = None
 
     def _note_ring_peak(self) -> None:
         ring = None if self._crew is None else self._crew.ring

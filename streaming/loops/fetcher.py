@@ -23,12 +23,14 @@ from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.errors import ConfigError, StateError
-from streaming.loops.base import BaseLoop, Run
+from streaming.loops.base import BaseLoop
+from streaming.loops.iterator import Run
+from streaming.loops.position import Place
 from streaming.metrics import Metrics
 from streaming.plan import memory as budget
-from streaming.plan.plan import LastBatch, Plan
+from streaming.plan.plan import LastBatch, Plan, num_batches
 from streaming.plan.state import LoaderState
-from streaming.replicas.broadcast import Place, Sharing
+from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import CountedRun, Replicas
 from streaming.storage import redact, scheme_of
 from streaming.units import parse_bytes
@@ -154,19 +156,17 @@ class EpochLoop(BaseLoop):
         """Samples of an epoch, over all ranks."""
         return self.config.epoch_size or self.dataset.table.total_samples
 
-    @property
-    def num_batches(self) -> int:
-        """Batches of a whole epoch."""
-        total, size = self.samples_per_epoch, self.config.global_batch_size
-        return total // size if self.config.last_batch == "drop" else -(-total // size)
+    def batches_left(self, samples_seen: int) -> int:
+        """See ``Loop``."""
+        return num_batches(self.samples_per_epoch - samples_seen, self.config.global_batch_size, self.config.last_batch)
 
     def state(self) -> LoaderState:
         """The position; the same on every rank."""
         return LoaderState(
-            epoch=self.epoch,
-            samples_seen=self._position,
+            epoch=self.position.epoch,
+            samples_seen=self.position.samples_seen,
             order=self.order,
-            next_seed=self.next_seed,
+            next_seed=self.position.next_seed,
             fingerprint=self.dataset.table.fingerprint,
             num_samples=self.dataset.table.total_samples,
             epoch_size=self.config.epoch_size,
@@ -193,8 +193,8 @@ class EpochLoop(BaseLoop):
             raise StateError(
                 f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
             )
-        self._go_to(state.epoch, state.samples_seen)
-        self.order, self.next_seed = state.order, state.next_seed
+        self.order = state.order
+        self.go_to(Place(epoch=state.epoch, samples_seen=state.samples_seen), state.next_seed)
 
     def _drop_machinery(self) -> None:
         if self._sharing is not None:
@@ -202,24 +202,22 @@ class EpochLoop(BaseLoop):
         self._store = None
         super()._drop_machinery()
 
-    def _plan(self, start: int) -> Plan:
+    def _plan(self, place: Place) -> Plan:
         return Plan(
             self.dataset.table.num_samples,
             self.order,
             global_batch_size=self.config.global_batch_size,
             dp_world_size=self.config.mesh.data_world_size,
             last_batch=self.config.last_batch,
-            epoch=self.epoch,
+            epoch=place.epoch,
             epoch_size=self.config.epoch_size,
-            start=start,
+            start=place.samples_seen,
         )
 
-    def _start(self, start: int) -> Run | None:
-        plan = self._plan(start)
-        if not plan.num_batches:
-            return None
+    def _start(self, place: Place) -> Run:
+        plan = self._plan(place)
         if self._sharing is not None:
-            return self._sharing.run(lambda: self._read(plan), Place(epoch=self.epoch, samples_seen=start))
+            return self._sharing.run(lambda: self._read(plan), place)
         if self.config.recipe.portion.is_count:
             return CountedRun(plan, self.config.mesh.data_rank)
         return self._read(plan)
@@ -232,7 +230,7 @@ class EpochLoop(BaseLoop):
         crew, store = self._open_store()
         store.limit_bytes = self._slices_bytes(plan) if sliced else self._arena_bytes(plan, dp_rank)
         store.retain = not sliced and store.limit_bytes >= self._rank_bytes(plan, dp_rank)
-        self._bad.start_epoch(plan.num_samples, self.epoch)
+        self._bad.start_epoch(plan.num_samples, plan.epoch)
         return Pipeline(
             plan=plan,
             dp_rank=dp_rank,

@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, StateError
+from streaming.loops.iterator import Loop, Run
 from streaming.loops.ordinary_options import Collate, OrdinaryConfig, shut_down
 from streaming.loops.parts import (
     Cursor,
@@ -35,8 +36,8 @@ from streaming.loops.parts import (
     has_state,
     num_shards,
 )  # fmt: skip
-from streaming.metrics import Metrics
-from streaming.plan.order import OrderSettings, checked_int
+from streaming.loops.position import Place
+from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import hash_words
 from streaming.plan.state import LoaderState
 
@@ -95,7 +96,7 @@ class IterableState(LoaderState):
         )
 
 
-class IterableLoop:
+class IterableLoop(Loop):
     """Epochs over an iterable data set. Used by one thread.
 
     Without ``epoch_size`` an epoch is one pass; ``dataset.set_epoch``, where there is one, is called with its number.
@@ -114,28 +115,24 @@ class IterableLoop:
     """
 
     state_type = IterableState
+    is_agreed: bool
+    """Ranks ask each other whether all have one batch more."""
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
+        super().__init__(config.global_batch_size)
         self.dataset = dataset
         self.config = config
-        self.metrics = Metrics()
         self.order = OrderSettings(seed=config.seed, lanes=1, window=0)
-        self.epoch = 0
-        self.samples_seen = 0
-        self.next_seed: int | None = None
         if config.epoch_size is not None and config.epoch_size < config.global_batch_size:
             raise ConfigError(
                 f"epoch_size: {config.epoch_size} is less than one global batch of {config.global_batch_size}"
             )
-        self._agreed = config.epoch_size is None and config.mesh.world_size > 1
-        if self._agreed:
+        self.is_counted = config.epoch_size is not None
+        self.is_agreed = not self.is_counted and config.mesh.world_size > 1
+        if self.is_agreed:
             _check_can_agree(config.mesh)
         self._num_workers = self._useful_workers()
-        self._cursors: tuple[Cursor, ...] = ()  # of what was handed out
-        self._begin: tuple[Cursor, ...] = ()  # of the epoch in progress
-        self._resumed = False
         self._packets: _Packets | None = None
-        self._running: object = None
         self._warn()
 
     @property
@@ -145,59 +142,43 @@ class IterableLoop:
         Raises:
             TypeError: Nobody knows; give ``epoch_size``.
         """
-        if self.config.epoch_size is None:
+        if not self.is_counted:
             raise TypeError("an iterable data set has no length; give epoch_size to say how long an epoch is")
-        return self.config.epoch_size // self.config.global_batch_size
+        return self.batches_left(0)
 
-    def run(self) -> Iterator[Any]:
-        """The rest of the epoch in progress, batch by batch; the position moves on before a batch is handed out.
+    def batches_left(self, samples_seen: int) -> int:
+        """See ``Loop``; for ``epoch_size`` alone."""
+        size = self.config.global_batch_size
+        return max(0, self._epoch_samples() // size - samples_seen // size)
 
-        A loop that is left early stands where it was left in ``state``, but a new one starts the epoch anew.
+    def start(self, place: Place, seed: int | None) -> Run:
+        """See ``Loop``.
+
+        A place's detail is the workers' cursors. With ``epoch_size`` the stream goes on from epoch to epoch, also where
+        one was left early; without, an epoch is a pass of its own.
         """
-        self._enter()
-        running = self._running = object()
-        endless = self.config.epoch_size is not None
-        try:
-            packets = self._open()
-            stream = self._agreeing(packets) if self._agreed else packets
-            left = self._batches_left() if endless else -1
-            while left != 0:
-                with self.metrics.timed("wait_for_batch_s"):
-                    packet = next(stream, None)
-                if packet is None:
-                    break
-                self._cursors = packets.advance(packet)
-                self.samples_seen = min(self.samples_seen + self.config.global_batch_size, self._epoch_samples())
-                self.metrics.add("batches")
-                left -= 1
-                yield packet.batch
-                if self._running is not running:
-                    return
-        except BaseException:
-            if self._running is running:
-                self._stop()
-            raise
-        self._running = None
-        self._end_epoch()
+        cursors: tuple[Cursor, ...] = place.detail or ()
+        if seed is not None:
+            self.order, cursors = OrderSettings(seed=seed, lanes=1, window=0), ()
+        if place.samples_seen == 0 and not self.is_counted:
+            cursors = ()
+        return _IterableRun(self, self._open(place.epoch, cursors))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; where it is the one in progress, a loaded position is kept."""
-        if checked_int("epoch", epoch, 0, 2**62) != self.epoch:
-            self._stop()
-            self.epoch, self.samples_seen, self._resumed = epoch, 0, False
-            self._cursors = self._begin = ()
-
-    def set_seed(self, seed: int) -> None:
-        """Other random numbers from the next epoch that starts (with ``epoch_size``: that starts a pass anew)."""
-        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+    def after_batch(self, place: Place, run: _IterableRun) -> Place:
+        """See ``Loop``."""
+        if self.is_counted:
+            return replace(super().after_batch(place, run), detail=run.cursors)
+        if run.is_last:
+            return Place(epoch=place.epoch + 1, samples_seen=0)
+        return Place(epoch=place.epoch, samples_seen=place.samples_seen + self._global_batch_size, detail=run.cursors)
 
     def state(self) -> IterableState:
         """The position of this rank."""
-        mesh = self.config.mesh
+        mesh, place = self.config.mesh, self.position.place
         return IterableState(
-            epoch=self.epoch, samples_seen=self.samples_seen, order=self.order, next_seed=self.next_seed,
+            epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
             fingerprint=_FINGERPRINT, num_samples=self._epoch_samples(), epoch_size=self.config.epoch_size,
-            cursors=self._cursors, data_rank=mesh.data_rank, data_world_size=mesh.data_world_size,
+            cursors=place.detail or (), data_rank=mesh.data_rank, data_world_size=mesh.data_world_size,
         )  # fmt: skip
 
     def load(self, state: LoaderState) -> None:
@@ -217,10 +198,9 @@ class IterableLoop:
                     "%s has no state_dict: what was read of this pass is read again, and skipped. Cure: give the data "
                     "set state_dict and load_state_dict", type(self.dataset).__name__,
                 )  # fmt: skip
-        self._stop()
-        self.epoch, self.samples_seen, self.order = state.epoch, state.samples_seen, state.order
-        self.next_seed, self._cursors, self._resumed = state.next_seed, state.cursors, True
-        self._begin = ()
+        self.order = state.order
+        place = Place(epoch=state.epoch, samples_seen=state.samples_seen, detail=state.cursors)
+        self.go_to(place, state.next_seed)
 
     def report(self) -> dict[str, Any]:
         """All metrics."""
@@ -228,71 +208,55 @@ class IterableLoop:
 
     def describe(self) -> str:
         """What the loop waits for at this moment."""
-        if self._running is None:
+        if self.running is None:
             return "not running"
         return f"{type(self.dataset).__name__} in {self._num_workers} torch worker processes, or the consumer"
 
     def close(self) -> None:
-        """Stop worker processes. The loop may be used again, from the start of the epoch in progress."""
-        self._stop()
+        """Stop worker processes. The loop may be used again; it starts them anew."""
+        super().close()
+        self.close_stream()
+
+    def clean_up(self) -> None:
+        """See ``Loop``."""
+        self.close_stream()
+
+    def close_stream(self) -> None:
+        """Stop the workers of the stream, which otherwise go on from epoch to epoch."""
+        packets, self._packets = self._packets, None
+        if packets is not None:
+            packets.close()
 
     # --- epochs ---
-
-    def _enter(self) -> None:
-        """Stand at the start of the epoch, or at the loaded position."""
-        if self._running is not None:  # a loop that was left
-            self._stop()
-        if not self._resumed and self.samples_seen:
-            self._stop()
-            self._cursors, self.samples_seen = self._begin, 0
-        if self.samples_seen == 0 and self.next_seed is not None:
-            self._stop()
-            self.order = OrderSettings(seed=self.next_seed, lanes=1, window=0)
-            self.next_seed, self._cursors = None, ()
-        if self.samples_seen == 0:
-            self._begin = self._cursors
-        self._resumed = False
-
-    def _end_epoch(self) -> None:
-        if self.config.epoch_size is None:
-            self._stop()
-            self._cursors = ()
-        self.epoch, self.samples_seen = self.epoch + 1, 0
-
-    def _batches_left(self) -> int:
-        return self.num_batches - self.samples_seen // self.config.global_batch_size
 
     def _epoch_samples(self) -> int:
         return UNKNOWN_SIZE if self.config.epoch_size is None else self.config.epoch_size
 
-    def _open(self) -> _Packets:
-        """The stream from the position on; with ``epoch_size`` it goes on over epochs."""
+    def _open(self, epoch: int, cursors: tuple[Cursor, ...]) -> _Packets:
+        """The stream from ``cursors`` on: the one that stands there, or a new one."""
+        if self._packets is not None and self._packets.cursors is not cursors:
+            self.close_stream()
         if self._packets is None:
             config, mesh, workers = self.config, self.config.mesh, max(1, self._num_workers)
-            fresh = tuple(Cursor(worker=number, pass_number=self.epoch) for number in range(workers))
+            fresh = tuple(Cursor(worker=number, pass_number=epoch) for number in range(workers))
             settings = ShareSettings(
                 first_part=mesh.data_rank * workers,
                 num_parts=mesh.data_world_size * workers,
                 batch_size=config.rank_batch_size,
                 last_batch=config.last_batch,
-                endless=config.epoch_size is not None,
+                endless=self.is_counted,
                 seed=self.order.seed,
                 sharding=config.sharding,
             )
-            cursors = self._cursors or fresh
+            cursors = cursors or fresh
             stream = SharedStream(self.dataset, settings, cursors, Collate(config.collate_fn))
-            seed = hash_words(self.order.seed, self.epoch, mesh.data_rank) >> 1
+            seed = hash_words(self.order.seed, epoch, mesh.data_rank) >> 1
             loader: DataLoader[Packet] = DataLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
                 **config.torch_options(self._num_workers),
             )  # fmt: skip
             self._packets = _Packets(iter(loader), cursors)
         return self._packets
-
-    def _stop(self) -> None:
-        packets, self._packets, self._running = self._packets, None, None
-        if packets is not None:
-            packets.close()
 
     def _check_place(self, state: IterableState) -> None:
         mesh, workers = self.config.mesh, max(1, self._num_workers)
@@ -334,7 +298,7 @@ class IterableLoop:
 
     # --- equal ends ---
 
-    def _agreeing(self, packets: Iterator[Packet]) -> Iterator[Packet]:
+    def agreeing(self, packets: Iterator[Packet]) -> Iterator[Packet]:
         """Packets while every rank has one; under "pad" while any has one, with stand-ins.
 
         All ranks ask the same number of times: the question about batch k is asked before batch k - AHEAD is handed
@@ -381,10 +345,14 @@ class _Asked(NamedTuple):
 
 
 class _Packets:
-    """Packets from torch's ``DataLoader``, and where its workers stand by what was handed out."""
+    """Packets from torch's ``DataLoader``, and where its workers stand by what was handed out.
+
+    Attributes:
+        cursors: After the packet of the latest ``advance``; the worker that delivers next comes first.
+    """
 
     def __init__(self, source: Any, cursors: tuple[Cursor, ...]) -> None:
-        self._source, self._cursors, self._next = source, list(cursors), 0
+        self._source, self.cursors = source, cursors
 
     def __iter__(self) -> Self:
         return self
@@ -393,19 +361,70 @@ class _Packets:
         packet: Packet = next(self._source)
         return packet
 
-    def advance(self, packet: Packet) -> tuple[Cursor, ...]:
-        """The cursors after ``packet``; the worker after the one that made it comes first, for it delivers next."""
-        order = [cursor.worker for cursor in self._cursors]
-        if packet.after.worker in order:
-            place = order.index(packet.after.worker)
-            self._cursors[place] = packet.after
-            self._next = place + 1
-        return (*self._cursors[self._next :], *self._cursors[: self._next])
+    def advance(self, packet: Packet) -> None:
+        """Note that ``packet`` is handed out."""
+        workers = [cursor.worker for cursor in self.cursors]
+        if packet.after.worker in workers:
+            place = workers.index(packet.after.worker)
+            self.cursors = (*self.cursors[place + 1 :], *self.cursors[:place], packet.after)
 
     def close(self) -> None:
         """Stop the worker processes."""
         source, self._source = self._source, iter(())
         shut_down(source)
+
+
+class _IterableRun:
+    """The rest of one epoch. Without ``epoch_size`` it reads one packet ahead, to know the last one.
+
+    Attributes:
+        cursors: After the batch that came last.
+        is_last: That batch is the epoch's last one; only without ``epoch_size``.
+    """
+
+    def __init__(self, loop: IterableLoop, packets: _Packets) -> None:
+        self._loop, self._packets = loop, packets
+        self._stream: Iterator[Packet] = loop.agreeing(packets) if loop.is_agreed else packets
+        self._ahead: Packet | None = None
+        self._has_begun = False
+        self.is_last = False
+
+    @property
+    def cursors(self) -> tuple[Cursor, ...]:
+        """See above."""
+        return self._packets.cursors
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        try:
+            with self._loop.metrics.timed("wait_for_batch_s"):
+                packet = self._next()
+        except BaseException:
+            self._loop.close_stream()
+            raise
+        if packet is None:
+            raise StopIteration
+        self._packets.advance(packet)
+        return packet.batch
+
+    def close(self) -> None:
+        """End here. With ``epoch_size`` the stream stays as it is: the next epoch goes on with it."""
+        self._ahead = None
+        if not self._loop.is_counted:
+            self._loop.close_stream()
+
+    def describe(self) -> str:
+        """What it is at, for people."""
+        return self._loop.describe()
+
+    def _next(self) -> Packet | None:
+        if self._loop.is_counted:
+            return next(self._stream, None)
+        packet = self._ahead if self._has_begun else next(self._stream, None)
+        self._has_begun = True
+        self._ahead = None if packet is None else next(self._stream, None)
+        self.is_last = self._ahead is None
+        return packet
 
 
 class Again:

@@ -7,6 +7,7 @@ the batch. Iterable ones keep what they make possible; see ``streaming.loops.ite
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import starmap
 from typing import Any, TypeAlias
 
 import torch
@@ -15,11 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from streaming.batches.collate import empty_like
 from streaming.errors import ConfigError
 from streaming.loops.iterable import Again, IterableLoop
+from streaming.loops.iterator import Loop, Run
 from streaming.loops.ordinary_options import Collate, OrdinaryConfig, shut_down, with_valid
-from streaming.metrics import Metrics
+from streaming.loops.position import Place
 from streaming.plan.permutation import hash_words
+from streaming.plan.plan import Plan
 from streaming.plan.state import LoaderState
-from streaming.samplers.device_mesh import DeviceMeshSampler
+from streaming.samplers.device_mesh import DeviceMeshSampler, with_substitutes
 from streaming.samplers.retry import RetrySampler
 
 __all__ = [
@@ -78,7 +81,7 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
     )
 
 
-class MapLoop:
+class MapLoop(Loop):
     """Epochs over a map-style data set. Used by one thread.
 
     Random numbers that the data set or ``collate_fn`` draws in worker processes are seeded by (seed, data rank); the
@@ -97,61 +100,27 @@ class MapLoop:
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         self.dataset = dataset
         self.config = config
-        self.metrics = Metrics()
         self.sampler = DeviceMeshSampler(
             dataset, global_batch_size=config.global_batch_size, device_mesh=config.mesh, shuffle=config.shuffle,
             seed=config.seed, last_batch=config.last_batch, epoch_size=config.epoch_size,
         )  # fmt: skip
+        super().__init__(config.global_batch_size, self.sampler.position)
+        self._rows = _Rows(self.sampler)
         self._retry = RetrySampler(
-            self.sampler, dataset, on_error=config.on_error, max_retries=config.max_retries,
+            self._rows, dataset, on_error=config.on_error, max_retries=config.max_retries,
             max_bad_samples=config.max_bad_samples, metrics=self.metrics,
         )  # fmt: skip
         self._loader: DataLoader[Any] | None = None
-        self._running: Iterator[Any] | None = None
-        self._waiting = False
 
-    @property
-    def epoch(self) -> int:
-        """The epoch in progress, or the next one to start."""
-        return self.sampler.epoch
+    def batches_left(self, samples_seen: int) -> int:
+        """See ``Loop``."""
+        return self.sampler.batches_left(samples_seen)
 
-    @property
-    def num_batches(self) -> int:
-        """Batches of a whole epoch."""
-        return len(self.sampler)
-
-    def run(self) -> Iterator[Any]:
-        """The rest of the epoch in progress, batch by batch; the position moves on before a batch is handed out.
-
-        A loop that is left early stands where it was left in ``state``, but a new one starts the epoch anew.
-        """
-        batches = self._running = self._retry.follow(self._open())
-        try:
-            last: Any = {}
-            for number, batch in enumerate(self._waited_for(batches)):
-                last = self._finished(batch, number, last)
-                self.metrics.add("batches")
-                yield last
-                if self._running is not batches:
-                    return
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            if self._running is batches:
-                self._running = None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; where it is the one in progress, a loaded position is kept."""
-        if epoch != self.epoch:
-            self._running = None
-        self.sampler.set_epoch(epoch)
-
-    def set_seed(self, seed: int) -> None:
-        """A new order from the next epoch that starts."""
-        self.sampler.set_seed(seed)
+    def start(self, place: Place, seed: int | None) -> Run:
+        """See ``Loop``."""
+        self.sampler.use_seed(seed)
+        self._rows.plan = plan = self.sampler.plan(place)
+        return _MapRun(self, plan, self._retry.follow(self._open()))
 
     def state(self) -> LoaderState:
         """The position; the same on every rank."""
@@ -163,27 +132,22 @@ class MapLoop:
         Raises:
             StateError: It belongs to another data set, epoch size or kind of order.
         """
-        self.sampler.load(state)
-        self._running = None
+        if self.sampler.load(state):
+            self.stop()
 
     def report(self) -> dict[str, Any]:
         """All metrics, and this epoch's bad samples by their index."""
         bad = self._retry.bad
         return {**self.metrics.snapshot(), "bad": bad}
 
-    def describe(self) -> str:
-        """What the loop waits for at this moment."""
-        if self._running is None:
-            return "not running"
-        if not self._waiting:
-            return "the consumer has a batch"
-        workers = self.config.num_workers
-        where = f"{workers} torch worker processes" if workers else "this process"
-        return f"waiting for {type(self.dataset).__name__}[…] and collate_fn in {where}"
-
     def close(self) -> None:
         """Stop worker processes. The loop may be used again; it starts them anew."""
-        loader, self._loader, self._running = self._loader, None, None
+        super().close()
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """See ``Loop``: what comes from torch's loader after an error is anybody's guess."""
+        loader, self._loader = self._loader, None
         if loader is not None:
             shut_down(loader._iterator)
             loader._iterator = None
@@ -203,22 +167,76 @@ class MapLoop:
             )
         return self._loader
 
-    def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """``batches``, with the seconds that the consumer waits counted."""
-        end = object()
-        while True:
-            self._waiting = True
-            with self.metrics.timed("wait_for_batch_s"):
-                batch = next(batches, end)
-            self._waiting = False
-            if batch is end:
-                return
-            yield batch
 
-    def _finished(self, batch: Any, number: int, last: Any) -> Any:
-        if self.config.last_batch == "pad":
-            return with_valid(batch, self.sampler.valid_mask(number))
-        if isinstance(batch, dict) and not batch and self.config.last_batch == "partial":
+class _Rows:
+    """The sampler as torch's loader gets to see it: the rows of one plan, counted by nobody.
+
+    Attributes:
+        plan: Of the next iteration.
+    """
+
+    def __init__(self, sampler: DeviceMeshSampler) -> None:
+        self._sampler = sampler
+        self.epoch_samples = sampler.epoch_samples
+        self.plan: Plan | None = None
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Without substitutes."""
+        return self.iterate_with_substitutes(0)
+
+    def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
+        """See ``DeviceMeshSampler``."""
+        if self.plan is not None:
+            yield from starmap(with_substitutes, self._sampler.rows(self.plan, count))
+
+
+class _MapRun:
+    """The batches of one plan, from torch's loader."""
+
+    def __init__(self, loop: MapLoop, plan: Plan, batches: Iterator[Any]) -> None:
+        self._loop, self._plan, self._batches = loop, plan, batches
+        self._number = 0
+        self._last: Any = {}
+        self._waiting = False
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        self._waiting = True
+        try:
+            with self._loop.metrics.timed("wait_for_batch_s"):
+                batch = next(self._batches)
+            self._waiting = False
+            self._last = self._finished(batch)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._loop.clean_up()
+            raise
+        self._number += 1
+        return self._last
+
+    def close(self) -> None:
+        """Let go of the batches that were asked for."""
+        self._batches = iter(())
+
+    def describe(self) -> str:
+        """What it is at, for people."""
+        if not self._waiting:
+            return "the consumer has a batch"
+        workers = self._loop.config.num_workers
+        where = f"{workers} torch worker processes" if workers else "this process"
+        return f"waiting for {type(self._loop.dataset).__name__}[…] and collate_fn in {where}"
+
+    def _finished(self, batch: Any) -> Any:
+        config, last = self._loop.config, self._last
+        if config.last_batch == "pad":
+            rows = self._plan.rank_batches(self._number, self._number + 1, config.mesh.data_rank)
+            return with_valid(batch, torch.from_numpy(rows.valid))
+        if isinstance(batch, dict) and not batch and config.last_batch == "partial":
             if not isinstance(last, Mapping):
                 raise ConfigError(
                     f'last_batch="partial": the last global batch has fewer samples than there are ranks, and an empty '

@@ -13,12 +13,13 @@ from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
 from streaming.engine.unindexed.samples import StreamSettings
 from streaming.errors import ConfigError, StateError
-from streaming.loops.base import BaseLoop, Run
+from streaming.loops.base import BaseLoop
 from streaming.loops.fetcher import LoopConfig, open_crew, open_sharing
+from streaming.loops.iterator import Run
+from streaming.loops.position import Place
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
-from streaming.replicas.broadcast import Place
 
 DEFAULT_WINDOW = 4096
 """Samples in the shuffle window of a set whose size nobody knows; bounded in bytes by half of memory_limit."""
@@ -70,10 +71,9 @@ class StreamedLoop(BaseLoop):
             dataset.shards.missing_index,
         )
 
-    @property
-    def num_batches(self) -> int:
-        """Batches of a whole epoch: ``epoch_size`` in full global batches, rounded down."""
-        return self._size // self.config.global_batch_size
+    def batches_left(self, samples_seen: int) -> int:
+        """See ``Loop``: an epoch has ``epoch_size`` in full global batches, rounded down."""
+        return max(0, self._size // self._global_batch_size - samples_seen // self._global_batch_size)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -83,8 +83,9 @@ class StreamedLoop(BaseLoop):
     def state(self) -> LoaderState:
         """The position; the same on every rank."""
         return LoaderState(
-            epoch=self.epoch, samples_seen=self._position, order=self.order, next_seed=self.next_seed,
-            fingerprint=self._fingerprint, num_samples=self._size, epoch_size=self._size,
+            epoch=self.position.epoch, samples_seen=self.position.samples_seen, order=self.order,
+            next_seed=self.position.next_seed, fingerprint=self._fingerprint, num_samples=self._size,
+            epoch_size=self._size,
         )  # fmt: skip
 
     def load(self, state: LoaderState) -> None:
@@ -103,31 +104,31 @@ class StreamedLoop(BaseLoop):
                 f"{state.order.lanes}. Go on with {state.order.lanes}, begin the next epoch with set_epoch("
                 f"{state.epoch + 1}), or index the shards (shard_tools index URL) and start anew"
             )
-        self._go_to(state.epoch, state.samples_seen)
-        self.order, self.next_seed = replace(state.order, lanes=self.order.lanes), state.next_seed
+        self.order = replace(state.order, lanes=self.order.lanes)
+        self.go_to(Place(epoch=state.epoch, samples_seen=state.samples_seen), state.next_seed)
 
-    def _start(self, start: int) -> Run:
+    def _start(self, place: Place) -> Run:
         if self._sharing is not None:
-            return self._sharing.run(lambda: self._read(start), Place(epoch=self.epoch, samples_seen=start))
-        return self._read(start)
+            return self._sharing.run(lambda: self._read(place), place)
+        return self._read(place)
 
     def _drop_machinery(self) -> None:
         if self._sharing is not None:
             self._sharing.drop()
         super()._drop_machinery()
 
-    def _read(self, start: int) -> ShardStream:
+    def _read(self, place: Place) -> ShardStream:
         config, rank = self.config, self.config.mesh.data_rank
-        self._bad.start_epoch(self._size, self.epoch)
+        self._bad.start_epoch(self._size, place.epoch)
         settings = StreamSettings(
             urls=self.dataset.shards.urls,
             order=self.order,
-            epoch=self.epoch,
+            epoch=place.epoch,
             dp_rank=rank,
             window_bytes=int(config.memory_limit_bytes * _WINDOW_SHARE),
             fields=self.dataset.fields,
             global_batch_size=config.global_batch_size,
-            first_batch=start // config.global_batch_size,
+            first_batch=place.samples_seen // config.global_batch_size,
             num_batches=self.num_batches,
             depth=config.depth,
             piece_bytes=piece_bytes_of(config.memory_limit_bytes),

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Self
+from collections.abc import Callable
 
 from streaming.arguments import is_number
 from streaming.errors import ConfigError
-from streaming.forks import Maker, in_children
-from streaming.metrics import Metrics
+from streaming.forks import in_children
 
 STALL_REPORT_S = 60.0
 """Longer than any retry of one request that ends well, shorter than a person's patience with a job that stands."""
@@ -90,53 +87,6 @@ class Watchdog:
             _log.exception("%s for %.1f s; describing what it waits for failed", self._what, waited_s)
         else:
             _log.warning("%s for %.1f s\n%s", self._what, waited_s, text)
-
-
-class Watched:
-    """An iterator over batches whose waits are watched and counted. For one thread of the process that made it.
-
-    Args:
-        batches: A generator.
-        watchdog: Stopped when the batches end, however they do.
-        metrics: Where ``consumer_thread_s`` is counted.
-    """
-
-    def __init__(self, batches: Iterator[Any], watchdog: Watchdog, metrics: Metrics) -> None:
-        self._batches: Any = batches
-        self._watchdog = watchdog
-        self._metrics = metrics
-        self._maker = Maker("this iteration over a loader", "Begin one here: iter(loader) works in a forked child, too")
-        self._stop = weakref.finalize(self, watchdog.stop)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-            ForkedError: In a forked child: the threads and processes that build batches are the parent's.
-        """
-        self._maker.check()
-        begun_s = time.thread_time()
-        try:
-            self._watchdog.begin()
-            return next(self._batches)
-        except BaseException:
-            self._stop()
-            raise
-        finally:
-            self._watchdog.end()
-            self._metrics.add("consumer_thread_s", time.thread_time() - begun_s)
-
-    def close(self) -> None:
-        """End the loop; in a forked child nothing happens."""
-        if not self._maker.is_here:
-            return
-        try:
-            self._batches.close()
-        finally:
-            self._stop()
 
 
 def checked_stall_report_s(value: object) -> float | None:

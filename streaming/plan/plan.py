@@ -40,6 +40,11 @@ _MIN_SEGMENT = 2048  # lane positions evaluated at once at least; amortises the 
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
 
 
+def num_batches(num_samples: int, global_batch_size: int, last_batch: LastBatch) -> int:
+    """Batches that ``num_samples`` samples make, over all ranks; none of fewer than none."""
+    return max(0, num_samples // global_batch_size if last_batch == "drop" else -(-num_samples // global_batch_size))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankBatches:
     """The rows of one rank in some consecutive batches, batch after batch.
@@ -144,9 +149,8 @@ class Plan:
         self.start = checked_int("start", start, 0, self.num_samples)
         self._origin = self.epoch * self.num_samples + self.start
         left = self.num_samples - self.start
-        whole, tail = divmod(left, self.global_batch_size)
-        self.num_batches = whole + (tail > 0 and last_batch != "drop")
-        self._stop = self._origin + (whole * self.global_batch_size if last_batch == "drop" else left)
+        self.num_batches = num_batches(left, self.global_batch_size, last_batch)
+        self._stop = self._origin + min(left, self.num_batches * self.global_batch_size)
         self._orders: dict[int, EpochOrder] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeAlias
@@ -19,7 +19,8 @@ import cloudpickle
 from infra import DeviceMesh
 from streaming.arguments import is_whole
 from streaming.errors import ConfigError, StateError
-from streaming.metrics import Metrics
+from streaming.loops.iterator import Loop, Run
+from streaming.loops.position import Place
 from streaming.remote import cluster
 from streaming.remote.group import RemoteGroup, as_remote_group, deal
 from streaming.remote.handles import BatchHandle, RemoteBatch
@@ -125,14 +126,14 @@ class _Ahead:
 
     def __init__(self, *, ask: Callable[[Step], _Refs], run: int, base: State) -> None:
         self._ask, self._run = ask, run
-        self._base, self._base_number = base, 0
+        self.base, self._base_number = base, 0
         self.pending: deque[_Refs] = deque()
 
     def ask_for(self, count: int) -> None:
         """See to it that ``count`` steps are under way."""
         while len(self.pending) < count:
             number = self._base_number + len(self.pending)
-            step = Step(run=self._run, number=number, base=self._base, base_number=self._base_number)
+            step = Step(run=self._run, number=number, base=self.base, base_number=self._base_number)
             self.pending.append(self._ask(step))
 
     def next(self) -> tuple[list[Note], _Refs]:
@@ -140,12 +141,14 @@ class _Ahead:
         refs_of = self.pending[0]
         notes: list[Note] = cluster.get([refs[0] for refs in refs_of])
         self.pending.popleft()
-        self._base, self._base_number = notes[0].state, self._base_number + 1
+        self.base, self._base_number = notes[0].state, self._base_number + 1
         return notes, refs_of
 
 
-class RemoteLoop:
-    """Epochs one after the other, as ``streaming.loops.base.BaseLoop`` has them. Used by one thread.
+class RemoteLoop(Loop):
+    """Epochs one after the other, read by actors. Used by one thread.
+
+    The detail of a place is the reader's whole state there; None: the reader has not been asked yet.
 
     Args:
         create_dataset: Makes the data set, in each actor once.
@@ -157,78 +160,44 @@ class RemoteLoop:
     """
 
     state_type = RemoteState
+    is_counted = False  # by the readers alone
 
     def __init__(self, create_dataset: Any, make_loader: Callable[..., Any], config: RemoteConfig) -> None:
+        super().__init__(config.global_batch_size)
         cluster.check_connected()
         self.config = config
-        self.metrics = Metrics()
         self._recipe = travelling(create_dataset, make_loader)
         self._ranks = deal(config.mesh.data_world_size, config.group.num_actors)
         self._actors: list[Any] = []
         self._processes: dict[int, str] = {}
-        self._runs = 0
-        self._running = 0
-        self._known: State | None = None
-        self._at_start = True
-        self._next_seed: int | None = None
+        self._num_runs = 0
+        self._known: State | None = None  # the latest state of a reader: settings that no place changes
         self._step_bytes: int | None = None
         self._num_batches: int | None = None
         self._under_way: deque[_Refs] = deque()
 
-    @property
-    def epoch(self) -> int:
-        """The epoch in progress, or the next one to start."""
-        return int(self._state()["epoch"])
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of a whole epoch."""
+    def batches_left(self, samples_seen: int) -> int:  # noqa: ARG002
+        """See ``Loop``; for whole epochs alone."""
         if self._num_batches is None:
             self._num_batches = int(self._asked("length"))
         return self._num_batches
 
-    def run(self) -> Iterator[RemoteBatch]:
-        """The rest of the epoch in progress, step by step; the position moves on before a step is handed out."""
-        base: State = self._state() if self._at_start else self._asked("adjusted", self._state(), rewind=True)
-        self._runs += 1
-        run = self._running = self._runs
-        self._known, self._at_start, self._next_seed = base, False, None
-        ahead = _Ahead(ask=self._ask_for, run=run, base=base)
+    def start(self, place: Place, seed: int | None) -> Run:
+        """See ``Loop``. A new seed is the reader's to take up."""
+        base = self._state_at(place, seed)
+        self._num_runs += 1
+        ahead = _Ahead(ask=self._ask_for, run=self._num_runs, base=base)
         self._under_way = ahead.pending
-        try:
-            while True:
-                ahead.ask_for(max(1, self._num_ahead()))
-                with self.metrics.timed("wait_for_batch_s"):
-                    notes, refs_of = ahead.next()
-                self._watch(notes)
-                if self._running != run:
-                    return
-                self._known = self._with_seed(notes[0].state)
-                if notes[0].ended:
-                    self._at_start = True
-                    return
-                ahead.ask_for(self._num_ahead())
-                self.metrics.add("batches")
-                yield self._handed_out(notes, refs_of)
-                if self._running != run:
-                    return
-        finally:
-            if self._running == run:
-                self._running = 0
+        return _RemoteRun(self, ahead)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; where it is the one in progress, a loaded position is kept."""
-        if epoch != self.epoch:
-            self._go_to(self._asked("adjusted", self._state(), epoch=epoch))
-
-    def set_seed(self, seed: int) -> None:
-        """A new order from the next epoch that starts."""
-        self._known = self._asked("adjusted", self._state(), seed=seed)
-        self._next_seed = seed
+    def after_batch(self, place: Place, run: _RemoteRun) -> Place:  # noqa: ARG002
+        """See ``Loop``."""
+        state = self._known = run.state
+        return Place(epoch=int(state["epoch"]), samples_seen=int(state["samples_seen"]), detail=state)
 
     def state(self) -> RemoteState:
         """The position after the step handed out last."""
-        return RemoteState(values=self._state())
+        return RemoteState(values=self._state_at(self.position.place, self.position.next_seed))
 
     def load(self, state: RemoteState) -> None:
         """Go on from ``state``.
@@ -236,7 +205,10 @@ class RemoteLoop:
         Raises:
             StateError: A reader refuses it.
         """
-        self._go_to(self._asked("adjusted", state.values))
+        values: State = self._asked("adjusted", state.values)
+        self._known = values
+        place = Place(epoch=int(values["epoch"]), samples_seen=int(values["samples_seen"]), detail=values)
+        self.go_to(place, values["next_seed"])
 
     def report(self) -> dict[str, Any]:
         """Own metrics; those of each data rank's loader (since its reader started) in ``readers``; bad samples."""
@@ -250,7 +222,7 @@ class RemoteLoop:
 
     def describe(self) -> str:
         """What the first reader that runs waits for, or that Ray has not started it."""
-        if not self._running:
+        if self.running is None:
             return "not running"
         for number, actor in enumerate(self._actors):
             try:
@@ -265,9 +237,12 @@ class RemoteLoop:
                 return f"reader {number}: {line}"
         return "the consumer has a batch"
 
+    def clean_up(self) -> None:
+        """See ``Loop``: nothing here can be caught half-way; what is under way comes to its end by itself."""
+
     def close(self) -> None:
         """End the actors; handles that were handed out stay good. The loop may be used again; it starts them anew."""
-        self._running = 0
+        super().close()
         actors, self._actors = self._actors, []
         under_way, self._under_way = self._under_way, deque()
         self._processes.clear()
@@ -288,20 +263,14 @@ class RemoteLoop:
     def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return cluster.get(cluster.ask(self._open()[0], method, *args, **kwargs))
 
-    def _state(self) -> State:
-        if self._known is None:
-            self._known = self._asked("adjusted", None)
-        return self._known
+    def _state_at(self, place: Place, next_seed: int | None) -> State:
+        """A reader's state at ``place``."""
+        state = place.detail
+        if state is None:
+            state = self._known = self._asked("adjusted", self._known, epoch=place.epoch)
+        return {**state, "epoch": place.epoch, "samples_seen": place.samples_seen, "next_seed": next_seed}
 
-    def _with_seed(self, state: State) -> State:
-        """``state`` with a seed that was set since the run began, which its readers do not know of."""
-        return state if self._next_seed is None else {**state, "next_seed": self._next_seed}
-
-    def _go_to(self, state: State) -> None:
-        self._running = 0
-        self._known, self._at_start, self._next_seed = state, True, None
-
-    def _num_ahead(self) -> int:
+    def num_ahead(self) -> int:
         """Steps to be under way or ready: as many as fit, none before the size of one is known."""
         if self._step_bytes is None:
             return 0
@@ -311,7 +280,7 @@ class RemoteLoop:
         actors = self._open()
         return [cluster.read(actor, step, len(ranks)) for actor, ranks in zip(actors, self._ranks, strict=True)]
 
-    def _watch(self, notes: list[Note]) -> None:
+    def watch(self, notes: list[Note]) -> None:
         """Sizes, and who died: readers that are other processes than before."""
         if not notes[0].ended:
             self._step_bytes = max(self._step_bytes or 0, sum(sum(note.num_bytes) for note in notes))
@@ -321,14 +290,45 @@ class RemoteLoop:
                 self._processes[number] = note.process
                 self.metrics.add("reader_restarts")
 
-    def _handed_out(self, notes: list[Note], refs_of: _Refs) -> RemoteBatch:
-        state = notes[0].state
-        number = -(-int(state["samples_seen"]) // self.config.global_batch_size) - 1
+    def handed_out(self, notes: list[Note], refs_of: _Refs, before: State) -> RemoteBatch:
+        """The step that came after the state ``before``."""
+        epoch, number = int(before["epoch"]), -(-int(before["samples_seen"]) // self.config.global_batch_size)
         handles = [
-            BatchHandle(
-                epoch=int(state["epoch"]), number=number, data_rank=data_rank, num_samples=rows, num_bytes=size, ref=ref
-            )
+            BatchHandle(epoch=epoch, number=number, data_rank=data_rank, num_samples=rows, num_bytes=size, ref=ref)
             for ranks, note, refs in zip(self._ranks, notes, refs_of, strict=True)
             for data_rank, rows, size, ref in zip(ranks, note.num_samples, note.num_bytes, refs[1:], strict=True)
         ]
         return RemoteBatch(mesh=self.config.mesh, handles=tuple(handles))
+
+
+class _RemoteRun:
+    """The steps of the rest of one epoch.
+
+    Attributes:
+        state: A reader's, behind the step that came last.
+    """
+
+    def __init__(self, loop: RemoteLoop, ahead: _Ahead) -> None:
+        self._loop, self._ahead = loop, ahead
+        self.state = ahead.base
+
+    def __next__(self) -> RemoteBatch:
+        """The next step."""
+        loop, ahead, before = self._loop, self._ahead, self.state
+        ahead.ask_for(max(1, loop.num_ahead()))
+        with loop.metrics.timed("wait_for_batch_s"):
+            notes, refs_of = ahead.next()
+        loop.watch(notes)
+        if notes[0].ended:
+            raise StopIteration
+        self.state = notes[0].state
+        if self.state["epoch"] == before["epoch"]:  # behind the last step there is nothing to be asked for
+            ahead.ask_for(loop.num_ahead())
+        return loop.handed_out(notes, refs_of, before)
+
+    def close(self) -> None:
+        """What is under way comes to its end by itself."""
+
+    def describe(self) -> str:
+        """For people."""
+        return self._loop.describe()

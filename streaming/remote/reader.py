@@ -98,25 +98,18 @@ class Reader:
         """Batches in a whole epoch."""
         return len(self._open()[0])
 
-    def adjusted(
-        self, state: State | None, *, epoch: int | None = None, seed: int | None = None, rewind: bool = False
-    ) -> State:
-        """A state after ``load_state_dict``, ``set_epoch``, ``seed``, or going back to the start of its epoch.
+    def adjusted(self, state: State | None, *, epoch: int | None = None) -> State:
+        """A state after ``load_state_dict``, or one at the start of ``epoch`` with the settings of ``state``.
 
         Checks it as a loader does, and touches none that reads.
         """
         self._open()
         loader = self._make(device_mesh=self._meshes[0])
         if state is not None:
-            loader.load_state_dict(state)
-        if rewind:
-            current = loader.epoch
-            loader.set_epoch(current + 1)
-            loader.set_epoch(current)
+            loader.load_state_dict(state if epoch is None else {**state, "samples_seen": 0})
         if epoch is not None:
+            loader.set_epoch(epoch + 1)  # not where it is now: what the state says of that place is dropped
             loader.set_epoch(epoch)
-        if seed is not None:
-            loader.seed(seed)
         adjusted: State = loader.state_dict()
         loader.close()
         return adjusted

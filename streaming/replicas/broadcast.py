@@ -17,7 +17,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ from streaming.batches.portion import NUM_SAMPLES, Portion
 from streaming.engine.grace import LOOK_UP_S
 from streaming.errors import ReplicaError, StateError
 from streaming.job.error_codec import error_from_json, error_to_json
-from streaming.loops.base import Run
+from streaming.loops.iterator import Run
+from streaming.loops.position import Place
 from streaming.replicas.batch_codec import decode, encode
 from streaming.replicas.group import ReplicaGroup
 from streaming.replicas.options import Broadcast, Replicas
@@ -41,19 +41,6 @@ _GRACE_S = 10.0  # for a thread that has only to answer what is under way
 
 Allocate = Callable[[int], torch.Tensor]
 Finish = Callable[[Any], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a run begins; equal on all replicas.
-
-    Attributes:
-        epoch: The epoch.
-        samples_seen: Samples of it that were consumed before.
-    """
-
-    epoch: int
-    samples_seen: int
 
 
 class Sharing:

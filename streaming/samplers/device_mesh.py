@@ -15,7 +15,8 @@ so a sampler alone cannot know what was consumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -26,15 +27,18 @@ from infra import DeviceMesh, MeshFinder
 from streaming.arguments import checks_names, is_whole
 from streaming.errors import ConfigError, StateError
 from streaming.loops.fetcher import checked_last_batch, resolve_batch_size
+from streaming.loops.position import Place, Position, Turn
 from streaming.plan.order import Int64Array, OrderSettings, checked_int
 from streaming.plan.permutation import Permutation, substitutes
-from streaming.plan.plan import Plan, RankBatches
+from streaming.plan.plan import Plan, RankBatches, num_batches
 from streaming.plan.state import LoaderState
 from streaming.samplers.retry import RetrySampler
 
 __all__ = ["DeviceMeshSampler", "RetrySampler"]
 
 _BATCH = TypeVar("_BATCH")
+_ITEM = TypeVar("_ITEM")
+_END: Any = object()
 _BLOCK_ROWS = 8192  # rows planned at once: amortises NumPy's calls; 0.5 MiB
 _CHUNK = 2**30  # a plan counts samples of a chunk in 32 bits
 _MAX_SAMPLES = 2**50
@@ -48,8 +52,9 @@ class DeviceMeshSampler(Sampler[list[int]]):
     Global batch k depends on (number of samples, seed, epoch, global batch size) alone, not on the world size; its rows
     are dealt to the ranks in order. Shuffling is a uniform permutation per pass and takes no memory to speak of.
 
-    Epochs advance by themselves; ``set_epoch`` is welcome and keeps a loaded position where the epoch is the same. An
-    iteration that is left early stays where it was left in ``state_dict``; a new one starts the epoch anew.
+    Every ``iter`` begins the next epoch, but for the first after the making, ``set_epoch`` or ``load_state_dict``: that
+    begins where these say. ``set_epoch`` keeps a loaded position where the epoch is the same. The state of an iteration
+    that was left early points to the batch that would have come next.
 
     For one thread.
 
@@ -65,7 +70,7 @@ class DeviceMeshSampler(Sampler[list[int]]):
         epoch_size: Samples in a virtual epoch over endless repetition; default: one pass.
 
     Attributes:
-        epoch: The epoch in progress, or the next one to start.
+        position: Where it stands.
         epoch_samples: Samples of a whole epoch, all ranks together.
 
     Raises:
@@ -90,12 +95,9 @@ class DeviceMeshSampler(Sampler[list[int]]):
         self.last_batch = checked_last_batch(last_batch)
         self.epoch_size = None if epoch_size is None else checked_int("epoch_size", epoch_size, 1, 2**62)
         self.order = OrderSettings(seed=seed, lanes=1, window=0, shuffle=shuffle)
-        self.epoch = 0
-        self.next_seed: int | None = None
-        self._resume_at = 0
-        self._run: _Run | None = None  # where the position lies; None at the border of epochs
+        self.position = Position()
         self._latest: _Run | None = None
-        self._followed = False
+        self._is_followed = False  # the run that begins next
         self._permutations: dict[tuple[int, int], Permutation] = {}
         self._deal_to(self._finder.mesh)
 
@@ -105,19 +107,22 @@ class DeviceMeshSampler(Sampler[list[int]]):
         return self._num_batches
 
     @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the next one to start."""
+        return self.position.epoch
+
+    @property
     def samples_seen(self) -> int:
         """Samples of the epoch in progress that all ranks together have consumed, as far as is known here."""
-        return self._resume_at if self._run is None else self._run.samples_seen(self._run.num_done)
+        return self.position.samples_seen
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Lists of indices for the rest of the epoch in progress."""
-        return (rows.tolist() for rows, _ in self._iterate(0))
+        """Lists of indices for the epoch due, or the rest of it."""
+        return _Indices(self, 0, lambda rows, _: rows.tolist())
 
     def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
         """As ``iter``, each index with ``count`` others that may stand in for it; for ``RetrySampler``."""
-        return (
-            list(zip(rows.tolist(), map(tuple, others.tolist()), strict=True)) for rows, others in self._iterate(count)
-        )
+        return _Indices(self, count, with_substitutes)
 
     def follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
         """The batches of ``loader``, counted as they are handed out: ``state_dict`` is then exact with any prefetching.
@@ -125,20 +130,24 @@ class DeviceMeshSampler(Sampler[list[int]]):
         Args:
             loader: A ``torch.utils.data.DataLoader`` whose ``batch_sampler`` this is (or a ``RetrySampler`` over it).
         """
-        self._followed = True
-        run: _Run | None = None
+        before = self._latest
+        self._is_followed = True
         try:
-            for batch in loader:
-                run = run or self._run
-                if run is None:
-                    raise ConfigError("follow: the loader does not use this sampler; give it as batch_sampler=")
-                run.num_done += 1
-                yield batch
-            run = run or self._run
-            if run is not None and run is self._run:
-                self._end_epoch()
+            batches = iter(loader)
+            batch = next(batches, _END)
         finally:
-            self._followed = False
+            self._is_followed = False
+        run = self._latest
+        if run is None or run is before:
+            raise ConfigError("follow: the loader does not use this sampler; give it as batch_sampler=")
+        while batch is not _END:
+            run.turn.check()
+            run.count_one(self.position)
+            yield batch
+            if run.is_over:
+                return
+            run.turn.check()
+            batch = next(batches, _END)
 
     def valid_mask(self, batch: int) -> torch.Tensor:
         """bool[B]: which rows of batch number ``batch`` of the running iteration are real, and not padding.
@@ -153,26 +162,23 @@ class DeviceMeshSampler(Sampler[list[int]]):
         return torch.from_numpy(self._latest.plan.rank_batches(batch, batch + 1, self.mesh.data_rank).valid)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``; if it is the one in progress, a loaded position is kept."""
-        if checked_int("epoch", epoch, 0, 2**62) != self.epoch:
-            self.epoch, self._resume_at, self._run = epoch, 0, None
+        """Go to the start of ``epoch``; if it is the one due, a loaded position is kept."""
+        self.position.set_epoch(epoch)
 
     def set_seed(self, seed: int) -> None:
         """A new order, from the next epoch that starts."""
-        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+        self.position.set_seed(seed)
 
     def state(self, *, num_consumed: int | None = None) -> LoaderState:
         """See ``state_dict``."""
-        epoch, seen = self.epoch, self.samples_seen
+        place = self.position.place
         if num_consumed is not None:
             run = self._latest
             if run is None or not 0 <= num_consumed <= run.plan.num_batches:
                 raise ConfigError(f"num_consumed: the latest iteration has no {num_consumed} batches")
-            epoch, seen = run.epoch, run.samples_seen(num_consumed)
-            if num_consumed == run.plan.num_batches:
-                epoch, seen = epoch + 1, 0
+            place = run.place(num_consumed)
         return LoaderState(
-            epoch=epoch, samples_seen=seen, order=self.order, next_seed=self.next_seed,
+            epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
             fingerprint=f"map:{self.num_samples}", num_samples=self.num_samples, epoch_size=self.epoch_size,
         )  # fmt: skip
 
@@ -193,8 +199,8 @@ class DeviceMeshSampler(Sampler[list[int]]):
         """
         self.load(LoaderState.from_dict(state))
 
-    def load(self, state: LoaderState) -> None:
-        """See ``load_state_dict``."""
+    def load(self, state: LoaderState) -> bool:
+        """See ``load_state_dict``; tell whether an iteration in progress ends by it."""
         if state.fingerprint != f"map:{self.num_samples}":
             raise StateError(
                 f"this state belongs to another data set: {state.num_samples} samples, {state.fingerprint!r}; this is "
@@ -204,37 +210,55 @@ class DeviceMeshSampler(Sampler[list[int]]):
             raise StateError(f"epoch_size: the state has {state.epoch_size}, this sampler {self.epoch_size}")
         if state.order.shuffle != self.order.shuffle:
             raise StateError(f"shuffle: the state has {state.order.shuffle}, this sampler {self.order.shuffle}")
-        self.epoch, self._resume_at, self._run = state.epoch, state.samples_seen, None
-        self.order, self.next_seed = state.order, state.next_seed
+        self.order = state.order
+        place = Place(epoch=state.epoch, samples_seen=state.samples_seen)
+        if not self.batches_left(state.samples_seen):  # a state of an older release, behind the last batch of an epoch
+            place = Place(epoch=state.epoch + 1, samples_seen=0)
+        return self.position.load(place, state.next_seed)
 
-    def _iterate(self, num_substitutes: int) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """Begins an iteration when the first batch is asked for: torch may make two iterators, and use the second."""
-        self._look_again(to_read=True)
-        start, self._resume_at = self._resume_at, 0
-        if start == 0 and self.next_seed is not None:
-            self.order = OrderSettings(**{**self.order.to_dict(), "seed": self.next_seed})
-            self.next_seed = None
-        run = self._run = self._latest = _Run(self._plan(self.epoch, start), self.epoch, start)
-        yield from self._batches(run, self.order, num_substitutes)
+    def batches_left(self, samples_seen: int) -> int:
+        """Batches of an epoch that come after its first ``samples_seen`` samples."""
+        return num_batches(self.epoch_samples - samples_seen, self.global_batch_size, self.last_batch)
 
-    def _batches(self, run: _Run, order: OrderSettings, count: int) -> Iterator[tuple[Int64Array, Int64Array]]:
-        plan, rank = run.plan, self.mesh.data_rank
+    def use_seed(self, seed: int | None) -> None:
+        """Take up the seed of an epoch that begins; None: as before."""
+        if seed is not None:
+            self.order = replace(self.order, seed=seed)
+
+    def rows(self, plan: Plan, num_substitutes: int) -> Iterator[tuple[Int64Array, Int64Array]]:
+        """For each batch of ``plan``, this rank's indices int64[B] and their substitutes int64[B, num_substitutes]."""
+        order, rank = self.order, self.mesh.data_rank
         per_block = max(1, _BLOCK_ROWS * plan.dp_world_size // plan.global_batch_size)
         for first in range(0, plan.num_batches, per_block):
             block = plan.rank_batches(first, min(first + per_block, plan.num_batches), rank)
             rows = self._indices(block, order)
             others = substitutes(
-                block.passes, block.positions, seed=order.seed, num_samples=self.num_samples, count=count
+                block.passes, block.positions, seed=order.seed, num_samples=self.num_samples, count=num_substitutes
             )
             for start, stop in zip(block.row_splits[:-1], block.row_splits[1:], strict=True):
-                if not self._followed and self._run is run:
-                    run.num_done += 1
                 yield rows[start:stop], others[start:stop]
-        if not self._followed and self._run is run:
-            self._end_epoch()
 
-    def _end_epoch(self) -> None:
-        self.epoch, self._resume_at, self._run = self.epoch + 1, 0, None
+    def plan(self, place: Place) -> Plan:
+        """Plan the batches from ``place`` on, over positions alone; the permutation comes after, sample by sample."""
+        whole, rest = divmod(self.num_samples, _CHUNK)
+        return Plan(
+            [_CHUNK] * whole + [rest] * (rest > 0),
+            OrderSettings.unshuffled(),
+            global_batch_size=self.global_batch_size,
+            dp_world_size=self.mesh.data_world_size,
+            last_batch=self.last_batch,
+            epoch=place.epoch,
+            epoch_size=self.epoch_size,
+            start=place.samples_seen,
+        )
+
+    def _begin(self, turn: Turn) -> _Run:
+        """Begin an iteration; when the first batch is asked for: torch may make two iterators, and use the second."""
+        self._look_again(to_read=True)
+        place, seed = self.position.begin(turn)
+        self.use_seed(seed)
+        self._latest = _Run(self.plan(place), place, turn, is_followed=self._is_followed)
+        return self._latest
 
     def _indices(self, block: RankBatches, order: OrderSettings) -> Int64Array:
         places = block.positions - block.passes * self.num_samples
@@ -255,20 +279,6 @@ class DeviceMeshSampler(Sampler[list[int]]):
             found = self._permutations[seed, pass_number] = Permutation(self.num_samples, seed, pass_number)
         return found
 
-    def _plan(self, epoch: int, start: int) -> Plan:
-        """Over positions alone; the permutation comes after, sample by sample."""
-        whole, rest = divmod(self.num_samples, _CHUNK)
-        return Plan(
-            [_CHUNK] * whole + [rest] * (rest > 0),
-            OrderSettings.unshuffled(),
-            global_batch_size=self.global_batch_size,
-            dp_world_size=self.mesh.data_world_size,
-            last_batch=self.last_batch,
-            epoch=epoch,
-            epoch_size=self.epoch_size,
-            start=start,
-        )
-
     def _look_again(self, *, to_read: bool = False) -> None:
         if self._finder.look_again(to_read=to_read):
             self._deal_to(self._finder.mesh)
@@ -277,7 +287,7 @@ class DeviceMeshSampler(Sampler[list[int]]):
         """Plan for the ranks of ``mesh``; positions count samples over all ranks, and hold on any mesh."""
         self.mesh = mesh
         self.global_batch_size = resolve_batch_size(*self._sizes, mesh)
-        whole = self._plan(0, 0)
+        whole = self.plan(Place(epoch=0, samples_seen=0))
         self._num_batches, self.epoch_samples = whole.num_batches, whole.num_samples
         self._check_enough_samples()
 
@@ -299,13 +309,64 @@ class DeviceMeshSampler(Sampler[list[int]]):
 class _Run:
     """One iteration: its plan, and how much of it is known to be done."""
 
-    def __init__(self, plan: Plan, epoch: int, start: int) -> None:
-        self.plan, self.epoch, self.start = plan, epoch, start
-        self.num_done = 0
+    def __init__(self, plan: Plan, start: Place, turn: Turn, *, is_followed: bool) -> None:
+        self.plan, self.turn, self.is_followed = plan, turn, is_followed
+        self._start = start
+        self._num_done = 0
 
-    def samples_seen(self, num_batches: int) -> int:
-        """Of the epoch, after so many batches of this iteration."""
-        return min(self.start + num_batches * self.plan.global_batch_size, self.plan.num_samples)
+    def place(self, num_batches: int) -> Place:
+        """Behind so many batches of this iteration."""
+        epoch, seen = self._start.epoch, self._start.samples_seen + num_batches * self.plan.global_batch_size
+        if num_batches == self.plan.num_batches:
+            return Place(epoch=epoch + 1, samples_seen=0)
+        return Place(epoch=epoch, samples_seen=seen)
+
+    @property
+    def is_over(self) -> bool:
+        """Every batch is consumed."""
+        return self._num_done == self.plan.num_batches
+
+    def count_one(self, position: Position) -> None:
+        """Note that the next batch is consumed."""
+        self._num_done += 1
+        position.advance(self.place(self._num_done))
+
+
+class _Indices(Iterator[_ITEM]):
+    """Iterate a sampler. Begins with the first ``next``; superseded, it raises, as the loader's iterator does."""
+
+    def __init__(
+        self, sampler: DeviceMeshSampler, num_substitutes: int, make: Callable[[Int64Array, Int64Array], _ITEM]
+    ) -> None:
+        self._sampler, self._num_substitutes, self._make = sampler, num_substitutes, make
+        self._turn = sampler.position.open()
+        self._run: _Run | None = None
+        self._rows: Iterator[tuple[Int64Array, Int64Array]] = iter(())
+        self._num_left = 0
+
+    def __next__(self) -> _ITEM:
+        """What the sampler gives for the next batch."""
+        run = self._run
+        if run is not None and not self._num_left:
+            raise StopIteration
+        self._turn.check()
+        if run is None:
+            run = self._run = self._sampler._begin(self._turn)
+            self._rows, self._num_left = self._sampler.rows(run.plan, self._num_substitutes), run.plan.num_batches
+        rows, others = next(self._rows)
+        self._num_left -= 1
+        if not run.is_followed:
+            run.count_one(self._sampler.position)
+        return self._make(rows, others)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_turn"):
+            self._turn.is_open = False
+
+
+def with_substitutes(rows: Int64Array, others: Int64Array) -> list[tuple[int, tuple[int, ...]]]:
+    """The indices of a batch, each with its substitutes."""
+    return list(zip(rows.tolist(), map(tuple, others.tolist()), strict=True))
 
 
 def _length(dataset: Sized | int) -> int:

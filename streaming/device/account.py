@@ -1,0 +1,71 @@
+"""Account for the batches between a loader that is ahead and the training that it feeds."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any, Protocol
+
+from streaming.loops.iterator import Batches
+
+
+class Account(Protocol):
+    """Where the consumer stands, while the loader is ahead of it."""
+
+    def pulled(self) -> None:
+        """The loader has given a batch."""
+
+    def handed_out(self) -> None:
+        """The oldest batch that was pulled, and not handed out before, goes to the consumer.
+
+        Raises:
+            IteratorEndedError: The loader was moved or closed meanwhile.
+        """
+
+
+class HeldBack:
+    """Tells our own loader's iterator of what is held back; the loader then answers for the consumer by itself."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def pulled(self) -> None:
+        """See ``Account``."""
+        self._batches.hold_back(1)
+
+    def handed_out(self) -> None:
+        """See ``Account``."""
+        self._batches.hold_back(-1)
+
+
+class Noted:
+    """What a loader of somebody else said of itself when it had given each batch.
+
+    Attributes:
+        state: Its ``state_dict()`` at the batch handed out last; None: it has none.
+        epoch: Its epoch at that time; None: it has none.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._ahead: deque[tuple[Any, Any]] = deque()
+        self.state, self.epoch = self._now()
+
+    def pulled(self) -> None:
+        """See ``Account``."""
+        self._ahead.append(self._now())
+
+    def handed_out(self) -> None:
+        """See ``Account``."""
+        self.state, self.epoch = self._ahead.popleft()
+
+    def seed(self, seed: Any) -> None:
+        """A new seed, which the loader got when it was ahead already."""
+        for state in (self.state, *(state for state, _ in self._ahead)):
+            if state is not None and "next_seed" in state:
+                state["next_seed"] = seed
+
+    def _now(self) -> tuple[Any, Any]:
+        loader = self._loader
+        state = copy.deepcopy(loader.state_dict()) if hasattr(loader, "state_dict") else None
+        return state, getattr(loader, "epoch", None)

@@ -1,0 +1,294 @@
+"""Keep the place in the epochs: the rules of ``iter``, ``set_epoch`` and checkpoints, for every kind of loop."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from streaming.errors import ConfigError, IteratorEndedError, IteratorSupersededError
+from streaming.plan.order import checked_int
+
+_MAX_COUNT = 2**62
+_OURS = str(Path(__file__).resolve().parent.parent)
+_NOT_THE_USERS = (_OURS, "/torch/utils/data/")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A place between two batches.
+
+    Attributes:
+        epoch: The epoch of the batch that comes next.
+        samples_seen: Samples of that epoch, over all ranks, that come before it.
+        detail: What else the loop needs to go on from here. ``Position`` only keeps it.
+    """
+
+    epoch: int
+    samples_seen: int
+    detail: Any = None
+
+
+class Turn:
+    """The right of one iterator to hand out batches. It ends once, and for good; from any thread.
+
+    Attributes:
+        has_begun: Its iterator has been asked for a batch.
+        is_open: Its iterator has been neither closed nor dropped.
+    """
+
+    __slots__ = ("_error", "has_begun", "is_open")
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self.is_open = True
+        self._error: tuple[type[IteratorEndedError], str] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """``check`` raises."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Return while the turn lasts.
+
+        Raises:
+            IteratorEndedError: It has ended, for the reason that the message names.
+        """
+        if self._error is not None:
+            kind, why = self._error
+            raise kind(why)
+
+    def pass_on(self) -> None:
+        """End: another iterator is being made."""
+        self._end(
+            IteratorSupersededError,
+            f"this iterator was superseded: another one was made by {_caller()} before it came to its end. One loader "
+            "has one iterator at a time. Finish or drop one before the next is made; for two loops side by side make "
+            "two loaders; for a look at a sample use dataset[i]",
+        )
+
+    def move(self, what: str) -> None:
+        """End: the method ``what`` takes the loader elsewhere."""
+        self._end(
+            IteratorSupersededError,
+            f"this iterator was superseded: {what} was called by {_caller()} before it came to its end. Call iter() "
+            "again after it",
+        )
+
+    def close(self) -> None:
+        """End: the loader is being closed."""
+        self._end(
+            IteratorEndedError,
+            f"this iterator was ended: the loader was closed by {_caller()}. Call iter() again to go on with the next "
+            "epoch, or load_state_dict() first to go on where this one was",
+        )
+
+    def _end(self, kind: type[IteratorEndedError], why: str) -> None:
+        if self._error is None:  # the first reason stays
+            self._error = (kind, why)
+
+
+class Position:
+    """Know where the next iteration begins, and what a checkpoint holds. It knows nothing of data sets.
+
+    The rules, in which *received* means: handed out, and not held back by a wrapper (``hold_back``).
+
+    1. ``place`` lies behind the batch received last: the next one comes from there. Checkpoints hold it.
+    2. A place is *due* if it was set by the making, by ``set_epoch``, by ``load`` or by the end of an epoch, and no
+       batch has been received since. ``begin`` starts at a place that is due; from any other it goes on to the next
+       epoch: the rest of the one in progress is left unread. An iterator that nobody asked for a batch, or that handed
+       out none, changes nothing.
+    3. An epoch ends with the receipt of its last batch: ``place`` is then (next epoch, 0), and due.
+    4. ``set_epoch(e)``: where ``place`` is due in epoch e, it stays as it is, so that a loaded place survives trainers
+       that call it first. Where epoch e is in progress, the next ``begin`` starts it again at 0, and an iterator that
+       is open goes on as if nothing had happened. From any other epoch it goes to (e, 0).
+    5. ``set_seed`` waits for the next ``begin`` at 0 samples.
+    6. One turn at a time: ``open`` ends the turn before. ``set_epoch`` and ``load`` that move the place end the turn in
+       progress; an iterator that has not begun yet begins at the new place.
+    7. Leaving the rest of an epoch that was loaded in its middle is one WARNING.
+
+    For one thread, but for ``close``, which any may call.
+
+    Attributes:
+        next_seed: Seed from the next ``begin`` at 0 samples on; None: as it is.
+    """
+
+    _start: Place
+    _places: deque[Place]
+    _is_loaded: bool
+    _num_handed_out: int
+    _num_held: int
+    _starts_again: bool
+
+    def __init__(self) -> None:
+        self.next_seed: int | None = None
+        self._turn: Turn | None = None
+        self._go_to(Place(epoch=0, samples_seen=0), is_loaded=False)
+
+    @property
+    def place(self) -> Place:
+        """The place after the batch received last."""
+        return self._places[-1 - self._num_held]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in progress, or the next one to start."""
+        return self.place.epoch
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of that epoch, over all ranks, that were received."""
+        return self.place.samples_seen
+
+    @property
+    def is_due(self) -> bool:
+        """The next iteration begins at ``place``, not with the epoch after it."""
+        return self._num_received == 0 or self.place.epoch != self._start.epoch
+
+    def open(self) -> Turn:
+        """Give a new iterator its turn. The one before ends."""
+        if self._turn is not None:
+            self._turn.pass_on()
+        self._turn = Turn()
+        return self._turn
+
+    def begin(self, turn: Turn) -> tuple[Place, int | None]:
+        """Enter the epoch, or the rest of it, that ``turn`` is to hand out.
+
+        Returns:
+            Where it begins, and the seed of the order from here on; None: as before. An epoch that begins because the
+            one before was left has the ``detail`` of the place where that was left.
+
+        Raises:
+            IteratorEndedError: The turn has ended.
+        """
+        turn.check()
+        turn.has_begun = True
+        place = self.place
+        if self.is_due:
+            self._go_to(place, is_loaded=self._is_loaded and self._num_received == 0)
+        elif self._starts_again:
+            self._go_to(self._beginning(), is_loaded=False)
+        else:
+            self._warn_of_the_rest("a new iteration begins with the next epoch")
+            self._go_to(replace(place, epoch=place.epoch + 1, samples_seen=0), is_loaded=False)
+        seed = None
+        if self._start.samples_seen == 0:
+            seed, self.next_seed = self.next_seed, None
+        return self._start, seed
+
+    def advance(self, place: Place) -> None:
+        """Note that a batch is handed out, behind which ``place`` lies; after the last one: (next epoch, 0)."""
+        self._places.append(place)
+        self._num_handed_out += 1
+        self._starts_again = False
+        while len(self._places) > self._num_held + 2:  # what may be held back: these, and the one handed out now
+            self._places.popleft()
+
+    def hold_back(self, change: int) -> None:
+        """Count batches that were handed out, but that training has not received: ``change`` more, or less.
+
+        For wrappers that read ahead: 1 right after each batch that they keep, -1 when they pass one on, oldest first.
+        ``place`` and all that is made of it then answer for what training has received. What is still held back when
+        the next iteration begins, or when the place is set, counts as never received.
+
+        Raises:
+            ConfigError: More batches than there are, or less than none, would be held back.
+        """
+        held = self._num_held + change
+        if not 0 <= held < len(self._places):
+            raise ConfigError(
+                f"hold_back: {held} batches cannot be held back of {self._num_handed_out} handed out; call it with 1 "
+                "right after each batch that is kept, and with -1 when one is passed on"
+            )
+        self._num_held = held
+
+    def finish(self) -> None:
+        """Note that the epoch in progress has turned out to have no further batch."""
+        self._go_to(Place(epoch=self.epoch + 1, samples_seen=0), is_loaded=False)
+
+    def set_epoch(self, epoch: int) -> bool:
+        """Go to the start of ``epoch``, by rule 4.
+
+        Returns:
+            Whether the turn in progress ends by it.
+
+        Raises:
+            ConfigError: It is no epoch.
+        """
+        checked_int("epoch", epoch, 0, _MAX_COUNT)
+        if epoch != self.epoch:
+            self._warn_of_the_rest(f"set_epoch({epoch}) was called")
+            return self._move(Place(epoch=epoch, samples_seen=0), f"set_epoch({epoch})")
+        if not self.is_due:
+            if self._turn is not None and self._turn.is_open:
+                self._starts_again = True
+            else:
+                self._go_to(self._beginning(), is_loaded=False)
+        return False
+
+    def set_seed(self, seed: int) -> None:
+        """Change the order, from the next ``begin`` at 0 samples on.
+
+        Raises:
+            ConfigError: It is no seed.
+        """
+        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+
+    def load(self, place: Place, next_seed: int | None) -> bool:
+        """Take over a checkpoint's place and seed; tell whether the turn in progress ends by it."""
+        ends = self._move(place, "load_state_dict()")
+        self._is_loaded = place.samples_seen > 0
+        self.next_seed = next_seed
+        return ends
+
+    def close(self) -> None:
+        """End the turn in progress because the loader is closed; the place stays. From any thread."""
+        if self._turn is not None:
+            self._turn.close()
+
+    @property
+    def _num_received(self) -> int:
+        return self._num_handed_out - self._num_held
+
+    def _beginning(self) -> Place:
+        """The start of the epoch in progress; where it was loaded in its middle, its detail is unknown."""
+        start = self._start
+        return Place(epoch=start.epoch, samples_seen=0, detail=None if start.samples_seen else start.detail)
+
+    def _move(self, place: Place, what: str) -> bool:
+        self._go_to(place, is_loaded=False)
+        if self._turn is None or not self._turn.has_begun:
+            return False
+        self._turn.move(what)
+        return True
+
+    def _go_to(self, place: Place, *, is_loaded: bool) -> None:
+        self._start = place
+        self._is_loaded = is_loaded
+        # Invariant: the last one lies behind the batch handed out last, the one before it behind the batch before.
+        self._places = deque([place])
+        self._num_handed_out = 0
+        self._num_held = 0
+        self._starts_again = False
+
+    def _warn_of_the_rest(self, why: str) -> None:
+        place = self.place
+        if self._is_loaded and place.epoch == self._start.epoch:
+            _log.warning(
+                "epoch %d, loaded at sample %d, is left at sample %d: %s (by %s). Its rest is not read",
+                place.epoch, self._start.samples_seen, place.samples_seen, why, _caller(),
+            )  # fmt: skip
+
+
+def _caller() -> str:
+    """Name the line of the user's program, or of a trainer, that is being executed."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USERS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
