@@ -323,7 +323,7 @@ def copy_command(
 @json_option
 @with_storage_options
 def info_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
-    """Shows what a data set holds: shards, samples, bytes, fields, index.
+    """Shows what a data set holds: shards, samples, bytes, fields, index; and shards that are gone or cut off.
 
     \b
     Example:
@@ -333,6 +333,7 @@ def info_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool,
     with progress_bar("read", "shards") as progress:
         report = info(urls, storage=storage, index_url=index_url, progress=progress)
     emit(report, as_json=as_json, for_people=render.show_info)
+    finish(failed=bool(report.findings))
 
 
 @cli.command("ls")

@@ -1,16 +1,21 @@
-"""Progress of long verbs: a bar on a terminal, silence elsewhere."""
+"""Progress of long verbs: a bar on a terminal, a line a minute elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as RichProgress
+
+from streaming.units import format_bytes
 
 
 class Progress(Protocol):
@@ -56,17 +61,56 @@ class _Bar:
         self.display.update(self.task, advance=num_bytes, items=f"{self.num_done:,}{of_total} {self.counted}")
 
 
+class _Lines:
+    """A line now and then for logs. Thread-safe."""
+
+    def __init__(self, title: str, counted: str, every_s: float) -> None:
+        self._title, self._counted, self._every_s = title, counted, every_s
+        self._lock = threading.Lock()
+        self._began_s = self._told_s = time.monotonic()
+        self._done_bytes = self._done = 0
+        self._total_bytes: int | None = None
+        self._total: int | None = None
+
+    def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
+        """Sets the totals."""
+        with self._lock:
+            self._total_bytes, self._total = total_bytes, total
+
+    def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
+        """Counts, and tells if the last line is old enough."""
+        with self._lock:
+            self._done_bytes += num_bytes
+            self._done += num
+            now_s = time.monotonic()
+            if now_s - self._told_s < self._every_s:
+                return
+            self._told_s = now_s  # one thread tells for all
+            line = self._line(now_s - self._began_s)
+        click.echo(line, err=True)
+
+    def _line(self, seconds: float) -> str:
+        of_total = f" of {self._total:,}" if self._total else ""
+        of_bytes = f" of {format_bytes(self._total_bytes)}" if self._total_bytes else ""
+        rate = f"{format_bytes(self._done_bytes / max(seconds, 1e-9))}/s"
+        return (
+            f"{self._title}: {self._done:,}{of_total} {self._counted}, {format_bytes(self._done_bytes)}{of_bytes}, "
+            f"{rate}, {seconds / 60:.0f} min"
+        )
+
+
 @contextlib.contextmanager
-def progress_bar(title: str, counted: str, *, enabled: bool | None = None) -> Iterator[Progress]:
-    """A progress bar on standard error while the block runs.
+def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every_s: float = 60.0) -> Iterator[Progress]:
+    """A progress bar on standard error while the block runs, or a line a minute where that is no terminal.
 
     Args:
         title: What is being done.
         counted: What ``num`` counts, in the plural.
         enabled: Whether to draw; default: when standard error is a terminal.
+        every_s: How often a line is written elsewhere.
     """
     if not (sys.stderr.isatty() if enabled is None else enabled):
-        yield NoProgress()
+        yield _Lines(title, counted, every_s)
         return
     columns = (
         TextColumn("{task.description}"),

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 
 import click
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.table import Table
 from shard_tools.check.recheck import RecheckReport
 from shard_tools.check.verify import VerifyReport
 from shard_tools.convert import ConvertReport
+from shard_tools.findings import Finding
 from shard_tools.sets.copy import CopyReport
 from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.sets.reindex import IndexReport
@@ -83,16 +85,21 @@ def show_index(report: IndexReport) -> None:
     click.echo(f"index: {', '.join(report.index_urls)}")
 
 
-def show_verify(report: VerifyReport) -> None:
-    """Every finding, and the sum."""
+def _show_findings(findings: Sequence[Finding]) -> None:
+    """The first of each kind, and how many more there are."""
     shown: Counter[str] = Counter()
-    for finding in report.findings:
+    for finding in findings:
         shown[finding.kind] += 1
         if shown[finding.kind] <= _SHOWN_FINDINGS:
             click.echo(plain(str(finding)))
     for kind, count in shown.items():
         if count > _SHOWN_FINDINGS:
             click.echo(f"… {count - _SHOWN_FINDINGS:,} more of kind {kind}; --json lists them")
+
+
+def show_verify(report: VerifyReport) -> None:
+    """Every finding, and the sum."""
+    _show_findings(report.findings)
     if report.not_decoded:
         click.echo(f"not decoded, for want of a safe decoder: {plain(', '.join(report.not_decoded))}", err=True)
     found = f"{len(report.findings):,} findings" if report.findings else "all as the index says"
@@ -189,6 +196,7 @@ def show_info(report: DataSetInfo) -> None:
             sizes = (field.num_bytes, field.num_bytes / field.num_samples, field.min_bytes, field.max_bytes)
             table.add_row(escape(plain(field.name)), f"{field.num_samples:,}", *(format_bytes(size) for size in sizes))
         Console(width=shutil.get_terminal_size().columns).print(table)
+    _show_findings(report.findings)
 
 
 def show_sample_line(sample: SampleEntry, *, long: bool) -> None:

@@ -30,7 +30,7 @@ from streaming.arguments import (
 from streaming.batches.build import OnError
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
-from streaming.catalog.open import OpenShards, check_fields, open_shards
+from streaming.catalog.open import OpenShards, check_decoded, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.decode import DecodeSpec, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
@@ -231,6 +231,8 @@ class StreamingDataset:
         )
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
+        if isinstance(decode, Mapping):
+            check_decoded(self.storage, self.shards, list(decode), peers)
         self.cache = open_cache(cache_dir, cache_limit)
         self._window: _Window | None = None
         self._unsharded = UnshardedWarning()

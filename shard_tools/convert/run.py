@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import itertools
+import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
-from shard_tools.convert.records import Skipped
+from shard_tools.convert.records import Skipped, Source
 from shard_tools.convert.sources import open_source
 from shard_tools.progress import NoProgress, Progress
+from streaming.errors import ConfigError
 from streaming.storage import Storage, redact
+
+_LOOKED_AT = 1000  # records, where each may have columns of its own
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +146,7 @@ def convert(
         target=place.directory,
     )
     refuse_overlap(source, place)
+    _check_columns(reader, options)
     what = {**options.identity(), "pattern": place.name}
     packing = Packing(
         max_bytes=options.max_bytes,
@@ -165,3 +174,29 @@ def convert(
         skipped=reader.skipped,
         seconds=time.monotonic() - started,
     )
+
+
+def _check_columns(reader: Source, options: ConvertOptions) -> None:
+    """Look for the columns that the options name in the first records: a typo is an empty column else.
+
+    Raises:
+        ConfigError: A table has no such column. Where each record has columns of its own, it is a warning.
+    """
+    named = [("--columns", name) for name in options.columns] + [("--field", column) for column, _ in options.fields]
+    if not named:
+        return
+    free = reader.kind == "jsonl"
+    there: dict[str, None] = {}
+    with contextlib.closing(reader.records(0)) as records:
+        for record in itertools.islice(records, _LOOKED_AT if free else 1):
+            there.update(dict.fromkeys(record.metadata))
+    for option, name in named if there or not free else ():
+        if name in there or (option == "--columns" and name.partition(".")[0] in there):
+            continue
+        close = difflib.get_close_matches(name, there, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        what = f"{option}: no column {name!r} in {'the first records' if free else 'the source'}{hint}; there are: "
+        what += ", ".join(there) or "none"
+        if not free:
+            raise ConfigError(what)
+        _log.warning("%s", what)

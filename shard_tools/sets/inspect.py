@@ -10,11 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shard_tools.convert.records import map_ordered
+from shard_tools.findings import Finding
 from shard_tools.progress import NoProgress, Progress
 from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
+from shard_tools.sets.tables import home_of, place_of
+from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import NotFoundError
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.layout import chunks_path
 from streaming.index.sample_table import SampleLocation
-from streaming.storage import Storage, redact
+from streaming.storage import Storage, join_url, redact, split_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,7 @@ class DataSetInfo:
         index: Where the index lies, or that there is none.
         has_index: Whether there is a stored index.
         fingerprint: The index's fingerprint.
+        findings: Shards that are gone, or of another size than the index says.
     """
 
     num_shards: int
@@ -53,6 +60,7 @@ class DataSetInfo:
     index: str
     has_index: bool
     fingerprint: str
+    findings: tuple[Finding, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """JSON-able form."""
@@ -75,6 +83,7 @@ class DataSetInfo:
             "has_index": self.has_index,
             "index": self.index,
             "fingerprint": self.fingerprint,
+            "findings": [finding.as_dict() for finding in self.findings],
         }
 
 
@@ -148,7 +157,40 @@ def info(
         index=_where(shards, urls),
         has_index=shards.scanned is None,
         fingerprint=chunks.fingerprint,
+        findings=() if shards.scanned is not None else tuple(_compare(shards, urls, storage)),
     )
+
+
+def _compare(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator[Finding]:
+    """The shards that are not there as the index has them; one request each."""
+
+    def size_of(url: str) -> int | None:
+        try:
+            return storage.info(url).size_bytes
+        except NotFoundError:
+            return None
+
+    promised = {url: shard.size_bytes for url, shard in zip(shards.urls, shards.chunks.shards, strict=True)}
+    if not any(url.partition("?")[0].endswith(SHARD_SUFFIXES) for url in urls):  # folders stand for all that is listed
+        folders = {home_of(url, shards.index_url): split_url(url)[0] for url in reversed(shards.urls)}
+        for home, folder in folders.items():
+            source = join_url(home, chunks_path())
+            with contextlib.suppress(NotFoundError):
+                for shard in ChunkTable.from_parquet(storage.read(source), redact(source)).shards:
+                    promised.setdefault(place_of(shard.name, folder, shards.index_url), shard.size_bytes)
+    cure = "restore it, or run `shard_tools index --prune`, which takes it out of the index"
+    for (url, size_bytes), found in zip(promised.items(), map_ordered(size_of, promised, READ_THREADS), strict=True):
+        if found is None:
+            yield Finding(kind="missing", shard=url, what="in the index, but not in the store", cure=cure)
+        elif found != size_bytes:
+            yield Finding(
+                kind="size",
+                shard=url,
+                what="another size than the index says: cut off, or replaced",
+                cure="restore it, or run `shard_tools index` for it",
+                expected=f"{size_bytes} bytes",
+                got=f"{found} bytes",
+            )
 
 
 def _add(before: FieldInfo | None, name: str, sizes: npt.NDArray[np.int64]) -> FieldInfo:

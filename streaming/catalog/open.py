@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
@@ -27,6 +28,7 @@ from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.types import DuplicateKeys
 from streaming.units import format_bytes
 
+_log = logging.getLogger(__name__)
 SCAN_LIMIT_BYTES = 1 << 30
 """Sets up to this size are indexed at every start: a second of reading from disk, some from a bucket."""
 
@@ -168,6 +170,35 @@ def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], pe
         look()
     else:
         shared(peers, f"fields/{digest_of([shards.urls, shards.index, list(fields)])}", look)
+
+
+def check_decoded(storage: Storage, shards: OpenShards, names: Sequence[str], peers: Peers | None = None) -> None:
+    """Warn of ``names`` of decoders that no sample of the first shard has use for; with peers, on rank 0.
+
+    Names with ``*`` are patterns. It is no error: one mapping may serve several sets.
+    """
+    plain = [name for name in names if "*" not in name]
+
+    def look() -> bytes:
+        there = _fields_of(storage, shards, 0) if plain and shards.table is not None and shards.urls else None
+        if there is None:
+            return b""
+        for name in plain:
+            if name.lower() not in there:
+                close = get_close_matches(name.lower(), there, n=1)
+                _log.warning(
+                    "decode: no sample of %s has a field %r%s; there are %s",
+                    redact(shards.urls[0]),
+                    name,
+                    f" (did you mean {close[0]!r}?)" if close else "",
+                    ", ".join(sorted(there)),
+                )
+        return b""
+
+    if peers is None or not plain:
+        look()
+    else:
+        shared(peers, f"decode/{digest_of([shards.urls, shards.index, plain])}", look)
 
 
 def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> None:
