@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from streaming.replicas.options import Broadcast
     from streaming.samplers.device_mesh import DeviceMeshSampler
     from streaming.samplers.retry import RetrySampler
+    from streaming.table_file import TableDataset
     from streaming.torch_view import TorchIterable
 
 _HOMES = {
@@ -50,6 +51,7 @@ _HOMES = {
     "ShuffleConfig": "streaming.dataset",
     "StageFields": "streaming.batches.portion",
     "StreamingDataset": "streaming.dataset",
+    "TableDataset": "streaming.table_file",
     "TorchIterable": "streaming.torch_view",
 }
 
@@ -67,6 +69,7 @@ __all__ = [
     "ShuffleConfig",
     "StageFields",
     "StreamingDataset",
+    "TableDataset",
     "TorchIterable",
 ]
 

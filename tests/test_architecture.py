@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("streaming", "shard_tools", "infra")
 
 SURFACE = ("streaming", "streaming.dataset", "streaming.loader", "streaming.fetcher", "streaming.device")
-SURFACE += ("streaming.torch_view", "streaming.integrations")
+SURFACE += ("streaming.torch_view", "streaming.table_file", "streaming.integrations")
 SURFACE += ("streaming.loops", "streaming.samplers", "streaming.replicas", "streaming.remote")
 # Lowest first. A module belongs to the longest prefix that fits; it may import its own layer and below.
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -86,6 +86,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "RetrySampler",
         "SequenceSlice",
         "StageFields",
+        "TableDataset",
         "TorchIterable",
     ),
     "shard_tools": ("ShardWriter",),

@@ -522,7 +522,7 @@ def test_damaged_gzip_sources_are_data_errors(tmp_path: Path, name: str, damage:
 
 
 def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shard_tools.convert.lines._MAX_LINE_BYTES", 1 << 16)
+    monkeypatch.setattr("shard_tools.convert.lines.MAX_LINE_BYTES", 1 << 16)
     monkeypatch.setattr(csv, "field_size_limit", csv.field_size_limit)
     for name in ("a.jsonl.gz", "b.csv.gz", "c.txt.gz"):
         (tmp_path / name).write_bytes(gzip.compress(b"h,\n" + b"x," * (1 << 20)))

@@ -17,10 +17,11 @@ from shard_tools.convert.file_source import FileSource
 from shard_tools.convert.files import SourceFile, find_files, open_stored
 from shard_tools.convert.records import Record, map_ordered, permutation, refuse_shuffle
 from shard_tools.convert.rows import RowMapper
+from streaming.catalog.lines import MAX_LINE_BYTES, scan_lines
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage
 
-_MAX_LINE_BYTES = 256 << 20  # a line beyond this is no record, and would not fit into memory often
+_BLOCK_BYTES = 8 << 20
 SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
     "text": (".txt", ".txt.gz"),
@@ -105,9 +106,9 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
         DataError: If a line is longer than 256 MiB, or a ``.gz`` is damaged.
     """
     try:
-        while line := stream.readline(_MAX_LINE_BYTES):
-            if len(line) == _MAX_LINE_BYTES:
-                raise DataError(f"{url}: a line is longer than {_MAX_LINE_BYTES} bytes; is this a file of lines?")
+        while line := stream.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES:
+                raise DataError(f"{url}: a line is longer than {MAX_LINE_BYTES} bytes; is this a file of lines?")
             yield line
     except EOFError as error:
         raise DataError(f"{url}: the compressed file ends early; get it anew") from error
@@ -116,22 +117,19 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
 
 
 def _bounded_lines(text: io.TextIOWrapper, url: str) -> Iterator[str]:
-    while line := text.readline(_MAX_LINE_BYTES):
-        if len(line) == _MAX_LINE_BYTES:
-            raise DataError(f"{url}: a line is longer than {_MAX_LINE_BYTES} characters; is this a file of rows?")
+    while line := text.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES:
+            raise DataError(f"{url}: a line is longer than {MAX_LINE_BYTES} characters; is this a file of rows?")
         yield line
 
 
 def _line_table(file: SourceFile, storage: Storage) -> npt.NDArray[np.int64]:
     """int64[n, 3]: begin, end and line number of every line that is not blank."""
-    rows: list[tuple[int, int, int]] = []
-    position = 0
     with open_stored(file, storage) as stream:
-        for line_number, line in enumerate(read_lines(stream, file.url), 1):
-            if line.strip():
-                rows.append((position, position + len(line), line_number))
-            position += len(line)
-    return np.array(rows, np.int64).reshape(-1, 3)
+        found = [
+            np.stack(lines, axis=1) for lines in scan_lines(iter(lambda: stream.read(_BLOCK_BYTES), b""), file.url)
+        ]
+    return np.concatenate([np.empty((0, 3), np.int64), *found])
 
 
 class CsvFiles(FileSource):

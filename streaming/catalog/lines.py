@@ -1,0 +1,129 @@
+"""Where the records of a text file begin: one vectorised pass, four bytes a record to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.errors import DataError
+
+MAX_LINE_BYTES = 256 << 20
+"""A line beyond this is no record, and would not fit into memory often."""
+_SEGMENT_BITS = 32
+_NEWLINE, _QUOTE = 10, 34
+_WHITE = {False: b" \t\n\r\x0b\x0c", True: b"\n\r"}
+"""Blank lines are made of these, as ``quoted`` is: white space may be the values of a record."""
+
+Ints = npt.NDArray[np.int64]
+
+
+class Lines(NamedTuple):
+    """Some lines that are not blank, in order.
+
+    Attributes:
+        begins: int64 ``[n]``, first byte of each.
+        ends: int64 ``[n]``, one past its last byte, the line's end included.
+        numbers: int64 ``[n]``, its number in the file, from 1; with ``quoted`` records, of records and blank lines.
+    """
+
+    begins: Ints
+    ends: Ints
+    numbers: Ints
+
+
+def scan_lines(blocks: Iterable[bytes | memoryview], where: str, *, quoted: bool = False) -> Iterator[Lines]:
+    """Find the lines of a file.
+
+    Args:
+        blocks: The file's bytes, in pieces of any size.
+        where: Its URL, for messages.
+        quoted: As in CSV, a newline between double quotes ends no line.
+
+    Raises:
+        DataError: A line is longer than 256 MiB.
+    """
+    position = begin = number = 0  # of the block; of the line that is open; lines that are closed
+    filled = is_inside = False  # of the open line: it holds something; it stands between quotes
+    for block in blocks:
+        octets = np.frombuffer(block, np.uint8)
+        if not len(octets):
+            continue
+        ends = np.flatnonzero(octets == _NEWLINE)
+        if quoted:
+            quotes = np.flatnonzero(octets == _QUOTE)
+            odd = (np.searchsorted(quotes, ends) + is_inside) % 2 == 1
+            ends, is_inside = ends[~odd], (len(quotes) + is_inside) % 2 == 1
+        ends += 1
+        starts = np.concatenate(([0], ends)) if not len(ends) or ends[-1] < len(octets) else np.append(0, ends[:-1])
+        is_filled = ~np.isin(octets[starts], list(_WHITE[quoted]))
+        for line in np.flatnonzero(~is_filled).tolist():  # few: they begin with white space
+            stop = int(ends[line]) if line < len(ends) else len(octets)
+            is_filled[line] = bool(octets[starts[line] : stop].tobytes().strip(_WHITE[quoted]))
+        is_filled[0] |= filled
+        filled = bool(is_filled[-1]) if len(starts) > len(ends) else False
+        is_filled = is_filled[: len(ends)]
+        begins = np.concatenate(([begin], position + ends[:-1])) if len(ends) else ends
+        if len(ends):
+            numbers = number + 1 + np.flatnonzero(is_filled)
+            yield Lines(begins[is_filled], (position + ends)[is_filled], numbers)
+            begin, number = position + int(ends[-1]), number + len(ends)
+        position += len(octets)
+        if position - begin >= MAX_LINE_BYTES:
+            raise DataError(f"{where}: a line is longer than {MAX_LINE_BYTES} bytes; is this a file of lines?")
+    if filled:
+        yield Lines(np.array([begin]), np.array([position]), np.array([number + 1]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordStarts:
+    """Where each record of a file begins, and where the last one ends.
+
+    Attributes:
+        low: uint32 ``[n + 1]``, the lower half of each offset.
+        segments: int64 ``[s]``, number of the first record of each 4 GiB of the file.
+    """
+
+    low: npt.NDArray[np.uint32]
+    segments: Ints
+
+    @classmethod
+    def of(cls, found: Iterable[Lines]) -> Self:
+        """Keep the beginnings of ``found``; blank lines belong to the record before them."""
+        parts: list[npt.NDArray[np.uint32]] = []
+        segments: list[int] = []
+        count = end = 0
+        for lines in found:
+            parts.append(lines.begins.astype(np.uint32))
+            last = int(lines.begins[-1]) >> _SEGMENT_BITS if len(lines.begins) else -1
+            while len(segments) <= last:
+                segments.append(count + int(np.searchsorted(lines.begins, len(segments) << _SEGMENT_BITS)))
+            count += len(lines.begins)
+            end = int(lines.ends[-1]) if len(lines.ends) else end
+        while len(segments) <= end >> _SEGMENT_BITS:
+            segments.append(count)
+        low = np.concatenate([*parts, np.array([end & 0xFFFFFFFF], np.uint32)])
+        return cls(low, np.array(segments, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.low) - 1
+
+    def range_of(self, record: int) -> tuple[int, int]:
+        """First byte of a record, and one past its last."""
+        segments = np.searchsorted(self.segments, [record, record + 1], side="right") - 1
+        begin, end = (segments << _SEGMENT_BITS) + self.low[record : record + 2].astype(np.int64)
+        return int(begin), int(end)
+
+    def to_bytes(self) -> bytes:
+        """For other processes."""
+        return b"".join([len(self.segments).to_bytes(8, "little"), self.segments.tobytes(), self.low.tobytes()])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The inverse of :meth:`to_bytes`."""
+        count = int.from_bytes(data[:8], "little")
+        stop = 8 + 8 * count
+        return cls(np.frombuffer(data[stop:], np.uint32), np.frombuffer(data[8:stop], np.int64))
