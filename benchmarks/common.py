@@ -11,12 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-import webdataset as wds
 
 from shard_tools import ShardWriter
 from streaming.storage import Storage
@@ -78,6 +76,8 @@ def shard_files(folder: str) -> list[str]:
 
 def webdataset(folder: str, *steps: Callable[[Any], Any], batch_size: int) -> Iterator[Any]:
     """webdataset as its documentation has it: shards shuffled, a buffer of 1,000 samples, batches."""
+    import webdataset as wds  # noqa: PLC0415  most benchmarks do without
+
     pipeline = wds.WebDataset(shard_files(folder), shardshuffle=1000, empty_check=False).shuffle(1000)
     for step in steps:
         pipeline = step(pipeline)
@@ -106,19 +106,30 @@ def show(title: str, rates: list[Rates], *, against: str) -> None:
         print(f"{found.name:{width}}  {found.median:11,.0f}  {low:11,.0f}  {high:11,.0f}  {ratio:8.2f} x", flush=True)
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def machine() -> str:
     """One line about where the numbers come from."""
     model = platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as file:
         model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
-    cores = len(os.sched_getaffinity(0))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    load = os.getloadavg()[0]
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "webdataset"))
+    cores, load = num_cores(), os.getloadavg()[0]
+    packages = ", ".join(installed("torch", "numpy", "webdataset"))
     return (
         f"{time.strftime('%Y-%m-%d')}, {cores} cores of {model}, {memory_bytes / 2**30:.0f} GiB, load {load:.1f}, "
         f"Python {platform.python_version()}, {packages}"
     )
+
+
+def installed(*names: str) -> Iterator[str]:
+    """Those of the packages that are there, with their versions."""
+    for name in names:
+        with suppress(PackageNotFoundError):
+            yield f"{name} {version(name)}"
 
 
 @contextmanager

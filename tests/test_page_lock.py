@@ -1,6 +1,7 @@
 """The batch ring in page-locked memory: locked once a slot, unlocked before the memory goes, for the prefetcher alone.
 
-The device is simulated: a locker that keeps account of what is locked. That CUDA takes such memory is not shown here.
+The device is simulated: a locker that keeps account of what is locked. That CUDA takes such memory is shown by the last
+test and by test_cuda.py, where there is a device.
 """
 
 from __future__ import annotations
@@ -189,7 +190,9 @@ def test_the_cuda_locker_registers_the_very_range_and_says_when_it_cannot() -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_copies_straight_from_the_ring(url: str) -> None:
+def test_cuda_copies_straight_from_the_ring(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForkServer, "is_starting", lambda _: False)  # else threads may build the first batches
+
     class Noting(CudaCopier):
         pinned: list[bool] = []  # noqa: RUF012  of this test alone
 
