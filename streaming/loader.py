@@ -352,10 +352,10 @@ class DataLoader:
         self._stages.append(weakref.WeakMethod(describe))
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Have worker processes' batches built in page-locked memory from now on; None: not any more.
+        """Have batches built in page-locked memory from now on; None: not any more.
 
-        For ``DevicePrefetcher``, which keeps a batch until it is copied: nobody else may copy from such memory without
-        waiting, because it is built in again as soon as the batch is let go.
+        For ``DevicePrefetcher``, which keeps a batch until it is copied: nobody else may copy from the memory of worker
+        processes' batches without waiting, because it is built in again as soon as the batch is let go.
         """
         self._locker = locker
         if isinstance(self._loop, BaseLoop):

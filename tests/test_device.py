@@ -623,8 +623,7 @@ class FakeCuda:
         assert device == CUDA0
         return self.side
 
-    def Event(self, *, blocking: bool) -> Event:
-        assert blocking
+    def Event(self, *, blocking: bool = False) -> Event:
         return Event(self)
 
     def current_stream(self, device: torch.device) -> Stream:

@@ -29,6 +29,7 @@ class Account:
     def __init__(self, *, refuse: bool = False) -> None:
         self.locked: dict[int, int] = {}
         self.num_locks = 0
+        self.given: list[torch.Tensor] = []  # kept, so that no other memory comes to lie there
         self.refuse = refuse
 
     def lock(self, memory: Memory) -> bool:
@@ -44,7 +45,13 @@ class Account:
     def unlock(self, memory: Memory) -> None:
         assert self.locked.pop(memory.ctypes.data) == memory.nbytes
 
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.given.append(torch.empty(shape, dtype=dtype))
+        return self.given[-1]
+
     def holds(self, tensor: torch.Tensor) -> bool:
+        if any(tensor.data_ptr() == one.data_ptr() for one in self.given):
+            return True
         start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         return any(base <= start and start + size <= base + length for base, length in self.locked.items())
 
@@ -149,6 +156,21 @@ def test_under_the_prefetcher_worker_batches_are_locked_and_else_none(
             assert not copier.account.holds(batch["npy"])
         del batch
         assert copier.account.num_locks == locks
+    assert not copier.account.locked
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_under_the_prefetcher_batches_of_threads_are_allocated_page_locked_and_else_none(
+    url: str, num_threads: int
+) -> None:
+    copier = Watching()
+    with DataLoader(StreamingDataset(url, shuffle=False), 10, num_threads=num_threads) as loader:
+        for number, batch in enumerate(DevicePrefetcher(loader, "cpu", depth=2, copier=copier)):
+            assert batch["npy"][:, 0].tolist() == list(range(10 * number, 10 * number + 10))
+        assert copier.seen == [True] * 20
+        given = len(copier.account.given)
+        assert not any(copier.account.holds(batch["npy"]) for batch in loader)
+        assert len(copier.account.given) == given
     assert not copier.account.locked
 
 

@@ -115,6 +115,11 @@ class CudaPageLocker:
         with self._cuda.device(self._device):
             self._cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See ``PageLocker``. From torch's host allocator, which keeps what it has and knows of copies under way."""
+        with self._cuda.device(self._device):
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+
 
 class CudaCopier:
     """Copies on a stream of its own.
@@ -124,7 +129,8 @@ class CudaCopier:
     it may still be queued; ``record_stream`` tells it of them.
 
     A source that is not page-locked is copied to page-locked memory of torch's host allocator first, on the calling
-    thread: from pageable memory CUDA copies more slowly, and makes the host wait.
+    thread: from pageable memory CUDA copies more slowly, and makes the host wait. Our own loader's batches are built in
+    page-locked memory from the start.
 
     Args:
         device: A CUDA device with its index.
@@ -144,7 +150,7 @@ class CudaCopier:
         try:
             with self._cuda.stream(self._side):
                 moved = map_tensors(batch, lambda tensor: self._move(tensor, staged, consumer))
-                event = self._cuda.Event(blocking=True)
+                event = self._cuda.Event()
                 event.record(self._side)
         except BaseException:
             self._side.synchronize()  # the caller lets go of the source now

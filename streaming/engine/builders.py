@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, BatchBuilder, Recipe
+from streaming.batches.collate import Allocate
 from streaming.batches.draw_names import named_draw
 from streaming.batches.draw_watch import DrawWatch, kept_generators
 from streaming.batches.draws import BatchDraws
@@ -20,6 +21,7 @@ from streaming.engine.memory.row_table import Rows
 from streaming.engine.stacks import where_is
 from streaming.engine.workers.cell import Work
 from streaming.engine.workers.pool import WorkerPool
+from streaming.engine.workers.ring import PageLocker
 from streaming.metrics import Metrics
 
 Substitutes = Callable[[int], Iterator[Rows]]
@@ -57,6 +59,9 @@ class Builder(Protocol):
             batch: Its number, for reports.
         """
 
+    def page_lock(self, locker: PageLocker | None) -> None:
+        """Have batches begun from now on in page-locked memory, or not any more."""
+
     def give_up(self) -> None:
         """Have calls of ``build`` under way raise GivenUpError soon, where that can be had. From any thread."""
 
@@ -65,7 +70,11 @@ class Builder(Protocol):
 
 
 class LocalBuilder:
-    """Builds batches in the calling thread."""
+    """Builds batches in the calling thread.
+
+    Attributes:
+        allocate: Where the memory of a batch's tensors comes from, of batches begun from now on; None: fresh memory.
+    """
 
     is_local = True
 
@@ -73,6 +82,7 @@ class LocalBuilder:
         self._recipe = recipe
         self._metrics = metrics or Metrics()
         self._under_way: dict[int, Work] = {}
+        self.allocate: Allocate | None = None
         self.holds_gil = False
         functions = recipe.functions_of_user
         self._watch = DrawWatch()
@@ -102,7 +112,8 @@ class LocalBuilder:
 
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> Any:
             draws = BatchDraws(seed or 0, rows.positions, seeds)
-            return BatchBuilder(self._recipe, substitutes, report, place=work.row, draws=draws).build(rows, valid)
+            builder = BatchBuilder(self._recipe, substitutes, report, self.allocate, work.row, draws)
+            return builder.build(rows, valid)
 
         try:
             if seed is None or not self._is_watching:
@@ -130,6 +141,10 @@ class LocalBuilder:
                 drawn, min(8, os.cpu_count() or 1),
             )  # fmt: skip
         self._metrics.add("batches_in_turn")
+
+    def page_lock(self, locker: PageLocker | None) -> None:
+        """See ``Builder``."""
+        self.allocate = None if locker is None else locker.allocate
 
     def give_up(self) -> None:
         """See ``Builder``. A thread that is in a user's function cannot be stopped."""
@@ -180,6 +195,10 @@ class WorkerBuilder:
         if not self._pool.start_if_up() and runs_anywhere(self._recipe, rows.fields):
             return self._local.build(rows, valid, substitutes, report, batch=batch)
         return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
+
+    def page_lock(self, locker: PageLocker | None) -> None:
+        """See ``Builder``: what threads build. Worker processes build in slots, which the ring locks."""
+        self._local.page_lock(locker)
 
     def give_up(self) -> None:
         """See ``Builder``."""

@@ -52,7 +52,8 @@ class Crew:
             raise
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Have batches of worker processes page-locked from now on, or not any more."""
+        """Have batches page-locked from now on, or not any more, whoever builds them."""
+        self.builder.page_lock(locker)
         if self.ring is not None:
             self.ring.locker = locker
 

@@ -73,7 +73,7 @@ class BaseLoop(Loop):
         return "\n".join([running.describe(), *map(request_line, self.dataset.storage.in_flight())])
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Have batches of worker processes page-locked from now on, or not any more."""
+        """Have batches page-locked from now on, or not any more."""
         self._locker = locker
         if self._crew is not None:
             self._crew.page_lock(locker)

@@ -56,6 +56,9 @@ class PageLocker(Protocol):
     def unlock(self, memory: Memory) -> None:
         """Undo ``lock`` of the same memory."""
 
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Give a contiguous tensor with any content in page-locked memory that nobody need lock or unlock."""
+
 
 class Slot:
     """One memfd and its mapping in this process. The number names it on the wire."""
