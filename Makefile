@@ -1,6 +1,7 @@
 # make demo   from raw data to training from a bucket, with a crash in the middle (DEMO_URL=s3://… for a real one)
 # make test   everything that must hold: ruff, mypy, all tests
 # make venv | lint | types | pytest | bench | peers    the parts (peers: us beside the other loaders, PEERS_ARGS=--quick)
+# make gpu    everything that needs a CUDA device, tests and figures (benchmarks/GPU.md), in at most ten minutes
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
 # make torture   an epoch under FAULTS=10000 faults, drawn from SEED=1
 #
@@ -14,12 +15,13 @@ JOBS ?= auto
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish
+GPU_ARGS ?=
 
-.PHONY: help venv demo test lint types pytest format bench peers fuzz torture clean
+.PHONY: help venv demo test lint types pytest format bench gpu peers fuzz torture clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 venv: $(VENV)/.installed
 
@@ -50,6 +52,9 @@ format: venv
 
 bench: venv
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+gpu: venv
+	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
 
 peers: venv
 	$(BIN)/python benchmarks/peers/run.py $(PEERS_ARGS)

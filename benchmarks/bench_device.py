@@ -130,7 +130,7 @@ def steps_over(step: Callable[[Any], object], batches: Iterable[Any]) -> Steps:
     total_s = time.perf_counter() - begun_s
     first = len(done) // 4
     step_s = done[first].elapsed_time(done[-1]) / 1e3 / (len(done) - 1 - first)
-    return Steps(step_s=step_s, start_s=total_s - step_s * len(done))
+    return Steps(step_s=step_s, start_s=max(0.0, total_s - step_s * len(done)))
 
 
 def step_figures(found: Mapping[str, Sequence[Steps]], resident: str, *, aims: Sequence[str]) -> list[Figure]:

@@ -598,10 +598,8 @@ class Event:
         stream.put(lambda: setattr(self, "done", True))
 
     def query(self) -> bool:
+        self.cuda.looked_at = self.stream
         return self.done
-
-    def synchronize(self) -> None:
-        self.cuda.run_until(lambda: self.done, self.stream)
 
 
 class FakeCuda:
@@ -618,13 +616,19 @@ class FakeCuda:
         self.current = self.consumer
         self.free: list[tuple[np.ndarray, list[Event]]] = []
         self.num_blocks, self.num_host, self.fail_after = 0, 0, -1
+        self.looked_at = self.consumer
 
     def Stream(self, device: torch.device) -> Stream:
         assert device == CUDA0
         return self.side
 
-    def Event(self, *, blocking: bool = False) -> Event:
+    def Event(self) -> Event:
         return Event(self)
+
+    def pause(self, _seconds: float) -> None:
+        """Whoever pauses waits for the event that he looked at last."""
+        other = self.side if self.looked_at is self.consumer else self.consumer
+        assert self.looked_at.run_one() or other.run_one(), "deadlock"
 
     def current_stream(self, device: torch.device) -> Stream:
         assert device == CUDA0
@@ -748,7 +752,7 @@ class RingLoader:
 
 
 def prefetcher_on(cuda: FakeCuda, loader: Any, depth: int) -> DevicePrefetcher:
-    return DevicePrefetcher(loader, "cpu", depth=depth, copier=CudaCopier(CUDA0, cuda))
+    return DevicePrefetcher(loader, "cpu", depth=depth, copier=CudaCopier(CUDA0, cuda, cuda.pause))
 
 
 def read_on_device(cuda: FakeCuda, batch: dict[str, Any], into: list[int]) -> None:

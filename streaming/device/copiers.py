@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from streaming.engine.workers.ring import Memory, PageLocker
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_GROWTH = 50e-6, 500e-6, 1.25
+"""Between looks at an event that is waited for: short beside a copy of some MB at first, and at most one look in 0.5 ms
+beside a long step."""
 
 _PLAIN = frozenset({str, bytes, int, float, bool, complex, type(None), memoryview, bytearray})
 """Types that cannot hold a tensor: lists of nothing else are passed through without a look at each element."""
@@ -24,7 +29,7 @@ class Event(Protocol):
         """Whether all work before it is done."""
 
     def synchronize(self) -> None:
-        """Block until it is."""
+        """Block until it is, in the device's own way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,9 @@ class Copier(Protocol):
     def mark(self) -> Event:
         """An event behind all that the consumer's stream was given so far."""
 
+    def wait(self, event: Event) -> None:
+        """Block until ``event``, one of this copier's, is done."""
+
 
 class _Done:
     """The event of work that was done at once."""
@@ -86,6 +94,10 @@ class CpuCopier:
     def mark(self) -> Event:
         """Done."""
         return _Done()
+
+    def wait(self, event: Event) -> None:
+        """Block until it is done."""
+        event.synchronize()
 
 
 class CudaPageLocker:
@@ -132,13 +144,21 @@ class CudaCopier:
     thread: from pageable memory CUDA copies more slowly, and makes the host wait. Our own loader's batches are built in
     page-locked memory from the start.
 
+    Events are waited for by looking at them again and again, with pauses. CUDA's blocking wait sleeps until an
+    interrupt comes, which on a virtual machine may be milliseconds late: copies alone reached 43 GB/s with it and
+    54 GB/s with looks, for the same CPU time (an H100 whose bare copy does 54 GB/s). CUDA's other wait takes a core.
+
     Args:
         device: A CUDA device with its index.
         cuda: Stands in for ``torch.cuda`` in tests: ``Stream``, ``Event``, ``stream`` and ``current_stream``.
+        pause: Lets some seconds pass.
     """
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self, device: torch.device, cuda: Any = torch.cuda, pause: Callable[[float], None] = time.sleep
+    ) -> None:
         self.page_locker: PageLocker | None = CudaPageLocker(device, cuda)
+        self._pause = pause
         self._device = device
         self._cuda = cuda
         self._side = cuda.Stream(device=device)
@@ -171,9 +191,16 @@ class CudaCopier:
 
     def mark(self) -> Event:
         """An event at the end of the current stream."""
-        event = self._cuda.Event(blocking=True)
+        event = self._cuda.Event()
         event.record(self._cuda.current_stream(self._device))
         return event  # type: ignore[no-any-return]  # torch.cuda is Any here
+
+    def wait(self, event: Event) -> None:
+        """Look at ``event`` until it is done."""
+        pause_s = _FIRST_PAUSE_S
+        while not event.query():
+            self._pause(pause_s)
+            pause_s = min(pause_s * _PAUSE_GROWTH, _LONGEST_PAUSE_S)
 
     def _move(self, tensor: torch.Tensor, staged: list[torch.Tensor], consumer: Any) -> torch.Tensor:
         if tensor.device == self._device:

@@ -163,7 +163,7 @@ class _Flight:
         with self._in_stage(stage):
             self.watchdog.begin()
             try:
-                event.synchronize()
+                self.copier.wait(event)
             finally:
                 self.watchdog.end()
 
