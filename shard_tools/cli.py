@@ -41,7 +41,7 @@ from shard_tools.sets.repair import repair
 from shard_tools.sets.reshard import ReshardOptions, reshard
 from shard_tools.verbs import ToolGroup, emit, finish
 from streaming.storage import Storage
-from streaming.types import DuplicateKeys
+from streaming.types import VERSION, DuplicateKeys
 
 _DEFAULT_MAX_BYTES = "256MB"  # a few seconds of one connection; 100 TB are 400,000 objects
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
@@ -49,7 +49,7 @@ _RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_pref
 
 
 @click.group(cls=ToolGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(package_name="shardstream", prog_name="shard_tools")
+@click.version_option(VERSION, prog_name="shard_tools")
 def cli() -> None:
     """Packs, indexes, checks and shows WebDataset tar shards, in any store.
 

@@ -23,6 +23,8 @@ except ImportError as _error:
         "start it from elsewhere as `python -m package.script`"
     ) from _error
 
+from streaming.types import VERSION as __version__  # noqa: F401, N811  a constant by the name that people look for
+
 if TYPE_CHECKING:
     from streaming.batches.portion import StageFields
     from streaming.batches.sequence import SequenceSlice

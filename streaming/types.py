@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias
 
+VERSION = "0.1.0"
+"""Of this package; what is installed, the command line and the ranks of a job tell is taken from here."""
+
 Sample: TypeAlias = dict[str, object]
 """One sample: ``__key__``, ``__url__`` and one entry per field, named by its extension without the leading
 dot."""

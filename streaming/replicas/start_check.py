@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from infra import DeviceMesh
@@ -14,8 +13,7 @@ from streaming.job.agreement import agree
 from streaming.job.store import job_store, job_world_size
 from streaming.plan.state import LoaderState
 from streaming.replicas.options import Replicas
-
-_DISTRIBUTION = "shardstream"
+from streaming.types import VERSION
 
 
 class StartCheck:
@@ -76,7 +74,7 @@ class StartCheck:
         order = told.pop("order")
         dataset = self._dataset
         return {
-            "version": _installed(),
+            "version": VERSION,
             "position": told.pop("samples_seen"),
             "state version": told.pop("version"),
             **told,
@@ -92,13 +90,6 @@ class StartCheck:
             "mesh": {"axes": list(self._mesh.axis_names), "shape": list(self._mesh.shape),
                      "data_axes": list(self._mesh.data_axes)},
         }  # fmt: skip
-
-
-def _installed() -> str:
-    try:
-        return version(_DISTRIBUTION)
-    except PackageNotFoundError:  # run from a checkout
-        return "not installed"
 
 
 def _described(value: Any) -> Any:
