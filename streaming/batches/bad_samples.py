@@ -12,13 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
-from streaming.batches.build import BadSample
+from streaming.batches.build import BadSample, OnError
+from streaming.batches.losses import DROPPED, LossLog
 from streaming.errors import TooManyBadSamplesError
 from streaming.forks import in_children, renew_lock
 from streaming.index.chunk_table import ChunkTable
+from streaming.job.tally import Tally
 from streaming.metrics import Metrics
 
 _LISTED = 5
+_FATES: dict[OnError, str] = {
+    "substitute": "A neighbour stands in for each, and so comes twice",
+    "skip": 'A neighbour stands in for each, with False in batch["__valid__"]',
+    "raise": "The run stops",
+}
+_DROPS = (
+    "others come several times in their place. Filter the data set ahead (shard_tools reshard SOURCE TARGET "
+    '--where …), or use on_error="skip", which marks what stands in with False in batch["__valid__"]'
+)
 
 
 class BadSamples:
@@ -30,6 +41,7 @@ class BadSamples:
         table: The data set's chunk table, if it has one.
         file: Where they are written down too, or None.
         rank: Of this process in the world.
+        on_error: What becomes of them.
     """
 
     def __init__(
@@ -40,6 +52,7 @@ class BadSamples:
         table: ChunkTable | None = None,
         file: str | None = None,
         rank: int = 0,
+        on_error: OnError = "substitute",
     ) -> None:
         self._limit = limit
         self._metrics = metrics
@@ -50,10 +63,26 @@ class BadSamples:
         in_children(self, renew_lock)
         self._allowed = 0
         self._epoch = 0
+        self._tally: Tally | None = None
+        self._log = LossLog(
+            rank, fate=_FATES[on_error], cure=_DROPS, listed='loader.metrics(), "bad" and "dropped_samples"'
+        )
+        for name in ("bad_samples", "dropped_samples"):
+            metrics.add(name, 0)
         self._seen: dict[tuple[str, str, int], BadRecord] = {}
 
-    def start_epoch(self, num_samples: int, epoch: int) -> None:
-        """Begin anew, with an epoch of so many samples; a share of them is rounded up."""
+    def start_epoch(self, num_samples: int, epoch: int, tally: Tally | None = None) -> None:
+        """Begin anew.
+
+        Args:
+            num_samples: Samples of the epoch over all ranks; a share of them is rounded up.
+            epoch: The epoch.
+            tally: Over all ranks; None: nobody knows of others, and the limit is that of this rank alone.
+        """
+        self._log.start(epoch)
+        self._tally = tally
+        if tally is not None:
+            tally.begin()
         with self._lock:
             self._seen.clear()
             self._epoch = epoch
@@ -65,8 +94,10 @@ class BadSamples:
         Raises:
             TooManyBadSamplesError: It was one too many.
         """
+        shown = f"sample {bad.key or bad.number!r} of {shown_url(bad.url)}"
         if bad.dropped:
             self._metrics.add("dropped_samples")
+            self._log.lost(shown, DROPPED, bad.reason)
             return
         with self._lock:
             name = (bad.url, bad.key, bad.number)
@@ -74,17 +105,38 @@ class BadSamples:
                 return
             record = self._seen[name] = self._record(bad)
             self._metrics.add("bad_samples")
+            self._log.lost(shown, bad.stage, record.reason, bad.trace)
             if self._file is not None:
                 self._file.add(record)
-            if len(self._seen) <= self._allowed:
-                return
-            recent = list(self._seen.values())[-_LISTED:]
-            listing = "\n".join(f"  {one.url} {one.key or one.number!r} ({one.stage}): {one.reason}" for one in recent)
-            raise TooManyBadSamplesError(
-                f"{len(self._seen)} bad samples in this epoch on this rank, max_bad_samples={self._limit} allows "
-                f"{self._allowed}. The last ones:\n{listing}\n"
-                f"Check the shards with `shard_tools verify`, or raise max_bad_samples"
-            )
+            if len(self._seen) > self._allowed:
+                raise self._too_many(len(self._seen), "on this rank")
+
+    def check(self) -> None:
+        """Look whether all ranks together have found too many; on the thread that asks for batches, between two.
+
+        Raises:
+            TooManyBadSamplesError: They have.
+        """
+        if self._tally is None:
+            return
+        total = self._tally.total(len(self._seen))
+        if total > self._allowed:
+            with self._lock:
+                raise self._too_many(total, f"over all ranks, {len(self._seen)} of them on this one")
+
+    def finish(self, num_rows: int) -> None:
+        """Sum up in the log what the epoch, or the part of it that was read, lost of so many samples of this rank."""
+        self._log.finish(num_rows)
+
+    def _too_many(self, count: int, where: str) -> TooManyBadSamplesError:
+        """Under the lock."""
+        recent = list(self._seen.values())[-_LISTED:]
+        listing = "".join(f"\n  {one.url} {one.key or one.number!r} ({one.stage}): {one.reason}" for one in recent)
+        return TooManyBadSamplesError(
+            f"{count} bad samples in this epoch {where}, max_bad_samples={self._limit} allows {self._allowed}."
+            f"{' The last ones:' if listing else ''}{listing}\n"
+            f"Check the shards with `shard_tools verify`, or raise max_bad_samples"
+        )
 
     def _record(self, bad: BadSample) -> BadRecord:
         shown = shown_url(bad.url)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from streaming.batches.collate import Allocate, default_collate, empty_like
 from streaming.batches.columns import Columns
 from streaming.batches.draws import BatchDraws, Chain, as_chain
+from streaming.batches.losses import user_trace
 from streaming.batches.portion import Portion
 from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
 from streaming.engine.memory.row_table import Rows
@@ -41,6 +42,7 @@ class BadSample:
         number: Of the sample in the data set; -1 where nobody knows it.
         byte_start: First byte of its record in the shard; -1 where there is no sample table.
         byte_end: One past the last; -1 where there is no sample table.
+        trace: Traceback of the user's code, "" if there is none; depends on who builds, so it is not compared.
     """
 
     url: str
@@ -51,6 +53,7 @@ class BadSample:
     number: int = -1
     byte_start: int = -1
     byte_end: int = -1
+    trace: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +223,7 @@ class BatchBuilder:
         raise TooManyBadSamplesError(
             f"{rows.urls[i]}: sample {rows.keys[i]!r} is unreadable or dropped, and so are the {MAX_SUBSTITUTES} "
             f"samples next to it that could stand in. Check the shard with `shard_tools verify {rows.urls[i]}`; "
-            f"if transform drops most samples, filter the data set instead (shard_tools convert)"
+            f"if transform drops most samples, filter the data set ahead (shard_tools reshard --where)"
         )
 
     def _handle(self, bad: _Bad, rows: Rows, i: int) -> None:
@@ -240,6 +243,7 @@ class BatchBuilder:
                 stage=bad.stage,
                 reason=reason,
                 dropped=bad.error is None,
+                trace="" if bad.error is None or bad.stage == "fetch" else user_trace(bad.error),
                 number=number,
             )
         )

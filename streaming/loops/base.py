@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from infra import DeviceMesh
 from streaming.batches.bad_samples import BadSamples
 from streaming.dataset import StreamingDataset
 from streaming.engine.crew import Crew
 from streaming.engine.standing import request_line
 from streaming.engine.workers.ring import PageLocker
 from streaming.forks import in_children
+from streaming.job.tally import Tally, open_tally
 from streaming.loops.iterator import Loop, Run
 from streaming.loops.position import Place
 from streaming.plan.order import OrderSettings
@@ -26,7 +28,9 @@ class BaseLoop(Loop):
         order: The order settings of the epoch in progress.
     """
 
-    def __init__(self, dataset: StreamingDataset, order: OrderSettings, global_batch_size: int, rank: int) -> None:
+    def __init__(
+        self, dataset: StreamingDataset, order: OrderSettings, global_batch_size: int, mesh: DeviceMesh
+    ) -> None:
         super().__init__(global_batch_size)
         self.dataset = dataset
         self.order = order
@@ -37,8 +41,12 @@ class BaseLoop(Loop):
             self.metrics,
             table=dataset.table if dataset.indexed else None,
             file=dataset.bad_samples_file,
-            rank=rank,
+            rank=mesh.rank,
+            on_error=dataset.on_error,
         )
+        self._earlier = self._of_data_set()
+        self._mesh = mesh
+        self._tally: Tally | None = None
         in_children(self, BaseLoop._leave_behind)
 
     @property
@@ -54,16 +62,15 @@ class BaseLoop(Loop):
         """See ``Loop``."""
         if seed is not None:
             self.order = replace(self.order, seed=seed)
-        return self._start(place)
+        return _Accounted(self._start(place), self._bad, self._global_batch_size // self._mesh.data_world_size)
 
     def report(self) -> dict[str, Any]:
         """All metrics, and this epoch's bad samples by name."""
-        cache = {} if self.dataset.cache is None else self.dataset.cache.metrics.snapshot()
-        storage = self.dataset.storage.metrics.snapshot()
+        shared = {name: value - self._earlier.get(name, 0) for name, value in self._of_data_set().items()}
         gauges = self._gauges()
         own = self.metrics.snapshot()
         gauges["consumer_thread_s_per_batch"] = own.get("consumer_thread_s", 0.0) / max(1.0, own.get("batches", 0))
-        return {**own, **storage, **cache, **gauges, "bad": self._bad.listing()}
+        return {**own, **shared, **gauges, "bad": self._bad.listing()}
 
     def describe(self) -> str:
         """What the loop waits for at this moment."""
@@ -93,6 +100,19 @@ class BaseLoop(Loop):
         self._crew = crew
         self._end_of_crew = weakref.finalize(self, close)
 
+    def _of_data_set(self) -> dict[str, float]:
+        """What the data set has counted since it was opened; all its loaders count there."""
+        cache = {} if self.dataset.cache is None else self.dataset.cache.metrics.snapshot()
+        return {**self.dataset.storage.metrics.snapshot(), **cache}
+
+    def _begin_account(self, num_samples: int, epoch: int) -> None:
+        """Begin the account of bad samples of an epoch of so many, shared with the other ranks if they are known."""
+        mesh = self._mesh
+        if self._tally is None:
+            subject = "\n".join(["bad samples", *self.dataset.shards.urls])
+            self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
+        self._bad.start_epoch(num_samples, epoch, self._tally)
+
     def _gauges(self) -> dict[str, float]:
         """What holds at this moment, by name."""
         self._note_ring_peak()
@@ -120,3 +140,27 @@ class BaseLoop(Loop):
         crew, self._crew = self._crew, None
         if crew is not None:
             self._end_of_crew()
+
+
+class _Accounted:
+    """Hand out the batches of a run; look at each whether all ranks found too many bad samples, sum up at the end."""
+
+    def __init__(self, run: Run, bad: BadSamples, rank_batch_size: int) -> None:
+        self._run, self._bad, self._rank_batch_size = run, bad, rank_batch_size
+        self._num_batches = 0
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        batch = next(self._run)
+        self._bad.check()
+        self._num_batches += 1
+        return batch
+
+    def close(self) -> None:
+        """Stop producing."""
+        self._run.close()
+        self._bad.finish(self._num_batches * self._rank_batch_size)
+
+    def describe(self) -> str:
+        """What it is at, for people."""
+        return self._run.describe()

@@ -140,7 +140,7 @@ class EpochLoop(BaseLoop):
             num_samples=table.total_samples,
             num_chunks=table.num_chunks,
         )
-        super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
+        super().__init__(dataset, order, config.global_batch_size, config.mesh)
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
         self.config, self._sharing = open_sharing(config)
@@ -230,7 +230,7 @@ class EpochLoop(BaseLoop):
         crew, store = self._open_store()
         store.limit_bytes = self._slices_bytes(plan) if sliced else self._arena_bytes(plan, dp_rank)
         store.retain = not sliced and store.limit_bytes >= self._rank_bytes(plan, dp_rank)
-        self._bad.start_epoch(plan.num_samples, plan.epoch)
+        self._begin_account(plan.num_samples, plan.epoch)
         return Pipeline(
             plan=plan,
             dp_rank=dp_rank,

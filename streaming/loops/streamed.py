@@ -55,7 +55,7 @@ class StreamedLoop(BaseLoop):
             window=(DEFAULT_WINDOW if window is None else window) if dataset.shuffle else 0,
             shuffle=dataset.shuffle,
         )
-        super().__init__(dataset, order, config.global_batch_size, config.mesh.rank)
+        super().__init__(dataset, order, config.global_batch_size, config.mesh)
         self.config, self._sharing = open_sharing(config)
         self._size = config.epoch_size
         if config.recipe.portion.fields is not None:
@@ -119,7 +119,7 @@ class StreamedLoop(BaseLoop):
 
     def _read(self, place: Place) -> ShardStream:
         config, rank = self.config, self.config.mesh.data_rank
-        self._bad.start_epoch(self._size, place.epoch)
+        self._begin_account(self._size, place.epoch)
         settings = StreamSettings(
             urls=self.dataset.shards.urls,
             order=self.order,

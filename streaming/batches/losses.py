@@ -1,0 +1,106 @@
+"""What an epoch lost, in the log: samples that did not come because they were bad, or a transform dropped them.
+
+The first one of an epoch is a warning with the user's traceback, then every power of ten, and the end sums up. So
+nothing that changes what is trained on happens without a word, and no log is filled with the same line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import traceback
+from collections import Counter
+
+from streaming.forks import in_children, renew_lock
+
+_log = logging.getLogger(__name__)
+
+_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_MOST_TRACE = 4_000
+"""Characters of a traceback: its end says most."""
+DROP_SHARE = 0.01
+"""Share of dropped samples from which on the sum says what to do."""
+DROPPED = "dropped by transform"
+
+
+class LossLog:
+    """Writes the warnings of one rank. Thread-safe.
+
+    Args:
+        rank: Of this process in the world.
+        fate: What became of the places of lost samples, for people.
+        cure: What to do where a transform drops many.
+        listed: Where all of them are listed.
+    """
+
+    def __init__(self, rank: int, *, fate: str, cure: str, listed: str) -> None:
+        self._rank, self._fate, self._cure, self._listed = rank, fate, cure, listed
+        self._lock = threading.Lock()
+        in_children(self, renew_lock)
+        self._epoch = 0
+        self._counts: Counter[str] = Counter()
+
+    def start(self, epoch: int) -> None:
+        """Begin anew, for an epoch or the rest of one."""
+        with self._lock:
+            self._epoch = epoch
+            self._counts.clear()
+
+    def lost(self, sample: str, stage: str, reason: str, trace: str = "") -> None:
+        """Take note of one lost sample.
+
+        Args:
+            sample: Its name, for people.
+            stage: Where it was lost: ``"fetch"``, ``"decode"``, ``"transform"``, ``"get"`` or ``DROPPED``.
+            reason: Why.
+            trace: The user's traceback.
+        """
+        with self._lock:
+            self._counts[stage] += 1
+            number, counts, where = self._counts.total(), self._told(), self._where()
+        if number == 1:
+            _log.warning(
+                "%s: %s is lost (%s): %s. %s. Further ones have a line at the 10th, the 100th and so on, and at the "
+                "epoch's end; see also %s%s",
+                where, sample, stage, reason, self._fate, self._listed, f"\n{trace}" if trace else "",
+            )  # fmt: skip
+        elif number == 10 ** (len(str(number)) - 1):
+            _log.warning(
+                "%s: %d samples are lost by now (%s), the last one: %s: %s", where, number, counts, sample, reason
+            )
+
+    def finish(self, num_rows: int) -> None:
+        """Sum up.
+
+        Args:
+            num_rows: Samples that this rank was to get since ``start``.
+        """
+        with self._lock:
+            counts, number, dropped, where = self._told(), self._counts.total(), self._counts[DROPPED], self._where()
+            self._counts.clear()
+        if not number:
+            return
+        share = dropped / max(1, num_rows)
+        cure = f". The transform drops {min(1.0, share):.1%}: {self._cure}" if share > DROP_SHARE else ""
+        _log.warning(
+            "%s, end: %d of about %d samples were lost (%s). %s%s",
+            where, number, max(num_rows, number), counts, self._fate, cure,
+        )  # fmt: skip
+
+    def _where(self) -> str:
+        return f"epoch {self._epoch}, rank {self._rank}"
+
+    def _told(self) -> str:
+        return ", ".join(f"{stage} {count}" for stage, count in self._counts.most_common())
+
+
+def user_trace(error: BaseException) -> str:
+    """The traceback of an error of users' code, without our own calls before it."""
+    cause = error.__cause__ or error
+    trace = cause.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    if trace is None:
+        return ""
+    return "".join(traceback.format_exception(type(cause), cause, trace)).rstrip()[-_MOST_TRACE:]

@@ -1,0 +1,262 @@
+"""Lost samples leave a line in the log, are counted over all ranks, and once."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from data_sets import SampleSet, mesh_of, write_set
+
+from streaming import DataLoader, StreamingDataset
+from streaming.batches.bad_samples import BadSamples
+from streaming.batches.build import BadSample
+from streaming.errors import TooManyBadSamplesError
+from streaming.job.tally import Tally
+from streaming.metrics import Metrics
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    """120 samples in 3 shards."""
+    return write_set(tmp_path_factory.mktemp("losses"), (50, 30, 40))
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """Warnings about losses, as they come."""
+    messages: list[str] = []
+    with caplog.at_level(logging.WARNING, "streaming"):
+
+        class Listener(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                messages.append(record.getMessage())
+
+        listener = Listener()
+        logger = logging.getLogger("streaming.batches.losses")
+        logger.addHandler(listener)
+        yield messages
+        logger.removeHandler(listener)
+
+
+def picky(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["cls"] in (7, 50, 99):
+        raise ValueError(f"I do not like {sample['cls']}")
+    return sample
+
+
+def few(sample: dict[str, Any]) -> dict[str, Any] | None:
+    return sample if sample["cls"] % 10 == 0 else None
+
+
+def odd(sample: dict[str, Any]) -> dict[str, Any] | None:
+    return sample if sample["cls"] % 2 else None
+
+
+@pytest.mark.parametrize("hands", [{"num_threads": 0}, {"num_threads": 2}, {"num_workers": 1}], ids=str)
+def test_the_first_lost_sample_of_an_epoch_has_the_traceback_and_the_end_sums_up(
+    samples: SampleSet, told: list[str], hands: dict[str, Any]
+) -> None:
+    dataset = samples.open(transform=picky, max_bad_samples=10)
+    with DataLoader(dataset, batch_size=10, device_mesh=mesh_of(1, 0), **hands) as loader:
+        for epoch in (0, 1):
+            assert len(list(loader)) == 12
+            first, last = told
+            assert first.startswith(f"epoch {epoch}, rank 0: sample '000")
+            assert "is lost (transform)" in first
+            assert "transform raised ValueError: I do not like" in first
+            assert "comes twice" in first
+            assert 'loader.metrics(), "bad"' in first
+            assert "raise ValueError(f\"I do not like {sample['cls']}\")" in first
+            assert "in picky" in first
+            assert "build.py" not in first, "the user's frames alone"
+            assert last.startswith(f"epoch {epoch}, rank 0, end: 3 of about 120 samples were lost (transform 3)")
+            assert "drops" not in last
+            told.clear()
+        assert loader.metrics()["bad_samples"] == 6
+
+
+def test_drops_are_told_at_powers_of_ten_and_many_of_them_with_the_cure(samples: SampleSet, told: list[str]) -> None:
+    with DataLoader(samples.open(transform=few), batch_size=10, device_mesh=mesh_of(1, 0)) as loader:
+        assert len(list(loader)) == 12
+        assert loader.metrics()["dropped_samples"] == 108
+    first, ten, hundred, end = told
+    assert "transform returned None" in first
+    assert ": 10 samples are lost by now (dropped by transform 10), the last one" in ten
+    assert ": 100 samples are lost by now" in hundred
+    assert "end: 108 of about 120 samples were lost (dropped by transform 108)" in end
+    assert "The transform drops 90.0%" in end
+    assert "shard_tools reshard SOURCE TARGET --where" in end
+    assert 'on_error="skip"' in end
+
+
+def test_without_an_index_and_on_several_ranks(samples: SampleSet, told: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("streaming.catalog.open.SCAN_LIMIT_BYTES", 1000)
+    for path in Path(samples.url).glob("*.tar"):
+        os.link(path, path.parent.parent / f"plain-{path.name}")
+    dataset = StreamingDataset(
+        f"{Path(samples.url).parent}/plain-{{000000..000002}}.tar", transform=odd, on_error="skip"
+    )
+    for rank in (0, 1):
+        with DataLoader(dataset, batch_size=10, epoch_size=80, device_mesh=mesh_of(2, rank)) as loader:
+            assert len(list(loader)) == 4
+    starts = [one for one in told if "is lost" in one]
+    ends = [one for one in told if " end: " in one]
+    assert [one.split(":")[0] for one in starts] == ["epoch 0, rank 0", "epoch 0, rank 1"]
+    assert all('False in batch["__valid__"]' in one for one in starts)
+    assert [one.split(",")[1] for one in ends] == [" rank 0", " rank 1"]
+    assert all("of about 40 samples" in one for one in ends)
+
+
+def test_a_set_without_losses_says_nothing(samples: SampleSet, told: list[str]) -> None:
+    with DataLoader(samples.open(), batch_size=10, device_mesh=mesh_of(1, 0)) as loader:
+        metrics = loader.metrics()
+        assert (metrics["bad_samples"], metrics["dropped_samples"]) == (0, 0), "they are there from the start"
+        list(loader)
+    assert told == []
+
+
+def test_a_loop_that_is_left_sums_up_too(samples: SampleSet, told: list[str]) -> None:
+    with DataLoader(samples.open(transform=few), batch_size=10, device_mesh=mesh_of(1, 0), num_threads=0) as loader:
+        for _ in loader:
+            break
+    assert "end: 9 of about 10 samples were lost" in told[-1]
+
+
+def neighbours_fail(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["cls"] in (20, 21, 22):
+        raise ValueError("no")
+    return sample
+
+
+def test_a_bad_sample_counts_once_an_epoch_also_where_it_was_tried_as_a_stand_in(
+    samples: SampleSet, told: list[str]
+) -> None:
+    dataset = samples.open(transform=neighbours_fail, shuffle=False, max_bad_samples=3)
+    with DataLoader(dataset, batch_size=10, device_mesh=mesh_of(1, 0)) as loader:
+        for epoch in (1, 2):
+            list(loader)
+            assert loader.metrics()["bad_samples"] == 3 * epoch
+            assert sorted(bad["number"] for bad in loader.metrics()["bad"]) == [20, 21, 22]
+    assert [one for one in told if "end: 3 of about 120" in one] == told[1::2]
+
+
+def test_metrics_of_a_new_loader_begin_at_nothing(samples: SampleSet) -> None:
+    dataset = samples.open()
+    counts = []
+    for _ in range(2):
+        with DataLoader(dataset, batch_size=10, device_mesh=mesh_of(1, 0), num_workers=1) as loader:
+            assert loader.metrics()["storage_bytes"] == loader.metrics()["requests"] == 0
+            list(loader)
+            counts.append((loader.metrics()["requests"], loader.metrics()["storage_bytes"]))
+    assert counts[0] == counts[1] > (0, 0)
+
+
+# --- the limit over all ranks ---
+
+
+def bad(number: int) -> BadSample:
+    return BadSample(url="a.tar", key=str(number), stage="decode", reason="no", number=number)
+
+
+def test_the_limit_means_the_epoch_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks, of which two are tensor-parallel peers of one another: 4 shares, 800 samples, 2 % allowed: 16."""
+    clock = [0.0]
+    monkeypatch.setattr("streaming.job.tally.time.monotonic", lambda: clock[0])
+    store: Any = dist.HashStore()
+    ranks = range(8)
+    accounts = [BadSamples(0.02, Metrics(), rank=rank) for rank in ranks]
+    tallies = [Tally(store, "one", rank, ranks, adds=rank % 2 == 0) for rank in ranks]
+
+    def begin() -> None:
+        for account, tally in zip(accounts, tallies, strict=True):
+            account.start_epoch(800, 0, tally)
+
+    def found(count: int) -> None:
+        for rank in ranks:
+            for number in range(count):
+                accounts[rank].report(bad(1000 * (rank // 2) + number))
+                accounts[rank].report(bad(1000 * (rank // 2) + number))  # twice, as of a stand-in
+
+    begin()
+    found(4)
+    clock[0] += 60
+    for _ in range(2):
+        for account in accounts:
+            account.check()  # 16 are allowed: peers count once
+    begin()
+    found(4)
+    clock[0] += 60
+    for account in accounts:
+        account.check()  # a new epoch, a new count
+    accounts[6].report(bad(9))
+    with pytest.raises(
+        TooManyBadSamplesError, match=r"17 bad samples in this epoch over all ranks, 5 of them on this one"
+    ):
+        accounts[6].check()
+    accounts[0].check()  # does not ask at every batch
+    clock[0] += 6
+    for rank in (0, 1, 2, 3, 4, 5, 7):
+        with pytest.raises(TooManyBadSamplesError, match=r"17 bad .* max_bad_samples=0.02 allows 16"):
+            accounts[rank].check()
+
+
+def test_a_store_that_fails_leaves_each_rank_to_itself(caplog: pytest.LogCaptureFixture) -> None:
+    class Gone:
+        def add(self, key: str, amount: int, /) -> int:
+            raise dist.DistNetworkError("connection reset")
+
+        def delete_key(self, key: str, /) -> bool:
+            raise AssertionError
+
+    account, tally = BadSamples(1, Metrics()), Tally(Gone(), "one", 0, range(2), adds=True)
+    account.start_epoch(100, 0, tally)
+    account.report(bad(1))
+    account.check()
+    assert not tally.is_shared
+    assert [one.getMessage() for one in caplog.records if "does not answer" in one.getMessage()]
+    with pytest.raises(TooManyBadSamplesError, match="on this rank"):
+        account.report(bad(2))
+
+
+def _rank(url: str, place: str, rank: int, answers: Any) -> None:
+    from data_sets import mesh_of  # noqa: PLC0415
+
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+    dataset = StreamingDataset(url, transform=tenth_fails, max_bad_samples=0.08)
+    with DataLoader(dataset, batch_size=5, device_mesh=mesh_of(2, rank), num_threads=0) as loader:
+        try:
+            num_batches = sum(1 for _ in loader)
+            answers.put((rank, num_batches, ""))
+        except TooManyBadSamplesError as error:
+            answers.put((rank, 0, str(error)))
+
+
+def tenth_fails(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["cls"] % 10 == 0:
+        raise ValueError("no")
+    return sample
+
+
+def test_two_processes_stop_at_the_limit_of_the_epoch(samples: SampleSet, tmp_path: Path) -> None:
+    """12 of 120 samples fail, about 6 on each rank; 8 % of the epoch are 10: no rank alone finds that many."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(samples.url, str(tmp_path / "store"), rank, answers)) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    found = sorted(answers.get(timeout=300) for _ in processes)
+    for process in processes:
+        process.join()
+    stopped = [error for _, _, error in found if error]
+    assert stopped, found
+    assert all("over all ranks" in error and "max_bad_samples=0.08 allows 10" in error for error in stopped)
