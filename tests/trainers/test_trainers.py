@@ -73,7 +73,7 @@ PROGRAMS = (
     Program("torchrun", legs("torchrun")),
     Program("torch.multiprocessing.spawn", (Leg(2, 13, "script"), Leg(1, None, "script"))),
     Program("Lightning", legs("script"), quiet=NO_LOGS),
-    # HF
+    Program("transformers.Trainer", legs("fork"), quiet=NO_REPORTS),
     Program("Accelerate", legs("fork")),
     Program("Stateful and torch.distributed.checkpoint", legs("fork")),
     Program("FSDP2 and tensor parallel", (Leg(4, 9), Leg(2, 13), Leg(4, None)), replicas=2),
@@ -211,3 +211,14 @@ def test_killed_and_resumed(
             assert {len(one) for one in received} == {STEPS - at}
         at = end
     assert at == STEPS
+
+
+@pytest.mark.parametrize(("script", "quiet"), [("glue_accelerate", {}), ("glue_transformers", NO_REPORTS)])
+def test_glue(running: Ranks, samples: SampleSet, tmp_path: Path, script: str, quiet: dict[str, Any]) -> None:
+    told = {
+        "program": script, "url": samples.url, "folder": str(tmp_path / "checkpoint"), "log": str(tmp_path / "log"),
+        "epochs": EPOCHS, "rendezvous": "", "ranks": 1, "quiet": quiet, "kill_at": None, "deadline_s": DEADLINE_S,
+    }  # fmt: skip
+    environ = {"TRAINER_TEST": json.dumps(told)}
+    status = running.fork(HERE / f"{script}.py", 1, tmp_path / "errors", environ)
+    assert status == 0, (tmp_path / "errors").read_text()[-6000:]
