@@ -76,6 +76,11 @@ def cli() -> None:
     metavar="COLUMN=EXT",
     help="Store this column as a field of its own, say image=jpg or text=txt; COLUMN=- drops it.",
 )
+@click.option(
+    "--classes",
+    metavar="FILE|URL|NAMES",
+    help="Number classes as this list, folder or converted set has them. Default: as train/ beside SOURCE or TARGET.",
+)
 @click.option("--columns", help="Comma-separated scalar columns that the index shall hold too, for filters.")
 @engine_option
 @click.option("--workers", type=click.IntRange(min=1), help="Reading threads (default 8), or tasks on Ray (64).")

@@ -64,7 +64,11 @@ def show_convert(report: ConvertReport) -> None:
         f"{format_bytes(report.num_bytes)}, from {report.kind} in {report.seconds:.1f} s"
     )
     if report.classes:
-        click.echo(f"classes: {len(report.classes):,} (field cls: number by sorted name)")
+        click.echo(
+            f"classes: {len(report.classes):,} (field cls: numbers of {redact(report.classes_from)})"
+            if report.classes_from
+            else f"classes: {len(report.classes):,} (field cls: number by sorted name in this source)"
+        )
     if report.skipped:
         click.echo(f"left out {len(report.skipped):,} files of the source:", err=True)
         for entry in report.skipped[:_SHOWN_SKIPPED]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Generator
+import logging
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shard_tools.convert.files import SourceFile, find_files, is_local, walk_folder
 from shard_tools.convert.records import (
@@ -17,10 +21,14 @@ from shard_tools.convert.records import (
     permutation,
 )
 from shard_tools.write.keys import check_key
-from streaming.errors import ConfigError, DuplicateKeyError, NotFoundError
-from streaming.storage import Storage
+from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError
+from streaming.storage import Storage, join_url, split_url
 from streaming.storage.urls import local_path
 
+CLASSES = "_shardstream/classes.json"
+_TRAINING = ("train", "training")
+_HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
+_log = logging.getLogger(__name__)
 IMAGE_EXTENSIONS = frozenset(
     {
         *("jpg", "jpeg", "jpe", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "pbm", "pnm"),
@@ -40,7 +48,8 @@ class _Image:
 class ImageFolder:
     """Images under a folder or prefix, sorted by name.
 
-    The first folder of a path is the class; classes are numbered in the order of their sorted names (field ``cls``).
+    The first folder of a path is the class. Classes have the numbers (field ``cls``) that :func:`numbered_classes`
+    finds: those of the training set beside it, else in the order of their sorted names.
     The key is the path without its extension, dots in the file's name replaced by ``_``. Bytes are stored as they
     are, under the lower-cased extension, with a ``json`` field that holds class and path.
 
@@ -60,6 +69,7 @@ class ImageFolder:
         key_field: str | None = None,
         num_threads: int = 1,
         exclude: str | None = None,
+        classes: str | None = None,
     ) -> None:
         if key_field not in {None, "path", NUMBER_KEYS}:
             raise ConfigError(f"--key: images take their keys from 'path' or 'number', not from {key_field!r}")
@@ -77,7 +87,8 @@ class ImageFolder:
         images.sort(key=lambda image: (image.key, image.file.name))
         self.skipped = tuple(sorted(skipped, key=lambda entry: entry.path))
         names = sorted({image.class_name for image in images if image.class_name is not None})
-        self.classes = {name: number for number, name in enumerate(names)}
+        self.class_names = names
+        self.classes, self.classes_from = numbered_classes(names, classes, spec, exclude, storage)
         if shuffle_seed is not None:
             images = [images[i] for i in permutation(len(images), shuffle_seed)]
         if key_field == NUMBER_KEYS:
@@ -120,6 +131,108 @@ class ImageFolder:
             fields["cls"] = str(number).encode()
             metadata["cls"] = number
         return Record(key=image.key, fields=fields, metadata=metadata)
+
+
+def numbered_classes(
+    names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
+) -> tuple[dict[str, int], str]:
+    """The number of each class, and where it comes from; "" where this folder alone says it.
+
+    Args:
+        names: Classes of the folder, sorted.
+        given: Names separated by commas; or a file (JSON, or a name a line), a folder of classes, or a converted set.
+        source: The folder. A folder ``train`` beside it numbers its classes, where it holds them all.
+        target: Where the shards will be. So does, before that, the set converted to ``train`` beside it.
+        storage: Where they lie.
+
+    Raises:
+        ConfigError: The given classes cannot be read, or lack one of the folder's.
+        NotFoundError: There is nothing at ``given``.
+    """
+    if given is not None:
+        listed = _listed(given, storage)
+        unknown = sorted({*names} - {*listed})
+        if unknown:
+            raise ConfigError(
+                f"--classes {given}: no class {unknown[0]!r}, which {source} has; there are {len(listed)}: "
+                f"{', '.join(listed[:5])}, …; name a list that holds all"
+            )
+        return {name: number for number, name in enumerate(listed)}, given
+    for place in _beside(source, target) if names else ():
+        with suppress(NotFoundError, AccessDeniedError):
+            listed = _listed(place, storage)
+            if {*names} <= {*listed}:
+                if [*listed] != [*names]:
+                    _log.warning("classes have the numbers of %s, beside %s", place, source)
+                return {name: number for number, name in enumerate(listed)}, place
+            _log.warning(
+                "%s has class %r, which %s beside it lacks: classes are numbered by this folder alone. Give --classes "
+                "if both are to have the same numbers",
+                source,
+                min({*names} - {*listed}),
+                place,
+            )
+            return {name: number for number, name in enumerate(names)}, ""
+    if names and _last(source).lower() in _HELD_OUT:
+        _log.warning(
+            "%s: classes are numbered by this folder alone; if it lacks one, the numbers are not those of the training "
+            "set. Give --classes with the training set, its folder, or a list of names",
+            source,
+        )
+    return {name: number for number, name in enumerate(names)}, ""
+
+
+def _last(folder: str) -> str:
+    return folder.rstrip("/").rpartition("/")[2]
+
+
+def _beside(source: str, target: str | None) -> list[str]:
+    """Where the classes of the training set may be: converted beside the target, or as a local folder."""
+    places = []
+    for folder in (target, source if is_local(source) else None):
+        if folder is not None and _last(folder).lower() not in _TRAINING:
+            parent = split_url(os.path.abspath(local_path(folder)) if is_local(folder) else folder.rstrip("/"))[0]
+            places += [join_url(parent, name) for name in _TRAINING]
+    return places
+
+
+def _listed(place: str, storage: Storage) -> list[str]:
+    """The names of classes, in the order of their numbers, that ``place`` tells; see :func:`numbered_classes`."""
+    if "," in place and "://" not in place:
+        listed: Any = [name.strip() for name in place.split(",")]
+    elif is_local(place) and os.path.isdir(local_path(place)) and not os.path.exists(f"{local_path(place)}/{CLASSES}"):
+        with os.scandir(local_path(place)) as entries:
+            listed = sorted(
+                entry.name
+                for entry in entries
+                if entry.is_dir() and entry.name[0] != "." and entry.name != "_shardstream"
+            )
+        if not listed:
+            raise NotFoundError(f"{place}: no folders of classes there")
+    else:
+        is_file = _last(place).endswith((".json", ".txt"))
+        text = bytes(storage.read(place if is_file else join_url(place, CLASSES))).decode()
+        listed = json.loads(text) if text.lstrip()[:1] in {"[", "{"} else text.split("\n")
+        if isinstance(listed, dict):
+            listed = listed.get("classes", listed)
+        if isinstance(listed, dict):  # names to numbers
+            listed = [name for name, _ in sorted(listed.items(), key=lambda item: item[1])]
+    names = [name.strip() for name in listed if isinstance(name, str) and name.strip()]
+    if not names or len({*names}) < len(names):
+        raise ConfigError(f"--classes {place}: expected different names of classes there; write one a line")
+    return names
+
+
+def save_classes(directory: str, classes: Mapping[str, int], storage: Storage) -> None:
+    """Write the classes of a set beside its index, for the sets that shall have the same numbers."""
+    content = {"format": "shardstream-classes", "version": 1, "classes": sorted(classes, key=classes.__getitem__)}
+    storage.put(join_url(directory, CLASSES), (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode())
+
+
+def carry_classes(home: str, there: Storage, directory: str, here: Storage) -> None:
+    """Copy the classes noted beside the index at ``home`` to ``directory``, if there are any."""
+    with suppress(NotFoundError, AccessDeniedError):
+        here.put(join_url(directory, CLASSES), bytes(there.read(join_url(home, CLASSES))))
 
 
 def _list_folder(spec: str, storage: Storage, exclude: str | None) -> tuple[list[SourceFile], list[Skipped]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from shard_tools.convert.images import save_classes
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
 from shard_tools.convert.records import Skipped, Source
 from shard_tools.convert.sources import open_source
@@ -34,6 +35,7 @@ class ConvertOptions:
         key_field: The field that holds keys; ``"number"`` counts; None: what is usual for the layout.
         fields: (column, extension) pairs: columns to be stored as fields of their own.
         columns: Metadata that the sample table shall hold.
+        classes: Where the numbers of classes come from (:func:`shard_tools.convert.images.numbered_classes`).
         workers: Threads that read the source ahead.
         overwrite: Delete the shards that the target holds.
     """
@@ -45,6 +47,7 @@ class ConvertOptions:
     key_field: str | None = None
     fields: tuple[tuple[str, str], ...] = ()
     columns: tuple[str, ...] = ()
+    classes: str | None = None
     workers: int = 8
     overwrite: bool = False
 
@@ -72,6 +75,7 @@ class ConvertReport:
         num_bytes: Bytes of all shards.
         num_resumed_samples: Samples that an earlier run had written.
         classes: Class numbers, where the source has classes.
+        classes_from: What numbered them; "" if the source alone did.
         skipped: What was left out of the source.
         seconds: Wall time of this run.
     """
@@ -83,6 +87,7 @@ class ConvertReport:
     num_bytes: int
     num_resumed_samples: int
     classes: Mapping[str, int]
+    classes_from: str
     skipped: tuple[Skipped, ...]
     seconds: float
 
@@ -96,6 +101,7 @@ class ConvertReport:
             "num_bytes": self.num_bytes,
             "num_resumed_samples": self.num_resumed_samples,
             "classes": dict(self.classes),
+            "classes_from": redact(self.classes_from),
             "skipped": [entry.as_dict() for entry in self.skipped],
             "seconds": round(self.seconds, 3),
         }
@@ -144,10 +150,14 @@ def convert(
         shuffle_seed=options.shuffle_seed,
         num_threads=options.workers,
         target=place.directory,
+        classes=options.classes,
     )
     refuse_overlap(source, place)
     _check_columns(reader, options)
+    classes: dict[str, int] = getattr(reader, "classes", {})
     what = {**options.identity(), "pattern": place.name}
+    if list(classes) != sorted(getattr(reader, "class_names", classes)):
+        what["classes"] = sorted(classes, key=classes.__getitem__)
     packing = Packing(
         max_bytes=options.max_bytes,
         max_samples=options.max_samples,
@@ -163,6 +173,8 @@ def convert(
         executor=executor,
         progress=progress,
     )
+    if classes:
+        save_classes(place.directory, classes, storage)
     return ConvertReport(
         kind=reader.kind,
         target=place.directory,
@@ -170,7 +182,8 @@ def convert(
         num_samples=packed.num_samples,
         num_bytes=packed.num_bytes,
         num_resumed_samples=packed.num_resumed_samples,
-        classes=getattr(reader, "classes", {}),
+        classes=classes,
+        classes_from=getattr(reader, "classes_from", ""),
         skipped=reader.skipped,
         seconds=time.monotonic() - started,
     )

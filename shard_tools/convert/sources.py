@@ -57,6 +57,7 @@ def open_source(
     shuffle_seed: int | None = None,
     num_threads: int = 1,
     target: str | None = None,
+    classes: str | None = None,
 ) -> Source:
     """The records of ``spec``.
 
@@ -69,6 +70,7 @@ def open_source(
         shuffle_seed: Read in an order mixed by this seed.
         num_threads: Threads that read ahead.
         target: Where shards will be written: a folder of images may hold it.
+        classes: Where the numbers of classes come from, for images.
 
     Raises:
         ConfigError: If options do not fit the layout, or ``"auto"`` cannot tell it.
@@ -79,10 +81,18 @@ def open_source(
     kind = detect_kind(spec, storage, target) if kind == "auto" else kind
     if fields and kind in {"images", "tars"}:
         raise ConfigError(f"--field names columns of a table; a source of kind {kind!r} has none")
+    if classes is not None and kind != "images":
+        raise ConfigError(f"--classes numbers the folders of images; a source of kind {kind!r} has none")
     mapper = RowMapper(fields=fields, key_field=key_field)
     if kind == "images":
         return ImageFolder(
-            spec, storage, shuffle_seed=shuffle_seed, key_field=key_field, num_threads=num_threads, exclude=target
+            spec,
+            storage,
+            shuffle_seed=shuffle_seed,
+            key_field=key_field,
+            num_threads=num_threads,
+            exclude=target,
+            classes=classes,
         )
     if kind in {"jsonl", "text"}:
         if kind == "text" and not fields:

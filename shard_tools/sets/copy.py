@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 import crc32c
 import numpy as np
 
+from shard_tools.convert.images import carry_classes
 from shard_tools.convert.journal import TargetNotEmptyError
 from shard_tools.convert.pack import Place, refuse_overlap
 from shard_tools.convert.records import map_ordered
@@ -136,6 +137,9 @@ def copy(
     num_without = sum(
         map_ordered(lambda shard: not _copy_samples(shard, there, here, index_url), shards, _TABLE_THREADS)
     )
+    homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
+    for home, directory in homes.items():
+        carry_classes(home, there, directory, here)
     _write_chunk_tables(shards, here)
     return CopyReport(
         target=redact(place.directory),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shard_tools.convert.images import carry_classes
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
 from shard_tools.convert.records import permutation
 from shard_tools.progress import NoProgress, Progress
@@ -14,6 +15,7 @@ from shard_tools.sets.bad_list import load_bad_list
 from shard_tools.sets.open_set import open_set
 from shard_tools.sets.selection import Selection, deduplicated, select, sorted_order
 from shard_tools.sets.shard_source import Int64s, ShardSource
+from shard_tools.sets.tables import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from streaming.index.columns import KEY
 from streaming.index.where import parse_where
@@ -205,6 +207,7 @@ def reshard(
     except DuplicateKeyError as error:
         error.add_note(f"The shards written so far are begun anew with --overwrite. {_DUPLICATES_CURE}")
         raise
+    carry_classes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage)
     return ReshardReport(
         target=place.directory,
         num_source=selection.num_source,
