@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from multiprocessing.context import BaseContext
 from types import TracebackType
@@ -14,8 +14,7 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 
 from infra import DeviceMesh, MeshFinder, as_device_mesh
-from streaming.arguments import checks_names, is_whole
-from streaming.batches.build import Recipe
+from streaming.arguments import checks_names
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
 from streaming.dataset import StreamingDataset
@@ -25,9 +24,7 @@ from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
 from streaming.loops.base import BaseLoop
 from streaming.loops.fetcher import (
     EpochLoop,
-    LoopConfig,
     checked_last_batch,
-    checked_memory_limit,
     resolve_batch_size,
 )  # fmt: skip
 from streaming.loops.iterator import Batches
@@ -39,10 +36,12 @@ from streaming.loops.options import (
     given,
     merged_last_batch,
     refuse_torch_names,
+    streaming_config,
 )  # fmt: skip
 from streaming.loops.ordinary_options import OrdinaryConfig, Sharding
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.watch import STALL_REPORT_S, Watchdog, checked_stall_report_s
+from streaming.loops.words import Announcer, what_is_read
 from streaming.plan.state import LoaderState
 from streaming.remote import RemoteGroup, RemoteLoop, open_remote
 from streaming.replicas.options import Broadcast, Replicas
@@ -203,9 +202,9 @@ class DataLoader:
         self.dataset = dataset = dataset if isinstance(dataset, StreamingDataset) else resolve_dataset(dataset)
         if isinstance(dataset, StreamingDataset):
             check_streaming(ordinary, dataset)
-            config = _streaming_config(
+            config = streaming_config(
                 dataset, mesh, replicas, num_threads=0 if self._inline else num_threads, memory_limit=memory_limit,
-                **common,
+                pin=_pin, **common,
             )  # fmt: skip
             self._loop = loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
             same = {"global_batch_size": config.global_batch_size, "last_batch": config.last_batch}
@@ -217,6 +216,7 @@ class DataLoader:
             check_ordinary(ordinary, iterable=is_iterable(dataset))
             checked_last_batch(common["last_batch"])
             self._loop = open_ordinary(dataset, OrdinaryConfig(mesh=mesh, **common, **ordinary))
+        self._loop.announce = Announcer(dataset, self._loop, self._finder)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -282,6 +282,15 @@ class DataLoader:
         report = partial(_report, self._loop, self._stages)
         self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
         return self._loop.run(self._watchdog)
+
+    def __repr__(self) -> str:
+        mesh, size = self.device_mesh, self.global_batch_size
+        epoch = f"epoch {self.epoch}"
+        with suppress(TypeError):  # of unknown length
+            epoch += f" of {len(self)} batches"
+        parts = [what_is_read(self.dataset), f"global_batch_size={size}", f"num_workers={self.num_workers}", epoch]
+        parts.append(f"rank {mesh.rank} of {mesh.world_size} (found by: {self._finder.found_by})")
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def check_agreement(self, timeout: float = 600.0) -> None:
         """Compare data set, order, options and position with all ranks of the mesh; all of them must call this.
@@ -382,6 +391,7 @@ class DataLoader:
         old.close()
         DataLoader.__init__(self, self.dataset, **{**self._options, "device_mesh": finder.mesh})
         self._finder, self._stages = finder, stages
+        self._loop.announce = Announcer(self.dataset, self._loop, finder)
         if loaded is not None:
             self.load_state_dict(loaded)
         self._loop.set_epoch(state.epoch)
@@ -440,51 +450,12 @@ def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: 
     return "\n".join([loop.describe(), *behind])
 
 
-def _streaming_config(
-    dataset: StreamingDataset, mesh: DeviceMesh, replicas: Replicas, *, global_batch_size: int, num_workers: int,
-    num_threads: int | None, last_batch: str, epoch_size: int | None, collate_fn: Callable[[list[Any]], Any] | None,
-    prefetch_factor: int, pin_memory: bool, memory_limit: int | str,
-) -> LoopConfig:  # fmt: skip
-    """The choices of a loop over a ``StreamingDataset``, checked."""
-    if collate_fn is not None and not callable(collate_fn):
-        raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
-    if not isinstance(pin_memory, bool):
-        raise ConfigError(f"pin_memory: expected True or False, got {pin_memory!r}")
-    num_workers = _checked_count("num_workers", num_workers, 0)
-    prefetch_factor = _checked_count("prefetch_factor", prefetch_factor, 1)
-    threads = min(4, os.cpu_count() or 1) if num_threads is None else _checked_count("num_threads", num_threads, 0)
-    replicas.check(dataset.on_error)
-    recipe = Recipe(
-        decoders=dataset.decoders, transform=dataset.transform, collate_fn=collate_fn, on_error=dataset.on_error,
-        portion=replicas.built(mesh),
-        finish=_pin if pin_memory and torch.cuda.is_available() else None,
-    )  # fmt: skip
-    return LoopConfig(
-        global_batch_size=global_batch_size,
-        mesh=mesh,
-        last_batch=checked_last_batch(last_batch),
-        epoch_size=None if epoch_size is None else _checked_count("epoch_size", epoch_size, 1),
-        memory_limit_bytes=checked_memory_limit(memory_limit),
-        num_workers=num_workers,
-        num_threads=threads,
-        depth=prefetch_factor * max(1, num_workers or threads),
-        recipe=recipe,
-        replicas=replicas,
-    )
-
-
 def _no_dataset(given: object) -> ConfigError:
     what = "dataset: expected a StreamingDataset, a torch data set, or a function that makes one"
     if isinstance(given, str):
         url = redact(given)
         return ConfigError(f"{what}, got the string {url!r}; write StreamingDataset({url!r})")
     return ConfigError(f"{what}, got {given!r}")
-
-
-def _checked_count(name: str, value: object, minimum: int) -> int:
-    if not is_whole(value) or value < minimum:
-        raise ConfigError(f"{name}: expected an integer of at least {minimum}, got {value!r}")
-    return int(value)
 
 
 def _pin(batch: Any) -> Any:

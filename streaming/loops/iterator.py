@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 from streaming.errors import IteratorEndedError
@@ -38,6 +39,7 @@ class Loop(ABC):
         position: Where the loop stands.
         metrics: Where everything is counted.
         running: What produces batches at this moment, if anything does.
+        announce: Told of the place at which an iteration begins.
     """
 
     is_counted = True
@@ -48,6 +50,7 @@ class Loop(ABC):
         self.metrics = Metrics()
         self._global_batch_size = global_batch_size
         self.running: Run | None = None
+        self.announce: Callable[[Loop, Place], None] | None = None
         self._watchdog: Watchdog | None = None
 
     @abstractmethod
@@ -229,6 +232,8 @@ class Batches:
         place, seed = self._loop.position.begin(self._turn)
         run = self._run = self._loop.running = self._loop.start(place, seed)
         self._place = place
+        if self._loop.announce is not None:
+            self._loop.announce(self._loop, place)
         return place, run
 
     def _taken(self, run: Run) -> Any:

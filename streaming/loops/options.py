@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from streaming.arguments import option_names
+import torch
+
+from infra import DeviceMesh
+from streaming.arguments import is_whole, option_names
+from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError
+from streaming.loops.fetcher import LoopConfig, checked_last_batch, checked_memory_limit
+from streaming.replicas.options import Replicas
 
 _OWN_SAMPLER = (
     "this DataLoader deals out the samples itself: each to one rank, in an order that a state_dict can go on with. "
@@ -130,3 +137,42 @@ def check_ordinary(options: Mapping[str, Any], *, iterable: bool) -> None:
     for name, why in (_MAP_ONLY if iterable else _ITERABLE_ONLY).items():
         if name in options and not (name == "shuffle" and options[name] is False):
             raise ConfigError(f"{name}: {why}")
+
+
+def streaming_config(  # noqa: PLR0913  as the loader got them
+    dataset: StreamingDataset, mesh: DeviceMesh, replicas: Replicas, *, global_batch_size: int, num_workers: int,
+    num_threads: int | None, last_batch: str, epoch_size: int | None, collate_fn: Callable[[list[Any]], Any] | None,
+    prefetch_factor: int, pin_memory: bool, memory_limit: int | str, pin: Callable[[Any], Any],
+) -> LoopConfig:  # fmt: skip
+    """Check the choices of a loop over a ``StreamingDataset``; ``pin`` page-locks a batch."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
+    if not isinstance(pin_memory, bool):
+        raise ConfigError(f"pin_memory: expected True or False, got {pin_memory!r}")
+    num_workers = _checked_count("num_workers", num_workers, 0)
+    prefetch_factor = _checked_count("prefetch_factor", prefetch_factor, 1)
+    threads = min(4, os.cpu_count() or 1) if num_threads is None else _checked_count("num_threads", num_threads, 0)
+    replicas.check(dataset.on_error)
+    recipe = Recipe(
+        decoders=dataset.decoders, transform=dataset.transform, collate_fn=collate_fn, on_error=dataset.on_error,
+        portion=replicas.built(mesh),
+        finish=pin if pin_memory and torch.cuda.is_available() else None,
+    )  # fmt: skip
+    return LoopConfig(
+        global_batch_size=global_batch_size,
+        mesh=mesh,
+        last_batch=checked_last_batch(last_batch),
+        epoch_size=None if epoch_size is None else _checked_count("epoch_size", epoch_size, 1),
+        memory_limit_bytes=checked_memory_limit(memory_limit),
+        num_workers=num_workers,
+        num_threads=threads,
+        depth=prefetch_factor * max(1, num_workers or threads),
+        recipe=recipe,
+        replicas=replicas,
+    )
+
+
+def _checked_count(name: str, value: object, minimum: int) -> int:
+    if not is_whole(value) or value < minimum:
+        raise ConfigError(f"{name}: expected an integer of at least {minimum}, got {value!r}")
+    return int(value)

@@ -1,0 +1,85 @@
+"""What a loader says of itself: the line at the start of an epoch, and its ``repr``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from infra import MeshFinder
+from streaming.dataset import StreamingDataset
+from streaming.loops.iterator import Loop
+from streaming.loops.position import Place
+from streaming.units import format_bytes
+
+_log = logging.getLogger("streaming")
+
+
+class Announcer:
+    """Writes one INFO line at the start of each epoch, on the first rank.
+
+    Args:
+        dataset: What is read.
+        loop: What reads it.
+        finder: Where this process stands, and who says so.
+    """
+
+    def __init__(self, dataset: Any, loop: Any, finder: MeshFinder) -> None:
+        self._dataset = dataset
+        self._config: Any = loop.config
+        self._finder = finder
+
+    def __call__(self, loop: Loop, place: Place) -> None:
+        """Write the line for an epoch that begins at ``place``."""
+        if self._finder.mesh.rank == 0 and _log.isEnabledFor(logging.INFO):
+            _log.info("%s", self.line(loop, place))
+
+    def line(self, loop: Any, place: Place) -> str:
+        """The line: what is read, in which order, within which bounds, by whom."""
+        at = f"epoch {place.epoch} begins"
+        if place.samples_seen:
+            at += f" after {place.samples_seen} samples, where a checkpoint says"
+        parts = [what_is_read(self._dataset), *self._amount(loop), *self._order(loop), *self._builders(), self._where()]
+        return f"{at}: {'; '.join(parts)}"
+
+    def _amount(self, loop: Any) -> list[str]:
+        size = self._config.global_batch_size
+        if not loop.is_counted:
+            return [f"batches of {size} over all ranks, as many as there are"]
+        return [f"{loop.batches_left(0)} batches of {size} over all ranks"]
+
+    def _order(self, loop: Any) -> list[str]:
+        order = getattr(getattr(loop, "sampler", loop), "order", None)
+        if order is None or not loop.is_counted:
+            return []
+        if not order.shuffle:
+            return ["in storage order"]
+        if not isinstance(self._dataset, StreamingDataset):
+            return [f"shuffled with seed {order.seed}"]
+        return [f"shuffled with seed {order.seed}, {order.lanes} lanes, a window of {order.window} samples"]
+
+    def _builders(self) -> list[str]:
+        workers, threads = getattr(self._config, "num_workers", None), getattr(self._config, "num_threads", None)
+        limit = getattr(self._config, "memory_limit_bytes", None)
+        made = [] if limit is None else [f"memory_limit {format_bytes(limit)} a rank"]
+        if workers:
+            made.append(f"{workers} worker processes a rank")
+        elif threads is not None:
+            made.append(f"{threads} threads a rank" if threads else "built by the thread that asks")
+        return made
+
+    def _where(self) -> str:
+        mesh = self._finder.mesh
+        said = f"{mesh.world_size} ranks" if mesh.world_size > 1 else "one rank"
+        if mesh.data_world_size != mesh.world_size:
+            said += f", {mesh.data_world_size} data-parallel"
+        return f"{said} (found by: {self._finder.found_by})"
+
+
+def what_is_read(dataset: Any) -> str:
+    """A data set for people, without what may be secret in it."""
+    if isinstance(dataset, StreamingDataset) or type(dataset).__module__.startswith("streaming."):
+        return repr(dataset)
+    try:
+        return f"{type(dataset).__name__} of {len(dataset)} samples"
+    except TypeError:
+        return getattr(dataset, "__qualname__", type(dataset).__name__)
