@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,36 @@ def test_metrics_of_a_new_loader_begin_at_nothing(samples: SampleSet) -> None:
             list(loader)
             counts.append((loader.metrics()["requests"], loader.metrics()["storage_bytes"]))
     assert counts[0] == counts[1] > (0, 0)
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        if index % 10 == 3:
+            raise KeyError(f"no {index}")
+        return {"x": index}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ordinary_data_sets_tell_too(told: list[str], num_workers: int) -> None:
+    random.seed(5)
+    expected = random.getstate()
+    with DataLoader(
+        Numbers(), batch_size=10, device_mesh=mesh_of(1, 0), num_workers=num_workers, max_bad_samples=12
+    ) as loader:
+        assert loader.metrics()["bad_samples"] == 0
+        assert sum(1 for _ in loader) == 12
+        assert loader.metrics()["bad_samples"] == 12
+        assert set(loader.metrics()["bad"][0]) == {"number", "stage", "reason", "substitute"}
+    assert random.getstate() == expected, "back-off and workers draw from their own generators"
+    first, tenth, end = told
+    assert first.startswith("epoch 0, rank 0: sample ")
+    assert "in __getitem__" in first
+    assert "KeyError: 'no " in first
+    assert "10 samples are lost by now (get 10)" in tenth
+    assert "end: 12 of about 120 samples were lost (get 12). Another one stands in for each" in end
 
 
 # --- the limit over all ranks ---

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from infra import DeviceMesh
 from streaming.batches.collate import empty_like
 from streaming.errors import ConfigError
 from streaming.loops.iterable import Again, IterableLoop
@@ -179,6 +180,16 @@ class _Rows:
         self._sampler = sampler
         self.epoch_samples = sampler.epoch_samples
         self.plan: Plan | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Of the sampler."""
+        return self._sampler.mesh
+
+    @property
+    def epoch(self) -> int:
+        """Of the plan's."""
+        return self._sampler.epoch if self.plan is None else self.plan.epoch
 
     def __len__(self) -> int:
         """Batches of an epoch."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import math
 import os
 import random
@@ -32,8 +31,11 @@ from typing import Any, Protocol, Self, TypeVar
 
 from torch.utils.data import Dataset, Sampler
 
+from infra import DeviceMesh
 from streaming.arguments import checks_names, is_number, is_whole
+from streaming.batches.losses import LossLog, user_trace
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
+from streaming.job.tally import Tally, open_tally
 from streaming.metrics import Metrics
 from streaming.plan.order import checked_int
 
@@ -42,7 +44,12 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 _MAX_REASON = 300  # characters
 _LISTED = 5
 _NEAR = 8  # single indices looked ahead and back
-_log = logging.getLogger(__name__)
+_jitter = random.Random()  # noqa: S311  not a secret; the generator that all share is the training's
+_FATES = {
+    "substitute": "Another one stands in for each, and so comes twice",
+    "skip": "Each is left out of its batch",
+    "raise": "Its error is raised",
+}
 
 
 class MapStyle(Protocol):
@@ -95,8 +102,8 @@ class RetrySampler(Sampler[Any]):
         on_error: ``"substitute"``, as above. ``"skip"``: a sample is left out of its batch, which gets smaller, where
             ``max_substitutes`` others (here 0 by default) failed too; not under torch's ``batch_size=None``, and a
             batch of which nothing is left is an error. ``"raise"`` raises its error after the retries.
-        max_bad_samples: A count (int), or a share of the epoch (float) rounded up, per rank and epoch, beyond which the
-            iteration stops.
+        max_bad_samples: A count (int), or a share of the epoch (float) rounded up, beyond which the iteration stops: of
+            the epoch over all ranks where torch.distributed knows them, else on this rank.
         metrics: Where ``bad_samples`` are counted; default: an own one.
 
     Attributes:
@@ -134,6 +141,10 @@ class RetrySampler(Sampler[Any]):
         self._dataset = dataset
         self._limit, self._allowed = max_bad_samples, 0
         self._bad: dict[int, dict[str, Any]] = {}
+        mesh = self._mesh
+        self._log = LossLog(0 if mesh is None else mesh.rank, fate=_FATES[on_error], cure="", listed="`bad`")
+        self._tally: Tally | None = None
+        self.metrics.add("bad_samples", 0)
         self._reports = Reports()
         self.dataset: Dataset[Any] = RetryingDataset(
             dataset, max_retries=max_retries, backoff_s=backoff_s, reports=self._reports, skips=on_error == "skip"
@@ -150,15 +161,26 @@ class RetrySampler(Sampler[Any]):
         self._bad.clear()
         limit, num_samples = self._limit, getattr(self.sampler, "epoch_samples", None) or len(self._dataset)
         self._allowed = limit if is_whole(limit) else math.ceil(limit * num_samples)
+        self._log.start(getattr(self.sampler, "epoch", 0))
+        mesh = self._mesh
+        if mesh is not None and self._tally is None:
+            subject = f"invalid samples of {len(self._dataset)}"
+            self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
+        if self._tally is not None:
+            self._tally.begin()
         return self._indices()
 
     def follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
         """The batches of ``loader``, after a look at what was bad; counted as ``DeviceMeshSampler.follow`` does."""
         follow = getattr(self.sampler, "follow", iter)
-        for batch in follow(loader):
+        num_ranks = 1 if self._mesh is None else self._mesh.data_world_size
+        try:
+            for batch in follow(loader):
+                self.check()
+                yield batch
             self.check()
-            yield batch
-        self.check()
+        finally:
+            self._log.finish(len(self._dataset) // num_ranks)
 
     def check(self) -> None:
         """Take note of what workers reported so far.
@@ -167,10 +189,13 @@ class RetrySampler(Sampler[Any]):
             TooManyBadSamplesError: It is more than ``max_bad_samples``.
         """
         self._take_reports()
-        if len(self._bad) > self._allowed:
+        found, where = len(self._bad), "on this rank"
+        if self._tally is not None:
+            found, where = self._tally.total(found), f"over all ranks, {found} of them on this one"
+        if found > self._allowed:
             recent = "\n".join(f"  {bad['number']}: {bad['reason']}" for bad in list(self._bad.values())[-_LISTED:])
             raise TooManyBadSamplesError(
-                f"{len(self._bad)} invalid samples in this epoch on this rank, max_bad_samples={self._limit} allows "
+                f"{found} invalid samples in this epoch {where}, max_bad_samples={self._limit} allows "
                 f"{self._allowed}. The last ones, by index:\n{recent}\nRepair them, or raise max_bad_samples"
             )
 
@@ -206,14 +231,19 @@ class RetrySampler(Sampler[Any]):
         """Passed on to the sampler."""
         self.sampler.load_state_dict(state)  # type: ignore[attr-defined]
 
+    @property
+    def _mesh(self) -> DeviceMesh | None:
+        """Of the sampler, if it has one."""
+        mesh = getattr(self.sampler, "mesh", None)
+        return mesh if isinstance(mesh, DeviceMesh) else None
+
     def _take_reports(self) -> None:
         for bad in self._reports.take():
             if bad["number"] in self._bad:
                 continue
             self._bad[bad["number"]] = bad
             self.metrics.add("bad_samples")
-            if len(self._bad) == 1:
-                _log.warning("sample %s is invalid; further ones are listed in `bad`: %s", bad["number"], bad["reason"])
+            self._log.lost(f"sample {bad['number']}", bad["stage"], bad["reason"], bad.pop("trace", ""))
 
     def _indices(self) -> Iterator[Any]:
         count = self._num_substitutes
@@ -318,7 +348,7 @@ class RetryingDataset(Dataset[Any]):
             except Exception as error:  # noqa: BLE001  a user's data set may raise anything
                 if attempt == self._max_retries or not may_pass(error):
                     return None, error
-                time.sleep(self._backoff_s * 2**attempt * random.random())  # noqa: S311  not a secret
+                time.sleep(self._backoff_s * 2**attempt * _jitter.random())
             else:
                 return sample, None if sample is not None else DataError(f"sample {index} is None")
         raise AssertionError("unreachable")
@@ -376,7 +406,8 @@ class Reports(SharedLog):
     def put(self, number: int, error: Exception, substitute: int | None) -> None:
         """Report a sample."""
         reason = f"{type(error).__name__}: {error}"[:_MAX_REASON]
-        self.append({"number": number, "stage": "get", "reason": reason, "substitute": substitute})
+        told = {"number": number, "stage": "get", "reason": reason, "substitute": substitute}
+        self.append({**told, "trace": user_trace(error)})
 
 
 def may_pass(error: Exception) -> bool:
