@@ -28,7 +28,7 @@ SPLIT_BYTES = 64 << 20
 MAX_SIDECAR_BYTES = 64 << 20
 """Larger files are taken for something else: Energon needs 8 bytes a sample, DALI some 30 a field."""
 _MAX_JSON_FILES = 8  # more are not descriptions of shards but data (a file of statistics per shard, say)
-_CURE = "renew or delete the sidecar, or index with `--no-head-starts` (head_starts=False)"
+_CURE = "renew or delete the sidecar, or leave it aside with `shard_tools index --no-head-starts URL`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,386 @@
+"""Every cure that a message names: what is named exists, and what the tools are to do is done, as it is written."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gzip
+import inspect
+import io
+import pkgutil
+import re
+import shlex
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from data_sets import write_set
+from servers import MiniS3Server, fresh_name
+
+import infra
+import shard_tools
+import streaming
+from infra import DeviceMesh
+from shard_tools.cli import cli
+from streaming import DataLoader, StreamingDataset, decode
+from streaming.errors import AccessDeniedError, MemoryLimitError, ShardstreamError
+from streaming.storage.options import StorageOptions
+from streaming.storage.requests.retry import RetryPolicy
+
+_ROOT = Path(__file__).parent.parent
+_PACKAGES = ("streaming", "shard_tools", "infra")
+_OPTION = re.compile(r"(?<![\w.\"'/{:?&-])([a-z_][a-z0-9_]{2,})=")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+_COMMAND = re.compile(r"shard_tools ([a-z]+)([^`;.]*)")
+_VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]{2,}\b")
+
+# What messages name that is not ours, with its owner.
+FOREIGN_FLAGS = {
+    "--force-reinstall": "pip",
+    "--hard-dereference": "tar",
+    "--sort": "tar, and reshard",
+    "--sparse": "tar",
+    "--transform": "tar",
+}
+FOREIGN_OPTIONS = {
+    "image": "an example of --field COLUMN=EXT",
+    "text": "an example of --field COLUMN=EXT",
+    "batch_sampler": "torch's DataLoader",
+    "mesh_dim_names": "torch's init_device_mesh",
+    "multiprocessing_context": "torch's DataLoader, and ours for ordinary data sets",
+    "num_cpus": "ray",
+    "resources": "ray",
+}
+FOREIGN_VARIABLES = {"CUDA_VISIBLE_DEVICES": "CUDA"}
+
+# Commands that a message names and that no scenario below runs, each with the reason.
+NOT_RUN = {
+    ("cat", ""): "looks at bytes; the cure is up to whoever looks",
+    ("convert", ""): "packs a table that was refused as a whole: its own error follows, tests/test_convert.py",
+    ("info", ""): "looks at what is there",
+    ("ls", ""): "lists the keys",
+    ("reshard", "--where"): "a filter by columns that the user has, tests/test_reshard.py",
+    ("verify", ""): "lists what is damaged; the cures of what it lists are others of this table",
+    ("verify", "--duplicate-keys"): "tests/test_duplicate_keys.py",
+    ("index", "--no-head-starts"): "tests/test_sidecars.py",
+}
+
+
+# ----------------------------------------------------------------------------------------- what messages name
+
+
+@dataclass(frozen=True)
+class Message:
+    place: str
+    text: str
+
+
+def _text(node: ast.expr) -> str:
+    """The text of a string, with … for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return ""
+
+
+@functools.cache
+def messages() -> tuple[Message, ...]:
+    """All text in the packages that is no docstring and has a blank in it."""
+    found = []
+    for path in (path for package in _PACKAGES for path in sorted((_ROOT / package).rglob("*.py"))):
+        tree = ast.parse(path.read_text())
+        seen = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if id(node) not in seen and isinstance(node, ast.expr) and " " in (text := _text(node)):
+                seen.update(id(inner) for inner in ast.walk(node))
+                found.append(Message(f"{path.relative_to(_ROOT)}:{node.lineno}", text))
+    return tuple(found)
+
+
+@functools.cache
+def our_options() -> frozenset[str]:
+    """Arguments of everything public, and the options of stores."""
+    names = {field.name for kind in (StorageOptions, RetryPolicy) for field in fields(kind)}
+    publics = [getattr(package, name) for package in (streaming, shard_tools, infra) for name in package.__all__]
+    publics += [getattr(decode, name) for name in decode.__all__]
+    for info in pkgutil.walk_packages(streaming.__path__, "streaming."):
+        if ".integrations" not in info.name:
+            publics += [one for one in vars(import_module(info.name)).values() if inspect.isclass(one)]
+    for public in publics:
+        for called in (public, *(vars(public).values() if inspect.isclass(public) else ())):
+            function = getattr(called, "__func__", called)
+            if callable(function):
+                with suppress(TypeError, ValueError):
+                    names.update(inspect.signature(function).parameters)
+    return frozenset(names)
+
+
+def our_flags(verb: str | None = None) -> set[str]:
+    commands = cli.commands.values() if verb is None else [cli.commands[verb]]
+    return {
+        text for command in commands for option in command.params for text in (*option.opts, *option.secondary_opts)
+    }
+
+
+def commands_of(message: Message) -> Iterator[tuple[str, list[str]]]:
+    """Verb and flags of each command that a message names."""
+    for found in _COMMAND.finditer(message.text):
+        yield found[1], _FLAG.findall(found[2])
+
+
+def test_messages_are_found() -> None:
+    assert len(messages()) > 500
+    assert sum(1 for message in messages() for _ in commands_of(message)) > 40
+
+
+def test_every_option_that_a_message_names_exists() -> None:
+    named = {(name, message.place) for message in messages() for name in _OPTION.findall(message.text)}
+    assert len(named) > 100
+    unknown = {item for item in named if item[0] not in our_options() and item[0] not in FOREIGN_OPTIONS}
+    assert not unknown
+
+
+def test_every_flag_that_a_message_names_exists() -> None:
+    named = {(flag, message.place) for message in messages() for flag in _FLAG.findall(message.text)}
+    assert len(named) > 60
+    assert not {item for item in named if item[0] not in our_flags() and item[0] not in FOREIGN_FLAGS}
+
+
+def test_every_command_that_a_message_names_exists() -> None:
+    for message in messages():
+        for verb, flags in commands_of(message):
+            assert verb in cli.commands, message
+            assert set(flags) <= our_flags(verb) | FOREIGN_FLAGS.keys(), message
+
+
+def test_every_variable_that_a_message_names_is_read() -> None:
+    whole = {message.text for message in messages()}
+    named = {name for text in whole for name in _VARIABLE.findall(text)} - FOREIGN_VARIABLES.keys()
+    assert "WORLD_SIZE" in named
+    read = set()
+    for package in _PACKAGES:
+        for path in (_ROOT / package).rglob("*.py"):
+            constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+            read.update(value for value in constants if isinstance(value, str) and _VARIABLE.fullmatch(value))
+    assert named <= read
+
+
+# --------------------------------------------------------------------------------------------------- scenarios
+
+
+def tool(*arguments: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")
+    assert result.exit_code == code, result.output
+    return result
+
+
+def error_of(work: Callable[[], object], kind: type[Exception] = ShardstreamError) -> str:
+    with pytest.raises(kind) as caught:
+        work()
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+
+
+def do(text: str, verb: str, *more: object, **filled: object) -> Result:
+    """The command that ``text`` names, with what stands for the user's own names filled in."""
+    found = re.search(rf"(?:`?shard_tools )({verb}[^`;,\n]*)", text)
+    assert found is not None, text
+    words = [str(filled.get(word, word)) for word in shlex.split(found[1].strip().rstrip("."))]
+    return tool(*words, *more)
+
+
+def keys(url: object, **options: object) -> list[object]:
+    dataset = StreamingDataset(str(url), shuffle=False, **options)  # type: ignore[arg-type]
+    with DataLoader(dataset, batch_size=1) as loader:
+        return [key for batch in loader for key in batch["__key__"]]  # type: ignore[attr-defined]
+
+
+def tar(path: Path, *members: tuple[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+SCENARIOS: dict[str, tuple[Callable[[Path], None], tuple[tuple[str, str], ...]]] = {}
+
+
+def scenario(*commands: tuple[str, str]) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
+    """A cure done as a message has it; ``commands`` are the verbs and flags that it runs."""
+
+    def note(function: Callable[[Path], None]) -> Callable[[Path], None]:
+        SCENARIOS[function.__name__] = function, commands
+        return function
+
+    return note
+
+
+@scenario()
+def compressed_shards_are_unpacked(folder: Path) -> None:
+    plain = tar(folder / "a.tar", ("a.txt", b"1"), ("b.txt", b"2"))
+    packed = folder / "a.tar.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    assert "compressed shards have no index" in error_of(lambda: StreamingDataset(packed)[0])
+    assert "`gunzip`" in tool("index", packed, code=2).stderr
+    plain.write_bytes(gzip.decompress(packed.read_bytes()))
+    packed.unlink()
+    tool("index", folder)
+    assert keys(folder) == ["a", "b"]
+
+
+@scenario(("index", ""), ("index", "--index"))
+def an_index_elsewhere_is_built(folder: Path) -> None:
+    samples = write_set(folder / "in", (3,), indexed=False)
+    text = error_of(lambda: StreamingDataset(samples.url, index=folder / "index"))
+    do(text, "index --index", URL=samples.url)
+    assert len(StreamingDataset(samples.url, index=folder / "index")) == 3
+    do(error_of(lambda: tool_error("verify", samples.url)), "index", samples.url)
+    tool("verify", samples.url)
+
+
+def tool_error(*arguments: object) -> None:
+    """Raise what a verb says when it fails."""
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], prog_name="shard_tools")
+    assert result.exit_code in {1, 2}, result.output
+    raise ShardstreamError(result.output)
+
+
+@scenario(("index", ""), ("index", "--force"), ("index", "--prune"))
+def a_replaced_or_lost_shard_is_indexed_anew(folder: Path) -> None:
+    samples = write_set(folder, (3, 4))
+    tar(folder / "000000.tar", ("z.txt", b"other"))
+    do(error_of(lambda: StreamingDataset(samples.url)), "index")
+    assert keys(samples.url)[0] == "z"
+    data = bytearray((folder / "000001.tar").read_bytes())
+    data[600] ^= 1
+    (folder / "000001.tar").write_bytes(data)
+    do(tool("verify", samples.url, code=1).stdout, "index --force", samples.url)
+    tool("verify", samples.url)
+    (folder / "000001.tar").unlink()
+    do(error_of(lambda: StreamingDataset(samples.url)), "index --prune")
+    assert keys(samples.url) == ["z"]
+
+
+@scenario(("index", ""))
+def a_lost_sample_table_is_built_anew(folder: Path) -> None:
+    samples = write_set(folder, (3,))
+    (folder / "_shardstream" / "samples" / "000000.tar.parquet").unlink()
+    do(error_of(lambda: tool_error("ls", samples.url)), "index")
+    assert len(tool("ls", samples.url).stdout.splitlines()) == 3
+
+
+@scenario(("reshard", "--dedupe"), ("reshard", "--key-prefix"), ("index", "--duplicate-keys"))
+def keys_that_come_twice(folder: Path) -> None:
+    shards = tar(folder / "in" / "a.tar", ("a.txt", b"1"), ("b.txt", b"2"), ("a.txt", b"3")).parent
+    text = error_of(lambda: StreamingDataset(shards))
+    do(text, "reshard SOURCE TARGET --dedupe", SOURCE=shards, TARGET=folder / "one")
+    assert keys(folder / "one") == ["a", "b"]
+    prefix = re.search(r"`(--key-prefix \S+)`", text)
+    assert prefix is not None
+    tool("reshard", shards, folder / "all", *prefix[1].split())
+    assert len(keys(folder / "all")) == 3
+    option = re.search(r'duplicate_keys="(\w+)"', text)
+    assert option is not None
+    assert keys(shards, duplicate_keys=option[1]) == ["a", "b", "a"]
+    do(text, "index --duplicate-keys", shards)
+    assert keys(shards) == ["a", "b", "a"]
+
+
+@scenario(("repair", "--to"), ("repair", "--drop-damaged"))
+def damaged_tars_are_repaired(folder: Path) -> None:
+    shard = tar(folder / "in" / "a.tar", ("a.txt", b"1"), ("b.txt", b"2"))
+    shard.write_bytes(shard.read_bytes()[:2048])  # without its end
+    do(error_of(lambda: StreamingDataset(shard)), "repair", URL=shard, TARGET=folder / "whole")
+    assert keys(folder / "whole") == ["a", "b"]
+    taken = tar(folder / "in" / "b.tar", ("a.txt", b"1"), ("a.__key__", b"2"))
+    do(error_of(lambda: StreamingDataset(taken)), "repair", URL=taken, TARGET=folder / "named")
+    assert keys(folder / "named") == ["a"]
+
+
+@scenario(("verify", "--write-bad"), ("reshard", "--drop"))
+def damaged_samples_are_left_out(folder: Path) -> None:
+    samples = write_set(folder / "in", (9,))
+    shard = folder / "in" / "000000.tar"
+    data = bytearray(shard.read_bytes())
+    data[600] ^= 1
+    shard.write_bytes(data)
+    text = error_of(lambda: tool_error("reshard", samples.url, folder / "out"))
+    found = re.search(r"verify SOURCE (--write-bad bad\.jsonl)`.*(--drop bad\.jsonl)", text)
+    assert found is not None, text
+    bad = folder / "bad.jsonl"
+    tool("verify", samples.url, "--write-bad", bad, code=1)
+    tool("reshard", samples.url, folder / "out", "--drop", bad, "--overwrite")
+    assert 0 < len(keys(folder / "out")) < 9
+
+
+@scenario()
+def a_memory_limit_that_is_named_is_enough(folder: Path) -> None:
+    samples = write_set(folder, (40, 40), chunk_samples=40)
+    dataset = samples.open()
+
+    def batches(limit: str) -> int:
+        with DataLoader(dataset, batch_size=8, memory_limit=limit) as loader:
+            return len(list(loader))
+
+    text = error_of(lambda: batches("64KiB"), MemoryLimitError)
+    found = re.search(r"memory_limit=\W?(\d+ ?\w+)", text)
+    assert found is not None, text
+    assert batches(found[1]) == 10
+
+
+@scenario()
+def classes_are_given(folder: Path) -> None:
+    (folder / "val" / "bee").mkdir(parents=True)
+    (folder / "val" / "bee" / "1.png").write_bytes(b"x")
+    text = error_of(lambda: tool_error("convert", folder / "val", folder / "out", "--classes", "ant,cat"))
+    assert "name a list that holds all" in text
+    tool("convert", folder / "val", folder / "out", "--classes", "ant,bee")
+    assert StreamingDataset(folder / "out", decode={"png": None})[0]["cls"] == 1
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_a_cure_works_as_it_is_written(name: str, tmp_path: Path) -> None:
+    SCENARIOS[name][0](tmp_path)
+
+
+def test_credentials_and_anonymous_reading(mini_s3: MiniS3Server) -> None:
+    url = mini_s3.create_bucket(fresh_name("public-"))
+    samples = write_set(url, (3,), storage_options=mini_s3.storage_options)
+    wrong = {**mini_s3.storage_options, "secret": "wrong"}
+    text = error_of(lambda: StreamingDataset(samples.url, storage_options=wrong), AccessDeniedError)
+    assert "storage_options takes key and secret" in text
+    assert "anon=True" in text
+    reach = {"endpoint_url": mini_s3.url, "region": mini_s3.region}
+    assert len(StreamingDataset(samples.url, storage_options={**reach, "anon": True})) == 3
+    keyed = {**reach, "key": mini_s3.key, "secret": mini_s3.secret}
+    assert len(StreamingDataset(samples.url, storage_options=keyed)) == 3
+
+
+def test_a_mesh_that_is_named_plays_one_rank(tmp_path: Path) -> None:
+    samples = write_set(tmp_path, (8,))
+    mesh = DeviceMesh.from_sizes(dp_size=2, rank=0, world_size=2)
+    with DataLoader(samples.open(), batch_size=2, device_mesh=mesh) as loader:
+        assert len(list(loader)) == 2
+
+
+def test_every_command_that_a_message_names_is_run_or_says_why_not() -> None:
+    run = {command for _, commands in SCENARIOS.values() for command in commands}
+    named = {
+        (verb, flag)
+        for message in messages()
+        for verb, flags in commands_of(message)
+        for flag in ([flag for flag in flags if flag in our_flags(verb)] or [""])
+    }
+    assert named - run - NOT_RUN.keys() == set()
+    assert NOT_RUN.keys() <= named, "no message names this any more"
