@@ -12,6 +12,11 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+if sys.platform not in ("linux", "darwin"):
+    raise ImportError(
+        f"shardstream runs on Linux and macOS, not on {sys.platform}: it needs flock, positioned reads and anonymous "
+        "memory maps. On Windows use WSL 2 (`wsl --install`) and install shardstream there"
+    )
 try:
     from infra import MeshFinder as _MeshFinder  # noqa: F401  ours has one
 except ImportError as _error:

@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "streaming.types",
             "streaming.metrics",
             "streaming.forks",
+            "streaming.platforms",
         ),
     ),
     ("pure", ("streaming.plan", "streaming.tar", "streaming.index")),

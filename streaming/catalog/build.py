@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -28,6 +27,7 @@ from streaming.index.cutter import DEFAULT_RULE, ChunkRule
 from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import chunk_rows_from_footer
+from streaming.platforms import num_cores
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import DuplicateKeys
 
@@ -97,7 +97,7 @@ def index_shards(
     known = {home: _read_chunks(storage, home, damaged_is_none=True) for home in _homes(urls, index_url)}
     rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
     todo = [(url, home, shard_name(url, index_url)) for home, group in _homes(urls, index_url).items() for url in group]
-    cpus = parallel or len(os.sched_getaffinity(0))
+    cpus = parallel or num_cores()
     workers = min(cpus, max(1, len(todo)))
     new = [url for url, home, name in todo if force or name not in rows_of[home]] if head_starts else []
     sidecars = find_sidecars(storage, new)

@@ -14,6 +14,7 @@ from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError
 from streaming.loops.fetcher import LoopConfig, checked_last_batch, checked_memory_limit
+from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
 
 _OWN_SAMPLER = (
@@ -149,7 +150,7 @@ def streaming_config(  # noqa: PLR0913  as the loader got them
         raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
     if not isinstance(pin_memory, bool):
         raise ConfigError(f"pin_memory: expected True or False, got {pin_memory!r}")
-    num_workers = _checked_count("num_workers", num_workers, 0)
+    num_workers, num_threads = possible_builders(_checked_count("num_workers", num_workers, 0), num_threads)
     prefetch_factor = _checked_count("prefetch_factor", prefetch_factor, 1)
     threads = min(4, os.cpu_count() or 1) if num_threads is None else _checked_count("num_threads", num_threads, 0)
     replicas.check(dataset.on_error)

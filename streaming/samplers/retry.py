@@ -20,7 +20,6 @@ import json
 import math
 import os
 import random
-import tempfile
 import time
 import weakref
 from collections import deque
@@ -38,6 +37,7 @@ from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from streaming.job.tally import Tally, open_tally
 from streaming.metrics import Metrics
 from streaming.plan.order import checked_int
+from streaming.platforms import unnamed_file
 
 _BATCH = TypeVar("_BATCH")
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
@@ -420,11 +420,7 @@ def _attach(kind: type[SharedLog], descriptor: Any) -> SharedLog:
 
 
 def _open_log() -> int:
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("shardstream-reports")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+    descriptor = unnamed_file("shardstream-reports")
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
     return descriptor
 

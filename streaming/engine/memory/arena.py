@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Callable
 from functools import cache
+from typing import TypeAlias
 
 from streaming.engine.memory.extents import Extents
+from streaming.platforms import MAP_NORESERVE, remove_pages, unnamed_file, want_huge_pages
 
 PAGE_BYTES = mmap.PAGESIZE
+
+_Drop: TypeAlias = Callable[[mmap.mmap, int, int], None]
+"""Gives pages back to the system: of a map, from a byte on, so many bytes."""
 
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10  # Linux, on every machine but Alpha, MIPS, PA-RISC and Xtensa
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MADV_POPULATE_READ = 22  # Linux 5.14
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # its name came with Python 3.12; the number is Linux's
 
 
 class Arena:
@@ -47,8 +51,8 @@ class Arena:
         self._closed = False
 
     def _map_shared(self) -> mmap.mmap:
-        self._drop_advice = mmap.MADV_REMOVE
-        self.fd = os.memfd_create("shardstream-arena", os.MFD_CLOEXEC)
+        self._drop: _Drop = remove_pages
+        self.fd = unnamed_file("shardstream-arena")
         try:
             os.ftruncate(self.fd, self._extents.capacity)
             return mmap.mmap(self.fd, self._extents.capacity)
@@ -57,11 +61,10 @@ class Arena:
             raise
 
     def _map_private(self) -> mmap.mmap:
-        self._drop_advice = mmap.MADV_DONTNEED
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._drop = _forget_pages
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         memory = mmap.mmap(-1, self._extents.capacity, flags=flags)
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        want_huge_pages(memory)
         return memory
 
     @property
@@ -89,7 +92,7 @@ class Arena:
         size = _pages(num_bytes)
         self._extents.give(start, size)
         if start + size > self.budget_bytes:
-            self.memory.madvise(self._drop_advice, start, size)
+            self._drop(self.memory, start, size)
 
     def shrink(self, start: int, num_bytes: int, left_bytes: int) -> None:
         """Give back what lies behind the first ``left_bytes`` of ``allocate(num_bytes)``."""
@@ -128,7 +131,7 @@ class Arena:
         size = _pages(num_bytes)
         if self.fd >= 0 or start % PAGE_BYTES or start + size > self._extents.capacity:
             raise ValueError(f"bytes {start}-{start + size} of this arena cannot be mapped (shared: {self.fd >= 0})")
-        flags |= _MAP_FIXED | _MAP_NORESERVE
+        flags |= _MAP_FIXED | MAP_NORESERVE
         _mapped(_libc().mmap(self._address + start, size, _READ_WRITE, flags, fd, offset))
 
     def close(self, *, keep_mapped: bool = False) -> None:
@@ -154,7 +157,11 @@ class Arena:
     def _drop_free_pages(self) -> None:
         for start, stop in self._extents.free_ranges():
             if start < self.budget_bytes:
-                self.memory.madvise(self._drop_advice, start, stop - start)
+                self._drop(self.memory, start, stop - start)
+
+
+def _forget_pages(memory: mmap.mmap, start: int, num_bytes: int) -> None:
+    memory.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
 
 def map_privately(address: int, num_bytes: int, fd: int) -> None:
@@ -163,7 +170,7 @@ def map_privately(address: int, num_bytes: int, fd: int) -> None:
     Raises:
         OSError: The system cannot do it.
     """
-    _mapped(_libc().mmap(address, num_bytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, fd, 0))
+    _mapped(_libc().mmap(address, num_bytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED | MAP_NORESERVE, fd, 0))
 
 
 def _pages(num_bytes: int) -> int:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from streaming.engine.memory.arena import PAGE_BYTES, Arena
 from streaming.fetch.read import FetchRange, matches_sums
+from streaming.platforms import will_need
 from streaming.storage.urls import local_path
 
 LEAST_BYTES = 256 << 10
@@ -100,8 +101,7 @@ class FileMaps:
         skew = start - first
         offset, num_bytes = wanted.byte_start - skew, wanted.num_bytes + skew
         try:
-            with suppress(OSError):  # advice: all of it is on its way when the first page is asked for
-                os.posix_fadvise(file.descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+            will_need(file.descriptor, offset, num_bytes)  # all of it is on its way when the first page is asked for
             self._arena.map_file(first, num_bytes, file.descriptor, offset)
             done = matches_sums(wanted, data)
         except OSError:  # the file is too short, a page cannot be read, or the system cannot do it: reading says which

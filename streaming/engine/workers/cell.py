@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from streaming.engine.stacks import where_in
+from streaming.platforms import unnamed_file
 
 _ROW = struct.Struct("q")
 _DUMP_AT = 64
@@ -64,7 +65,7 @@ class Cell:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.fd = os.memfd_create("shardstream-cell", os.MFD_CLOEXEC)
+        self.fd = unnamed_file("shardstream-cell")
         os.ftruncate(self.fd, _CELL_BYTES)
 
     def row(self) -> int:

@@ -34,6 +34,7 @@ import torch
 
 from streaming.engine.memory.arena import map_privately
 from streaming.forks import before_forks, in_children
+from streaming.platforms import remove_pages, unnamed_file
 
 Memory: TypeAlias = npt.NDArray[np.uint8]
 
@@ -74,7 +75,7 @@ class Slot:
     @classmethod
     def create(cls, number: int, span_bytes: int) -> Slot:
         """A new slot of zeros."""
-        fd = os.memfd_create("shardstream-ring", os.MFD_CLOEXEC)
+        fd = unnamed_file("shardstream-ring")
         try:
             os.ftruncate(fd, span_bytes)
             return cls(number, fd)
@@ -104,7 +105,7 @@ class Slot:
         """Give its pages back to the system, in all processes that map it. Nobody uses it."""
         self.unlock()
         self.held_bytes = 0
-        self.memory.madvise(mmap.MADV_REMOVE)
+        remove_pages(self.memory)
 
     def lock(self, locker: PageLocker, num_bytes: int) -> bool:
         """Have its first bytes page-locked, once: again does nothing, more bytes do it anew. Nobody uses it yet.

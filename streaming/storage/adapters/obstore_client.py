@@ -73,7 +73,7 @@ def _copy() -> Client:
             copy = _load(library.__name__, f"/proc/self/fd/{descriptor}")
         finally:
             os.close(descriptor)
-    except (OSError, ImportError) as error:
+    except (OSError, ImportError, AttributeError) as error:  # the last: not Linux
         raise StorageError(
             f"process {os.getpid()} was forked from one that uses obstore, whose threads it lacks, and cannot load it "
             f"again: {error}. Cure: {CURE}; or the storage option client='fsspec'"

@@ -1,0 +1,91 @@
+"""What only some systems have: asked for here, so that what lacks it is known in one place.
+
+Linux has everything. macOS reads, writes and indexes, with threads: worker processes need files without a name that
+processes map together (``memfd_create``), sockets that keep messages apart and a kernel that ends children with their
+parent. No other system has the locks and positioned reads that all of it stands on.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+import tempfile
+from functools import cache
+
+_log = logging.getLogger(__name__)
+
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Python has its name since 3.12; the number is Linux's."""
+
+
+def num_cores() -> int:
+    """Cores that this process may use, as far as the system says."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def has_worker_processes() -> bool:
+    """Whether decode workers can run: on Linux."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def possible_builders(num_workers: int, num_threads: int | None) -> tuple[int, int | None]:
+    """Turn worker processes into threads, with one warning, where there can be none.
+
+    Returns:
+        Worker processes; threads, None: as many as usual.
+    """
+    if not num_workers or has_worker_processes():
+        return num_workers, num_threads
+    _warn_of_threads(num_workers)
+    return 0, num_workers if num_threads is None else num_threads
+
+
+@cache
+def _warn_of_threads(num_workers: int) -> None:
+    _log.warning(
+        "num_workers=%d: worker processes need Linux, this is %s. As many threads build batches in their place: the "
+        "same batches, but Python code of yours runs one thread at a time",
+        num_workers, sys.platform,
+    )  # fmt: skip
+
+
+def unnamed_file(name: str) -> int:
+    """Open a file that no file system names, closed on exec: in memory on Linux, else in the temporary folder.
+
+    Args:
+        name: What ``/proc`` shows.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def want_huge_pages(memory: mmap.mmap) -> None:
+    """Ask for huge pages, where the system has them."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        try:
+            memory.madvise(advice)
+        except OSError:  # a kernel without them
+            return
+
+
+def remove_pages(memory: mmap.mmap, start: int = 0, num_bytes: int | None = None) -> None:
+    """Give pages of a shared map back to the system, in all processes; where that cannot be had they stay."""
+    advice = getattr(mmap, "MADV_REMOVE", None)
+    if advice is not None:
+        memory.madvise(advice, start, len(memory) - start if num_bytes is None else num_bytes)
+
+
+def will_need(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Tell the system what will be read of a file, where it listens."""
+    advise = getattr(os, "posix_fadvise", None)
+    if advise is not None:
+        try:
+            advise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+        except OSError:  # advice
+            return
