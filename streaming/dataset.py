@@ -227,6 +227,11 @@ class StreamingDataset:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
         peers = job_peers()
+        if peers is None and (ranks := _num_data_ranks()) > 1:
+            _log.info(
+                "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet; made after "
+                "init_process_group, rank 0 lists the shards and reads the index for all", ranks,
+            )  # fmt: skip
         self.shards: OpenShards = open_shards(
             self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys
         )

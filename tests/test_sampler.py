@@ -264,7 +264,7 @@ def test_state_with_prefetching_and_without_follow() -> None:
         ({"dataset": 0, "batch_size": 1}, "dataset"),
         ({"dataset": iter([1]), "batch_size": 1}, "has none"),
         ({"dataset": 5, "batch_size": 6}, "do not fill"),
-        ({"dataset": 5}, "exactly one"),
+        ({"dataset": 5, "batch_size": 1, "global_batch_size": 2}, "exactly one"),
         ({"dataset": 5, "batch_size": 1, "last_batch": "keep"}, "last_batch"),
         ({"dataset": 5, "batch_size": 1, "seed": -1}, "seed"),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
@@ -92,3 +94,69 @@ def test_skipping_has_a_limit_and_a_place() -> None:
         assert [len(batch) for batch in loader] == [3, 4, 3, 4, 3, 4, 4, 4, 4, 4]
     with pytest.raises(ConfigError, match=r'on_error="skip".*"pad"'):
         streaming.DataLoader(dataset, 4, on_error="skip", last_batch="pad")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_it_stands_in_for_torchs_distributed_sampler(num_workers: int, drop_last: bool) -> None:
+    dataset = Flaky(23)
+    epochs = []
+    for epoch in range(3):
+        shares = []
+        for rank in range(4):
+            sampler = DeviceMeshSampler(dataset, num_replicas=4, rank=rank, seed=3, drop_last=drop_last)
+            assert len(sampler) == (5 if drop_last else 6)
+            sampler.set_epoch(epoch)
+            loader = DataLoader(dataset, batch_size=2, sampler=sampler, num_workers=num_workers)
+            shares.append([number for batch in loader for number in batch.tolist()])
+        assert {len(share) for share in shares} == {5 if drop_last else 6}
+        counts = Counter(number for share in shares for number in share)
+        assert (sum(counts.values()), len(counts)) == ((20, 20) if drop_last else (24, 23))
+        epochs.append(shares)
+    assert epochs[0] != epochs[1] != epochs[2]
+    (one,) = [DeviceMeshSampler(dataset, num_replicas=np.int64(1), rank=0, shuffle=False)]  # type: ignore[arg-type]
+    assert list(one) == list(range(23))
+
+
+def test_single_indices_are_resumed_on_other_ranks() -> None:
+    dataset = Flaky(24)
+    taken: list[int] = []
+    states = []
+    for rank in range(2):
+        sampler = DeviceMeshSampler(dataset, num_replicas=2, rank=rank)
+        batches = sampler.follow(DataLoader(dataset, batch_size=3, sampler=sampler, num_workers=1))
+        taken += [number for _ in range(2) for number in next(batches).tolist()]
+        states.append(sampler.state_dict())
+        batches.close()
+    assert states[0] == states[1]
+    assert states[0]["samples_seen"] == 12
+    for rank in range(3):
+        sampler = DeviceMeshSampler(dataset, num_replicas=3, rank=rank)
+        sampler.load_state_dict(states[0])
+        taken += list(sampler)
+    assert sorted(taken) == list(range(24))
+
+
+def test_it_retries_single_indices() -> None:
+    dataset = Flaky(20, bad=(3,))
+    over = DeviceMeshSampler(dataset, num_replicas=1, rank=0, shuffle=False)
+    sampler = RetrySampler(over, dataset, max_bad_samples=1)
+    loader = DataLoader(sampler.dataset, batch_size=5, sampler=sampler)
+    found = [batch.tolist() for batch in sampler.follow(loader)]
+    assert [len(batch) for batch in found] == [5, 5, 5, 5]
+    assert 3 not in found[0]
+    assert over.state_dict()["epoch"] == 1
+
+
+def test_what_torchs_names_cannot_say_is_named() -> None:
+    dataset = Flaky(20)
+    mesh = DeviceMesh.from_sizes(dp_size=1, rank=0)
+    with pytest.raises(ConfigError, match="not both"):
+        DeviceMeshSampler(dataset, device_mesh=mesh, rank=0)
+    with pytest.raises(ConfigError, match=r"rank: expected an integer in \[0, 1\], got 2"):
+        DeviceMeshSampler(dataset, num_replicas=2, rank=2)
+    with pytest.raises(ConfigError, match='use "drop" or "pad"'):
+        DeviceMeshSampler(dataset, num_replicas=2, rank=1, last_batch="partial")
+    batches = DeviceMeshSampler(dataset, 4, device_mesh=mesh)
+    with pytest.raises(ConfigError, match="batch_sampler=sampler"):
+        list(DataLoader(dataset, batch_size=4, sampler=batches))

@@ -109,6 +109,18 @@ def test_repr_is_for_people_and_tells_no_secrets(samples: SampleSet) -> None:
         assert not any(word in text for word in secret.values())
 
 
+def test_ranks_that_open_a_set_for_themselves_say_so(
+    samples: SampleSet, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "streaming")
+    samples.open()
+    assert "for itself" not in caplog.text
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    samples.open()
+    assert "each of 3 ranks opens this data set for itself" in caplog.text
+
+
 def test_urls_are_shown_without_their_signature(samples: SampleSet) -> None:
     dataset = samples.open()
     names = [f"https://user:pass@host/{number}.tar?sig=abc" for number in range(2)]

@@ -15,6 +15,7 @@ so a sampler alone cannot know what was consumed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -27,6 +28,7 @@ from infra import DeviceMesh, MeshFinder
 from streaming.arguments import checks_names, is_whole
 from streaming.errors import ConfigError, StateError
 from streaming.loops.fetcher import checked_last_batch, resolve_batch_size
+from streaming.loops.options import merged_last_batch
 from streaming.loops.position import Place, Position, Turn
 from streaming.plan.order import Int64Array, OrderSettings, checked_int
 from streaming.plan.permutation import Permutation, substitutes
@@ -45,8 +47,13 @@ _MAX_SAMPLES = 2**50
 
 
 @checks_names()
-class DeviceMeshSampler(Sampler[list[int]]):
+class DeviceMeshSampler(Sampler[Any]):
     """Batches of indices for this data-parallel rank: a ``batch_sampler`` for ``torch.utils.data.DataLoader``.
+
+    Without a batch size it gives single indices, for ``sampler=``, as torch's ``DistributedSampler`` does::
+
+        sampler = DeviceMeshSampler(dataset, num_replicas=world_size, rank=rank)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
 
     In an epoch every index goes to exactly one data-parallel rank once, and all ranks get the same number of batches.
     Global batch k depends on (number of samples, seed, epoch, global batch size) alone, not on the world size; its rows
@@ -60,13 +67,16 @@ class DeviceMeshSampler(Sampler[list[int]]):
 
     Args:
         dataset: A data set with a length, or the length.
-        batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
+        batch_size: Samples per data-parallel rank; or give ``global_batch_size``, or none of them: single indices.
         global_batch_size: Samples over all data-parallel ranks.
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: see ``infra.MeshFinder``.
+        num_replicas: torch's name: so many data-parallel ranks, in place of ``device_mesh``; default: as found.
+        rank: torch's name: which of them this process is; default: as found.
         shuffle: False: the data set's own order.
         seed: Of the shuffling.
         last_batch: What becomes of samples that do not fill a global batch: ``"drop"``, ``"partial"``, or ``"pad"``,
-            which repeats indices; ``valid_mask`` tells them apart.
+            which repeats indices; ``valid_mask`` tells them apart. Single indices know no ``"partial"``.
+        drop_last: torch's name: True for ``last_batch="drop"``, False for ``"partial"``, of single indices ``"pad"``.
         epoch_size: Samples in a virtual epoch over endless repetition; default: one pass.
 
     Attributes:
@@ -84,13 +94,22 @@ class DeviceMeshSampler(Sampler[list[int]]):
         *,
         global_batch_size: int | None = None,
         device_mesh: Any = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         last_batch: str = "drop",
+        drop_last: bool | None = None,
         epoch_size: int | None = None,
     ) -> None:
-        self._finder = MeshFinder(device_mesh)
-        self._sizes = batch_size, global_batch_size
+        self._finder = MeshFinder(_mesh_of(device_mesh, num_replicas, rank))
+        self.is_single = batch_size is None and global_batch_size is None
+        self._sizes = (1, None) if self.is_single else (batch_size, global_batch_size)
+        last_batch = merged_last_batch(last_batch, drop_last=drop_last)
+        if self.is_single and last_batch == "partial":
+            if drop_last is None:
+                raise ConfigError('last_batch="partial": single indices come in equal numbers; use "drop" or "pad"')
+            last_batch = "pad"
         self.num_samples = checked_int("dataset", _length(dataset), 1, _MAX_SAMPLES)
         self.last_batch = checked_last_batch(last_batch)
         self.epoch_size = None if epoch_size is None else checked_int("epoch_size", epoch_size, 1, 2**62)
@@ -116,8 +135,19 @@ class DeviceMeshSampler(Sampler[list[int]]):
         """Samples of the epoch in progress that all ranks together have consumed, as far as is known here."""
         return self.position.samples_seen
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Lists of indices for the epoch due, or the rest of it."""
+    def __iter__(self) -> Iterator[Any]:
+        """Lists of indices for the epoch due, or the rest of it; without a batch size, single ones.
+
+        Raises:
+            ConfigError: Batches are given to torch's loader as ``sampler=``.
+        """
+        if self.is_single:
+            return _Indices(self, 0, lambda rows, _: int(rows[0]))
+        if sys._getframe(1).f_globals.get("__name__") == "torch.utils.data.sampler":
+            raise ConfigError(
+                "this DeviceMeshSampler gives batches: write DataLoader(…, batch_sampler=sampler), or leave its "
+                "batch_size out and write DataLoader(…, batch_size=…, sampler=sampler)"
+            )
         return _Indices(self, 0, lambda rows, _: rows.tolist())
 
     def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
@@ -128,8 +158,10 @@ class DeviceMeshSampler(Sampler[list[int]]):
         """The batches of ``loader``, counted as they are handed out: ``state_dict`` is then exact with any prefetching.
 
         Args:
-            loader: A ``torch.utils.data.DataLoader`` whose ``batch_sampler`` this is (or a ``RetrySampler`` over it).
+            loader: A ``torch.utils.data.DataLoader`` whose ``batch_sampler`` or ``sampler`` this is (or a
+                ``RetrySampler`` over it).
         """
+        size = int(getattr(loader, "batch_size", None) or 1) if self.is_single else 1
         before = self._latest
         self._is_followed = True
         try:
@@ -142,7 +174,7 @@ class DeviceMeshSampler(Sampler[list[int]]):
             raise ConfigError("follow: the loader does not use this sampler; give it as batch_sampler=")
         while batch is not _END:
             run.turn.check()
-            run.count_one(self.position)
+            run.count(self.position, size)
             yield batch
             if run.is_over:
                 return
@@ -326,9 +358,9 @@ class _Run:
         """Every batch is consumed."""
         return self._num_done == self.plan.num_batches
 
-    def count_one(self, position: Position) -> None:
-        """Note that the next batch is consumed."""
-        self._num_done += 1
+    def count(self, position: Position, num_batches: int) -> None:
+        """Note that the next batches are consumed."""
+        self._num_done = min(self._num_done + num_batches, self.plan.num_batches)
         position.advance(self.place(self._num_done))
 
 
@@ -356,7 +388,7 @@ class _Indices(Iterator[_ITEM]):
         rows, others = next(self._rows)
         self._num_left -= 1
         if not run.is_followed:
-            run.count_one(self._sampler.position)
+            run.count(self._sampler.position, 1)
         return self._make(rows, others)
 
     def __del__(self) -> None:
@@ -367,6 +399,21 @@ class _Indices(Iterator[_ITEM]):
 def with_substitutes(rows: Int64Array, others: Int64Array) -> list[tuple[int, tuple[int, ...]]]:
     """The indices of a batch, each with its substitutes."""
     return list(zip(rows.tolist(), map(tuple, others.tolist()), strict=True))
+
+
+def _mesh_of(device_mesh: Any, num_replicas: int | None, rank: int | None) -> Any:
+    """The mesh that torch's names describe, or the one given."""
+    if num_replicas is None and rank is None:
+        return device_mesh
+    if device_mesh is not None:
+        raise ConfigError("give device_mesh, or num_replicas and rank, not both")
+    ranks = (
+        MeshFinder().mesh.data_world_size
+        if num_replicas is None
+        else checked_int("num_replicas", num_replicas, 1, 2**31)
+    )
+    own = MeshFinder().mesh.data_rank if rank is None else rank
+    return DeviceMesh.from_sizes(dp_size=ranks, rank=checked_int("rank", own, 0, ranks - 1))
 
 
 def _length(dataset: Sized | int) -> int:

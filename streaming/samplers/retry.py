@@ -250,7 +250,8 @@ class RetrySampler(Sampler[Any]):
         if hasattr(self.sampler, "iterate_with_substitutes"):
             for rows in self.sampler.iterate_with_substitutes(count):
                 self.check()
-                yield [Candidates(index, others) for index, others in rows]
+                found = [Candidates(index, others) for index, others in rows]
+                yield found[0] if getattr(self.sampler, "is_single", False) else found
             return
         for given, near in _with_neighbours(self.sampler):
             self.check()
