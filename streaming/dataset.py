@@ -38,7 +38,7 @@ from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleLocation, SampleTable
-from streaming.job.foreign import UnshardedWarning
+from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
 from streaming.job.store import job_peers
 from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
@@ -227,11 +227,7 @@ class StreamingDataset:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
         peers = job_peers()
-        if peers is None and (ranks := _num_data_ranks()) > 1:
-            _log.info(
-                "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet; made after "
-                "init_process_group, rank 0 lists the shards and reads the index for all", ranks,
-            )  # fmt: skip
+        tell_of_opening_alone(1 if peers is not None else _num_data_ranks())
         self.shards: OpenShards = open_shards(
             self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys
         )
