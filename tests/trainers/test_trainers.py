@@ -214,7 +214,9 @@ def test_killed_and_resumed(
     assert at == STEPS
 
 
-@pytest.mark.parametrize(("script", "quiet"), [("glue_accelerate", {}), ("glue_transformers", NO_REPORTS)])
+@pytest.mark.parametrize(
+    ("script", "quiet"), [("glue_accelerate", {}), ("glue_transformers", NO_REPORTS), ("glue_lightning", NO_LOGS)]
+)
 def test_glue(running: Ranks, samples: SampleSet, tmp_path: Path, script: str, quiet: dict[str, Any]) -> None:
     told = {
         "program": script, "url": samples.url, "folder": str(tmp_path / "checkpoint"), "log": str(tmp_path / "log"),

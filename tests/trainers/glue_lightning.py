@@ -1,0 +1,55 @@
+"""A loader without a length in Lightning, which reads it one batch ahead; run by test_trainers.py in a process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from trainer_names import FOLDER, QUIET
+
+from streaming import DataLoader
+from streaming.integrations.lightning import prepare_loader
+
+
+class Numbers(torch.utils.data.IterableDataset[dict[str, int]]):
+    def __iter__(self) -> Any:
+        return iter([{"number": number} for number in range(72)])
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__()
+        self.loader, self.weight = loader, torch.nn.Parameter(torch.zeros(()))
+        self.received: list[int] = []
+        self.positions: list[tuple[int, int]] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+        self.received.append(int(batch["number"][0]))
+        state = self.loader.state_dict()
+        self.positions.append((state["epoch"], state["samples_seen"]))
+        return (self.weight * batch["number"]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 1e-9)
+
+
+def fit(max_steps: int, last: str | None) -> Module:
+    loader = DataLoader(Numbers(), global_batch_size=12)
+    module = Module(loader)
+    saver = ModelCheckpoint(FOLDER, filename="last", every_n_train_steps=1, enable_version_counter=False)
+    trainer = lightning.Trainer(max_steps=max_steps, accelerator="cpu", callbacks=[saver], **QUIET)
+    trainer.fit(module, prepare_loader(loader), ckpt_path=last)
+    return module
+
+
+first = fit(4, None)
+assert first.received == [0, 12, 24, 36]
+assert first.positions == [(0, 12), (0, 24), (0, 36), (0, 48)]
+second = fit(8, f"{FOLDER}/last.ckpt")
+assert second.received == [48, 60, 0, 12], second.received
+assert second.positions == [(0, 60), (1, 0), (1, 12), (1, 24)], second.positions
+
+sized = DataLoader(list(range(24)), 4)
+assert prepare_loader(sized) is sized
