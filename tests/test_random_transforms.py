@@ -14,7 +14,11 @@ from data_sets import SampleSet, mesh_of, write_set
 
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
+from streaming.batches.build import Recipe
 from streaming.batches.draw_watch import generator_states
+from streaming.decode import resolve_decoders
+from streaming.loops.fetcher import LoopConfig, open_sharing
+from streaming.replicas.options import Replicas
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -230,3 +234,20 @@ def test_one_warning_names_the_faster_ways(
         assert "random" in told[0]
         assert "transform(sample, rng)" in told[0]
         assert "num_workers=" in told[0]
+
+
+@pytest.mark.parametrize(("transform", "num_workers"), [(from_globals, 1), (with_rng, 0)], ids=["globals", "rng"])
+def test_a_rank_that_reads_for_others_draws_in_a_process(
+    caplog: pytest.LogCaptureFixture, transform: Any, num_workers: int
+) -> None:
+    """It reads on a thread beside the training, which draws from the same generators."""
+    mesh = DeviceMesh.from_sizes(dp_size=1, tp_size=2, rank=0, environ={})
+    recipe = Recipe(decoders=resolve_decoders(None), transform=transform)
+    config = LoopConfig(
+        global_batch_size=4, mesh=mesh, last_batch="drop", epoch_size=None, memory_limit_bytes=1 << 20, num_workers=0,
+        num_threads=1, depth=1, recipe=recipe, replicas=Replicas(replicate="broadcast"),
+    )  # fmt: skip
+    changed, sharing = open_sharing(config)
+    assert sharing is not None
+    assert changed.num_workers == num_workers
+    assert ("called in a worker process" in caplog.text) == bool(num_workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from infra import DeviceMesh
 from streaming.arguments import is_whole
 from streaming.batches.build import Recipe
+from streaming.batches.draw_names import named_draw
 from streaming.dataset import StreamingDataset
 from streaming.engine.builders import is_surely_trivial
 from streaming.engine.crew import Crew
@@ -34,6 +36,8 @@ from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import CountedRun, Replicas
 from streaming.storage import redact, scheme_of
 from streaming.units import parse_bytes
+
+_log = logging.getLogger(__name__)
 
 FETCH_THREADS = 64
 """Ranged GETs under way at once; files: one per core. Eight saturated any server near by (docs/design/0002); of one far
@@ -116,6 +120,15 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
     if broadcast is None:
         return config, None
     pin, recipe = config.recipe.finish, replace(config.recipe, finish=None)
+    drawing = "" if config.num_workers else named_draw(recipe.functions_of_user)
+    if drawing:  # the thread that reads for others runs beside the training, which draws from the same generators
+        _log.warning(
+            "transform, decode or collate_fn draws from generators of the whole process (%s); with "
+            "replicate='broadcast' it is called in a worker process (num_workers=1), so that it does not disturb what "
+            "the training draws. "
+            "Without: let it take a second argument, transform(sample, rng), and draw from rng alone", drawing,
+        )  # fmt: skip
+        config = replace(config, num_workers=1)
     return replace(config, recipe=recipe), Sharing(config.replicas, broadcast, config.mesh, pin=pin)
 
 

@@ -15,13 +15,11 @@ Under 1 and 4 the data set does not see that it runs in a worker, so that nothin
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
@@ -29,6 +27,8 @@ from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
 from streaming.arguments import is_whole
+from streaming.batches.draw_watch import generator_states, set_generator_states
+from streaming.batches.draws import ALL_GENERATORS, seed_generators
 from streaming.errors import ConfigError, DataError, StateError
 from streaming.loops.ordinary_options import Collate, Sharding, with_valid
 from streaming.plan.order import checked_int
@@ -281,29 +281,17 @@ class _Rng:
 
     def seed(self, seed: int) -> None:
         """Begin anew. Inside the block only."""
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002  the global generator, as users' code has it
-        torch.default_generator.manual_seed(seed)  # of the CPU alone
+        seed_generators(seed, ALL_GENERATORS)
 
     def __enter__(self) -> None:
-        self._outer = _rng_states()
+        self._outer = generator_states()
         if self._own is not None:
-            _set_rng_states(self._own)
+            set_generator_states(self._own)
 
     def __exit__(self, *error: object) -> None:
-        self._own = _rng_states()
+        self._own = generator_states()
         if self._outer is not None:
-            _set_rng_states(self._outer)
-
-
-def _rng_states() -> tuple[Any, Any, Any]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002  as above
-
-
-def _set_rng_states(states: tuple[Any, Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002  as above
-    torch.set_rng_state(states[2])
+            set_generator_states(self._outer)
 
 
 @contextmanager
