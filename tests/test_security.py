@@ -47,6 +47,7 @@ from streaming.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS
 from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import member_header, padding
 from streaming.tar.names import split_name
+from streaming.tar.samples import inflated
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRETS = ("hunter2", "swordfish", "abcdef0123")
@@ -734,3 +735,12 @@ def test_sample_tables_keep_their_text_types(tmp_path: Path) -> None:
     table = SampleTable.from_parquet(data, "s")
     assert table.columns["lang"].type == pa.string()
     assert table.to_parquet() == data
+
+
+def test_inflation_goes_in_bounded_pieces() -> None:
+    """What a few KB of gzip become is never in memory at once, whatever the ratio."""
+    packed = gzip.compress(bytes(64 << 20), 9)
+    assert len(packed) < 128 << 10
+    sizes = [len(piece) for piece in inflated([packed])]
+    assert sum(sizes) == 64 << 20
+    assert max(sizes) <= 4 << 20

@@ -5,18 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from data_sets import SampleSet, write_set
 from servers import MiniS3Server
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (the backend of one process)
 
 from streaming import StreamingDataset
 from streaming.catalog.listing import Found
 from streaming.errors import ConfigError, IndexMismatchError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.job import once as shared
+from streaming.storage import Storage
 
 NUM_RANKS = 64
 
@@ -185,3 +189,29 @@ def test_what_was_found_survives_as_bytes() -> None:
         Found(urls=("a",), table=None, sizes=(5,)),
     ):
         assert Found.from_bytes(found.to_bytes()) == found
+
+
+def test_a_job_of_torch_distributed_reads_the_index_on_rank_0_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set is made after ``init_process_group``, as in a training script; one process plays the ranks in turn."""
+    samples = write_set(tmp_path, (5, 4))
+    reads: list[tuple[int, str]] = []
+    read = Storage.read
+
+    def noted(self: Storage, url: str, start: int = 0, stop: int | None = None) -> Any:
+        reads.append((dist.get_rank(), url))
+        return read(self, url, start, stop)
+
+    monkeypatch.setattr(Storage, "read", noted)
+    store = dist.HashStore()
+    lengths = []
+    for rank in range(3):
+        dist.init_process_group("fake", rank=rank, world_size=3, store=store)
+        try:
+            lengths.append(len(samples.open(fields=("cls",))))
+        finally:
+            dist.destroy_process_group()
+    assert lengths == [9, 9, 9]
+    assert any(url.endswith("chunks.parquet") for _, url in reads)
+    assert {rank for rank, _ in reads} == {0}

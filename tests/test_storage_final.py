@@ -12,6 +12,8 @@ import pytest
 
 from streaming.errors import StorageError
 from streaming.storage import Storage
+from streaming.storage.base import PassingError
+from streaming.storage.requests.retry import RetryPolicy, retrying
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
@@ -111,3 +113,27 @@ def test_an_answer_that_no_request_can_mend_is_asked_for_once(answer: Answer, wh
                 storage.info(f"{url}/x.tar")
             assert len(log) <= most, log
         assert storage.metrics.snapshot()["retries"] == 0
+
+
+@pytest.mark.parametrize("drawn", [0.0, 0.5, 1.0])
+def test_delays_before_retries_are_drawn_below_a_growing_bound(drawn: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full jitter: the clients of a store that failed for all come back at different times."""
+    bounds: list[tuple[float, float]] = []
+    slept: list[float] = []
+
+    def uniform(low: float, high: float) -> float:
+        bounds.append((low, high))
+        return low + drawn * (high - low)
+
+    def failing() -> None:
+        raise PassingError("for now")
+
+    monkeypatch.setattr("streaming.storage.requests.retry.random.uniform", uniform)
+    monkeypatch.setattr("streaming.storage.requests.retry.time.sleep", slept.append)
+    policy = RetryPolicy(max_retries=6, first_backoff_s=0.02, max_backoff_s=4.0)
+    with pytest.raises(PassingError):
+        retrying(policy, failing)
+    wanted = [0.02, 0.08, 0.32, 1.28, 4.0, 4.0]
+    assert [low for low, _ in bounds] == [0.0] * len(bounds)
+    assert [high for _, high in bounds][: len(wanted)] == pytest.approx(wanted)
+    assert slept == pytest.approx([drawn * bound for bound in wanted])

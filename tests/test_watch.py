@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,3 +308,43 @@ def test_the_loaders_report_says_what_the_prefetcher_is_at(samples: SampleSet, r
         text = stall(DevicePrefetcher(loader, "cpu"), reports, let_go(pipe), 4)
     assert "prefetcher to cpu: waits for the loader; " in text
     assert len(reports.texts) < 3  # the loader's report alone, however slow the machine
+
+
+class StillClock:
+    """Time that passes only while the watchdog sleeps; its event and its clock in one."""
+
+    def __init__(self, sleeps: int) -> None:
+        self.now_s = 0.0
+        self.pauses: list[float] = []
+        self.ended = threading.Event()
+        self._sleeps = sleeps
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def is_set(self) -> bool:
+        return False
+
+    def set(self) -> None:
+        pass
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep; True, which is the end, after so many times."""
+        self.pauses.append(timeout)
+        self.now_s += max(timeout, 0.0)
+        if len(self.pauses) > self._sleeps:
+            self.ended.set()
+        return self.ended.is_set()
+
+
+def test_it_sleeps_until_the_next_report_is_due(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StillClock(sleeps=5)
+    monkeypatch.setattr("streaming.loops.watch.time", clock)
+    monkeypatch.setattr("streaming.loops.watch.threading", SimpleNamespace(
+        Event=lambda: clock, Thread=threading.Thread, current_thread=threading.current_thread))  # fmt: skip
+    dog = Watchdog(1.0, "nothing", lambda: "because")
+    dog.begin()
+    assert clock.ended.wait(30)
+    dog.stop()
+    assert clock.pauses == [1.0, 1.0, 2.0, 4.0, 8.0, 16.0]
+    assert [text.split("\n")[0] for text in reports.texts] == [f"nothing for {s:.1f} s" for s in (1, 2, 4, 8, 16)]
