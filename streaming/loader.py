@@ -76,8 +76,10 @@ class DataLoader:
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: what torch.distributed says, else the
             launcher; looked up again until the first iteration (see ``infra.MeshFinder``).
         last_batch: ``"drop"`` leaves out samples that do not fill a global batch; ``"pad"`` repeats samples and marks
-            them False in ``batch["__valid__"]`` (bool [B], in every batch); ``"partial"`` gives smaller batches (of 0
-            rows, where there are fewer samples than ranks).
+            them False in ``batch["__valid__"]`` (bool [B], in every batch); ``"partial"`` gives smaller batches. All
+            ranks get the same number of batches: one without a row in the tail gets a batch of 0 rows, of the same
+            fields, dtypes and trailing shapes. A ``collate_fn`` is never called without samples for it, but with one
+            and with two that stand in, and what grows with their number is cut back.
         epoch_size: Samples in a virtual epoch over endless repetition; default: one pass over the data.
         collate_fn: Function of the list of samples (dicts) of one batch; default: equal-shaped arrays and numbers
             become tensors, everything else a list.

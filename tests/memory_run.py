@@ -1,5 +1,5 @@
 """A loader alone in a process tree, and what that takes: run by test_memory.py as ``memory_run.py FOLDER WORKERS``,
-or ``memory_run.py FOLDER WORKERS NAME``, where ``FOLDER/NAME`` has no index.
+or ``memory_run.py FOLDER WORKERS NAME``, where ``FOLDER/NAME`` has no index unless its name begins with "objects".
 
 Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch), ``peak_bytes`` (the most while the data set was
 read by a consumer that is slower than the loader), both over all processes, and the loader's own figures.
@@ -87,7 +87,7 @@ def main(folder: str, num_workers: int, name: str = "large") -> None:
         gc.collect()
         idle_bytes = memory_bytes(folder)
     epoch_size = None
-    if name != "large":
+    if name != "large" and not name.startswith("objects"):
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
         epoch_size = 3 * LIMIT_BYTES // SAMPLE_BYTES
     with loader_of(f"{folder}/{name}/", num_workers, epoch_size) as loader, Sampler(folder) as sampler:

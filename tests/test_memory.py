@@ -14,6 +14,15 @@ from memory_run import LIMIT_BYTES, SAMPLE_BYTES
 
 from shard_tools import ShardWriter
 
+OBJECTS = {
+    "objects-json": {
+        "numbers": [[1_000 + number, number / 7] for number in range(1_000)],
+        "records": [{"id": 10**9 + i, "name": f"record {i}", "tags": [f"tag {i % 7}", None]} for i in range(400)],
+        "nested": [[[[]]] for _ in range(400)],
+    },
+    "objects-text": [f"a sentence with the number {i} and a few words after it" for i in range(1_000)],
+}
+"""What JSON is decoded to: 8 times as large as its text, and twice."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -32,6 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ShardWriter(f"{folder}/mixed/{{:06d}}.tar", max_bytes="64MiB", index=False) as writer:
         for number in range(3 * LIMIT_BYTES // SAMPLE_BYTES):
             writer.write({"__key__": f"{number:06d}", "bin": longest[: dice.randrange(2 * SAMPLE_BYTES)]})
+    for name, value in OBJECTS.items():
+        (folder / name).mkdir()
+        text = json.dumps(value).encode()
+        with ShardWriter(f"{folder}/{name}/{{:06d}}.tar", max_bytes="64MiB") as writer:
+            for number in range(LIMIT_BYTES * 5 // 4 // len(text)):
+                writer.write({"__key__": f"{number:06d}", "json": text})
     (folder / "streamed").mkdir()
     for path in (folder / "large").glob("*.tar"):
         os.link(path, folder / "streamed" / path.name)
@@ -70,4 +85,14 @@ def test_so_they_do_without_an_index(folder: Path, name: str, num_workers: int) 
     assert found["batches"] == 3 * LIMIT_BYTES // SAMPLE_BYTES // 8
     assert 0 < found["arena_peak_bytes"] <= LIMIT_BYTES / 16
     assert found["ring_peak_bytes"] <= 0.25 * LIMIT_BYTES
+    assert found["peak_bytes"] - found["idle_bytes"] <= 1.1 * LIMIT_BYTES, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2, 8])
+@pytest.mark.parametrize("name", list(OBJECTS))
+def test_decoded_objects_count(folder: Path, name: str, num_workers: int) -> None:
+    """Numbers, dicts and lists weigh what Python keeps for them, in this process and in those that decode."""
+    found = play(folder, str(num_workers), name)
+    assert found["arena_peak_bytes"] > LIMIT_BYTES / 2, "the limit was really used"
     assert found["peak_bytes"] - found["idle_bytes"] <= 1.1 * LIMIT_BYTES, found

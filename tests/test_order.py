@@ -213,7 +213,6 @@ def test_unshuffled_is_the_data_sets_order() -> None:
         (8, 8),
         (64, 16),
         (96, 16),
-        (67, 1),
         (256, 32),
         (1024, 128),
         (2048, 256),
@@ -224,6 +223,31 @@ def test_unshuffled_is_the_data_sets_order() -> None:
 def test_default_lanes(global_batch_size: int, lanes: int) -> None:
     assert default_lanes(global_batch_size) == lanes
     assert global_batch_size % lanes == 0
+
+
+@pytest.mark.parametrize(("global_batch_size", "lanes"), [(17, 16), (67, 16), (254, 31), (257, 32), (1018, 127)])
+def test_default_lanes_where_no_divisor_is_near(global_batch_size: int, lanes: int) -> None:
+    assert default_lanes(global_batch_size) == lanes
+
+
+@given(st.integers(1, 4096))
+def test_lanes_that_divide_are_those_of_earlier_releases(global_batch_size: int) -> None:
+    """The largest divisor up to max(16, an eighth), unless that is less than half of what it may be."""
+    most = min(global_batch_size, max(16, global_batch_size // 8))
+    divisor = max(lanes for lanes in range(1, most + 1) if global_batch_size % lanes == 0)
+    assert default_lanes(global_batch_size) == (divisor if 2 * divisor >= most else most)
+
+
+@pytest.mark.parametrize("global_batch_size", [257, 254, 251, 258])
+def test_every_batch_size_mixes_like_256(global_batch_size: int) -> None:
+    """A set sorted by 200 classes: with one lane a batch of 257 held 7 of them, and one of 256 held 67."""
+
+    def classes(size: int) -> float:
+        order = EpochOrder([50] * 4000, OrderSettings(seed=1, lanes=default_lanes(size), window=100), 0)
+        batches = range(0, order.num_samples - size, 16 * size)
+        return float(np.mean([len(np.unique(order.samples(np.arange(at, at + size)) // 1000)) for at in batches]))
+
+    assert classes(global_batch_size) >= 0.95 * classes(256)
 
 
 def test_default_window_is_twice_the_mean_chunk() -> None:

@@ -35,6 +35,7 @@ from streaming.errors import (
     TooManyBadSamplesError,
 )
 from streaming.plan.order import OrderSettings
+from streaming.plan.plan import Shape
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_a_small_set_resumes(samples: SampleSet) -> None:
 def test_it_says_what_is_missing_and_the_cure(streamed: SampleSet, caplog: pytest.LogCaptureFixture) -> None:
     dataset = streamed.open()
     assert not dataset.indexed
-    assert repr(dataset) == "StreamingDataset(7 shards)"
+    assert re.search(r"7 shards, no index", repr(dataset))
     for ask in (len, lambda dataset: dataset[0]):
         with pytest.raises(IndexMissingError, match="index"):
             ask(dataset)
@@ -189,9 +190,8 @@ def window_settings(window_bytes: int) -> StreamSettings:
         dp_rank=0,
         window_bytes=window_bytes,
         fields=None,
-        global_batch_size=1,
+        shape=Shape(global_batch_size=1, num_ranks=1, last_batch="drop", epoch_size=1),
         first_batch=0,
-        num_batches=1,
         depth=1,
     )
 

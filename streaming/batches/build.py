@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.batches.collate import Allocate, default_collate, empty_like
+from streaming.batches.collate import Allocate, default_collate, empty_like, without_rows
 from streaming.batches.columns import Columns
 from streaming.batches.draws import BatchDraws, Chain, as_chain
 from streaming.batches.losses import user_trace
@@ -190,13 +192,34 @@ class BatchBuilder:
             )
             raise
 
-    def empty(self, prototype: Rows) -> Any:
-        """A batch of no rows, shaped like a batch of ``prototype`` (one row)."""
+    def empty(self, prototypes: Iterator[Rows]) -> Any:
+        """The batch of no rows, shaped like a batch of the first of ``prototypes`` (single rows) that can be had.
+
+        Those that cannot are passed over in silence: they are no samples of this batch. A function of the user is never
+        called without samples, see :func:`without_rows`.
+
+        Raises:
+            TooManyBadSamplesError: None can be had.
+        """
+        sample = self._first_of(prototypes)
+        if self._recipe.on_error == "skip" and self._recipe.collate_fn is not None and isinstance(sample, dict):
+            sample["__valid__"] = True
         if self._recipe.collate_fn is not None:
-            return self._recipe.portion(self._recipe.collate_fn([]), 0)
+            return self._recipe.portion(without_rows(partial(self._collated, self._recipe.collate_fn), sample), 0)
         whole = replace(self._recipe, portion=Portion(), finish=None)
-        row = BatchBuilder(whole, self._substitutes, self._report).build(prototype, None)
+        row = whole.whole(default_collate([sample]), whole.mask_of(1, None), 1)
         return self._recipe.portion(empty_like(row), 0)
+
+    def _first_of(self, prototypes: Iterator[Rows]) -> Sample:
+        for rows in islice(prototypes, MAX_SUBSTITUTES):
+            try:
+                return self._sample(rows, 0)
+            except _Bad:
+                continue
+        raise TooManyBadSamplesError(
+            f"this rank has no row of the last batch, and of the {MAX_SUBSTITUTES} samples tried for the shape of an "
+            "empty one none can be read and is kept by transform. Check the data set with `shard_tools verify`"
+        )
 
     def samples(self, rows: Rows) -> list[Sample]:
         """The decoded, transformed samples of ``rows``, not collated."""
@@ -294,16 +317,3 @@ class BatchBuilder:
                 f"fields (or None to drop the sample); other types need a collate_fn that takes them"
             )
         return changed
-
-
-def size_of(batch: Any) -> int:
-    """About how many bytes a batch holds: its tensors, arrays and byte strings; objects are not looked into."""
-    if isinstance(batch, (torch.Tensor, np.ndarray)):
-        return int(batch.nbytes)
-    if isinstance(batch, (bytes, bytearray, str)):
-        return len(batch)
-    if isinstance(batch, Mapping):
-        return sum(size_of(value) for value in batch.values())
-    if isinstance(batch, (list, tuple)):
-        return sum(size_of(value) for value in batch)
-    return 0

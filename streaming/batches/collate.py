@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -9,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streaming.errors import ConfigError
 from streaming.types import Batch
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -65,6 +68,85 @@ def empty_like(batch: Mapping[str, object]) -> Batch:
     return {
         name: torch.empty_like(value[:0]) if isinstance(value, torch.Tensor) else [] for name, value in batch.items()
     }
+
+
+def without_rows(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
+    """Make the batch that ``collate_fn`` would make of no samples, without calling it with none.
+
+    It is called with one sample and with two: what grows with the number of samples is cut back by as much, whatever
+    axis it is (rows, tokens laid end to end, borders between them); what does not grow stays.
+
+    Example:
+        ``without_rows(torch.utils.data.default_collate, (image, 3))`` gives ``[float32 [0, 3, 224, 224], int64 [0]]``.
+
+    Args:
+        collate_fn: Of a list of samples. It gets shallow copies, which it may change.
+        sample: One that can be had; nothing of it is in the result.
+
+    Raises:
+        ConfigError: The batch holds something of which nobody can tell what belongs to a sample.
+    """
+    one = collate_fn([copy.copy(sample)])
+    two = collate_fn([copy.copy(sample), copy.copy(sample)])
+    return _cut_back(one, two, "the batch")
+
+
+def _cut_back(one: Any, two: Any, where: str) -> Any:
+    """Part of a batch of one sample, cut back by what the same part of a batch of two has more."""
+    if type(one) is not type(two):
+        raise _cannot_cut(one, where)
+    left: Any
+    if isinstance(one, (torch.Tensor, np.ndarray)):
+        left = _cut_array(one, two, where)
+    elif isinstance(one, Mapping):
+        left = _like(one, {name: _cut_back(one[name], two.get(name), f"{where}[{name!r}]") for name in one})
+    elif dataclasses.is_dataclass(one) and not isinstance(one, type):
+        names = [field.name for field in dataclasses.fields(one)]
+        changed = {name: _cut_back(getattr(one, name), getattr(two, name), f"{where}.{name}") for name in names}
+        left = dataclasses.replace(one, **changed)
+    elif isinstance(one, (list, tuple)):
+        left = _cut_sequence(one, two, where)
+    elif isinstance(one, int) and not isinstance(one, bool):
+        left = 2 * one - two
+    elif one is None or isinstance(one, (bool, float, str, bytes, np.generic, torch.dtype, torch.device)):
+        left = one
+    else:
+        raise _cannot_cut(one, where)
+    return left
+
+
+def _cut_array(one: Any, two: Any, where: str) -> Any:
+    """A tensor or array, cut back along each axis that grows with the number of samples."""
+    if tuple(one.shape) == tuple(two.shape):
+        return one
+    if one.ndim != two.ndim or (isinstance(one, torch.Tensor) and one.layout != torch.strided):
+        raise _cannot_cut(one, where)
+    left = one[tuple(slice(0, max(0, 2 * a - b)) for a, b in zip(one.shape, two.shape, strict=True))]
+    return left.clone() if isinstance(left, torch.Tensor) else left.copy()
+
+
+def _cut_sequence(one: Any, two: Any, where: str) -> Any:
+    """A list or tuple: of samples, if it grows with their number, else of parts that may."""
+    if len(one) != len(two):
+        return one[: max(0, 2 * len(one) - len(two))]
+    parts = [_cut_back(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(one, two, strict=True))]
+    return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+
+
+def _like(mapping: Any, left: dict[Any, Any]) -> Any:
+    """``left`` as a mapping of that type, where it can be made of a dict."""
+    try:
+        return type(mapping)(left)
+    except Exception:  # noqa: BLE001  a type of the user's; a dict serves as well
+        return left
+
+
+def _cannot_cut(part: object, where: str) -> ConfigError:
+    return ConfigError(
+        f'last_batch="partial": this rank has no row of the last batch, and gets what collate_fn makes of one sample '
+        f"without that sample's rows; of {where}, a {type(part).__name__}, it cannot be told what belongs to a sample. "
+        f'Have collate_fn make tensors, arrays, lists, tuples, dicts or dataclasses of them, or use last_batch="pad"'
+    )
 
 
 def collate_field(values: list[object], *, allocate: Allocate | None = None) -> object:

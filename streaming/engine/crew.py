@@ -24,6 +24,7 @@ class Crew:
         metrics: Where restarts are counted.
 
     Attributes:
+        recipe: What to do.
         arena: Where the bytes of samples lie until they are built.
         builder: Builds batches.
         ring: Where batches of worker processes lie; None without.
@@ -35,6 +36,7 @@ class Crew:
     ) -> None:  # fmt: skip
         self._closing = ExitStack()
         self.abandoned = False
+        self.recipe = recipe
         self.arena = Arena(arena_bytes, shared=num_workers > 0)
         self.ring: BatchRing | None = None
         self.builder: Builder = LocalBuilder(recipe, metrics)

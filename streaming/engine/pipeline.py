@@ -14,8 +14,6 @@ batch that is built or handed out) also starts what has become possible; there i
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,16 +25,15 @@ import numpy.typing as npt
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.draws import epoch_key
 from streaming.engine.builders import Builder
-from streaming.engine.depth import Depth
-from streaming.engine.grace import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
+from streaming.engine.delivery import Delivery
 from streaming.engine.groups import Group, Groups
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.memory.row_table import Rows
 from streaming.engine.source import Source
-from streaming.engine.standing import Standing, standing_lines, thread_lines
+from streaming.engine.standing import Standing, standing_lines
 from streaming.engine.substitutes import Substitutes
 from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
-from streaming.errors import DataError, DecodeError, MemoryLimitError, TooManyBadSamplesError
+from streaming.errors import DataError, DecodeError, MemoryLimitError
 from streaming.metrics import Metrics
 from streaming.plan.plan import Plan
 from streaming.units import format_bytes
@@ -45,8 +42,8 @@ Ints = npt.NDArray[np.int64]
 
 _BLOCKS_AHEAD = 16
 """Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
-_LOCK_S = 2.0
-"""How long a report waits for the lock, which nobody keeps for more than milliseconds."""
+_BLOCK_PASSES = 4
+"""Passes in a block at most: of a small set each pass costs as much as a thousand rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +67,8 @@ class Settings:
     batch_bytes: int
 
 
-class Pipeline:
-    """Iterator over ``(batch, global batch number)``; used once, then closed.
-
-    ``__next__`` is for one consumer thread. ``close`` may be called from any thread, at any time, more than once.
+class Pipeline(Delivery):
+    """Deliver the batches of a plan; see ``Delivery``. A batch comes with its rows' share of the global batch only.
 
     Args:
         plan: The plan.
@@ -90,6 +85,11 @@ class Pipeline:
         self, *, plan: Plan, dp_rank: int, units: Units, source: Source, store: ChunkStore, settings: Settings,
         metrics: Metrics, report: BadSampleReport,
     ) -> None:  # fmt: skip
+        super().__init__(
+            settings.builder, store, first=0, num_batches=plan.num_batches, num_builders=settings.num_builders,
+            depth=settings.depth, batch_bytes=settings.batch_bytes, metrics=metrics, report=report,
+            changed=store.changed,
+        )  # fmt: skip
         self._plan = plan
         self._dp_rank = dp_rank
         self._draw_key = epoch_key(plan.settings.seed, plan.epoch)
@@ -97,12 +97,10 @@ class Pipeline:
         self._source = source
         self._store = store
         self._settings = settings
-        self._metrics = metrics
-        self._tell = report
-        self._changed = store.changed
         self._blocks: deque[Block] = deque()
         rows_per_batch = max(1, -(-plan.global_batch_size // plan.dp_world_size))
-        self._block_batches = max(1, BLOCK_SAMPLES // rows_per_batch)
+        few_passes = _BLOCK_PASSES * plan.samples_per_pass // plan.global_batch_size
+        self._block_batches = max(1, min(BLOCK_SAMPLES // rows_per_batch, few_passes))
         self._planned = 0
         self._needs = units.needs()
         self._next_need: Need | None = next(self._needs, None)
@@ -111,122 +109,38 @@ class Pipeline:
         self._chunk_starts = np.concatenate([[0], np.cumsum(plan.chunk_samples)])
         self._damage: dict[int, DataError] = {}
         self._releases: dict[int, list[Unit]] = defaultdict(list)
-        self._started = 0
-        self._handed_out = 0
-        self._handed_out_s = 0.0
         self._built: set[int] = set()
         self._num_built = 0
-        self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._groups = Groups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad")
         self._group: Group | None = None
-        self._depth = Depth(settings.depth, settings.batch_bytes, settings.num_builders)
-        self._closed = False
-        self._consumer: threading.Thread | None = None
-        self._builders = [
-            threading.Thread(target=self._build_loop, name=f"shardstream-build-{i}", daemon=True)
-            for i in range(settings.num_builders)
-        ]
-        leave_to_parent(self)
-        for thread in self._builders:
-            thread.start()
-
-    def __iter__(self) -> Iterator[Any]:
-        """Itself."""
-        return self
-
-    def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopIteration: After the last one, and after ``close``.
-            BaseException: Whatever kept the batch from being built, once; the pipeline is closed then.
-        """
-        batch = self._handed_out
-        if batch:
-            self._metrics.add("consumer_s", time.perf_counter() - self._handed_out_s)
-        if batch >= self._plan.num_batches:
-            raise StopIteration
-        self._consumer = threading.current_thread()  # first this, then a look at _closed: close does it the other way
-        try:
-            value = None if self._closed else self._take_or_close(batch)
-        finally:
-            self._consumer = None
-            if self._closed:
-                with self._changed:
-                    self._changed.notify_all()
-        if self._closed:
-            raise StopIteration
-        if self._group is not None:
-            self._handed_out = batch + 1
-        else:
-            with self._changed:
-                self._handed_out = batch + 1
-                self._advance()
-                if self._builders:
-                    self._changed.notify_all()
-        self._handed_out_s = time.perf_counter()
-        return value
-
-    def close(self) -> None:
-        """Stop building, give back every unit; batches under way have ``GRACE_S`` to end.
-
-        Then worker processes are killed. A thread that is still in a user's function is left behind: it keeps its
-        units, the store is marked as abandoned, and a warning names the function.
-        """
-        if self._closed or not self._begin_to_close():
-            return
-        if busy := still_alive(self._builders):
-            self._settings.builder.give_up()
-            busy = still_alive(busy, 0 if self._settings.builder.is_local else GRACE_S)
-        with self._changed:
-            own = threading.current_thread()
-            self._changed.wait_for(lambda: self._consumer in (None, own), 0 if busy else GRACE_S)
-            consumer = self._consumer
-            if consumer not in (None, own):
-                busy.append(consumer)
-            self._group = None
-            self._results.clear()
-        if busy:
-            tell_of(busy)
-            return
-        with self._changed:
-            self._store.abandoned = own in self._builders
-            released = [one for some in self._releases.values() for one in some]
-            for unit in [unit for _, unit, _ in self._coming] + released:
-                self._store.release(unit)
-            self._coming.clear()
-            self._releases.clear()
-            self._blocks.clear()
-
-    def _begin_to_close(self) -> bool:
-        """Whether nobody has. Ask ``_closed`` first: the interpreter may have ended a thread that holds the lock."""
-        with self._changed:
-            if self._closed:
-                return False
-            self._closed = True
-            self._store.abandoned = True  # until it is known better, should this be interrupted
-            self._changed.notify_all()
-            return True
-
-    def describe(self) -> str:
-        """What the next batch waits for, and what every stage is at, for people; from any thread."""
-        if not self._changed.acquire(timeout=_LOCK_S):
-            return "\n".join(["a thread keeps the engine's lock", *thread_lines("shardstream-")])
-        try:
-            lines = standing_lines(
-                Standing(
-                    batch=self._handed_out, num_batches=self._plan.num_batches, frontier=self._frontier(),
-                    num_started=self._started, num_built=self._num_built, num_waiting=len(self._results),
-                    pending=tuple(unit for _, unit, _ in self._coming if not unit.ready),
-                    arena_used_bytes=self._store.arena.used_bytes, arena_limit_bytes=self._store.limit_bytes,
-                    closed=self._closed,
-                )
-            )  # fmt: skip
-        finally:
-            self._changed.release()
-        return "\n".join([*lines, *self._settings.builder.describe()])
+        self._start()
 
     # --- under the lock ---
+
+    def _num_ready(self) -> int:
+        """Batches below this number have all their units in the arena, and their rows planned."""
+        return min(self._frontier(), self._planned)
+
+    def _give_back(self) -> None:
+        """Release every unit that was asked for."""
+        released = [one for some in self._releases.values() for one in some]
+        for unit in [unit for _, unit, _ in self._coming] + released:
+            self._store.release(unit)
+        self._coming.clear()
+        self._releases.clear()
+        self._blocks.clear()
+        self._group = None
+
+    def _standing(self) -> list[str]:
+        return standing_lines(
+            Standing(
+                batch=self._handed_out, num_batches=self._plan.num_batches, frontier=self._frontier(),
+                num_started=self._started, num_built=self._num_built, num_waiting=len(self._results),
+                pending=tuple(unit for _, unit, _ in self._coming if not unit.ready),
+                arena_used_bytes=self._store.arena.used_bytes, arena_limit_bytes=self._store.limit_bytes,
+                closed=self._closed,
+            )
+        )  # fmt: skip
 
     def _frontier(self) -> int:
         """Batches below this number have all their units in the arena."""
@@ -236,10 +150,13 @@ class Pipeline:
 
     def _advance(self) -> None:
         """Start every fetch that has room, note every unit that has come; one that failed stops the frontier."""
-        if self._closed:
-            return
+        if self._store.failure is not None:
+            raise self._store.failure
+        soon = self._handed_out + self._block_batches
         while (need := self._next_need) is not None:
             wanted = self._units.wanted(need.unit)
+            if need.first_batch >= soon and self._store.holds(wanted):
+                break  # nothing to fetch: an epoch of many passes over a small set is gone through as it is read
             unit = self._store.admit(wanted)
             if unit is None:
                 break
@@ -274,8 +191,6 @@ class Pipeline:
 
     def _finish(self, batch: int) -> None:
         """Batch is built: give back the units of which it was the last to need."""
-        if self._closed:
-            return
         self._built.add(batch)
         while self._num_built in self._built:
             self._built.discard(self._num_built)
@@ -308,47 +223,17 @@ class Pipeline:
 
     # --- taking and building ---
 
-    def _take_or_close(self, batch: int) -> Any:
-        try:
-            return self._take(batch)
-        except StopIteration as error:  # of a user's function: left alone, it would end the epoch in silence
-            self.close()
-            raise RuntimeError(f"batch {batch}: a decoder, transform or collate_fn raised StopIteration") from error
-        except Exception:
-            if self._closed:  # by another thread: nobody wants that batch any more, nor its errors
-                return None
-            self.close()
-            raise
-        except BaseException:
-            self.close()
-            raise
+    def _take(self, number: int) -> Any:
+        """See ``Delivery``; a batch of the group that is open costs no lock."""
+        return super()._take(number) if self._group is None else self._cut(self._group, number)
 
-    def _take(self, batch: int) -> Any:
-        """The batch, built by a builder or, if none has begun with it, right here."""
-        if self._group is not None:
-            return self._cut(self._group, batch)
-        with self._changed:
-            while True:
-                if self._closed:
-                    return None
-                self._advance()
-                if batch in self._results:
-                    value, error = self._results.pop(batch)
-                    if error is not None:
-                        raise error
-                    return value
-                if self._settings.builder.is_local and batch == self._started and batch < self._frontier():
-                    self._group = group = self._open_group(batch)
-                    self._started = batch + 1 if group is None else group.last
-                    break
-                self._wait(batch)
-        if group is not None:
-            return self._cut(group, batch)
-        with self._metrics.timed("build_in_consumer_s"):
-            value = self._build(batch)
-        with self._changed:
-            self._finish(batch)
-        return value
+    def _begin(self, number: int) -> None:
+        self._group = group = self._open_group(number)
+        self._quiet = group is not None
+        self._started = number + 1 if group is None else group.last
+
+    def _build_here(self, number: int) -> Any:
+        return super()._build_here(number) if self._group is None else self._cut(self._group, number)
 
     def _cut(self, group: Group, batch: int) -> Any:
         """The batch, out of its group; after the last one the group is given back."""
@@ -358,14 +243,15 @@ class Pipeline:
             except DecodeError:  # row by row it will be found out which
                 value = self._build(batch)
         if batch + 1 == group.last:
-            with self._changed:
-                self._group = None
-                for one in range(group.first, group.last):
-                    self._finish(one)
+            with self._changed:  # all batches of the group are built: their units may go
+                self._group, self._quiet = None, False
+                if not self._closed:
+                    for one in range(group.first, group.last):
+                        self._finish(one)
         return value
 
     def _open_group(self, first: int) -> Group | None:
-        if not self._settings.builder.holds_gil:
+        if not self._builder.holds_gil:
             return None
         return self._groups.open(self._block_of(first), first, self._frontier(), self._intact_rows)
 
@@ -377,58 +263,6 @@ class Pipeline:
         rows = self._rows(numbers, block.rows.chunk_ids[span], block.rows.offsets[span], {})
         return None if rows.damage else rows
 
-    def _wait(self, batch: int) -> None:
-        """Wait for a change, and say what the consumer waited for."""
-        waits_for_fetch = batch >= self._frontier()
-        obstacle = self._obstacle() if waits_for_fetch else None
-        if obstacle is not None:
-            raise obstacle
-        if self._can_start():
-            self._changed.notify_all()
-        started_s = time.perf_counter()
-        self._changed.wait(LOOK_UP_S)
-        waited_s = time.perf_counter() - started_s
-        self._metrics.add("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s", waited_s)
-        if batch == 0:
-            self._metrics.add("first_batch_wait_s", waited_s)
-
-    def _build_loop(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and not self._can_start():
-                    self._changed.wait()
-                    if not self._settings.builder.holds_gil:
-                        self._advance()  # of what has been fetched nobody else may know: the consumer is in its step
-                if self._closed:
-                    return
-                batch = self._started
-                self._started += 1
-            error: BaseException | None = None
-            value: Any = None
-            try:
-                with self._metrics.timed("build_s"):
-                    value = self._build(batch)
-            except BaseException as caught:  # noqa: BLE001  a thread border: the consumer gets it
-                error = caught
-            self._deliver(batch, value, error)
-            value = error = None  # a thread that waits must not keep a batch
-
-    def _deliver(self, batch: int, value: Any, error: BaseException | None) -> None:
-        with self._changed:
-            if self._closed:
-                return
-            self._results[batch] = (value, error)
-            self._depth.saw(value, is_local=self._settings.builder.is_local)
-            self._finish(batch)
-            self._advance()
-            self._changed.notify_all()
-
-    def _can_start(self) -> bool:
-        """Whether a builder may begin with a batch: never with what is the consumer's to build."""
-        if self._settings.builder.in_consumer:
-            return False
-        return self._started < min(self._frontier(), self._planned, self._handed_out + self._depth.now)
-
     def _build(self, batch: int) -> Any:
         with self._changed:
             block = self._block_of(batch)
@@ -439,10 +273,7 @@ class Pipeline:
             damage = {row: self._damage[int(block.units[low + row])] for row in lost}
         with self._stand_ins() as stand_ins:
             if low == high:
-                prototype = next(stand_ins.any(), None)
-                if prototype is None:
-                    raise TooManyBadSamplesError("no chunk of the data set can be read; see `shard_tools verify`")
-                return BatchBuilder(self._settings.recipe, lambda _: iter(()), self._report).empty(prototype)
+                return BatchBuilder(self._settings.recipe, lambda _: iter(()), self._report).empty(stand_ins.any())
             chunk_ids, offsets, passes = (
                 column[span] for column in (block.rows.chunk_ids, block.rows.offsets, block.rows.passes)
             )
@@ -454,27 +285,19 @@ class Pipeline:
             valid = block.rows.valid[span] if self._plan.last_batch == "pad" else None
             positions = block.rows.positions[span] - self._plan.epoch * self._plan.num_samples
             rows = replace(rows, positions=positions)
-            return self._settings.builder.build(
-                rows, valid, substitutes, self._report, seed=self._draw_key, batch=batch
-            )  # fmt: skip
+            return self._builder.build(rows, valid, substitutes, self._report, seed=self._draw_key, batch=batch)
 
     def _stand_ins(self) -> Substitutes:
         return Substitutes(self._plan, self._chunk_starts, self._source, self._store, self._settings.fields)
 
     def _report(self, bad: BadSample) -> None:
-        """Tell of a bad sample, by its key and place where they can be known.
-
-        Raises:
-            GivenUpError: The run is over, nobody will get the batch.
-        """
-        if self._closed:
-            raise GivenUpError
+        """Tell of a bad sample, by its key and place where they can be known."""
         if bad.number >= 0 and not bad.dropped:
             chunk = int(np.searchsorted(self._chunk_starts, bad.number, side="right")) - 1
             place = self._source.locate(chunk, bad.number - int(self._chunk_starts[chunk]))
             if place is not None:
                 bad = replace(bad, key=place.key, byte_start=place.record_start, byte_end=place.record_end)
-        self._tell(bad)
+        super()._report(bad)
 
     def _rows(self, row_numbers: Ints, chunk_ids: Ints, offsets: Ints, lost: dict[int, DataError]) -> Rows:
         """The rows of a batch; of those ``lost`` nothing is in the arena, and nothing stands in the row table."""

@@ -54,6 +54,6 @@ def _run(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         try:
             job()
-        except Exception:  # noqa: BLE001  a thread border: the hook reports it, the thread goes on
+        except BaseException:  # noqa: BLE001  a thread border: the hook reports it, the thread goes on
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         del job

@@ -79,10 +79,10 @@ class WholeChunks:
 
     def needs(self) -> Iterator[Need]:
         """See ``Units``."""
-        live = self._plan.chunk_intervals(self._dp_rank)
-        columns = zip(live.chunk_ids, live.first_batches, live.last_batches, strict=True)
-        for unit, first_batch, last_batch in columns:
-            yield Need(unit=int(unit), first_batch=int(first_batch), last_batch=int(last_batch))
+        for live in self._plan.intervals_by_pass(self._dp_rank):
+            columns = zip(live.chunk_ids, live.first_batches, live.last_batches, strict=True)
+            for unit, first_batch, last_batch in columns:
+                yield Need(unit=int(unit), first_batch=int(first_batch), last_batch=int(last_batch))
 
     def wanted(self, unit: int) -> FetchRange:
         """See ``Units``."""

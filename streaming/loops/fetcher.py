@@ -264,7 +264,7 @@ class EpochLoop(BaseLoop):
 
     def _open_store(self) -> tuple[Crew, ChunkStore]:
         """Chunks and those who build batches of them, for all runs."""
-        if self._store is not None and self._store.abandoned:
+        if self._store is not None and (self._store.abandoned or self._store.failure is not None):
             self._drop_machinery()
         if self._crew is None or self._store is None:
             limit = self.config.memory_limit_bytes
@@ -296,7 +296,7 @@ class EpochLoop(BaseLoop):
 
     def _rank_bytes(self, plan: Plan, dp_rank: int) -> int:
         """Bytes of all the chunks that this rank needs in the epoch."""
-        return int(self._chunk_bytes[np.unique(plan.chunk_intervals(dp_rank).chunk_ids)].sum())
+        return int(self._chunk_bytes[plan.rank_chunks(dp_rank)].sum())
 
     def _arena_bytes(self, plan: Plan, dp_rank: int) -> int:
         """What of memory_limit the arena uses: all that is needed at once, and some read-ahead.
@@ -313,7 +313,7 @@ class EpochLoop(BaseLoop):
 
     def _live_bytes_of_pieces(self, plan: Plan, dp_rank: int) -> int:
         """What is needed at once if ``fields`` leave out much of the chunks; sizes come from the sample tables."""
-        needed = np.unique(plan.chunk_intervals(dp_rank).chunk_ids)
+        needed = plan.rank_chunks(dp_rank)
         sizes = self._chunk_bytes.copy()
         sizes[needed] = budget.whole_pages(self.dataset.unit_bytes(needed))
         return budget.live_bytes_of_pieces(plan, self._chunk_bytes, sizes, dp_rank)

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from infra import DeviceMesh
-from streaming.batches.collate import empty_like
 from streaming.errors import ConfigError
 from streaming.loops.iterable import Again, IterableLoop
 from streaming.loops.iterator import Loop, Run
@@ -204,6 +203,12 @@ class _Rows:
         if self.plan is not None:
             yield from starmap(with_substitutes, self._sampler.rows(self.plan, count))
 
+    def stand_in(self, batch: int, count: int) -> tuple[int, tuple[int, ...]]:
+        """For a batch without rows on this rank: an index, with ``count`` others, that shows what a row looks like."""
+        if self.plan is None:
+            raise ConfigError("no plan has begun")
+        return self._sampler.row_of_others(self.plan, batch, count)
+
 
 class _MapRun:
     """The batches of one plan, from torch's loader."""
@@ -211,7 +216,6 @@ class _MapRun:
     def __init__(self, loop: MapLoop, plan: Plan, batches: Iterator[Any]) -> None:
         self._loop, self._plan, self._batches = loop, plan, batches
         self._number = 0
-        self._last: Any = {}
         self._waiting = False
 
     def __next__(self) -> Any:
@@ -221,14 +225,14 @@ class _MapRun:
             with self._loop.metrics.timed("wait_for_batch_s"):
                 batch = next(self._batches)
             self._waiting = False
-            self._last = self._finished(batch)
+            finished = self._finished(batch)
         except StopIteration:
             raise
         except BaseException:
             self._loop.clean_up()
             raise
         self._number += 1
-        return self._last
+        return finished
 
     def close(self) -> None:
         """Let go of the batches that were asked for."""
@@ -243,17 +247,10 @@ class _MapRun:
         return f"waiting for {type(self._loop.dataset).__name__}[…] and collate_fn in {where}"
 
     def _finished(self, batch: Any) -> Any:
-        config, last = self._loop.config, self._last
+        config = self._loop.config
         if config.last_batch == "pad":
             rows = self._plan.rank_batches(self._number, self._number + 1, config.mesh.data_rank)
             return with_valid(batch, torch.from_numpy(rows.valid))
-        if isinstance(batch, dict) and not batch and config.last_batch == "partial":
-            if not isinstance(last, Mapping):
-                raise ConfigError(
-                    f'last_batch="partial": the last global batch has fewer samples than there are ranks, and an empty '
-                    f'{type(last).__name__} cannot be made; give samples that are dicts, or use "drop" or "pad"'
-                )
-            return empty_like(last)
         return batch
 
 

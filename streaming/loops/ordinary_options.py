@@ -13,10 +13,11 @@ from torch.utils.data import default_collate as torch_collate
 
 from infra import DeviceMesh
 from streaming.arguments import is_number
-from streaming.batches.collate import default_collate
+from streaming.batches.collate import default_collate, without_rows
 from streaming.errors import ConfigError
 from streaming.plan.order import checked_int
 from streaming.plan.plan import LastBatch
+from streaming.samplers.retry import NoRow
 
 Sharding = Literal["auto", "worker_info", "self"]
 """How an iterable data set is cut into parts; see ``streaming.loops.parts``."""
@@ -123,15 +124,15 @@ class OrdinaryConfig:
 
 
 class Collate:
-    """``collate_fn`` of the config; picklable if the user's is. No samples give an empty dict."""
+    """``collate_fn`` of the config; picklable if the user's is. It is never called without samples."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         self._collate_fn = collate_fn
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """The batch of ``samples``."""
-        if not samples:
-            return {}
+        """The batch of ``samples``; of a ``NoRow`` alone it is the batch of none."""
+        if samples and isinstance(samples[0], NoRow):
+            return without_rows(self, samples[0].sample)
         if self._collate_fn is not None:
             return self._collate_fn(list(samples))
         if all(isinstance(sample, Mapping) for sample in samples):

@@ -19,6 +19,7 @@ from streaming.loops.iterator import Run
 from streaming.loops.position import Place
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
+from streaming.plan.plan import Shape, num_batches
 from streaming.plan.state import LoaderState
 
 DEFAULT_WINDOW = 4096
@@ -44,36 +45,48 @@ class StreamedLoop(BaseLoop):
                 f"{dataset.shards.missing_index}. Such a set can only be streamed, shard after shard, and needs "
                 f"epoch_size=… to say when an epoch ends (or, much better, an index: shard_tools index URL)"
             )
-        if config.epoch_size < config.global_batch_size:
+        if config.epoch_size < config.global_batch_size and config.last_batch == "drop":
             raise ConfigError(
-                f"epoch_size: {config.epoch_size} is less than one global batch of {config.global_batch_size}"
+                f"epoch_size: {config.epoch_size} is less than one global batch of {config.global_batch_size}, and "
+                f'last_batch="drop" leaves out what does not fill one. Use "pad" or "partial", or a smaller batch'
             )
         window = dataset.shuffle_config.window
         order = OrderSettings(
             seed=dataset.seed,
-            lanes=config.mesh.data_world_size,
+            lanes=config.mesh.data_world_size if dataset.shuffle else 1,
             window=(DEFAULT_WINDOW if window is None else window) if dataset.shuffle else 0,
             shuffle=dataset.shuffle,
         )
         super().__init__(dataset, order, config.global_batch_size, config.mesh)
         self.config, self._sharing = open_sharing(config)
         self._size = config.epoch_size
+        self._shape = Shape(
+            global_batch_size=config.global_batch_size,
+            num_ranks=config.mesh.data_world_size,
+            last_batch=config.last_batch,
+            epoch_size=config.epoch_size,
+        )
         if config.recipe.portion.fields is not None:
             raise ConfigError(
                 f"stage_fields: {dataset.shards.missing_index}, and without an index stages cannot tell how many "
                 f"samples a batch has. Index the shards (shard_tools index URL), or leave stage_fields out"
             )
         digest = hashlib.sha256("\n".join(dataset.shards.urls).encode())
-        self._fingerprint = f"stream:{digest.hexdigest()}"
+        self._shards = f"stream:{digest.hexdigest()}"
         _log.warning(
             "%s: streaming shard after shard. Samples are not dealt out exactly once, a restart reads again what was "
             "read, and world size and worker count must stay. Cure: shard_tools index URL",
             dataset.shards.missing_index,
         )
 
+    @property
+    def _fingerprint(self) -> str:
+        """Of the shards; and the number of ranks, where the order does not hold it."""
+        return self._shards if self.order.shuffle else f"{self._shards}@{self._shape.num_ranks}"
+
     def batches_left(self, samples_seen: int) -> int:
-        """See ``Loop``: an epoch has ``epoch_size`` in full global batches, rounded down."""
-        return max(0, self._size // self._global_batch_size - samples_seen // self._global_batch_size)
+        """See ``Loop``."""
+        return num_batches(self._size - samples_seen, self._global_batch_size, self.config.last_batch)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -94,14 +107,20 @@ class StreamedLoop(BaseLoop):
         Raises:
             StateError: It belongs to other shards, or to another number of ranks in the middle of an epoch.
         """
-        if state.fingerprint != self._fingerprint:
+        shards, _, ranks = state.fingerprint.partition("@")
+        if shards != self._shards:
             raise StateError("this state belongs to other shards (or to shards with an index); open the same ones")
         if state.epoch_size != self.config.epoch_size:
             raise StateError(f"epoch_size: the state has {state.epoch_size}, this loader {self.config.epoch_size}")
-        if state.samples_seen and state.order.lanes != self.order.lanes:
+        if state.order.shuffle != self.order.shuffle:
             raise StateError(
-                f"without an index an epoch cannot go on with {self.order.lanes} data-parallel ranks that began with "
-                f"{state.order.lanes}. Go on with {state.order.lanes}, begin the next epoch with set_epoch("
+                f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
+            )
+        began_with = int(ranks) if ranks.isdecimal() else state.order.lanes
+        if state.samples_seen and began_with != self._shape.num_ranks:
+            raise StateError(
+                f"without an index an epoch cannot go on with {self._shape.num_ranks} data-parallel ranks that began "
+                f"with {began_with}. Go on with {began_with}, begin the next epoch with set_epoch("
                 f"{state.epoch + 1}), or index the shards (shard_tools index URL) and start anew"
             )
         self.order = replace(state.order, lanes=self.order.lanes)
@@ -118,18 +137,17 @@ class StreamedLoop(BaseLoop):
         super()._drop_machinery()
 
     def _read(self, place: Place) -> ShardStream:
-        config, rank = self.config, self.config.mesh.data_rank
+        config = self.config
         self._begin_account(self._size, place.epoch)
         settings = StreamSettings(
             urls=self.dataset.shards.urls,
             order=self.order,
             epoch=place.epoch,
-            dp_rank=rank,
+            dp_rank=config.mesh.data_rank,
             window_bytes=int(config.memory_limit_bytes * _WINDOW_SHARE),
             fields=self.dataset.fields,
-            global_batch_size=config.global_batch_size,
+            shape=self._shape,
             first_batch=place.samples_seen // config.global_batch_size,
-            num_batches=self.num_batches,
             depth=config.depth,
             piece_bytes=piece_bytes_of(config.memory_limit_bytes),
             keep_duplicates=self.dataset.duplicate_keys == "keep",

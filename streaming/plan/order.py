@@ -168,17 +168,17 @@ class OrderSettings:
 
 
 def default_lanes(global_batch_size: int) -> int:
-    """The largest divisor of the global batch size that is at most ``max(16, global_batch_size // 8)``.
+    """Choose the lanes for a global batch size: the largest divisor up to ``max(16, global_batch_size // 8)``, if near.
 
-    It must not look at the world size, or the order would change with it. Dividing the global batch makes
-    every lane give equally many samples to every batch, so each world size that divides the lanes owns whole
-    lanes.
+    It must not look at the world size, or the order would change with it. Dividing the global batch makes every lane
+    give equally many samples to every batch, so each world size that divides the lanes owns whole lanes. A batch size
+    whose divisors are all less than half of that number (257, 254, 1018) gets that number of lanes itself: ranks then
+    read a lane at their borders together, but the batch mixes like one of 256. With one lane it would hold neighbours.
     """
     size = checked_int("global_batch_size", global_batch_size, 1, _MAX_INT32)
-    lanes = min(size, max(16, size // 8), MAX_LANES)
-    while size % lanes:
-        lanes -= 1
-    return lanes
+    most = min(size, max(16, size // 8), MAX_LANES)
+    lanes = next(lanes for lanes in range(most, 0, -1) if size % lanes == 0)
+    return lanes if 2 * lanes >= most else most
 
 
 def default_window(num_samples: int, num_chunks: int) -> int:

@@ -16,6 +16,8 @@ Within a global batch the positions are ordered by lane, and rank ``r`` of R tak
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import ConfigError
+from streaming.plan.intervals import ChunkIntervals, join_intervals, merge_intervals
 from streaming.plan.order import (
     EpochOrder,
     Int64Array,
@@ -35,6 +38,8 @@ from streaming.plan.order import (
 LastBatch = Literal["drop", "pad", "partial"]
 
 _MAX_COUNT = 2**62
+PASSES_LOOKED_AT = 8
+"""Of an epoch of many passes, those whose chunks are counted at its start: the others are planned when they are due."""
 _CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more for a reader and a consumer apart
 _MIN_SEGMENT = 2048  # lane positions evaluated at once at least; amortises the calls into NumPy
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
@@ -43,6 +48,41 @@ _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # star
 def num_batches(num_samples: int, global_batch_size: int, last_batch: LastBatch) -> int:
     """Batches that ``num_samples`` samples make, over all ranks; none of fewer than none."""
     return max(0, num_samples // global_batch_size if last_batch == "drop" else -(-num_samples // global_batch_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Count batches and rows of an epoch that is dealt out in order, whatever the samples are.
+
+    Attributes:
+        global_batch_size: G, samples of one batch over all ranks.
+        num_ranks: R.
+        last_batch: What becomes of the last ``epoch_size % G`` samples; see ``Plan``.
+        epoch_size: Samples of an epoch.
+    """
+
+    global_batch_size: int
+    num_ranks: int
+    last_batch: LastBatch
+    epoch_size: int
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return num_batches(self.epoch_size, self.global_batch_size, self.last_batch)
+
+    def rows(self, batch: int, rank: int) -> tuple[int, int]:
+        """Rows of one rank in a batch: those that are samples of it, and all, padding included."""
+        size = min(self.global_batch_size, self.epoch_size - batch * self.global_batch_size)
+        real = size * (rank + 1) // self.num_ranks - size * rank // self.num_ranks
+        return real, (-(-self.global_batch_size // self.num_ranks) if self.last_batch == "pad" else real)
+
+    def positions(self, batch: int, rank: int) -> Int64Array:
+        """Place in the epoch's global order of each row of one rank in a batch, int64[n]; padding repeats samples."""
+        start = batch * self.global_batch_size
+        size = min(self.global_batch_size, self.epoch_size - start)
+        real, num_rows = self.rows(batch, rank)
+        return start + size * rank // self.num_ranks + np.arange(num_rows) % max(1, real)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,34 +106,6 @@ class RankBatches:
     positions: Int64Array
     valid: npt.NDArray[np.bool_]
     row_splits: Int64Array
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkIntervals:
-    """Times, counted in batches of one rank, between which chunks are needed; sorted by ``first_batches``.
-
-    A chunk across a lane border is needed late in one lane and early in the next: it has two rows, and is
-    fetched twice rather than held for long. Rows of one chunk in one pass neither overlap nor touch.
-
-    Attributes:
-        chunk_ids: int64[n], data-set chunk id.
-        passes: int64[n], pass of the stream.
-        first_batches: int64[n], no earlier batch than this uses the chunk (since the row before).
-        last_batches: int64[n], no later batch than this uses the chunk (until the row after).
-    """
-
-    chunk_ids: Int64Array
-    passes: Int64Array
-    first_batches: Int64Array
-    last_batches: Int64Array
-
-    def live_bytes(self, chunk_bytes: Int64Array) -> int:
-        """Most bytes that are needed at the same time; ``chunk_bytes`` is int64[C], of all chunks."""
-        changes = chunk_bytes[self.chunk_ids]
-        # Releases come before the acquisitions of the same batch.
-        times = np.concatenate([self.last_batches + 1, self.first_batches])
-        changes = np.concatenate([-changes, changes])[np.argsort(times, kind="stable")]
-        return int(changes.cumsum().max(initial=0))
 
 
 class Plan:
@@ -216,64 +228,53 @@ class Plan:
         A chunk on lane positions [a, b) is used only while its lane stands in [a - W, b + W]. The bounds hold
         for every use, padding included; they are loose by at most 2 W lane positions.
         """
+        return join_intervals(self.intervals_by_pass(dp_rank))
+
+    def intervals_by_pass(self, dp_rank: int) -> Iterator[ChunkIntervals]:
+        """Evaluate ``chunk_intervals`` pass by pass: one after the other they are the whole, in the same order.
+
+        No use in a pass comes before the last batch of the pass before it.
+        """
         self._check_range(0, 0, dp_rank)
-        parts = [self._pass_intervals(None, pass_number, dp_rank) for pass_number in self.passes]
-        empty = np.empty(0, np.int64)
-        chunk_ids, first, last = (np.concatenate([part[i] for part in parts]) if parts else empty for i in range(3))
-        passes = np.repeat(np.array(self.passes, dtype=np.int64), [len(part[0]) for part in parts])
-        by_time = np.argsort(first, kind="stable")
-        return ChunkIntervals(
-            chunk_ids=chunk_ids[by_time],
-            passes=passes[by_time],
-            first_batches=first[by_time],
-            last_batches=last[by_time],
-        )
+        for pass_number in self.passes:
+            ids, first, last = self._pass_intervals(pass_number, dp_rank)
+            by_time = np.argsort(first, kind="stable")
+            yield ChunkIntervals(
+                chunk_ids=ids[by_time],
+                passes=np.full(len(ids), pass_number, dtype=np.int64),
+                first_batches=first[by_time],
+                last_batches=last[by_time],
+            )
 
-    def first_use_batches(self, chunk_ids: npt.ArrayLike, pass_number: int, dp_rank: int) -> Int64Array:
-        """Lower bound of the first batch that uses each chunk on this rank; ``num_batches`` if none does.
+    def rank_chunks(self, dp_rank: int) -> Int64Array:
+        """Ids of the chunks that this rank needs, sorted, int64[n]; of an epoch of many passes perhaps others too."""
+        if len(self.passes) > PASSES_LOOKED_AT and self.settings.scope == "global":
+            return np.arange(len(self.chunk_samples))
+        return np.unique(join_intervals(self._first_passes(dp_rank)).chunk_ids)
 
-        Args:
-            chunk_ids: int64[n], data-set chunk ids, repeats allowed.
-            pass_number: Pass of the stream.
-            dp_rank: The data-parallel rank.
-        """
-        wanted, inverse = self._wanted(chunk_ids)
-        ids, first, _ = self._pass_intervals(wanted, pass_number, dp_rank)
-        result = np.full(len(wanted), self.num_batches, dtype=np.int64)
-        np.minimum.at(result, np.searchsorted(wanted, ids), first)
-        return result[inverse]
-
-    def release_batches(
-        self, chunk_ids: npt.ArrayLike, pass_number: int, dp_rank: int, *, after: int | None = None
-    ) -> Int64Array:
-        """Upper bound of the last batch that uses each chunk on this rank; -1 if none does.
-
-        Args:
-            chunk_ids: int64[n], data-set chunk ids, repeats allowed.
-            pass_number: Pass of the stream.
-            dp_rank: The data-parallel rank.
-            after: A batch number: count only live intervals that have begun by then, so that a chunk in use
-                at that batch may be let go between its intervals and be fetched again.
-        """
-        wanted, inverse = self._wanted(chunk_ids)
-        ids, first, last = self._pass_intervals(wanted, pass_number, dp_rank)
-        result = np.full(len(wanted), -1, dtype=np.int64)
-        begun = slice(None) if after is None else first <= after
-        np.maximum.at(result, np.searchsorted(wanted, ids[begun]), last[begun])
-        return result[inverse]
+    def _first_passes(self, dp_rank: int) -> Iterator[ChunkIntervals]:
+        return itertools.islice(self.intervals_by_pass(dp_rank), PASSES_LOOKED_AT)
 
     def live_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
         """Upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
+
+        Of an epoch of more than ``PASSES_LOOKED_AT`` passes, the most of the first ones and a ninth, for other passes
+        put other chunks side by side; never more than all chunks.
 
         Args:
             chunk_bytes: int64[C], bytes of each chunk in data-set order.
             dp_rank: The data-parallel rank.
         """
-        return self.chunk_intervals(dp_rank).live_bytes(self._chunk_bytes(chunk_bytes))
+        sizes = self._chunk_bytes(chunk_bytes)
+        live = join_intervals(self._first_passes(dp_rank)).live_bytes(sizes)
+        if len(self.passes) <= PASSES_LOOKED_AT:
+            return live
+        return min(live + -(-live // 9), int(sizes.sum()))
 
     def read_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
         """Bytes that this rank fetches for the remaining batches, each chunk once per live interval."""
-        return int(self._chunk_bytes(chunk_bytes)[self.chunk_intervals(dp_rank).chunk_ids].sum())
+        sizes = self._chunk_bytes(chunk_bytes)
+        return sum(int(sizes[live.chunk_ids].sum()) for live in self.intervals_by_pass(dp_rank))
 
     # --- batches ---
 
@@ -365,13 +366,6 @@ class Plan:
 
     # --- live intervals ---
 
-    def _wanted(self, chunk_ids: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
-        given = np.asarray(chunk_ids, dtype=np.int64)
-        if len(given) and (given.min() < 0 or given.max() >= len(self.chunk_samples)):
-            raise ConfigError(f"chunk ids: expected [0, {len(self.chunk_samples)}), got {given.min()}..{given.max()}")
-        wanted, inverse = np.unique(given, return_inverse=True)
-        return wanted, inverse
-
     def _chunk_bytes(self, chunk_bytes: npt.ArrayLike) -> Int64Array:
         sizes = np.asarray(chunk_bytes, dtype=np.int64)
         if sizes.shape != self.chunk_samples.shape:
@@ -380,10 +374,8 @@ class Plan:
             )
         return sizes
 
-    def _pass_intervals(
-        self, chunk_ids: Int64Array | None, pass_number: int, dp_rank: int
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Live intervals of ``chunk_ids`` (sorted, unique; None: all) in one pass: ids, first, last; int64[n] each."""
+    def _pass_intervals(self, pass_number: int, dp_rank: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Live intervals of one pass: ids, first, last; int64[n] each."""
         self._check_range(0, 0, dp_rank)
         if pass_number not in self.passes:
             empty = np.empty(0, np.int64)
@@ -397,35 +389,31 @@ class Plan:
         # Batches that are full and lie in this pass follow the closed form; at most the outer two do not.
         odd = {batch for batch in (touched[0], touched[-1]) if not self._is_regular(batch)}
         regular = range(touched[0] + (touched[0] in odd), touched[-1] + 1 - (touched[-1] in odd))
-        parts = [self._odd_uses(chunk_ids, pass_number, batch, dp_rank) for batch in sorted(odd)]
+        parts = [self._odd_uses(pass_number, batch, dp_rank) for batch in sorted(odd)]
         if regular:
-            parts.append(self._regular_intervals(chunk_ids, pass_number, regular, dp_rank))
-        return _merge_intervals(*(np.concatenate([part[i] for part in parts]) for i in range(3)))
+            parts.append(self._regular_intervals(pass_number, regular, dp_rank))
+        return merge_intervals(*(np.concatenate([part[i] for part in parts]) for i in range(3)))
 
     def _is_regular(self, batch: int) -> bool:
         start = self._origin + batch * self.global_batch_size
         stop = start + self.global_batch_size
         return stop <= self._stop and start // self.samples_per_pass == (stop - 1) // self.samples_per_pass
 
-    def _odd_uses(
-        self, chunk_ids: Int64Array | None, pass_number: int, batch: int, dp_rank: int
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def _odd_uses(self, pass_number: int, batch: int, dp_rank: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         rows = self.rank_batches(batch, batch + 1, dp_rank)
         ids = np.unique(rows.chunk_ids[rows.passes == pass_number])
-        if chunk_ids is not None:
-            ids = np.intersect1d(ids, chunk_ids)
         at = np.full(len(ids), batch, dtype=np.int64)
         return ids, at, at
 
     def _regular_intervals(
-        self, chunk_ids: Int64Array | None, pass_number: int, batches: range, dp_rank: int
+        self, pass_number: int, batches: range, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
         order, num_lanes = self.order(pass_number), self.settings.lanes
         # Each chunk's linear range, cut to the lanes of this rank; chunks that miss them drop out.
         limits = order.lane_starts(np.array(self.rank_lanes(dp_rank)))
-        if chunk_ids is None:  # the run of chunks that these lanes hold: a rank of many looks at few chunks
-            first, stop = np.searchsorted(order.chunk_starts, [limits[0] + 1, limits[1]]).tolist()
-            chunk_ids = np.sort(order.chunk_order[first - 1 : stop])
+        # The run of chunks that these lanes hold: a rank of many looks at few chunks.
+        first, stop = np.searchsorted(order.chunk_starts, [limits[0] + 1, limits[1]]).tolist()
+        chunk_ids = np.sort(order.chunk_order[first - 1 : stop])
         ranks = order.chunk_ranks[chunk_ids]
         starts = np.maximum(order.chunk_starts[ranks], limits[0])
         stops = np.minimum(order.chunk_starts[ranks + 1], limits[1])
@@ -476,25 +464,3 @@ class _Slices:
     lows: Int64Array
     counts: Int64Array
     rows: Int64Array
-
-
-def _merge_intervals(ids: Int64Array, first: Int64Array, last: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Join intervals of one chunk that overlap or touch. Any order in and out."""
-    # Counting takes time with the largest id, sorting with the number of ids: a rank of many has few.
-    if len(ids) and int(ids.max()) < 16 * len(ids):
-        shared = np.bincount(ids)[ids] > 1
-    else:
-        _, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
-        shared = counts[inverse] > 1
-    if not shared.any():  # else only the few chunks with several intervals need sorting
-        return ids, first, last
-    rest = ids[~shared], first[~shared], last[~shared]
-    by_chunk = np.lexsort((first[shared], ids[shared]))
-    ids, first, last = ids[shared][by_chunk], first[shared][by_chunk], last[shared][by_chunk]
-    # Shift every chunk's times beyond those of the chunk before it: one running maximum then serves them all.
-    shift = np.concatenate([[0], np.cumsum(np.diff(ids) != 0)]) * (int(last.max()) + 3)
-    reached = np.maximum.accumulate(last + shift)
-    edges = np.flatnonzero(np.concatenate([[True], first[1:] + shift[1:] > reached[:-1] + 1]))
-    joined = ids[edges], first[edges], np.maximum.reduceat(last, edges)
-    ids, first, last = (np.concatenate(both) for both in zip(rest, joined, strict=True))
-    return ids, first, last

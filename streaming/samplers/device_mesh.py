@@ -74,8 +74,9 @@ class DeviceMeshSampler(Sampler[Any]):
         rank: torch's name: which of them this process is; default: as found.
         shuffle: False: the data set's own order.
         seed: Of the shuffling.
-        last_batch: What becomes of samples that do not fill a global batch: ``"drop"``, ``"partial"``, or ``"pad"``,
-            which repeats indices; ``valid_mask`` tells them apart. Single indices know no ``"partial"``.
+        last_batch: What becomes of samples that do not fill a global batch: ``"drop"``, ``"partial"`` (for as many
+            samples as there are ranks, or more: torch's loader cannot make a batch of no samples), or ``"pad"``, which
+            repeats indices; ``valid_mask`` tells them apart. Single indices know no ``"partial"``.
         drop_last: torch's name: True for ``last_batch="drop"``, False for ``"partial"``, of single indices ``"pad"``.
         epoch_size: Samples in a virtual epoch over endless repetition; default: one pass.
 
@@ -139,7 +140,8 @@ class DeviceMeshSampler(Sampler[Any]):
         """Lists of indices for the epoch due, or the rest of it; without a batch size, single ones.
 
         Raises:
-            ConfigError: Batches are given to torch's loader as ``sampler=``.
+            ConfigError: Batches are given to torch's loader as ``sampler=``; or, on all ranks, there are fewer samples
+                in the tail than ranks, under ``last_batch="partial"``.
         """
         if self.is_single:
             return _Indices(self, 0, lambda rows, _: int(rows[0]))
@@ -153,6 +155,12 @@ class DeviceMeshSampler(Sampler[Any]):
     def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
         """As ``iter``, each index with ``count`` others that may stand in for it; for ``RetrySampler``."""
         return _Indices(self, count, with_substitutes)
+
+    def row_of_others(self, plan: Plan, batch: int, count: int) -> tuple[int, tuple[int, ...]]:
+        """An index, with ``count`` others, that another rank has in a batch of ``plan`` without rows here."""
+        block = plan.rank_batches(batch, batch + 1, plan.dp_world_size - 1)  # the last rank has a row if any has
+        (row, *_), (others, *_) = self._rows(block, self.order, count)
+        return int(row), tuple(others.tolist())
 
     def follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
         """The batches of ``loader``, counted as they are handed out: ``state_dict`` is then exact with any prefetching.
@@ -263,10 +271,7 @@ class DeviceMeshSampler(Sampler[Any]):
         per_block = max(1, _BLOCK_ROWS * plan.dp_world_size // plan.global_batch_size)
         for first in range(0, plan.num_batches, per_block):
             block = plan.rank_batches(first, min(first + per_block, plan.num_batches), rank)
-            rows = self._indices(block, order)
-            others = substitutes(
-                block.passes, block.positions, seed=order.seed, num_samples=self.num_samples, count=num_substitutes
-            )
+            rows, others = self._rows(block, order, num_substitutes)
             for start, stop in zip(block.row_splits[:-1], block.row_splits[1:], strict=True):
                 yield rows[start:stop], others[start:stop]
 
@@ -289,8 +294,15 @@ class DeviceMeshSampler(Sampler[Any]):
         self._look_again(to_read=True)
         place, seed = self.position.begin(turn)
         self.use_seed(seed)
-        self._latest = _Run(self.plan(place), place, turn, is_followed=self._is_followed)
+        plan = self.plan(place)
+        self._check_tail(plan)
+        self._latest = _Run(plan, place, turn, is_followed=self._is_followed)
         return self._latest
+
+    def _rows(self, block: RankBatches, order: OrderSettings, count: int) -> tuple[Int64Array, Int64Array]:
+        """Indices int64[n] of planned rows, and others int64[n, count] for each."""
+        others = substitutes(block.passes, block.positions, seed=order.seed, num_samples=self.num_samples, count=count)
+        return self._indices(block, order), others
 
     def _indices(self, block: RankBatches, order: OrderSettings) -> Int64Array:
         places = block.positions - block.passes * self.num_samples
@@ -322,6 +334,16 @@ class DeviceMeshSampler(Sampler[Any]):
         whole = self.plan(Place(epoch=0, samples_seen=0))
         self._num_batches, self.epoch_samples = whole.num_batches, whole.num_samples
         self._check_enough_samples()
+
+    def _check_tail(self, plan: Plan) -> None:
+        ranks = plan.dp_world_size
+        tail = (plan.num_samples - plan.start) % plan.global_batch_size
+        if self.last_batch == "partial" and 0 < tail < ranks:
+            raise ConfigError(
+                f'last_batch="partial": of the last {tail} samples of this epoch some of the {ranks} data-parallel '
+                f'ranks would get none, and torch\'s loader cannot make a batch of no samples. Use last_batch="pad" '
+                f'and valid_mask, "drop", or streaming.DataLoader, which makes empty batches'
+            )
 
     def _check_enough_samples(self) -> None:
         ranks = self.mesh.data_world_size

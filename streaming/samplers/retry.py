@@ -24,6 +24,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import context, reduction
 from typing import Any, Protocol, Self, TypeVar
@@ -75,6 +76,17 @@ class Candidates(int):
 
     def __reduce__(self) -> tuple[type[Candidates], tuple[int, tuple[int, ...]]]:
         return type(self), (int(self), self.substitutes)
+
+
+class StandIn(Candidates):
+    """An index in place of a row that this rank does not have: its sample says what a row looks like."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoRow:
+    """The sample of a ``StandIn``: no row of the batch."""
+
+    sample: Any
 
 
 @checks_names()
@@ -248,10 +260,12 @@ class RetrySampler(Sampler[Any]):
     def _indices(self) -> Iterator[Any]:
         count = self._num_substitutes
         if hasattr(self.sampler, "iterate_with_substitutes"):
-            for rows in self.sampler.iterate_with_substitutes(count):
+            for number, rows in enumerate(self.sampler.iterate_with_substitutes(count)):
                 self.check()
-                found = [Candidates(index, others) for index, others in rows]
-                yield found[0] if getattr(self.sampler, "is_single", False) else found
+                made = [Candidates(index, others) for index, others in rows]
+                if not made and hasattr(self.sampler, "stand_in"):
+                    made = [StandIn(*self.sampler.stand_in(number, count))]
+                yield made[0] if getattr(self.sampler, "is_single", False) else made
             return
         for given, near in _with_neighbours(self.sampler):
             self.check()
@@ -276,6 +290,8 @@ class RetryingDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """The sample, or one in its place."""
+        if isinstance(index, StandIn):
+            return NoRow(self[Candidates(int(index), index.substitutes)])
         sample, error = self._found(index)
         if error is not None:
             raise error
@@ -286,6 +302,8 @@ class RetryingDataset(Dataset[Any]):
 
         Fewer than asked for, where some are to be skipped.
         """
+        if any(isinstance(index, StandIn) for index in indices):
+            return [self[index] for index in indices]
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
             return self._kept(indices, [None] * len(indices))

@@ -71,6 +71,7 @@ class ChunkStore:
 
     Attributes:
         limit_bytes: How much of the arena to use.
+        failure: What a thread ended with that keeps the units' bytes as they are; None: none has. The consumer's next.
         retain: Keep units that nobody needs any more as long as there is room: the next epoch needs them again.
         abandoned: A run that has ended left a thread behind, or may yet, which reads from the arena. Such a store is to
             be closed and not used again; ``close`` leaves the memory to the last who refers to it.
@@ -88,6 +89,9 @@ class ChunkStore:
         self.limit_bytes = arena.budget_bytes
         self.retain = False
         self.abandoned = False
+        self.failure: BaseException | None = None
+        if maps is not None:
+            maps.fail = self._fail
         self._metrics = metrics
         self._threads = JobThreads(num_threads, "shardstream-fetch")
         self._waiting: deque[Unit] = deque()
@@ -113,6 +117,10 @@ class ChunkStore:
         self._cold.pop(key, None)
         unit.users += 1
         return unit
+
+    def holds(self, wanted: FetchRange) -> bool:
+        """Whether the unit is here or on its way: nothing is to be started for it."""
+        return wanted.key in self._units
 
     def release(self, unit: Unit) -> None:
         """One user less. Without users a unit is dropped, or kept as long as the room is not needed."""
@@ -168,6 +176,11 @@ class ChunkStore:
         if self._maps is not None:
             self._maps.close()
 
+    def _fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.failure = self.failure or error  # the run that meets it ends, and no other uses this store
+            self.changed.notify_all()
+
     def _allocate(self, num_bytes: int) -> int | None:
         start = self._try_allocate(num_bytes)
         while start is None and self._cold:
@@ -205,33 +218,21 @@ class ChunkStore:
             self._threads.submit(partial(self._run, self._waiting.popleft()))
 
     def _run(self, unit: Unit) -> None:
-        """Fetch one unit (on a background thread) and tell whoever waits."""
+        """Fetch one unit (on a background thread) and tell whoever waits, whatever happens."""
         if self._closed:
             return
-        unit.begun_at_s = started_s = time.monotonic()
+        unit.begun_at_s = time.monotonic()
         found: UnitLayout | TakeApart | None = None
-        with self.arena.view[unit.start : unit.start + unit.wanted.num_bytes] as out:
-            try:
-                if self._maps is not None and self._maps.map(unit.wanted, unit.start, out):
-                    self._metrics.add("mapped_bytes", unit.num_bytes)
-                    found = partial(layout_of, unit.wanted)
-                else:
-                    found = self._fetch(unit.wanted, out)
-            except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
-                _note(unit, error)
-        layout = found if isinstance(found, UnitLayout) else None
-        self._metrics.add("fetch_s", time.monotonic() - started_s)
-        self._metrics.add("fetched_chunks")
-        self._metrics.add("fetched_bytes", unit.num_bytes if layout is None else layout.num_bytes)
+        try:
+            found = self._fetched(unit)
+        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+            _note(unit, error)
         with self.changed:
-            if layout is not None and not self._closed:
-                skew = unit.skew_bytes
-                self.arena.shrink(unit.start - skew, skew + unit.num_bytes, skew + layout.num_bytes)
-                unit.num_bytes = layout.num_bytes
-                unit.first_row = self.rows.add(layout, unit.start)
-            elif not isinstance(found, UnitLayout):
-                unit.take_apart = found
-            unit.ready = True
+            try:
+                self._enter(unit, found)
+            except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+                unit.failure = error
+            unit.ready = True  # its fetch counts no more: another one may begin
             self._num_in_flight -= 1
             self._in_flight_bytes -= unit.wanted.num_bytes
             if not self._closed:
@@ -239,6 +240,29 @@ class ChunkStore:
             if unit.users == 0 and not self._closed:
                 self._retire(unit)
             self.changed.notify_all()
+
+    def _fetched(self, unit: Unit) -> UnitLayout | TakeApart:
+        """Bring the bytes of a unit to their place in the arena."""
+        try:
+            with self.arena.view[unit.start : unit.start + unit.wanted.num_bytes] as out:
+                if self._maps is not None and self._maps.map(unit.wanted, unit.start, out):
+                    self._metrics.add("mapped_bytes", unit.num_bytes)
+                    return partial(layout_of, unit.wanted)
+                return self._fetch(unit.wanted, out)
+        finally:
+            self._metrics.add("fetch_s", time.monotonic() - unit.begun_at_s)
+            self._metrics.add("fetched_chunks")
+
+    def _enter(self, unit: Unit, found: UnitLayout | TakeApart | None) -> None:
+        """Enter the samples of a unit into the row table, or keep what finds them. Under the lock."""
+        self._metrics.add("fetched_bytes", found.num_bytes if isinstance(found, UnitLayout) else unit.num_bytes)
+        if not isinstance(found, UnitLayout):
+            unit.take_apart = found
+        elif not self._closed:
+            skew = unit.skew_bytes
+            self.arena.shrink(unit.start - skew, skew + unit.num_bytes, skew + found.num_bytes)
+            unit.num_bytes = found.num_bytes
+            unit.first_row = self.rows.add(found, unit.start)
 
 
 def _note(unit: Unit, error: BaseException) -> None:

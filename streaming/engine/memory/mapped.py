@@ -68,9 +68,13 @@ class FileMaps:
     Args:
         arena: Private memory of this process.
         reads_whole: Others are not mapped, since that would read all of them.
+
+    Attributes:
+        fail: Told of the exception that the thread ended with which gives leases back.
     """
 
     def __init__(self, arena: Arena, reads_whole: ReadsWhole) -> None:
+        self.fail: Callable[[BaseException], None] = lambda _: None
         self._arena = arena
         self._reads_whole = reads_whole
         self._lock = threading.RLock()  # a loader may be closed by the garbage collector, in whichever thread
@@ -194,8 +198,11 @@ class FileMaps:
         return file
 
     def _watch(self) -> None:
-        while not self._closed.wait(_LOOK_EVERY_S):
-            self.give_back()
+        try:
+            while not self._closed.wait(_LOOK_EVERY_S):
+                self.give_back()
+        except BaseException as error:  # noqa: BLE001  a thread border: without it, maps are not safe to read
+            self.fail(error)
 
     def _close_unused(self, url: str, file: _File) -> None:
         if file.mapped or file.coming or any(one[2] == url for one in self._left):

@@ -11,32 +11,29 @@ arena; builder threads, or the consumer, take them from there; each is handed ou
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from streaming.batches.build import BadSample, BadSampleReport
+from streaming.batches.build import BadSampleReport, BatchBuilder, Mask
 from streaming.batches.draws import epoch_key
-from streaming.engine.builders import Builder
 from streaming.engine.crew import Crew
-from streaming.engine.depth import Depth
-from streaming.engine.grace import GRACE_S, LOOK_UP_S, leave_to_parent, still_alive, tell_of
+from streaming.engine.delivery import Delivery
 from streaming.engine.memory.row_table import Rows
-from streaming.engine.standing import thread_lines
-from streaming.engine.unindexed.gather import Packing, neighbours, pack_samples
+from streaming.engine.unindexed.gather import Packing, alone, neighbours, pack_samples
 from streaming.engine.unindexed.read_ahead import ReadAhead, StreamClosedError
-from streaming.engine.unindexed.samples import StreamSettings, samples_of
+from streaming.engine.unindexed.samples import RawSample, StreamSettings, samples_of
 from streaming.metrics import Metrics
 from streaming.storage import Storage, redact
 from streaming.units import format_bytes
 
+_SHOWN_ROWS = 16
+"""Samples read for a batch without rows: one of them must be readable and kept by transform."""
 _ALONE = -1
 """Start of a batch that does not fit into the arena: it lies in memory of its own, while nothing is in the arena."""
-_LOCK_S = 2.0
-"""How long a report waits for the lock, which nobody keeps for more than milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +41,22 @@ class _Gathered:
     """A batch whose bytes are together.
 
     Attributes:
-        rows: Its rows.
+        rows: Its rows; of a batch that has none, some that show what a row looks like.
+        valid: bool [n], False for rows that only pad it; None where none does.
+        is_empty: It has no rows.
         start: Where they lie in the arena, or ``_ALONE``.
         num_bytes: How many bytes.
     """
 
     rows: Rows
+    valid: Mask
+    is_empty: bool
     start: int
     num_bytes: int
 
 
-class ShardStream:
-    """Iterator over one rank's batches of one epoch; used once, then closed.
-
-    ``__next__`` is for one consumer thread. ``close`` may be called from any thread, at any time, more than once.
+class ShardStream(Delivery):
+    """Deliver the batches of shards that are read one after the other; see ``Delivery``.
 
     Args:
         storage: Where the shards are.
@@ -73,108 +72,39 @@ class ShardStream:
         self, storage: Storage, settings: StreamSettings, crew: Crew, *, num_builders: int, batch_bytes: int,
         metrics: Metrics, report: BadSampleReport,
     ) -> None:  # fmt: skip
+        super().__init__(
+            crew.builder, crew, first=settings.first_batch, num_batches=settings.shape.num_batches,
+            num_builders=num_builders, depth=settings.depth, batch_bytes=batch_bytes, metrics=metrics, report=report,
+            changed=threading.Condition(),
+        )  # fmt: skip
         self._settings = settings
         self._draw_key = epoch_key(settings.order.seed, settings.epoch)
         self._reader = ReadAhead(storage, settings.piece_bytes)
         self._crew = crew
         self._arena = crew.arena
-        self._builder: Builder = crew.builder
-        self._metrics = metrics
-        self._report = report
-        self._changed = threading.Condition()
         self._gathered: dict[int, _Gathered] = {}
         self._in_use = 0
-        self._results: dict[int, tuple[Any, BaseException | None]] = {}
-        first = settings.first_batch
-        self._num_gathered = self._started = self._handed_out = first
-        self._handed_out_s = 0.0
-        self._depth = Depth(settings.depth, batch_bytes, num_builders)
+        self._num_gathered = settings.first_batch
         self._reading = ""
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._read_loop, name="shardstream-stream", daemon=True),
-            *(
-                threading.Thread(target=self._build_loop, name=f"shardstream-build-{i}", daemon=True)
-                for i in range(num_builders)
-            ),
-        ]
-        leave_to_parent(self)
-        for thread in self._threads:
-            thread.start()
+        self._start(self._read_all)
 
-    def __next__(self) -> Any:
-        """The next batch.
+    # --- what Delivery asks for ---
 
-        Raises:
-            StopIteration: After the last one, and after ``close``.
-            BaseException: Whatever kept the batch from being built, once; the stream is closed then.
-        """
-        number = self._handed_out
-        if number > self._settings.first_batch:
-            self._metrics.add("consumer_s", time.perf_counter() - self._handed_out_s)
-        if number >= self._settings.num_batches or self._closed:
-            raise StopIteration
-        try:
-            value = self._take(number)
-        except StopIteration as error:  # of a user's function: left alone, it would end the epoch in silence
-            self.close()
-            raise RuntimeError(f"batch {number}: a decoder, transform or collate_fn raised StopIteration") from error
-        except BaseException:
-            self.close()
-            raise
-        if self._closed:
-            raise StopIteration
-        with self._changed:
-            self._handed_out = number + 1
-            self._changed.notify_all()
-        self._handed_out_s = time.perf_counter()
-        return value
+    def _num_ready(self) -> int:
+        """Batches below this number lie in the arena."""
+        return self._num_gathered
 
-    def close(self) -> None:
-        """Stop reading and building, give back the arena's room; what is under way has ``GRACE_S`` to end.
-
-        Then worker processes are killed. A thread that is still in a user's function is left behind with the arena,
-        which is marked as abandoned, and a warning says where it is.
-        """
-        if self._closed or not self._begin_to_close():
-            return
+    def _stop_reading(self) -> None:
         self._reader.close()
-        busy = still_alive(self._threads)
-        if busy:
-            self._builder.give_up()
-            busy = still_alive(busy, 0 if self._builder.is_local else GRACE_S)
-        if busy:
-            tell_of(busy)
-            return
-        with self._changed:
-            self._crew.abandoned = threading.current_thread() in self._threads
-            while self._gathered:
-                self._give_back(self._gathered.popitem()[1])
-            self._results.clear()
 
-    def _begin_to_close(self) -> bool:
-        """Whether nobody has. Ask ``_closed`` first: the interpreter may have ended a thread that holds the lock."""
-        with self._changed:
-            if self._closed:
-                return False
-            self._closed = True
-            self._crew.abandoned = True  # until it is known better, should this be interrupted
-            self._changed.notify_all()
-            return True
-
-    def describe(self) -> str:
-        """What the next batch waits for, and what every stage is at, for people; from any thread."""
-        if not self._changed.acquire(timeout=_LOCK_S):
-            return "\n".join(["a thread keeps the engine's lock", *thread_lines("shardstream-")])
-        try:
-            lines = self._standing()
-        finally:
-            self._changed.release()
-        return "\n".join([*lines, *self._builder.describe()])
+    def _give_back(self) -> None:
+        """Free the arena's room."""
+        while self._gathered:
+            self._free(self._gathered.popitem()[1])
 
     def _standing(self) -> list[str]:
         number = self._handed_out
-        if self._closed or number >= self._settings.num_batches:
+        if self._closed or number >= self._num_batches:
             waits_for = "the epoch is over"
         elif number in self._results:
             waits_for = "is built"
@@ -183,7 +113,7 @@ class ShardStream:
         else:
             waits_for = "is being built" if number < self._started else "can be built"
         batch = (
-            f"batch {number} of {self._settings.num_batches}: {waits_for}; {self._num_gathered} batches read, "
+            f"batch {number} of {self._num_batches}: {waits_for}; {self._num_gathered} batches read, "
             f"{self._started} started, {len(self._results)} wait to be handed out"
         )
         arena = f"{format_bytes(self._arena.used_bytes)} of {format_bytes(self._arena.budget_bytes)} in use"
@@ -192,19 +122,15 @@ class ShardStream:
 
     # --- reading ---
 
-    def _read_loop(self) -> None:
+    def _read_all(self) -> None:
         number = 0
         try:
             samples = samples_of(self._reader, self._settings, self._before_sample)
-            for number in range(self._settings.num_batches):
-                batch = list(islice(samples, self._settings.batch_size))
-                if self._closed:
-                    return
-                if number >= self._settings.first_batch:
-                    self._gather(number, pack_samples(batch, self._settings.fields))
+            for number in range(self._num_batches):
+                self._read_batch(samples, number)
         except StreamClosedError:
             return
-        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it after the batches before
             with self._changed:
                 self._results[max(number, self._settings.first_batch)] = None, error
                 self._changed.notify_all()
@@ -216,7 +142,19 @@ class ShardStream:
             raise StreamClosedError
         self._reading = url
 
-    def _gather(self, number: int, packing: Packing) -> None:
+    def _read_batch(self, samples: Iterator[RawSample], number: int) -> None:
+        """Take the samples of a batch; one without any, and padding without any, takes some to show what they are."""
+        real, num_rows = self._settings.shape.rows(number, self._settings.dp_rank)
+        taken = list(islice(samples, real or _SHOWN_ROWS))
+        if self._closed:
+            raise StreamClosedError
+        if number >= self._first:
+            rows = [taken[row % (real or len(taken))] for row in range(num_rows)] or taken
+            is_padded = self._settings.shape.last_batch == "pad"
+            valid = np.arange(num_rows) < real if is_padded else None
+            self._gather(number, pack_samples(rows, self._settings.fields), valid, is_empty=num_rows == 0)
+
+    def _gather(self, number: int, packing: Packing, valid: Mask, *, is_empty: bool) -> None:
         with self._changed:
             while (start := self._admit(number, packing.num_bytes)) is None:
                 self._changed.wait()
@@ -224,8 +162,9 @@ class ShardStream:
             self._metrics.peak("arena_peak_bytes", self._arena.used_bytes)
         arena = self._arena
         rows = packing.place_alone() if start == _ALONE else packing.place(arena.memory, arena.view, start)
-        with self._changed:
-            self._gathered[number] = _Gathered(rows=rows, start=start, num_bytes=packing.num_bytes)
+        gathered = _Gathered(rows=rows, valid=valid, is_empty=is_empty, start=start, num_bytes=packing.num_bytes)
+        with self._changed:  # the batch can be begun
+            self._gathered[number] = gathered
             self._num_gathered = number + 1
             self._changed.notify_all()
 
@@ -239,7 +178,7 @@ class ShardStream:
             return None if self._in_use else _ALONE
         return self._arena.allocate(num_bytes)
 
-    def _give_back(self, batch: _Gathered) -> None:
+    def _free(self, batch: _Gathered) -> None:
         """Nobody needs the batch's bytes any more. Under the lock."""
         self._in_use -= 1
         if batch.start != _ALONE:
@@ -247,83 +186,19 @@ class ShardStream:
 
     # --- building ---
 
-    def _take(self, number: int) -> Any:
-        """The batch, built by a builder or, if none has begun with it, right here."""
-        with self._changed:
-            while not self._closed:
-                if number in self._results:
-                    value, error = self._results.pop(number)
-                    if error is not None:
-                        raise error
-                    return value
-                if self._builder.is_local and number == self._started < self._num_gathered:
-                    self._started += 1
-                    break
-                self._wait(number)
-            else:
-                return None
-        with self._metrics.timed("build_in_consumer_s"):
-            return self._build(number)
-
-    def _wait(self, number: int) -> None:
-        """Wait for a change, and say what the consumer waited for."""
-        waits_for_fetch = number >= self._num_gathered
-        if self._can_start():
-            self._changed.notify_all()
-        started_s = time.perf_counter()
-        self._changed.wait(LOOK_UP_S)
-        waited_s = time.perf_counter() - started_s
-        self._metrics.add("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s", waited_s)
-        if number == self._settings.first_batch:
-            self._metrics.add("first_batch_wait_s", waited_s)
-
-    def _can_start(self) -> bool:
-        """Whether a builder may begin with a batch: never with what is the consumer's to build."""
-        if self._builder.in_consumer:
-            return False
-        return self._started < min(self._num_gathered, self._handed_out + self._depth.now)
-
-    def _build_loop(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and not self._can_start():
-                    self._changed.wait()
-                if self._closed:
-                    return
-                number = self._started
-                self._started += 1
-            error: BaseException | None = None
-            value: Any = None
-            try:
-                with self._metrics.timed("build_s"):
-                    value = self._build(number)
-            except BaseException as caught:  # noqa: BLE001  a thread border: the consumer gets it
-                error = caught
-            self._deliver(number, value, error)
-            value = error = None  # a thread that waits must not keep a batch
-
-    def _deliver(self, number: int, value: Any, error: BaseException | None) -> None:
-        with self._changed:
-            if self._closed:  # nobody asks for it any more
-                return
-            self._results[number] = value, error
-            self._depth.saw(value, is_local=self._builder.is_local)
-            self._changed.notify_all()
-
     def _build(self, number: int) -> Any:
         with self._changed:
             batch = self._gathered.pop(number)
         try:
-            first = self._settings.first_position(number)
-            rows = replace(batch.rows, positions=np.arange(first, first + len(batch.rows.keys)))
+            if batch.is_empty:
+                shown = (alone(batch.rows, row) for row in range(len(batch.rows.keys)))
+                return BatchBuilder(self._crew.recipe, lambda _: iter(()), self._report).empty(shown)
+            positions = self._settings.shape.positions(number, self._settings.dp_rank)
             return self._builder.build(
-                rows, None, lambda row: neighbours(batch.rows, row), self._tell, seed=self._draw_key, batch=number,
+                replace(batch.rows, positions=positions), batch.valid, lambda row: neighbours(batch.rows, row),
+                self._report, seed=self._draw_key, batch=number,
             )  # fmt: skip
         finally:
-            with self._changed:
-                self._give_back(batch)
+            with self._changed:  # its room may be taken by the next one
+                self._free(batch)
                 self._changed.notify_all()
-
-    def _tell(self, bad: BadSample) -> None:
-        if not self._closed:  # else nobody asked for the batch
-            self._report(bad)

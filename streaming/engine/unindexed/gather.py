@@ -74,10 +74,11 @@ def neighbours(rows: Rows, row: int) -> Iterator[Rows]:
     """The other rows of a batch, from ``row`` on, each in memory of its own."""
     num_rows = len(rows.keys)
     for step in range(1, num_rows):
-        yield _alone(rows, (row + step) % num_rows)
+        yield alone(rows, (row + step) % num_rows)
 
 
-def _alone(rows: Rows, row: int) -> Rows:
+def alone(rows: Rows, row: int) -> Rows:
+    """One of the rows, in memory of its own."""
     one = slice(row, row + 1)
     places = [(int(where.starts[row]), int(where.sizes[row])) for where in rows.fields.values()]
     begin = min((start for start, size in places if size >= 0), default=0)

@@ -14,6 +14,7 @@ import numpy as np
 from streaming.engine.unindexed.read_ahead import PIECE_BYTES, ReadAhead
 from streaming.errors import ConfigError
 from streaming.plan.order import EpochOrder, OrderSettings
+from streaming.plan.plan import Shape
 from streaming.storage import redact
 from streaming.tar.samples import iter_samples
 
@@ -45,14 +46,13 @@ class StreamSettings:
 
     Attributes:
         urls: All shards.
-        order: Seed and window; ``lanes`` is the number of ranks, each going through its own shards.
+        order: Seed and window.
         epoch: The epoch.
         dp_rank: Whose share.
         window_bytes: Bound on the memory of the samples in the window, whatever their number.
         fields: Fields to keep; None: all.
-        global_batch_size: Rows of each batch over all ranks.
+        shape: Batches of the epoch, and rows of each.
         first_batch: Batches before this one are read again, but neither decoded nor delivered.
-        num_batches: Batches of the epoch.
         depth: Batches built ahead.
         piece_bytes: Bytes of one request.
         keep_duplicates: A field that comes twice in a sample begins another one.
@@ -64,25 +64,11 @@ class StreamSettings:
     dp_rank: int
     window_bytes: int
     fields: tuple[str, ...] | None
-    global_batch_size: int
+    shape: Shape
     first_batch: int
-    num_batches: int
     depth: int
     piece_bytes: int = PIECE_BYTES
     keep_duplicates: bool = False
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of each batch of this rank."""
-        return self._share(self.dp_rank + 1) - self._share(self.dp_rank)
-
-    def first_position(self, batch: int) -> int:
-        """Of the first row of a batch of this rank, in the epoch's global order."""
-        return batch * self.global_batch_size + self._share(self.dp_rank)
-
-    def _share(self, dp_rank: int) -> int:
-        """Rows of a batch that belong to ranks below ``dp_rank``."""
-        return self.global_batch_size * dp_rank // self.order.lanes
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
@@ -90,7 +76,7 @@ def shard_sequence(settings: StreamSettings) -> Iterator[str]:
 
     Where there are fewer shards than ranks, ranks far apart go through the same shards in different passes.
     """
-    num_shards, num_ranks = len(settings.urls), settings.order.lanes
+    num_shards, num_ranks = len(settings.urls), settings.shape.num_ranks
     known, order = -1, np.empty(0, np.int64)
     for place in count(settings.dp_rank, num_ranks):
         number, index = divmod(place, num_shards)
@@ -136,22 +122,34 @@ def samples_of(reader: ReadAhead, settings: StreamSettings, before: Callable[[st
         before: Called with the shard's URL before every sample is read; may raise to stop.
 
     Raises:
-        ConfigError: A field that is asked for is in no sample of the first shard.
+        ConfigError: A field that is asked for is in no sample of the first shard, or there is no sample at all.
     """
     return shuffled(_read_all(reader, settings, before), settings)
 
 
 def _read_all(reader: ReadAhead, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
     seen: set[str] = set()
-    for place, url in enumerate(shard_sequence(settings)):
+    is_checked, num_empty = settings.fields is None, 0
+    for url in shard_sequence(settings):
         before(url)
+        num_empty += 1
         for sample in read_shard(reader, url, keep_duplicates=settings.keep_duplicates):
             before(url)
-            if place == 0:
+            num_empty = 0
+            if not is_checked:
                 seen.update(sample.fields)
             yield sample
+        if num_empty == len(settings.urls):
+            raise ConfigError(
+                f"no samples in {redact(settings.urls[0])} and {len(settings.urls) - 1} other shards: this rank read "
+                f"{num_empty} shards one after the other and found none. A sample is one or more files KEY.FIELD, with "
+                f"a dot in their names; check the URLs, and look at what is there with `tar tf`"
+            )
+        if is_checked or not seen:
+            continue
+        is_checked = True
         missing = [name for name in settings.fields or () if name not in seen]
-        if missing and place == 0:
+        if missing:
             raise ConfigError(
                 f"fields: no sample of {redact(url)} has {missing[0]!r}; its samples have {', '.join(sorted(seen))}"
             )

@@ -1,0 +1,126 @@
+"""Estimate the memory that a batch takes: tensors and arrays exactly, Python objects by a sample of each field.
+
+An object of Python costs far more than its content: a number in a list 32 bytes, an empty dict 64. To look at each one
+would cost about as much as to decode it. So of a long list a few items are looked at, spread evenly, and count for all;
+what they refer to is followed level by level, in loops that run in C, and thinned out where it becomes too much.
+
+No code of the user runs: what a mapping of his own would compute when it is asked is not asked for.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+_LOOKED_AT, _FLAT_LOOKED_AT = 8, 32
+"""Items of a list that count for all of them, and of one of text and numbers: for 256 samples of JSON a tenth of what
+decoding costs. Of bytes, which may be whole images, all count."""
+_EMPTY_BYTES = sys.getsizeof(b"")
+_MOST_OBJECTS = 20_000
+"""Objects followed at once: some milliseconds."""
+_RUN = 100
+"""Neighbours looked at together: what lies in turn (a key, its value) is met in turn."""
+_ROUNDING_BYTES = 8
+"""Python hands out memory in steps of 16 bytes: half of one is lost for each object."""
+_HEADER_BYTES = 96
+"""Of a tensor or an array, beside its content."""
+_FLAT = frozenset((str, bytes, int, float, bool, complex, type(None)))
+_PLAIN = _FLAT | {dict, list, tuple, set, frozenset, bytearray}
+_SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+"""What objects refer to and does not come with them."""
+
+
+def weigh(batch: Any) -> int:
+    """Estimate the bytes of memory that go when a batch does. Never raises; takes microseconds for tensors.
+
+    Example:
+        ``weigh({"jpg": torch.zeros(8, 3, 224, 224, dtype=torch.uint8), "txt": ["a cat", ...]})``
+    """
+    kind = type(batch)
+    if kind is dict:
+        return sys.getsizeof(batch) + sum(map(weigh, batch.values()))
+    if kind is not list and kind is not tuple:
+        return _weigh_all([batch])
+    kinds = set(map(type, batch))
+    own = sys.getsizeof(batch)
+    if kinds == {bytes}:
+        return own + sum(map(len, batch)) + (_EMPTY_BYTES + _ROUNDING_BYTES) * len(batch)
+    at_most = _FLAT_LOOKED_AT if kinds <= _FLAT else _LOOKED_AT
+    if len(batch) <= at_most:
+        return own + _weigh_all(batch)
+    looked_at = batch[:: -(-len(batch) // at_most)]
+    if kinds <= _FLAT:
+        return own + sum(map(sys.getsizeof, looked_at)) * len(batch) // len(looked_at) + _ROUNDING_BYTES * len(batch)
+    return own + _weigh_all(looked_at) * len(batch) // len(looked_at)
+
+
+def _weigh_all(objects: Iterable[Any]) -> int:
+    """Estimate the bytes of objects and of all that they refer to, each counted once."""
+    total, scale = 0.0, 1.0
+    seen: dict[int, Any] = {}
+    level = list(objects)
+    while level:
+        if len(level) > _MOST_OBJECTS:  # those left out weigh as much as those looked at
+            starts = range(0, len(level), -(-len(level) // (_MOST_OBJECTS // _RUN)))
+            thinned = [one for start in starts for one in level[start : start + _RUN]]
+            scale *= len(level) / len(thinned)
+            level = thinned
+        fresh = dict(zip(map(id, level), level, strict=True))
+        for known in fresh.keys() & seen.keys():
+            del fresh[known]
+        seen |= fresh
+        level = list(fresh.values())
+        odd = [one for one in level if type(one) not in _PLAIN] if set(map(type, level)) - _PLAIN else []
+        plain = [one for one in level if type(one) in _PLAIN] if odd else level
+        total += scale * (sum(map(sys.getsizeof, plain)) + _ROUNDING_BYTES * len(plain) + sum(map(_own_bytes, odd)))
+        level = gc.get_referents(*plain)
+        for one in odd:
+            level += _referents(one)
+    return int(total)
+
+
+def _own_bytes(one: Any) -> int:
+    """What an object takes beside those that it refers to; 0 where it cannot say."""
+    try:
+        if isinstance(one, torch.Tensor):
+            return _HEADER_BYTES + _tensor_bytes(one)
+        if isinstance(one, (np.ndarray, memoryview)):
+            return _HEADER_BYTES + one.nbytes
+        if type(one).__module__.startswith("PIL."):
+            width, height = one.size
+            return int(width * height * (4 if one.mode in ("I", "F") else max(1, len(one.mode))))
+        return object.__sizeof__(one) + _ROUNDING_BYTES + 16
+    except Exception:  # noqa: BLE001  an object of the user's, which need not be able to say; the rest still counts
+        return 0
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_nested:
+        return tensor.values().nbytes if tensor.layout == torch.jagged else tensor.numel() * tensor.element_size()
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    parts = (getattr(tensor, name)() for name in ("values", *_index_names(tensor)))
+    return sum(part.nbytes for part in parts)
+
+
+def _index_names(tensor: torch.Tensor) -> tuple[str, str]:
+    """The methods that give the two index tensors of a compressed sparse one."""
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    return ("crow_indices", "col_indices") if by_row else ("ccol_indices", "row_indices")
+
+
+def _referents(one: Any) -> list[Any]:
+    """What an object holds that goes with it."""
+    if isinstance(one, torch.Tensor) or type(one).__module__.startswith("PIL."):
+        return []
+    if isinstance(one, np.ndarray):
+        return list(one.ravel()) if one.dtype == object else []
+    return [other for other in gc.get_referents(one) if not isinstance(other, _SHARED)]

@@ -1,0 +1,395 @@
+"""Deliver one rank's batches of one epoch in order: threads, building ahead, handing out and closing, for every reader.
+
+Life cycle of a batch::
+
+    ready -> being built -> built -> handed out
+
+What comes before *ready* (plan and fetch, or read and gather) is the reader's own. Batches are begun strictly in order:
+by builder threads, or by the consumer where nobody has begun with the one that it asks for.
+
+A thread that ends by an exception hands it to the consumer, whatever line it came from: as the result of the batch
+that it had begun, or else as the failure of the whole run, which the consumer meets at its next batch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Protocol
+
+from streaming.batches.build import BadSample, BadSampleReport
+from streaming.batches.weigh import weigh
+from streaming.engine.builders import Builder
+from streaming.engine.grace import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
+from streaming.engine.standing import thread_lines
+from streaming.metrics import Metrics
+
+_LOCK_S = 2.0
+"""How long a report waits for the lock, which nobody keeps for more than milliseconds."""
+_WITH_USER = 2
+"""Batches that a loop holds in the usual case: while it asks for the next one, the last one is still in use."""
+
+
+class Depth:
+    """Bound how many batches are built ahead by the largest one seen. For use under the caller's lock.
+
+    Args:
+        most: Batches that may be built but not handed out.
+        batch_bytes: Bound on these, in bytes; one is always allowed.
+        num_builders: Threads that build at the same time.
+
+    Attributes:
+        now: The bound at this moment; 1 until the first batch says how large they are.
+    """
+
+    def __init__(self, most: int, batch_bytes: int, num_builders: int) -> None:
+        self._most = most
+        self._batch_bytes = batch_bytes
+        self._num_builders = num_builders
+        self._largest_bytes = 0
+        self.now = 1
+
+    def saw(self, batch_bytes: int, *, is_local: bool) -> None:
+        """Take note of the size of a batch that was built, here or (not ``is_local``) in another process.
+
+        One that is being built takes its room twice: as samples, and as the batch that is made of them. In this process
+        it does so three times: the C library keeps memory that a thread has freed.
+        """
+        self._largest_bytes = max(self._largest_bytes, batch_bytes)
+        fitting = self._batch_bytes // max(1, self._largest_bytes) - _WITH_USER
+        more = 2 if is_local else 1
+        fitting = max(fitting // (1 + more), fitting - more * self._num_builders)
+        self.now = max(1, min(self._most, fitting))
+
+
+class Memory(Protocol):
+    """What batches are built from, and what outlives a run.
+
+    Attributes:
+        abandoned: A run that has ended left a thread behind, or may yet, which uses it: no other run may.
+    """
+
+    abandoned: bool
+
+
+class Delivery(ABC):
+    """Iterate over the batches ``[first, num_batches)`` of one rank; used once, then closed.
+
+    ``__next__`` is for one consumer thread. ``close`` and ``describe`` may be called from any thread, at any time, more
+    than once.
+
+    Args:
+        builder: Who builds batches.
+        memory: What they are built from.
+        first: Number of the first batch.
+        num_batches: Number past the last batch.
+        num_builders: Background threads that build batches, or have them built.
+        depth: Batches that may be built but not handed out.
+        batch_bytes: Bound on these, in bytes; one is always allowed.
+        metrics: Where waits are counted.
+        report: Told of every bad sample; may raise to stop the run.
+        changed: Held for every change of state, notified after it.
+    """
+
+    def __init__(
+        self, builder: Builder, memory: Memory, *, first: int, num_batches: int, num_builders: int, depth: int,
+        batch_bytes: int, metrics: Metrics, report: BadSampleReport, changed: threading.Condition,
+    ) -> None:  # fmt: skip
+        self._builder = builder
+        self._memory = memory
+        self._first = first
+        self._num_batches = num_batches
+        self._metrics = metrics
+        self._tell = report
+        self._changed = changed
+        self._started = self._handed_out = first
+        self._handed_out_s = 0.0
+        self._results: dict[int, tuple[Any, BaseException | None]] = {}
+        self._failure: BaseException | None = None
+        self._depth = Depth(depth, batch_bytes, num_builders)
+        self._quiet = False
+        """The consumer cuts batches out of what it holds alone: handing one out changes nothing for others."""
+        self._closed = False
+        self._consumer: threading.Thread | None = None
+        self._builders = [
+            threading.Thread(target=self._run, args=(self._build_all,), name=f"shardstream-build-{i}", daemon=True)
+            for i in range(num_builders)
+        ]
+        self._threads = list(self._builders)
+
+    # --- what a reader adds; under the lock but for _build and _stop_reading ---
+
+    @abstractmethod
+    def _num_ready(self) -> int:
+        """Batches below this number can be begun, as far as the reader is concerned."""
+
+    @abstractmethod
+    def _build(self, number: int) -> Any:
+        """Build a batch that was begun; in any thread, without the lock."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Let go of all that the reader holds: no thread uses it any more."""
+
+    @abstractmethod
+    def _standing(self) -> list[str]:
+        """What the next batch waits for and what the reader is at, in lines for people."""
+
+    def _advance(self) -> None:  # noqa: B027  not every reader has something to start
+        """Start whatever has become possible. An exception ends the run."""
+
+    def _begin(self, number: int) -> None:
+        """The consumer is about to build ``number`` itself: count it, and any that it takes along, as started."""
+        self._started = number + 1
+
+    def _finish(self, number: int) -> None:  # noqa: B027  or something to give back then
+        """Note that a batch is built."""
+
+    def _obstacle(self) -> BaseException | None:
+        """What will keep the next batch from ever becoming ready, if anything does."""
+        return None
+
+    def _stop_reading(self) -> None:  # noqa: B027  or threads of its own
+        """Let go the reader's own threads; in the thread that closes, without the lock."""
+
+    # --- the consumer ---
+
+    def _start(self, *readers: Callable[[], None]) -> None:
+        """Start the builder threads and one thread for each of ``readers``; the reader's state is complete now."""
+        more = [
+            threading.Thread(target=self._run, args=(reader,), name="shardstream-stream", daemon=True)
+            for reader in readers
+        ]
+        self._threads = [*more, *self._builders]
+        leave_to_parent(self)
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: After the last one, and after ``close``.
+            BaseException: Whatever kept the batch from being built, once; the run is closed then.
+        """
+        number = self._handed_out
+        if number > self._first:
+            self._metrics.add("consumer_s", time.perf_counter() - self._handed_out_s)
+        if number >= self._num_batches:
+            raise StopIteration
+        self._consumer = threading.current_thread()  # first this, then a look at _closed: close does it the other way
+        try:
+            value = None if self._closed else self._take_or_close(number)
+        finally:
+            self._consumer = None
+            if self._closed:
+                with self._changed:
+                    self._changed.notify_all()
+        if self._closed:
+            raise StopIteration
+        if self._quiet:
+            self._handed_out = number + 1
+        else:
+            with self._changed:  # one more batch may be built ahead now
+                self._handed_out = number + 1
+                with suppress(Exception):  # the batch is good: the next one meets what the run has failed with
+                    self._go_on()
+                if self._threads:
+                    self._changed.notify_all()
+        self._handed_out_s = time.perf_counter()
+        return value
+
+    def _take_or_close(self, number: int) -> Any:
+        try:
+            return self._take(number)
+        except StopIteration as error:  # of a user's function: left alone, it would end the epoch in silence
+            self.close()
+            raise RuntimeError(f"batch {number}: a decoder, transform or collate_fn raised StopIteration") from error
+        except Exception:
+            if self._closed:  # by another thread: nobody wants that batch any more, nor its errors
+                return None
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self, number: int) -> Any:
+        """The batch, built by a builder or, if none has begun with it, right here."""
+        with self._changed:
+            while not self._closed:
+                self._go_on()
+                if number in self._results:
+                    value, error = self._results.pop(number)
+                    if error is not None:
+                        raise error
+                    return value
+                if self._builder.is_local and number == self._started < self._num_ready():
+                    self._begin(number)
+                    break
+                self._wait(number)
+            else:
+                return None
+        return self._build_here(number)
+
+    def _build_here(self, number: int) -> Any:
+        """Build, in the consumer's thread, a batch that ``_begin`` has counted."""
+        with self._metrics.timed("build_in_consumer_s"):
+            value = self._build(number)
+        with self._changed:
+            if not self._closed:
+                self._finish(number)
+        return value
+
+    def _wait(self, number: int) -> None:
+        """Wait for a change, and say what the consumer waited for."""
+        waits_for_fetch = number >= self._num_ready()
+        obstacle = self._obstacle() if waits_for_fetch else None
+        if obstacle is not None:
+            raise obstacle
+        if self._can_start():
+            self._changed.notify_all()
+        started_s = time.perf_counter()
+        self._changed.wait(LOOK_UP_S)
+        waited_s = time.perf_counter() - started_s
+        self._metrics.add("wait_for_fetch_s" if waits_for_fetch else "wait_for_build_s", waited_s)
+        if number == self._first:
+            self._metrics.add("first_batch_wait_s", waited_s)
+
+    # --- the threads ---
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Run a thread of this delivery to its end; an exception ends the run for all."""
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the run: the consumer gets ``error`` when it asks for a batch."""
+        with self._changed:
+            self._failure = self._failure or error  # the first one: those after it may only follow from it
+            self._changed.notify_all()
+
+    def _go_on(self) -> None:
+        """``_advance``, unless the run has failed; under the lock.
+
+        Raises:
+            BaseException: What the run has failed with. What ``_advance`` was interrupted in is not to be gone on with.
+        """
+        if self._failure is None and not self._closed:
+            try:
+                self._advance()
+            except BaseException as error:
+                self._failure = error
+                raise
+        if self._failure is not None and not self._closed:
+            raise self._failure
+
+    def _can_start(self) -> bool:
+        """Whether a builder may begin with a batch: never with what is the consumer's to build."""
+        if self._builder.in_consumer:
+            return False
+        return self._started < min(self._num_ready(), self._handed_out + self._depth.now)
+
+    def _build_all(self) -> None:
+        while (number := self._next_to_build()) is not None:
+            self._deliver(number)
+
+    def _next_to_build(self) -> int | None:
+        """The next batch that a builder begins with, as soon as there is one; None: the run is over."""
+        with self._changed:
+            while not self._closed and self._failure is None and not self._can_start():
+                self._changed.wait()
+                if not self._builder.holds_gil:
+                    self._go_on()  # of what has been fetched nobody else may know: the consumer is in its step
+            if self._closed or self._failure is not None:
+                return None
+            self._started += 1  # nobody else begins with it
+            return self._started - 1
+
+    def _deliver(self, number: int) -> None:
+        """Build a batch in a builder thread and lay it, or what kept it from being built, ready for the consumer."""
+        value: Any = None
+        error: BaseException | None = None
+        num_bytes = 0
+        try:
+            with self._metrics.timed("build_s"):
+                value = self._build(number)
+            num_bytes = weigh(value)
+        except BaseException as caught:  # noqa: BLE001  a thread border: the consumer gets it
+            value, error = None, caught
+        with self._changed:
+            if self._closed:  # nobody asks for it any more
+                return
+            self._results[number] = value, error
+            self._depth.saw(num_bytes, is_local=self._builder.is_local)
+            self._finish(number)
+            self._go_on()
+            self._changed.notify_all()
+
+    def _report(self, bad: BadSample) -> None:
+        """Tell of a bad sample.
+
+        Raises:
+            GivenUpError: The run is over, nobody will get the batch.
+        """
+        if self._closed:
+            raise GivenUpError
+        self._tell(bad)
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Stop reading and building, give back what is held; batches under way have ``GRACE_S`` to end.
+
+        Then worker processes are killed. A thread that is still in a user's function is left behind: it keeps what it
+        reads from, which is marked as abandoned, and a warning names the function.
+        """
+        if self._closed or not self._begin_to_close():
+            return
+        self._stop_reading()
+        busy = still_alive(self._threads)
+        if busy:
+            self._builder.give_up()
+            busy = still_alive(busy, 0 if self._builder.is_local else GRACE_S)
+        own = threading.current_thread()
+        with self._changed:
+            self._changed.wait_for(lambda: self._consumer in (None, own), 0 if busy else GRACE_S)
+            consumer = self._consumer
+            if consumer not in (None, own):
+                busy.append(consumer)
+            self._quiet = False
+            self._results.clear()
+            if not busy:  # no thread but this one knows the run any more
+                self._memory.abandoned = own in self._threads
+                self._give_back()
+        if busy:
+            tell_of(busy)
+
+    def _begin_to_close(self) -> bool:
+        """Whether nobody has. Ask ``_closed`` first: the interpreter may have ended a thread that holds the lock."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._closed = True
+            self._memory.abandoned = True  # until it is known better, should this be interrupted
+            self._changed.notify_all()
+            return True
+
+    def describe(self) -> str:
+        """What the next batch waits for, and what every stage is at, for people; from any thread."""
+        if not self._changed.acquire(timeout=_LOCK_S):
+            return "\n".join(["a thread keeps the engine's lock", *thread_lines("shardstream-")])
+        try:
+            lines = self._standing()
+        finally:
+            self._changed.release()
+        return "\n".join([*lines, *self._builder.describe()])

@@ -1,0 +1,68 @@
+"""Between which batches a rank needs which chunk: values, and how they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from streaming.plan.order import Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkIntervals:
+    """Times, counted in batches of one rank, between which chunks are needed; sorted by ``first_batches``.
+
+    A chunk across a lane border is needed late in one lane and early in the next: it has two rows, and is
+    fetched twice rather than held for long. Rows of one chunk in one pass neither overlap nor touch.
+
+    Attributes:
+        chunk_ids: int64[n], data-set chunk id.
+        passes: int64[n], pass of the stream.
+        first_batches: int64[n], no earlier batch than this uses the chunk (since the row before).
+        last_batches: int64[n], no later batch than this uses the chunk (until the row after).
+    """
+
+    chunk_ids: Int64Array
+    passes: Int64Array
+    first_batches: Int64Array
+    last_batches: Int64Array
+
+    def live_bytes(self, chunk_bytes: Int64Array) -> int:
+        """Most bytes that are needed at the same time; ``chunk_bytes`` is int64[C], of all chunks."""
+        changes = chunk_bytes[self.chunk_ids]
+        # Releases come before the acquisitions of the same batch.
+        times = np.concatenate([self.last_batches + 1, self.first_batches])
+        changes = np.concatenate([-changes, changes])[np.argsort(times, kind="stable")]
+        return int(changes.cumsum().max(initial=0))
+
+
+def join_intervals(parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
+    """Intervals of several passes as one."""
+    found = list(parts)
+    empty = np.empty(0, np.int64)
+    names = ("chunk_ids", "passes", "first_batches", "last_batches")
+    return ChunkIntervals(**{name: np.concatenate([empty, *(getattr(one, name) for one in found)]) for name in names})
+
+
+def merge_intervals(ids: Int64Array, first: Int64Array, last: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Join intervals of one chunk that overlap or touch. Any order in and out."""
+    # Counting takes time with the largest id, sorting with the number of ids: a rank of many has few.
+    if len(ids) and int(ids.max()) < 16 * len(ids):
+        shared = np.bincount(ids)[ids] > 1
+    else:
+        _, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
+        shared = counts[inverse] > 1
+    if not shared.any():  # else only the few chunks with several intervals need sorting
+        return ids, first, last
+    rest = ids[~shared], first[~shared], last[~shared]
+    by_chunk = np.lexsort((first[shared], ids[shared]))
+    ids, first, last = ids[shared][by_chunk], first[shared][by_chunk], last[shared][by_chunk]
+    # Shift every chunk's times beyond those of the chunk before it: one running maximum then serves them all.
+    shift = np.concatenate([[0], np.cumsum(np.diff(ids) != 0)]) * (int(last.max()) + 3)
+    reached = np.maximum.accumulate(last + shift)
+    edges = np.flatnonzero(np.concatenate([[True], first[1:] + shift[1:] > reached[:-1] + 1]))
+    joined = ids[edges], first[edges], np.maximum.reduceat(last, edges)
+    ids, first, last = (np.concatenate(both) for both in zip(rest, joined, strict=True))
+    return ids, first, last

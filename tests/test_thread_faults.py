@@ -1,0 +1,223 @@
+"""A thread of ours that ends by an exception hands it to the consumer, whatever line it came from: nothing hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_sets import SampleSet, write_set
+from leftovers import leftovers
+
+from streaming import DataLoader
+from streaming.batches.collate import default_collate
+from streaming.catalog import open as catalog_open
+from streaming.engine import delivery
+from streaming.engine.delivery import Delivery
+from streaming.engine.memory import mapped
+from streaming.engine.memory.chunk_store import ChunkStore
+from streaming.engine.memory.mapped import FileMaps
+from streaming.engine.pipeline import Pipeline
+from streaming.engine.unindexed.batches import ShardStream
+
+EPOCH = 96
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return write_set(tmp_path_factory.mktemp("indexed"), (32, 32, 32))
+
+
+@pytest.fixture
+def streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleSet:
+    monkeypatch.setattr(catalog_open, "SCAN_LIMIT_BYTES", 0)
+    return write_set(tmp_path / "streamed", (32, 32, 32), indexed=False)
+
+
+@pytest.fixture(params=["indexed", "streamed"])
+def samples(request: pytest.FixtureRequest) -> SampleSet:
+    found: SampleSet = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(indexed: SampleSet) -> Iterator[None]:
+    before = leftovers()
+    yield
+    assert leftovers() == before
+
+
+def loader_of(samples: SampleSet, **options: Any) -> DataLoader:
+    """Two builder threads, and a function of the user's, so that they build."""
+    options = {"collate_fn": default_collate, "num_threads": 2, **options}
+    return DataLoader(samples.open(seed=1), batch_size=8, epoch_size=EPOCH, **options)
+
+
+def consume(loader: DataLoader, num_epochs: int) -> None:
+    """Epochs of a consumer that takes its time, so that the builder threads build."""
+    for _ in range(num_epochs):
+        for _ in loader:
+            threading.Event().wait(0.001)
+
+
+class Lazy(Mapping[str, Any]):
+    """A mapping that cannot say what it holds."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise RuntimeError("not computed yet")
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError("not computed yet")
+
+    def __len__(self) -> int:
+        raise RuntimeError("not computed yet")
+
+
+def contains_itself() -> list[Any]:
+    made: list[Any] = []
+    made.append(made)
+    return made
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "jagged": lambda: torch.nested.nested_tensor([torch.zeros(3), torch.zeros(4)], layout=torch.jagged),
+    "meta": lambda: torch.zeros(4, device="meta"),
+    "lazy mapping": Lazy,
+    "contains itself": contains_itself,
+    "deep": lambda: [[[[[{"a": [1, 2.5, None, {"b": {1, 2}}]}]]]]],
+    "object that refers to modules": threading.local,
+}
+
+
+@pytest.mark.parametrize("kind", list(ODD))
+def test_a_batch_of_any_content_is_handed_out(samples: SampleSet, kind: str) -> None:
+    def collate(batch: list[Any]) -> Any:
+        return {"odd": ODD[kind](), "count": len(batch)}
+
+    with loader_of(samples, collate_fn=collate) as loader:
+        assert sum(batch["count"] for batch in loader) == EPOCH
+
+
+class BrokenError(Exception):
+    """What a line of ours raises here."""
+
+
+def breaks(number: int) -> Callable[..., Any]:
+    """A function that raises from its call number ``number`` on."""
+    calls = [0]
+
+    def function(*_: Any, **__: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > number:
+            raise BrokenError(f"call {calls[0]}")
+        return 0
+
+    return function
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_weighing_a_batch_fails(samples: SampleSet, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "weigh", breaks(number))
+    with loader_of(samples) as loader, pytest.raises(BrokenError):
+        consume(loader, 100)
+
+
+@pytest.mark.parametrize("line", ["_num_ready", "_can_start", "_finish", "_advance"])
+def test_a_line_between_two_batches_fails(samples: SampleSet, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In builder threads alone: the consumer does not run into it by itself."""
+    for kind in (Pipeline, ShardStream):
+        original = getattr(kind, line)
+
+        def only_in_builders(self: Any, *args: Any, original: Any = original) -> Any:
+            if threading.current_thread().name.startswith("shardstream-build"):
+                raise BrokenError(line)
+            return original(self, *args)
+
+        monkeypatch.setattr(kind, line, only_in_builders)
+    with loader_of(samples) as loader, pytest.raises(BrokenError):
+        consume(loader, 100)
+
+
+def test_entering_what_was_fetched_fails(indexed: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkStore, "_enter", breaks(0))
+    with loader_of(indexed) as loader, pytest.raises(BrokenError):
+        next(iter(loader))
+
+
+def test_a_fetch_ends_by_what_is_no_exception(indexed: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaves(*_: Any) -> Any:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(ChunkStore, "_fetched", leaves)
+    with loader_of(indexed) as loader, pytest.raises(SystemExit):
+        next(iter(loader))
+
+
+def test_the_thread_that_gives_leases_back_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps are then not safe to read; the next loop has threads that are."""
+    monkeypatch.setattr(mapped, "LEAST_BYTES", 1)
+    monkeypatch.setattr(mapped, "_LOOK_EVERY_S", 0.01)
+    samples = write_set(tmp_path, (8, 8, 8, 8))
+    with loader_of(samples) as loader:
+        assert len(list(loader)) == EPOCH // 8
+        if not loader.metrics().get("mapped_bytes"):
+            pytest.skip("no leases on this file system")
+        monkeypatch.setattr(FileMaps, "give_back", breaks(0))
+        with pytest.raises(BrokenError):
+            consume(loader, 10_000)
+        monkeypatch.undo()
+        loader.set_epoch(7)
+        assert len(list(loader)) == EPOCH // 8
+
+
+@pytest.mark.parametrize("line", ["_gather", "_admit", "_before_sample"])
+def test_the_reading_thread_fails(streamed: SampleSet, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardStream, line, breaks(0))
+    with loader_of(streamed) as loader, pytest.raises(BrokenError):
+        next(iter(loader))
+
+
+def test_close_from_another_thread_while_the_consumer_builds(
+    samples: SampleSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The consumer's loop ends without an error, and what it reads from stays until it has."""
+    building, closed = threading.Event(), threading.Event()
+
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        building.set()
+        closed.wait(30)
+        return sample
+
+    dataset = samples.open(seed=1, transform=transform)
+    loader = DataLoader(dataset, batch_size=8, epoch_size=EPOCH, num_threads=0)
+    found: list[Any] = []
+
+    def consume() -> None:
+        try:
+            found.extend(loader)
+        except BaseException as error:
+            found.append(error)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    assert building.wait(30)
+    closing = threading.Event()
+    begin_to_close = Delivery._begin_to_close
+
+    def begin(self: Delivery) -> bool:
+        begun = begin_to_close(self)
+        closing.set()
+        return begun
+
+    monkeypatch.setattr(Delivery, "_begin_to_close", begin)
+    closer = threading.Thread(target=loader.close)
+    closer.start()
+    assert closing.wait(30)
+    closed.set()
+    consumer.join()
+    closer.join()
+    assert found == []
