@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_sets import write_set
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.dataset import ShuffleConfig
 from streaming.engine.memory import mapped
 from streaming.errors import DataError, ShardstreamError, TooManyBadSamplesError
+from streaming.loops import fetcher
 
 NUM_SAMPLES, SAMPLE_BYTES, PER_SHARD, BATCH = 240, 40_000, 20, 4
 
@@ -238,3 +241,27 @@ def test_damage_is_found_in_maps_too(folder: Path) -> None:
     assert total == NUM_SAMPLES
     assert bad
     assert {one["stage"] for one in bad} == {"fetch"}
+
+
+def test_mapped_files_take_a_share_of_the_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shards than the process may open: some are mapped, the others read, and there is room for others' files."""
+    monkeypatch.setattr(mapped, "LEAST_BYTES", 1)
+    monkeypatch.setattr(fetcher, "LEAST_BYTES", 1)
+    samples = write_set(tmp_path, (2,) * 80, chunk_samples=2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    most = 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, hard))
+    try:
+        for _ in range(2):  # what a loader took, the next one can have
+            with DataLoader(samples.open(seed=1), batch_size=16, memory_limit="64MiB") as loader:
+                for _ in range(2):
+                    keys = []
+                    for batch in loader:
+                        keys += batch["__key__"]
+                        most = max(most, len(os.listdir("/proc/self/fd")))
+                    assert len(set(keys)) == len(keys) == len(samples.keys)
+                assert loader.metrics().get("mapped_bytes", 1) > 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert most < before + 60

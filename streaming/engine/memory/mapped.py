@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable
@@ -29,6 +30,9 @@ from streaming.storage.urls import local_path
 
 LEAST_BYTES = 256 << 10
 """Below this size a copy costs no more than the system calls of a map."""
+_DESCRIPTORS_SHARE = 4
+"""Files are mapped up to this part of the limit of open files (``ulimit -n``), all loaders together; chunks of
+further ones are read."""
 _LOOK_EVERY_S = 0.25
 _OWN_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "overlay", "tmpfs"})
 """Where pages of files come from this machine. On network file systems a lost connection is an error of ``read``, and
@@ -187,9 +191,14 @@ class FileMaps:
     def _open(self, url: str) -> _File | None:
         if self._closed.is_set():
             return None
+        if not _DESCRIPTORS.take():
+            self._tidy()  # files of which nothing but left-over maps is open
+            if not _DESCRIPTORS.take():
+                return None
         try:
             descriptor = _leased(local_path(url), self._own_devices)
         except OSError:
+            _DESCRIPTORS.give()
             return None
         file = self._files[url] = _File(descriptor)
         if self._watcher is None:
@@ -212,6 +221,32 @@ class FileMaps:
         with suppress(OSError):  # it was taken away; a forked process that has the file open too must not keep it
             fcntl.fcntl(file.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         os.close(file.descriptor)
+        _DESCRIPTORS.give()
+
+
+class _Descriptors:
+    """Count the descriptors of mapped files in this process: a share of what it may have. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_taken = 0
+
+    def take(self) -> bool:
+        """Count one more, if there is room for it; the rest of the limit is for the user and everything else."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with self._lock:
+            if soft != resource.RLIM_INFINITY and self._num_taken >= soft // _DESCRIPTORS_SHARE:
+                return False
+            self._num_taken += 1
+            return True
+
+    def give(self) -> None:
+        """Count one less."""
+        with self._lock:
+            self._num_taken -= 1
+
+
+_DESCRIPTORS = _Descriptors()
 
 
 def _place_of(wanted: FetchRange, start: int) -> tuple[int, int]:
