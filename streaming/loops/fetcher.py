@@ -269,7 +269,8 @@ class EpochLoop(BaseLoop):
         if self._crew is None or self._store is None:
             limit = self.config.memory_limit_bytes
             keep_freed_memory()  # not for streamed sets: their window lies in that memory, and leaves it at random
-            crew = open_crew(self.config, budget.chunks_limit_bytes(limit), self.metrics)
+            room = min(budget.chunks_limit_bytes(limit), budget.most_room(int(self._chunk_bytes.sum())))
+            crew = open_crew(self.config, room, self.metrics)
             self._store = ChunkStore(
                 fetch=self.dataset.fetch_unit,
                 arena=crew.arena,

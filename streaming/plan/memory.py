@@ -78,6 +78,11 @@ def chunks_limit_bytes(memory_limit_bytes: int) -> int:
     return int(memory_limit_bytes * CHUNKS_SHARE)
 
 
+def most_room(all_chunks_bytes: int) -> int:
+    """What chunks of a data set may ever take: all of them, and as much again where slices overlap."""
+    return 2 * all_chunks_bytes + (16 << 20)
+
+
 def batches_limit_bytes(memory_limit_bytes: int) -> int:
     """What of ``memory_limit`` is for batches that are built but not handed out."""
     return int(memory_limit_bytes * (1 - CHUNKS_SHARE))

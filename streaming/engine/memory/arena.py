@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import resource
 from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
 from streaming.engine.memory.extents import Extents
+from streaming.errors import MemoryLimitError
 from streaming.platforms import MAP_NORESERVE, remove_pages, unnamed_file, want_huge_pages
+from streaming.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -42,28 +46,48 @@ class Arena:
 
     def __init__(self, budget_bytes: int, *, shared: bool = True) -> None:
         self.budget_bytes = _pages(budget_bytes)
-        self._extents = Extents(2 * self.budget_bytes)
         self.peak_bytes = 0
         self.fd = -1
-        self.memory = self._map_shared() if shared else self._map_private()
+        self._extents, self.memory = self._reserve(shared=shared)
         self.view = memoryview(self.memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._closed = False
 
-    def _map_shared(self) -> mmap.mmap:
+    def _reserve(self, *, shared: bool) -> tuple[Extents, mmap.mmap]:
+        """An address range of twice the budget, or of a quarter more where the system limits the address space.
+
+        Raises:
+            MemoryLimitError: It grants neither.
+        """
+        for capacity in (2 * self.budget_bytes, _pages(self.budget_bytes * 5 // 4)):
+            try:
+                return Extents(capacity), self._map_shared(capacity) if shared else self._map_private(capacity)
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        limit = "none" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+        raise MemoryLimitError(
+            f"memory_limit: the system does not grant the address space for {format_bytes(self.budget_bytes)} of "
+            f"chunks (`ulimit -v`: {limit}). Lower memory_limit, or raise `ulimit -v`: what is reserved takes no "
+            "memory until it is used"
+        )
+
+    def _map_shared(self, capacity: int) -> mmap.mmap:
         self._drop: _Drop = remove_pages
         self.fd = unnamed_file("shardstream-arena")
         try:
-            os.ftruncate(self.fd, self._extents.capacity)
-            return mmap.mmap(self.fd, self._extents.capacity)
+            os.ftruncate(self.fd, capacity)
+            return mmap.mmap(self.fd, capacity)
         except BaseException:
             os.close(self.fd)
+            self.fd = -1
             raise
 
-    def _map_private(self) -> mmap.mmap:
+    def _map_private(self, capacity: int) -> mmap.mmap:
         self._drop = _forget_pages
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        memory = mmap.mmap(-1, self._extents.capacity, flags=flags)
+        memory = mmap.mmap(-1, capacity, flags=flags)
         want_huge_pages(memory)
         return memory
 

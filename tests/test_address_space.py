@@ -1,0 +1,63 @@
+"""Where the address space is limited (``ulimit -v``): a small set reserves little, and a refusal names the cure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from data_sets import SampleSet, write_set
+
+from streaming.engine.memory import arena
+from streaming.engine.memory.arena import Arena
+from streaming.errors import MemoryLimitError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SCRIPT = """
+import resource, sys
+from streaming import DataLoader, StreamingDataset
+dataset = StreamingDataset(sys.argv[1])
+with DataLoader(dataset, batch_size=8, num_workers=0, num_threads=1) as loader:
+    reserved = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (reserved + (1 << 30), resource.RLIM_INFINITY))
+    print(sum(len(batch["__key__"]) for batch in loader))
+"""
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return write_set(tmp_path_factory.mktemp("samples"), (64,))
+
+
+def test_a_small_set_reserves_no_more_than_it_needs(samples: SampleSet) -> None:
+    """With the default memory_limit of 4 GiB, and 1 GiB of address space left."""
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, samples.url], check=False, capture_output=True, text=True, timeout=250,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) == 64
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_limited_address_space_gets_a_smaller_reserve(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    def limited(fd: int, length: int, **options: int) -> object:
+        if length > most:
+            raise OSError(12, "Cannot allocate memory")
+        return original(fd, length, **options)
+
+    original, most = arena.mmap.mmap, 3 << 20
+    monkeypatch.setattr(arena.mmap, "mmap", limited)
+    made = Arena(2 << 20, shared=shared)
+    try:
+        start = made.allocate(2 << 20)
+        assert start is not None
+        made.free(start, 2 << 20)
+        assert made.allocate(1 << 20) is not None
+    finally:
+        made.close()
+    with pytest.raises(MemoryLimitError, match=r"ulimit -v.*Lower memory_limit"):
+        Arena(4 << 20, shared=shared)
