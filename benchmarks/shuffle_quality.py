@@ -35,17 +35,19 @@ from streaming.plan.order import EpochOrder, OrderSettings, default_lanes
 Order = npt.NDArray[np.int64]  # storage place of the sample at each global position
 RANKS, WORKERS, BATCH = 8, 4, 32
 GLOBAL_BATCH = RANKS * BATCH
+ODD_BATCHES = (250, 257, 254)  # lanes: the largest divisor up to max(16, an eighth), or what stands for it
 CHUNKS_PER_SHARD = 16
+Method = Callable[[int, int, int], Order]
 
 
 def uniform(num_samples: int, _: int, seed: int) -> Order:
     return np.random.default_rng(seed).permutation(num_samples)
 
 
-def ours(window_chunks: float) -> Callable[[int, int, int], Order]:
+def ours(window_chunks: float, batch: int = GLOBAL_BATCH) -> Callable[[int, int, int], Order]:
     def order(num_samples: int, shard: int, seed: int) -> Order:
         chunk = shard // CHUNKS_PER_SHARD
-        settings = OrderSettings(seed=seed, lanes=default_lanes(GLOBAL_BATCH), window=round(window_chunks * chunk))
+        settings = OrderSettings(seed=seed, lanes=default_lanes(batch), window=round(window_chunks * chunk))
         return EpochOrder([chunk] * (num_samples // chunk), settings, 0).samples(np.arange(num_samples))
 
     return order
@@ -114,21 +116,21 @@ def live_share(order: Order, unit: int, num_samples: int) -> float:
     return float(change.cumsum().max() * unit / num_samples)
 
 
-def scores(order: Order, num_samples: int, shard: int) -> list[float]:
-    used = order[: len(order) // GLOBAL_BATCH * GLOBAL_BATCH]
-    batches = used.reshape(-1, GLOBAL_BATCH)
+def scores(order: Order, num_samples: int, shard: int, batch: int) -> list[float]:
+    used = order[: len(order) // batch * batch]
+    batches = used.reshape(-1, batch)
     displacement = np.abs(order - np.arange(len(order))).mean() / (num_samples / 3)
     place = np.full(num_samples, -1)
-    place[used] = np.arange(len(used)) // GLOBAL_BATCH
+    place[used] = np.arange(len(used)) // batch
     together = (place[1:] == place[:-1]) & (place[1:] >= 0)
-    neighbours = together.mean() * (num_samples - 1) / (GLOBAL_BATCH - 1)
+    neighbours = together.mean() * (num_samples - 1) / (batch - 1)
     num_classes = num_samples // shard
-    counts = np.array([np.bincount(batch // shard, minlength=num_classes) for batch in batches])
-    finite = (num_samples - GLOBAL_BATCH) / (num_samples - 1)
+    counts = np.array([np.bincount(one // shard, minlength=num_classes) for one in batches])
+    finite = (num_samples - batch) / (num_samples - 1)
     share = 1 / num_classes
-    spread = ((counts - GLOBAL_BATCH * share) ** 2).mean() / (GLOBAL_BATCH * share * (1 - share) * finite)
-    drift = batches.mean(axis=1).var() / (num_samples**2 / 12 / GLOBAL_BATCH * finite)
-    classes = (counts > 0).sum(axis=1).mean() / (num_classes * (1 - (1 - share) ** GLOBAL_BATCH))
+    spread = ((counts - batch * share) ** 2).mean() / (batch * share * (1 - share) * finite)
+    drift = batches.mean(axis=1).var() / (num_samples**2 / 12 / batch * finite)
+    classes = (counts > 0).sum(axis=1).mean() / (num_classes * (1 - (1 - share) ** batch))
     return [float(displacement), float(neighbours), float(spread), float(drift), float(classes)]
 
 
@@ -143,9 +145,10 @@ def main() -> None:
     if not num_samples:
         parser.error(f"--samples: at least {shard * RANKS * WORKERS}")
     # name, order, unit that is held as a whole (0: the reservoirs hold samples)
-    methods: list[tuple[str, Callable[[int, int, int], Order], int]] = [
+    methods: list[tuple[str, Method, int]] = [
         ("uniform permutation", uniform, shard),
-        ("ours, window 1 chunk (default)", ours(1), chunk),
+        ("ours, window 1 chunk", ours(1), chunk),
+        ("ours, window 2 chunks (default)", ours(2), chunk),
         ("ours, window 4 chunks", ours(4), chunk),
         ("ours, window 16 chunks", ours(16), chunk),
         ("webdataset, shards + 1000", webdataset, 0),
@@ -156,13 +159,14 @@ def main() -> None:
     print(f"{num_samples:,} samples, {num_samples // shard} shards = classes, {num_samples // chunk} chunks")
     print(f"{RANKS} ranks x {BATCH}, mean of {args.repeats} seeds")
     print(f"{'':32}displacement  neighbours  class spread  drift  classes   live")
-    for name, method, unit in methods:
+    odd = [(f"ours, default, batches of {size}", ours(2, size), chunk, size) for size in ODD_BATCHES]
+    for name, method, unit, batch in [*((*one, GLOBAL_BATCH) for one in methods), *odd]:
         rows = []
         for seed in range(args.repeats):
             order = method(num_samples, shard, seed)
             reservoirs = min(RANKS * WORKERS * 1000 / num_samples, 1.0)
             held = live_share(order, unit, num_samples) if unit else reservoirs
-            rows.append([*scores(order, num_samples, shard), held])
+            rows.append([*scores(order, num_samples, shard, batch), held])
         mean = np.mean(rows, axis=0)
         print(f"{name:32}{mean[0]:12.2f}{mean[1]:12.2f}{mean[2]:14.2f}{mean[3]:7.2f}{mean[4]:9.2f}{mean[5]:7.1%}")
 

@@ -88,11 +88,32 @@ def test_table_has_ratios_to_ours_and_the_reasons_below(peers):
     lines = report.document(results, {"small": "Small things"}, titles, "ours").splitlines()
     assert "| Ours | **10,000** | **5,000** | 20 / 20 | 1 / 1 | 0.50 / 0.50 |" in lines
     assert "| Theirs | 2,500 (4.0 x) | wrong | 20 / - | 1 / - | 0.50 / - |" in lines
-    assert "Against the best peer: 0 workers 4.00 x (Theirs)." in lines
+    assert (
+        "Against the best peer: best against best 4.00 x (0 workers; Theirs, 0 workers); 0 workers 4.00 x (Theirs)."
+        in lines
+    )
     assert "- Theirs, 2 workers: wrong: 50 samples instead of 100" in lines
     assert "- Theirs, 2 workers: no client" in lines
     assert "- Theirs: their-package 1.2" in lines
     assert "- Third: does not install" in lines
+
+
+def test_best_is_held_against_best_with_the_processes_that_ran_and_few_batches_are_struck_out(peers):
+    report = peers["report"]
+    few, many = {"num_batches": 19}, {"num_batches": 20}
+    results = {
+        "machine": "a machine", "versions": {}, "sizes": {"small": 100},
+        "runs": {
+            "small disk 0 ours": [run(100, 0.04, processes=1, **many)],
+            "small disk 2 ours": [run(100, 0.02, processes=1, **many)],
+            "small disk 0 theirs": [run(100, 0.01, processes=1, **many)],
+            "small disk 2 theirs": [run(100, 0.005, processes=4, **few)],
+        },
+    }  # fmt: skip
+    text = report.document(results, {"small": "Small things"}, {"ours": "Ours", "theirs": "Theirs"}, "ours")
+    assert "best against best 0.50 x (2 workers, 1 processes ran; Theirs, 0 workers, 1 processes ran)" in text
+    assert "| Theirs | 10,000 (0.2 x) | 20,000 (~~0.2 x~~) |" in text
+    assert "; 2 workers" not in text, "nobody has a figure there to be held against"
 
 
 @pytest.mark.parametrize(

@@ -56,13 +56,15 @@ def main() -> None:
     args = parser.parse_args()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     start_s = time.monotonic()
-    peak = peak_without_files = 0
+    peak = peak_without_files = processes = 0
     killed, result_at_s = "", 0.0
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(args.command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
         while child.poll() is None:
             before_s = time.monotonic()
-            total, without_files = memory(descendants(os.getpid()))
+            running = descendants(os.getpid())
+            processes = max(processes, len(running))
+            total, without_files = memory(running)
             peak, peak_without_files = max(peak, total), max(peak_without_files, without_files)
             now_s = time.monotonic()
             if not result_at_s and os.path.exists(args.result):
@@ -97,7 +99,7 @@ def main() -> None:
         json.dumps(
             {
                 "returncode": child.returncode, "killed": killed, "left_over": len(left), "wall_s": wall_s,
-                "peak_bytes": peak,
+                "peak_bytes": peak, "processes": processes,
                 "peak_without_files_bytes": peak_without_files, "errors": tail,
             }
         )

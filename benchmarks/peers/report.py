@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+LEAST_BATCHES = 20
+"""A ratio to a rate that fewer batches gave is struck out."""
+
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Case:
@@ -33,7 +36,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Medians over the rounds of one case."""
+    """Medians over the rounds of one case; ``batches``: the fewest; ``processes``: the most at once, None: unknown."""
 
     per_second: float
     cpu_s_per_sample: float
@@ -43,6 +46,8 @@ class Figures:
     highest: float
     rounds: int
     whole: bool
+    batches: int
+    processes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,8 @@ def outcome(runs: Sequence[Mapping[str, Any]], size: int) -> Outcome:
         highest=max(rates),
         rounds=len(runs),
         whole=all(run["whole"] for run in runs),
+        batches=min(int(run.get("num_batches", LEAST_BATCHES)) for run in runs),
+        processes=max((int(run["processes"]) for run in runs if "processes" in run), default=None),
     )
 
 
@@ -137,7 +144,10 @@ def _rate_cell(result: Outcome | None, base: Outcome | None, *, own: bool) -> st
     text = number(result.per_second) + ("" if result.whole else " ~")
     if own:
         return f"**{text}**"
-    return f"{text} ({base.per_second / result.per_second:.1f} x)" if isinstance(base, Figures) else text
+    if not isinstance(base, Figures):
+        return text
+    ratio = f"{base.per_second / result.per_second:.1f} x"
+    return f"{text} ({ratio if min(result.batches, base.batches) >= LEAST_BATCHES else f'~~{ratio}~~'})"
 
 
 def _side_cell(results: Sequence[Outcome | None], shown: Any) -> str:
@@ -146,16 +156,30 @@ def _side_cell(results: Sequence[Outcome | None], shown: Any) -> str:
 
 
 def best_peers(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str], ours: str) -> str:
-    """One line: ours against the fastest peer, for each number of workers."""
+    """One line: our best against theirs, whatever the workers, then against the fastest for each number of workers."""
+    figures = {case: one for case, one in outcomes.items() if isinstance(one, Figures) and one.batches >= LEAST_BATCHES}
+    sides = [[case for case in figures if (case.peer == ours) is own] for own in (True, False)]
     parts = []
+    if all(sides):
+        own, best = (max(side, key=lambda case: figures[case].per_second) for side in sides)
+        parts.append(
+            f"best against best {figures[own].per_second / figures[best].per_second:.2f} x "
+            f"({_ran(own, figures[own])}; {titles[best.peer]}, {_ran(best, figures[best])})"
+        )
     for count in sorted({case.workers for case in outcomes}):
         rates = {case.peer: one.per_second for case, one in outcomes.items()
-                 if case.workers == count and isinstance(one, Figures)}  # fmt: skip
+                 if case.workers == count and isinstance(one, Figures) and one.batches >= LEAST_BATCHES}  # fmt: skip
         own = rates.pop(ours, None)
         if own and rates:
             best = max(rates, key=lambda peer: rates[peer])
             parts.append(f"{count} workers {own / rates[best]:.2f} x ({titles[best]})")
     return f"Against the best peer: {'; '.join(parts)}." if parts else ""
+
+
+def _ran(case: Case, figures: Figures) -> str:
+    """How many workers were asked for, and the processes that ran, where that was seen."""
+    ran = "" if figures.processes is None else f", {figures.processes} processes ran"
+    return f"{case.workers} workers{ran}"
 
 
 def notes(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str]) -> list[str]:
@@ -189,6 +213,8 @@ def document(results: Mapping[str, Any], sets: Mapping[str, str], titles: Mappin
         "",
         "In brackets: how many times faster ours is. `~`: cut short, the whole pass extrapolated. CPU: all processes,",
         "user and system, while the clock runs. Peak: PSS of all processes together. The rules are in README.md.",
+        f"Struck out: ratios to a rate from fewer than {LEAST_BATCHES} batches. Ours starts no worker process,",
+        "whatever is asked for, where a batch is only cut out of memory: bytes, records, tokens and large samples.",
     ]
     places = sorted({(case.where, case.set) for case in outcomes}, key=lambda at: (at[0], list(sets).index(at[1])))
     for where, name in places:
