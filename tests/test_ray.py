@@ -36,7 +36,7 @@ from shard_tools.cli import cli
 from shard_tools.engine import ordered
 from shard_tools.ray_engine import RayExecutor
 from streaming import DataLoader, RemoteBatch, RemoteGroup, StreamingDataset
-from streaming.errors import ConfigError, NotFoundError, StateError, WorkerDiedError
+from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError, StateError, WorkerDiedError
 from streaming.remote import cluster, wire
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -228,12 +228,22 @@ def story(loader: DataLoader, keys: Callable[[Any], list[str]]) -> Iterator[Any]
     yield [keys(batch) for batch in loader], loader.epoch, loader.state_dict()
     loader.set_epoch(7)
     yield loader.state_dict()
-    for batch in loader:
-        yield keys(batch)
-        loader.load_state_dict(json.loads(json.dumps(middle)))  # ends this loop
+    batches = iter(loader)
+    yield keys(next(batches))
+    loader.set_epoch(7)
+    yield keys(next(batches))
+    loader.set_epoch(7)
+    yield loader.state_dict(), keys(next(iter(loader))), loader.state_dict()
+    loader.load_state_dict(json.loads(json.dumps(middle)))
+    with pytest.raises(IteratorSupersededError, match="superseded"):
+        next(batches)
     loader.set_epoch(0)
     yield loader.state_dict()
-    yield [keys(batch) for batch in loader], loader.state_dict()
+    batches = iter(loader)
+    yield [keys(next(batches)) for _ in range(len(loader) - 3)], loader.epoch, loader.state_dict()
+    yield [keys(batch) for batch, _ in zip(loader, range(2), strict=False)], loader.epoch, loader.state_dict()
+    loader.set_epoch(1)
+    yield loader.epoch, loader.state_dict(), [keys(batch) for batch in loader]
     loader.close()
     yield [keys(batch) for batch in loader], loader.state_dict()
     with pytest.raises(StateError, match="belongs to another data set"):

@@ -24,6 +24,7 @@ from leftovers import leftovers
 from streaming import DataLoader, DevicePrefetcher
 from streaming.engine.grace import GRACE_S
 from streaming.engine.memory.row_table import RowTable
+from streaming.errors import IteratorEndedError
 
 pytestmark = [pytest.mark.usefixtures("one_fork_server"), pytest.mark.timeout(60)]
 
@@ -155,14 +156,18 @@ def test_interrupt(case: Case, caplog: pytest.LogCaptureFixture) -> None:
 @workers
 def test_close_from_another_thread(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     found: list[int] = []
+    told: list[str] = []
     somebody_hangs = threading.Event()
 
     def consume() -> None:
-        for _ in case.loader:
-            if not found:  # now it is a builder that hangs: the thread that asks for a batch may build it itself
-                case.hung.wait()
-                somebody_hangs.set()
-            found.append(1)
+        try:
+            for _ in case.loader:
+                if not found:  # now it is a builder that hangs: the thread that asks for a batch may build it itself
+                    case.hung.wait()
+                    somebody_hangs.set()
+                found.append(1)
+        except IteratorEndedError as error:
+            told.append(str(error))
 
     consumer = threading.Thread(target=consume)
     consumer.start()
@@ -172,6 +177,7 @@ def test_close_from_another_thread(case: Case, caplog: pytest.LogCaptureFixture)
     consumer.join(60)
     assert not consumer.is_alive()
     assert len(found) <= GOOD_BATCHES
+    assert "the loader was closed by" in told[0]
     case.check(caplog, begun_s)
 
 

@@ -221,8 +221,10 @@ class IterableLoop(Loop):
         """See ``Loop``."""
         self.close_stream()
 
-    def close_stream(self) -> None:
-        """Stop the workers of the stream, which otherwise go on from epoch to epoch."""
+    def close_stream(self, only: _Packets | None = None) -> None:
+        """Stop the workers of the stream, which otherwise go on from epoch to epoch; of no other one than ``only``."""
+        if only is not None and self._packets is not only:
+            return
         packets, self._packets = self._packets, None
         if packets is not None:
             packets.close()
@@ -400,7 +402,7 @@ class _IterableRun:
             with self._loop.metrics.timed("wait_for_batch_s"):
                 packet = self._next()
         except BaseException:
-            self._loop.close_stream()
+            self._loop.close_stream(self._packets)
             raise
         if packet is None:
             raise StopIteration
@@ -411,7 +413,7 @@ class _IterableRun:
         """End here. With ``epoch_size`` the stream stays as it is: the next epoch goes on with it."""
         self._ahead = None
         if not self._loop.is_counted:
-            self._loop.close_stream()
+            self._loop.close_stream(self._packets)
 
     def describe(self) -> str:
         """What it is at, for people."""

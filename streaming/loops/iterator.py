@@ -211,10 +211,12 @@ class Batches:
     def close(self) -> None:
         """End the iteration here. The loader goes on with the next epoch. In a forked child nothing happens."""
         self._is_over = True
+        self._turn.is_open = False
         self._let_go()
 
     def __del__(self) -> None:
         if hasattr(self, "_turn"):
+            self._turn.is_open = False
             self._let_go()
 
     def _next(self) -> Any:
@@ -258,10 +260,12 @@ class Batches:
         self._let_go()
 
     def _let_go(self) -> None:
-        """End what runs for this iterator. May be called again, and from the collector."""
+        """End what runs for this iterator. May be called again, and from the collector.
+
+        The turn stays open behind the last batch, for a wrapper may hold some back that it is still passing on.
+        """
         if not self._maker.is_here:
             return
-        self._turn.is_open = False
         run, self._run = self._run, None
         try:
             if run is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from streaming.errors import ConfigError, IteratorEndedError, IteratorSupersededError
 from streaming.plan.order import checked_int
 
+_Item = TypeVar("_Item")
 _MAX_COUNT = 2**62
 _OURS = str(Path(__file__).resolve().parent.parent)
 _NOT_THE_USERS = (_OURS, "/torch/utils/data/")
@@ -91,6 +93,24 @@ class Turn:
     def _end(self, kind: type[IteratorEndedError], why: str) -> None:
         if self._error is None:  # the first reason stays
             self._error = (kind, why)
+
+
+class Lasting(Iterator[_Item]):
+    """Iterate a generator that ends with its turn: it raises then always again, where a generator would seem over."""
+
+    def __init__(self, items: Iterator[_Item]) -> None:
+        self._items = items
+        self._error: IteratorEndedError | None = None
+
+    def __next__(self) -> _Item:
+        """The next item."""
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)
+        try:
+            return next(self._items)
+        except IteratorEndedError as error:
+            self._error = type(error)(*error.args)
+            raise
 
 
 class Position:

@@ -29,7 +29,7 @@ from streaming.arguments import checks_names, is_whole
 from streaming.errors import ConfigError, StateError
 from streaming.loops.fetcher import checked_last_batch, resolve_batch_size
 from streaming.loops.options import merged_last_batch
-from streaming.loops.position import Place, Position, Turn
+from streaming.loops.position import Lasting, Place, Position, Turn
 from streaming.plan.order import Int64Array, OrderSettings, checked_int
 from streaming.plan.permutation import Permutation, substitutes
 from streaming.plan.plan import Plan, RankBatches, num_batches
@@ -169,6 +169,9 @@ class DeviceMeshSampler(Sampler[Any]):
             loader: A ``torch.utils.data.DataLoader`` whose ``batch_sampler`` or ``sampler`` this is (or a
                 ``RetrySampler`` over it).
         """
+        return Lasting(self._follow(loader))
+
+    def _follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
         size = int(getattr(loader, "batch_size", None) or 1) if self.is_single else 1
         before = self._latest
         self._is_followed = True

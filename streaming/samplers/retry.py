@@ -36,6 +36,7 @@ from streaming.arguments import checks_names, is_number, is_whole
 from streaming.batches.losses import LossLog, user_trace
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from streaming.job.tally import Tally, open_tally
+from streaming.loops.position import Lasting
 from streaming.metrics import Metrics
 from streaming.plan.order import checked_int
 from streaming.platforms import unnamed_file
@@ -180,10 +181,13 @@ class RetrySampler(Sampler[Any]):
             self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
         if self._tally is not None:
             self._tally.begin()
-        return self._indices()
+        return Lasting(self._indices())
 
     def follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
         """The batches of ``loader``, after a look at what was bad; counted as ``DeviceMeshSampler.follow`` does."""
+        return Lasting(self._follow(loader))
+
+    def _follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
         follow = getattr(self.sampler, "follow", iter)
         num_ranks = 1 if self._mesh is None else self._mesh.data_world_size
         try:

@@ -1,0 +1,146 @@
+"""One loader has one iterator at a time: another one ends it by name, and nothing ever ends it in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_sets import SampleSet, write_set
+from leftovers import leftovers
+from loop_kinds import ALONE, CLOSABLE, KINDS, NUM_BATCHES, SHARD_SIZES, SIZE, Squares, compress, makers, rows_of
+
+from streaming import DataLoader, DevicePrefetcher
+from streaming.errors import IteratorEndedError, IteratorSupersededError, ShardstreamError
+
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_closable = pytest.mark.parametrize("kind", CLOSABLE)
+HERE = rf"{Path(__file__).name}:\d+"
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return write_set(tmp_path_factory.mktemp("iterators") / "train", SHARD_SIZES)
+
+
+@pytest.fixture(scope="module")
+def made(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Any]]:
+    return makers(samples, compress(samples, tmp_path_factory.mktemp("compressed")))
+
+
+@pytest.fixture
+def loader(kind: str, made: dict[str, Callable[[], Any]]) -> Iterator[Any]:
+    before = leftovers()
+    one = made[kind]()
+    yield one
+    if kind in CLOSABLE:
+        one.close()
+        assert leftovers() - before == {}
+
+
+@every_kind
+def test_over_is_over_for_ever(kind: str, loader: Any) -> None:
+    batches = iter(loader)
+    assert len(list(batches)) == NUM_BATCHES
+    for _ in range(3):
+        assert next(batches, "over") == "over"
+    assert len(list(loader)) == NUM_BATCHES
+    assert next(batches, "over") == "over", "also when another one came after it"
+
+
+@every_kind
+def test_zip_with_itself_raises(kind: str, loader: Any) -> None:
+    with pytest.raises(IteratorSupersededError, match=f"another one was made by .*{HERE}.*dataset"):
+        list(zip(loader, loader, strict=True))
+
+
+@every_kind
+def test_a_look_at_a_batch_in_the_loop_raises(kind: str, loader: Any) -> None:
+    """As people do for a plot, on one rank: it used to end the loop, and the job hung in its next collective."""
+    batches = iter(loader)
+    next(batches)
+    peek = iter(loader)
+    rows = rows_of(next(peek))
+    for _ in range(2):
+        with pytest.raises(IteratorSupersededError):
+            next(batches)
+    assert rows_of(next(peek)) != rows, "the second one goes on"
+    del batches
+    assert len(list(peek)) == NUM_BATCHES - 2, "the end of the first does not disturb it"
+
+
+@every_closable
+def test_a_closed_loader_ends_its_iterator(kind: str, loader: Any) -> None:
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    loader.close()
+    for _ in range(2):
+        with pytest.raises(IteratorEndedError, match=f"the loader was closed by .*{HERE}"):
+            next(batches)
+    assert len(list(loader)) == NUM_BATCHES
+
+
+@every_closable
+def test_a_closed_iterator_is_over(kind: str, loader: Any) -> None:
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    batches.close()
+    assert next(batches, "over") == "over"
+    assert loader.epoch == 0
+
+
+def no_row(_: Any) -> Any:
+    raise LookupError("no row today")
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("kind", ["indexed", "unindexed", "map-style"])
+def test_after_an_error_it_says_so(kind: str, prefetch: bool, samples: SampleSet, tmp_path: Path) -> None:
+    """Whoever catches errors and goes on would otherwise end the epoch early, on this rank alone."""
+    dataset: Any = {
+        "indexed": samples.open,
+        "unindexed": lambda: compress(samples, tmp_path).open(),
+        "map-style": Squares,
+    }[kind]()
+    loader: Any = DataLoader(dataset, SIZE, device_mesh=ALONE, epoch_size=40, collate_fn=no_row)
+    loader = DevicePrefetcher(loader, "cpu") if prefetch else loader
+    with loader:
+        batches = iter(loader)
+        with pytest.raises(LookupError):
+            next(batches)
+        for _ in range(2):
+            with pytest.raises(IteratorEndedError, match=r"ended with an error before \(LookupError: .*no row today"):
+                next(batches)
+        assert (loader.epoch, loader.state_dict()["samples_seen"]) == (0, 0)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("source", ["indexed", "map-style"])
+def test_superseded_iterators_hold_no_workers(source: str, prefetch: bool, samples: SampleSet) -> None:
+    """Slots and processes go to the new one, though the old one is kept."""
+    before = leftovers()
+    dataset: Any = samples.open(seed=5, transform=dict) if source == "indexed" else Squares()
+    loader: Any = DataLoader(dataset, SIZE, device_mesh=ALONE, num_workers=1, prefetch_factor=1, last_batch="partial")
+    with DevicePrefetcher(loader, "cpu") if prefetch else loader as both:
+        kept = [iter(both) for _ in range(2)]
+        for _ in range(3):
+            kept.append(iter(both))
+            next(kept[-1])
+        assert len(list(kept[-1])) == NUM_BATCHES - 1
+        for batches in kept[:-1]:
+            with pytest.raises(IteratorSupersededError):
+                next(batches)
+        assert both.epoch == 3
+    del kept, batches, both, loader
+    assert leftovers() - before == {}
+
+
+def test_the_errors_are_what_their_names_say() -> None:
+    assert issubclass(IteratorSupersededError, IteratorEndedError)
+    assert issubclass(IteratorEndedError, ShardstreamError)
+    assert issubclass(IteratorEndedError, RuntimeError)
+    assert not issubclass(IteratorEndedError, StopIteration)
