@@ -379,6 +379,22 @@ class DataLoader:
     shutdown = close
     """As DataLoader2 called it."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs to go on from here, as under ``torch.multiprocessing.spawn``.
+
+        There a mesh that was not given is looked for anew.
+        """
+        mesh = self._finder.mesh if self._finder.found_by == "given" else None
+        state = self.state_dict()
+        is_new = not (state["epoch"] or state["samples_seen"]) and state["next_seed"] is None
+        options = {**self._options, "device_mesh": mesh}
+        return {"dataset": self.dataset, "options": options, "state": None if is_new else state}
+
+    def __setstate__(self, made: dict[str, Any]) -> None:
+        DataLoader.__init__(self, made["dataset"], **made["options"])
+        if made["state"] is not None:
+            self.load_state_dict(made["state"])
+
     def _look_again(self, *, to_read: bool = False) -> None:
         """Plan anew where this process turns out to be another than it seemed when the loader was made."""
         finder, old = self._finder, self._loop

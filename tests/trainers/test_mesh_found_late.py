@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections import Counter
 from typing import Any
 
@@ -97,6 +98,27 @@ def test_what_was_set_and_loaded_before_holds_on_the_mesh_found_later(
             received += [key for batch in one for key in keys_of(batch)]
     assert len(seen) + len(received) == 48
     assert set(received) == rest
+
+
+@pytest.mark.parametrize("kind", ["indexed", "map-style", "fetcher"])
+def test_a_loader_that_is_sent_to_another_process_reads_the_share_of_that(
+    monkeypatch: pytest.MonkeyPatch, sets: dict[str, SampleSet], kind: str
+) -> None:
+    """As Lightning's ``ddp_spawn`` and ``torch.multiprocessing.spawn(train, args=(loader,))`` send it."""
+    with make(sets, kind) as alone:
+        new = pickle.dumps(alone)
+        batches = iter(alone)
+        seen = [*keys_of(next(batches)), *keys_of(next(batches))]
+        begun = pickle.dumps(alone)
+    for pickled, received in ((new, []), (begun, [*seen])):
+        for rank in range(2):
+            initialise(monkeypatch, rank, 2)
+            with pickle.loads(pickled) as loader:
+                assert type(loader) is type(alone)
+                assert loader.device_mesh.data_rank == rank
+                received += [key for batch in loader for key in keys_of(batch)]
+        assert len(received) == 48
+        assert len(set(received)) == 48
 
 
 def test_an_iteration_after_the_mesh_has_changed_is_an_error(
