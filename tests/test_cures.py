@@ -27,7 +27,7 @@ import shard_tools
 import streaming
 from infra import DeviceMesh
 from shard_tools.cli import cli
-from streaming import DataLoader, StreamingDataset, decode
+from streaming import DataLoader, ShuffleConfig, StreamingDataset, decode
 from streaming.errors import AccessDeniedError, MemoryLimitError, ShardstreamError
 from streaming.storage.options import StorageOptions
 from streaming.storage.requests.retry import RetryPolicy
@@ -43,6 +43,7 @@ _VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]{2,}\b")
 FOREIGN_FLAGS = {
     "--force-reinstall": "pip",
     "--hard-dereference": "tar",
+    "--install": "wsl, on Windows",
     "--sort": "tar, and reshard",
     "--sparse": "tar",
     "--transform": "tar",
@@ -337,6 +338,21 @@ def a_memory_limit_that_is_named_is_enough(folder: Path) -> None:
     found = re.search(r"memory_limit=\W?(\d+ ?\w+)", text)
     assert found is not None, text
     assert batches(found[1]) == 10
+
+
+@scenario()
+def fewer_lanes_fit_into_less_memory(folder: Path) -> None:
+    samples = write_set(folder, (64,) * 8, chunk_samples=8)
+
+    def batches(**shuffle: int) -> int:
+        dataset = samples.open(shuffle=ShuffleConfig(**shuffle))
+        with DataLoader(dataset, batch_size=64, memory_limit="2MiB") as loader:
+            return len(list(loader))
+
+    text = error_of(lambda: batches(lanes=64, window=8), MemoryLimitError)
+    found = re.search(r"ShuffleConfig\(lanes=(\d+)\)", text)
+    assert found is not None, text
+    assert batches(lanes=int(found[1]), window=8) == 8
 
 
 @scenario()
