@@ -8,11 +8,13 @@ import tempfile
 import threading
 from collections import Counter
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 
 def leftovers() -> Counter[str]:
     """Threads of ours, open descriptors, child processes, and files of ours in shared and temporary folders."""
+    resource_tracker.ensure_running()  # starts with the first named lock, and stays: multiprocessing's, not ours
     gc.collect()
     found = Counter(f"thread {one.name}" for one in threading.enumerate() if one.name.startswith("shardstream-"))
     for descriptor in os.listdir("/proc/self/fd"):

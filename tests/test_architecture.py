@@ -49,6 +49,8 @@ TORCH_MAY += ("streaming.job",)
 ALSO_PURE = ("streaming.fetch.layout", "streaming.fetch.damage", "streaming.fetch.sums", "streaming.fetch.pieces")
 # infra asks where the program runs; credentials come the way people have them, the environment too.
 ENVIRONMENT_MAY = ("infra.launch", "streaming.storage.adapters.credentials")
+# These hand it on, whole, to a process that starts.
+ENVIRONMENT_MAY += ("streaming.engine.workers.context", "streaming.engine.workers.main")
 INFRA_MAY = SURFACE
 
 # Each third-party package is known to these modules only (prefixes); what is not listed must not be imported.
@@ -67,8 +69,14 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
     "cloudpickle": ("streaming.engine", "streaming.remote"),
 }
 IMPORT_HELPERS = {"import_module", "__import__", "require"}
-# By exact name: names that load when they are first used, and the helper `require`.
-COMPUTED_IMPORT_MAY = ("streaming", "streaming.decode.values", "streaming.decode.registry")
+# By exact name: names that load when they are first used, the helper `require`, and the server
+# that imports what its users name.
+COMPUTED_IMPORT_MAY = (
+    "streaming",
+    "streaming.engine.workers.fork_server",
+    "streaming.decode.values",
+    "streaming.decode.registry",
+)
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")
 OPTIONAL += ("webdataset", "datasets", "matplotlib", "ray")
 # Users of these import the module that needs them by name; nobody else does.

@@ -232,3 +232,17 @@ def test_batches_that_a_child_holds_never_change_and_are_its_own() -> None:
     held.clear()
     assert (ring.num_taken, ring.num_free) == (0, 1), "slots from before the fork are not used again"
     ring.close()
+
+
+# --- ordinary data sets ---
+
+
+@pytest.mark.usefixtures("one_fork_server")
+def test_a_split_of_a_streaming_dataset_is_read_by_workers(on_s3: SampleSet) -> None:
+    """Neither by default nor when it is asked to fork does the loader hang after this process has read from S3."""
+    dataset = on_s3.open(shuffle=False)
+    split, _ = torch.utils.data.random_split(dataset, [8, 24])
+    expected = sorted(dataset[i]["cls"] for i in split.indices)
+    for method in (None, "fork"):
+        with DataLoader(split, 4, num_workers=1, multiprocessing_context=method) as loader:
+            assert sorted(int(i) for batch in loader for i in batch["cls"]) == expected

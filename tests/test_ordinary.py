@@ -28,6 +28,8 @@ from streaming.plan.state import LoaderState
 
 HERE = Path(__file__).parent
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+
 
 def config(rank: int = 0, world_size: int = 1, **options: Any) -> OrdinaryConfig:
     mesh = DeviceMesh.from_sizes(dp_size=world_size, rank=rank, world_size=world_size)

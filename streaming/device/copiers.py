@@ -218,23 +218,28 @@ class CudaCopier:
         return tensor.to(self._device, non_blocking=True)
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(
+    value: Any, function: Callable[[torch.Tensor], torch.Tensor], others: Callable[[Any], Any] | None = None
+) -> Any:
     """``value`` with ``function`` applied to each tensor in nested dicts, lists, tuples and named tuples.
 
-    Containers keep their types; those that hold nothing but text and numbers, and all other objects, are passed on
-    themselves. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU, where torch wants it.
+    Containers keep their types; those that hold nothing but text and numbers are passed on themselves, and so are all
+    other objects, unless ``others`` makes something of them. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU,
+    where torch wants it.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return _map_mapping(value, function)
+        return _map_mapping(value, function, others)
     if isinstance(value, list | tuple) and not _PLAIN.issuperset(map(type, value)):
-        return _map_sequence(value, function)
-    return value
+        return _map_sequence(value, function, others)
+    return value if others is None else others(value)
 
 
-def _map_mapping(value: Mapping[Any, Any], function: Callable[[torch.Tensor], torch.Tensor]) -> Mapping[Any, Any]:
-    moved = {name: map_tensors(one, function) for name, one in value.items()}
+def _map_mapping(
+    value: Mapping[Any, Any], function: Callable[[torch.Tensor], torch.Tensor], others: Callable[[Any], Any] | None
+) -> Mapping[Any, Any]:
+    moved = {name: map_tensors(one, function, others) for name, one in value.items()}
     if type(value) is dict or not isinstance(value, dict | UserDict):
         return moved
     clone = copy.copy(value)  # keeps what a subclass adds, such as a default factory
@@ -243,12 +248,14 @@ def _map_mapping(value: Mapping[Any, Any], function: Callable[[torch.Tensor], to
 
 
 def _map_sequence(
-    value: list[Any] | tuple[Any, ...], function: Callable[[torch.Tensor], torch.Tensor]
+    value: list[Any] | tuple[Any, ...],
+    function: Callable[[torch.Tensor], torch.Tensor],
+    others: Callable[[Any], Any] | None,
 ) -> list[Any] | tuple[Any, ...]:
     if isinstance(value, PackedSequence):
         data, sizes, *indices = value
-        return type(value)(function(data), sizes, *(map_tensors(one, function) for one in indices))
-    items = [map_tensors(one, function) for one in value]
+        return type(value)(function(data), sizes, *(map_tensors(one, function, others) for one in indices))
+    items = [map_tensors(one, function, others) for one in value]
     if hasattr(value, "_fields"):
         return type(value)(*items)
     return items if type(value) is list else type(value)(items)

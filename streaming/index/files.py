@@ -86,7 +86,8 @@ def _read_bounded(buffer: Any, source: str) -> pa.Table:
     _check_unpacked(num_bytes, limit_bytes, source)
     schema = pq.read_schema(pa.BufferReader(buffer))
     # (`pq.read_table` would import pandas wherever it is installed.)
-    table = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=sorted(texts)).read()
+    # Arrow's threads, beside torch's at the interpreter's end, abort about one short script in fifty.
+    table = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=sorted(texts)).read(use_threads=False)
     for name in texts.intersection(table.column_names):
         for chunk in table.column(name).chunks:
             if pa.types.is_dictionary(chunk.type):

@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError, StateError
+from streaming.forks import in_children
 from streaming.loops.iterator import Loop, Run
-from streaming.loops.ordinary_options import Collate, OrdinaryConfig, shut_down
+from streaming.loops.ordinary_options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down
 from streaming.loops.parts import (
     Cursor,
     Packet,
@@ -132,7 +133,9 @@ class IterableLoop(Loop):
         if self.is_agreed:
             _check_can_agree(config.mesh)
         self._num_workers = self._useful_workers()
+        self._workers = Workers(config, self._num_workers)
         self._packets: _Packets | None = None
+        in_children(self, IterableLoop._leave_behind)
         self._warn()
 
     @property
@@ -216,6 +219,7 @@ class IterableLoop(Loop):
         """Stop worker processes. The loop may be used again; it starts them anew."""
         super().close()
         self.close_stream()
+        self._workers.close()
 
     def clean_up(self) -> None:
         """See ``Loop``."""
@@ -228,6 +232,13 @@ class IterableLoop(Loop):
         packets, self._packets = self._packets, None
         if packets is not None:
             packets.close()
+
+    def _leave_behind(self) -> None:
+        """In a forked child: the workers are the parent's; a loop begun here starts its own."""
+        packets, self._packets = self._packets, None
+        if packets is not None:
+            packets.leave_behind()
+        self._workers.leave_behind()
 
     # --- epochs ---
 
@@ -255,7 +266,7 @@ class IterableLoop(Loop):
             seed = hash_words(self.order.seed, epoch, mesh.data_rank) >> 1
             loader: DataLoader[Packet] = DataLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
-                **config.torch_options(self._num_workers),
+                **self._workers.torch_options(self.dataset, config.collate_fn),
             )  # fmt: skip
             self._packets = _Packets(iter(loader), cursors)
         return self._packets
@@ -369,6 +380,10 @@ class _Packets:
         if packet.after.worker in workers:
             place = workers.index(packet.after.worker)
             self.cursors = (*self.cursors[place + 1 :], *self.cursors[:place], packet.after)
+
+    def leave_behind(self) -> None:
+        """In a forked child: they are the parent's."""
+        leave_behind(self._source)
 
     def close(self) -> None:
         """Stop the worker processes."""

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from infra import DeviceMesh
 from streaming.errors import ConfigError
+from streaming.forks import in_children
 from streaming.loops.iterable import Again, IterableLoop
 from streaming.loops.iterator import Loop, Run
-from streaming.loops.ordinary_options import Collate, OrdinaryConfig, shut_down, with_valid
+from streaming.loops.ordinary_options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down, with_valid
 from streaming.loops.position import Place
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import Plan
@@ -110,7 +111,9 @@ class MapLoop(Loop):
             self._rows, dataset, on_error=config.on_error, max_retries=config.max_retries,
             max_bad_samples=config.max_bad_samples, metrics=self.metrics,
         )  # fmt: skip
+        self._workers = Workers(config, config.num_workers)
         self._loader: DataLoader[Any] | None = None
+        in_children(self, MapLoop._leave_behind)
 
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``."""
@@ -151,7 +154,15 @@ class MapLoop(Loop):
         if loader is not None:
             shut_down(loader._iterator)
             loader._iterator = None
+        self._workers.close()
         self._retry.close()
+
+    def _leave_behind(self) -> None:
+        """In a forked child: the workers are the parent's; a loop begun here starts its own."""
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            leave_behind(loader._iterator)
+        self._workers.leave_behind()
 
     def _open(self) -> DataLoader[Any]:
         """One loader for all epochs: its worker processes stay."""
@@ -163,7 +174,7 @@ class MapLoop(Loop):
                 collate_fn=Collate(self.config.collate_fn),
                 persistent_workers=self.config.persistent_workers and self.config.num_workers > 0,
                 generator=torch.Generator().manual_seed(seed),
-                **self.config.torch_options(self.config.num_workers),
+                **self._workers.torch_options(self.dataset, self.config.collate_fn),
             )
         return self._loader
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import multiprocessing.context
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -14,6 +17,8 @@ from torch.utils.data import default_collate as torch_collate
 from infra import DeviceMesh
 from streaming.arguments import is_number
 from streaming.batches.collate import default_collate, without_rows
+from streaming.engine.workers.context import ServerContext
+from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.errors import ConfigError
 from streaming.plan.order import checked_int
 from streaming.plan.plan import LastBatch
@@ -22,7 +27,10 @@ from streaming.samplers.retry import NoRow
 Sharding = Literal["auto", "worker_info", "self"]
 """How an iterable data set is cut into parts; see ``streaming.loops.parts``."""
 
+_log = logging.getLogger(__name__)
 
+_PRELOAD = "streaming.loops.map_style"
+"""What worker processes of both loops need: 0.3 s of imports that the server does once for all of them."""
 _FEEDER_S = 5.0  # for a daemon thread that has nothing more to do
 
 
@@ -111,16 +119,70 @@ class OrdinaryConfig:
         rank, ranks = self.mesh.data_rank, self.mesh.data_world_size
         return self.global_batch_size * (rank + 1) // ranks - self.global_batch_size * rank // ranks
 
-    def torch_options(self, num_workers: int) -> dict[str, Any]:
-        """Arguments of ``torch.utils.data.DataLoader`` that depend on nothing else."""
+
+class Workers:
+    """How the worker processes of one loop start. Begins to start the server that they come from at once.
+
+    Args:
+        config: The loop's.
+        num_workers: How many there will be.
+    """
+
+    def __init__(self, config: OrdinaryConfig, num_workers: int) -> None:
+        self._config = config
+        self._num_workers = num_workers
+        linux = sys.platform == "linux"  # elsewhere there is no such server
+        self._from_server = linux and num_workers > 0 and config.multiprocessing_context is None
+        self._server: ForkServer | None = SHARED.borrow() if self._from_server else None
+        self._context: ServerContext | None = None
+        self._end = weakref.finalize(self, _give_back, self._server)
+
+    def torch_options(self, *shared: object) -> dict[str, Any]:
+        """Arguments for a new ``torch.utils.data.DataLoader``, whose workers all get ``shared``.
+
+        Workers are forked, with a warning, where something cannot be sent to another process.
+        """
+        self._close_context()
+        config, num_workers = self._config, self._num_workers
+        if self._from_server:
+            try:
+                self._context = ServerContext((one for one in shared if one is not None), preload=_PRELOAD)
+            except Exception as error:  # noqa: BLE001  whatever a user's object raises
+                _log.warning(
+                    "the data set or collate_fn cannot be sent to worker processes: %s: %s. They are forked from this "
+                    "process, and may hang in what its threads have locked. Cure: open files, locks and connections "
+                    'at their first use in the worker; or multiprocessing_context="fork", to say that it is meant so',
+                    type(error).__name__, error,
+                )  # fmt: skip
+        method = config.multiprocessing_context or ("fork" if self._from_server else None)
         return {
             "num_workers": num_workers,
-            "prefetch_factor": self.prefetch_factor if num_workers else None,
-            "pin_memory": self.pin_memory and torch.cuda.is_available(),
-            "multiprocessing_context": self.multiprocessing_context if num_workers else None,
-            "timeout": self.timeout if num_workers else 0,
-            "worker_init_fn": self.worker_init_fn,
+            "prefetch_factor": config.prefetch_factor if num_workers else None,
+            "pin_memory": config.pin_memory and torch.cuda.is_available(),
+            "multiprocessing_context": self._context or (method if num_workers else None),
+            "timeout": config.timeout if num_workers else 0,
+            "worker_init_fn": config.worker_init_fn,
         }
+
+    def close(self) -> None:
+        """Let go of the server, once the workers are gone. More may be started; that borrows it again."""
+        self._close_context()
+        self._end()
+
+    def leave_behind(self) -> None:
+        """In a forked child: all of it is the parent's."""
+        self._end.detach()
+        self._context = self._server = None
+
+    def _close_context(self) -> None:
+        context, self._context = self._context, None
+        if context is not None:
+            context.close()
+
+
+def _give_back(server: ForkServer | None) -> None:
+    if server is not None:
+        SHARED.give_back(server)
 
 
 class Collate:
@@ -152,6 +214,12 @@ def with_valid(batch: Any, valid: torch.Tensor) -> Any:
             f'{type(batch).__name__}. Give samples that are dicts, a collate_fn that makes one, or last_batch="partial"'
         )
     return {**batch, "__valid__": valid}
+
+
+def leave_behind(iterator: object) -> None:
+    """In a forked child: keep an iterator of torch's ``DataLoader`` from ending its parent's worker processes."""
+    if hasattr(iterator, "_shutdown"):
+        iterator._shutdown = True
 
 
 def shut_down(iterator: object) -> None:

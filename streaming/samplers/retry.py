@@ -169,8 +169,8 @@ class RetrySampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """The sampler's indices (or lists of them), each with its substitutes."""
+        self._reports.begin()
         self._take_reports()
-        self._reports.open()
         self._bad.clear()
         limit, num_samples = self._limit, getattr(self.sampler, "epoch_samples", None) or len(self._dataset)
         self._allowed = limit if is_whole(limit) else math.ceil(limit * num_samples)
@@ -386,8 +386,16 @@ class SharedLog:
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = descriptor
+        self._pid = os.getpid()
         self._taken_bytes = 0
         self._close = None if descriptor is None else weakref.finalize(self, os.close, descriptor)
+
+    def begin(self) -> None:
+        """Have a log of this process; a forked child that runs a loop of its own does not share its parent's."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self.close()
+        self.open()
 
     def open(self) -> int:
         """The descriptor of the log; to be opened before there are child processes."""

@@ -12,7 +12,8 @@ from typing import Any
 from streaming.errors import ShardstreamError
 
 _HEADER = struct.Struct("<Q")
-_MAX_FDS = 4
+_MAX_FDS = 253
+"""As many as Linux lets go with one message."""
 
 
 class ChannelClosedError(ShardstreamError, EOFError):

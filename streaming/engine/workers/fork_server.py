@@ -22,15 +22,20 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from importlib import import_module
+from itertools import count
 
 from streaming.decode.images import opencv
 from streaming.engine.workers import main as worker_main
 from streaming.forks import in_children, renew_lock
 
 _REQUEST = struct.Struct("<cQ")  # what, which worker
-_SPAWN, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"?", b"!", b"-"
+_SPAWN, _SPAWN_PROCESS, _STATUS, _KILL, _KILL_UNHEARD = b"+", b"*", b"?", b"!", b"-"
+NUMBERS = count()
+"""Of workers; unique in this process, since many users share a server."""
+_MAX_REQUEST_BYTES = 256
 _REPLY = struct.Struct("<?i")  # known, its wait status
 _READY = b"ready"
 _GRACE_S = 0.5
@@ -94,14 +99,29 @@ class ForkServer:
             return False
 
     def spawn(self, number: int, sock: socket.socket) -> None:
-        """Fork a worker that serves ``sock``; does not wait for it.
+        """Fork a decode worker that serves ``sock``; does not wait for it.
 
         Raises:
             ServerClosedError: The server has ended.
         """
+        self._fork(_SPAWN, number, sock)
+
+    def spawn_process(self, sock: socket.socket, preload: str) -> int:
+        """Fork a process that ``sock`` will tell what to be (see ``context``), and return its number.
+
+        The server imports the module ``preload`` first, once, so that not every process has to.
+
+        Raises:
+            ServerClosedError: The server has ended.
+        """
+        number = next(NUMBERS)
+        self._fork(_SPAWN_PROCESS, number, sock, preload)
+        return number
+
+    def _fork(self, what: bytes, number: int, sock: socket.socket, preload: str = "") -> None:
         with self._lock:
             try:
-                socket.send_fds(self._control, [_REQUEST.pack(_SPAWN, number)], [sock.fileno()])
+                socket.send_fds(self._control, [_REQUEST.pack(what, number) + preload.encode()], [sock.fileno()])
             except OSError as error:
                 raise ServerClosedError(str(error)) from error
 
@@ -237,14 +257,17 @@ def serve(control_fd: int, parent_pid: int) -> None:
 def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, int]) -> bool:
     """One request; False when there will be no more."""
     try:
-        data, fds, _, _ = socket.recv_fds(control, _REQUEST.size, 1, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError:
         return False
     if len(data) < _REQUEST.size:
         return False
-    what, number = _REQUEST.unpack(data)
-    if what == _SPAWN:
-        children[number] = _fork(fds[0], [control.fileno(), *([] if parent_fd is None else [parent_fd])])
+    what, number = _REQUEST.unpack_from(data)
+    if len(data) > _REQUEST.size:
+        import_module(data[_REQUEST.size :].decode())
+    if what in {_SPAWN, _SPAWN_PROCESS}:
+        not_for_it = [control.fileno(), *([] if parent_fd is None else [parent_fd])]
+        children[number] = _fork(fds[0], not_for_it, worker_main.run if what == _SPAWN else worker_main.run_process)
         return True
     pid = children.pop(number, None)
     status = 0 if pid is None else _reap(pid, _EXIT_WAIT_S if what == _STATUS else 0.0)
@@ -257,7 +280,7 @@ def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, i
     return True
 
 
-def _fork(fd: int, not_for_it: Iterable[int]) -> int:
+def _fork(fd: int, not_for_it: Iterable[int], be: Callable[[socket.socket, int], int]) -> int:
     server_pid = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # BLAS threads, which mind forks themselves
@@ -270,8 +293,7 @@ def _fork(fd: int, not_for_it: Iterable[int]) -> int:
         for other in not_for_it:
             os.close(other)
         with socket.socket(fileno=fd) as sock:
-            worker_main.run(sock, server_pid)
-        code = 0
+            code = be(sock, server_pid)
     except BaseException:  # noqa: BLE001  a process border: nothing must get back into the server's loop
         traceback.print_exc()
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import mmap
 import os
 import pickle
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from multiprocessing import process, resource_tracker, spawn
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +36,7 @@ from streaming.decode import use_one_thread
 from streaming.engine.memory.row_table import Rows
 from streaming.engine.workers.cell import STACK_SIGNAL
 from streaming.engine.workers.channel import Channel, ChannelClosedError
+from streaming.engine.workers.portable import received
 from streaming.engine.workers.ring import Slot, SlotWriter
 from streaming.engine.workers.transport import WireRows, error_to_wire, pack, rows_from_wire
 from streaming.errors import ConfigError
@@ -50,6 +53,9 @@ ABORT: Kind = "abort"
 DONE: Kind = "done"
 FAILED: Kind = "failed"
 ABORTED: Kind = "aborted"
+
+_inherited: list[int] = []
+"""Descriptors that came with the process that this one is."""
 
 _PR_SET_PDEATHSIG = 1
 _OOM_SCORE = "500"
@@ -79,24 +85,71 @@ class _AbortedError(BaseException):
     """The parent does not want this batch any more. Not for users to catch."""
 
 
-def run(sock: socket.socket, server_pid: int) -> None:
-    """Serve orders from ``sock`` until it ends."""
-    _die_with(server_pid)
-    _be_killed_first()
+def run(sock: socket.socket, server_pid: int) -> int:
+    """Serve orders from ``sock`` until it ends; the exit code."""
+    die_with(server_pid)
     torch.set_num_threads(1)
     use_one_thread()
     seed_generators(int.from_bytes(os.urandom(8), "little"), ALL_GENERATORS)
-    try:
+    with suppress(ChannelClosedError):
         _Worker(Channel(sock)).serve()
+    return 0
+
+
+def run_process(sock: socket.socket, server_pid: int) -> int:
+    """Be the process of ``multiprocessing`` that the parent sends (see ``context``); its exit code."""
+    die_with(server_pid)
+    channel = Channel(sock)
+    try:
+        (environment, sent, begin, rest), fds = channel.receive()
+        channel.send((os.getpid(),))
     except ChannelClosedError:
-        return
+        return 1
+    os.environ.clear()  # the server has that of the time when it was started
+    os.environ.update(environment)
+    tracker: Any = resource_tracker
+    tracker._resource_tracker._fd = fds[len(sent)]
+    _inherited[:] = fds
+    current: Any = process.current_process()
+    current._inheriting = True
+    try:
+        spawn.prepare(pickle.loads(begin))  # noqa: S301  our parent's
+        things = [received(body, places, fd) for (body, places), fd in zip(sent, fds, strict=False)]
+        started: Any = _Unpickler(io.BytesIO(rest), things).load()
+    finally:
+        del current._inheriting
+    code: int = started._bootstrap(parent_sentinel=sock.fileno())
+    return code
 
 
-def _die_with(server_pid: int) -> None:
-    """Have the kernel kill this process when the server ends, however it ends."""
+class Descriptor:
+    """Stands for a descriptor of the parent in what a process is sent: its number among those that come along."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def detach(self) -> int:
+        """The child's own."""
+        return os.dup(_inherited[self._place])
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what was sent once for many processes."""
+
+    def __init__(self, file: Any, things: list[Any]) -> None:
+        super().__init__(file)
+        self._things = things
+
+    def persistent_load(self, number: int) -> Any:
+        return self._things[number]
+
+
+def die_with(server_pid: int) -> None:
+    """Have the kernel kill this process when the server ends, however it ends, and first if memory runs out."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server_pid:
         os._exit(1)
+    _be_killed_first()
 
 
 def _be_killed_first() -> None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +33,7 @@ from streaming.engine.workers.main import (
     Order,
     describe_rows,
 )
+from streaming.engine.workers.portable import dumps
 from streaming.engine.workers.processes import Processes, Worker
 from streaming.engine.workers.ring import BatchRing, Slot
 from streaming.engine.workers.transport import Parcel, error_from_wire, rows_to_wire, unpack
@@ -378,10 +378,9 @@ def _abort(worker: Worker) -> None:
 
 def _pickled(recipe: Recipe) -> bytes:
     try:
-        blob: bytes = cloudpickle.dumps(replace(recipe, finish=None), protocol=5)
+        return dumps(replace(recipe, finish=None))
     except Exception as error:  # whatever a user's object raises
         raise ConfigError(
             f"decode, transform or collate_fn cannot be sent to worker processes: {type(error).__name__}: {error}. "
             f"Open files, locks and connections inside the function, at its first call, or use num_workers=0"
         ) from error
-    return blob

@@ -8,15 +8,11 @@ import socket
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 
 from streaming.engine.workers.cell import Cell, Work
 from streaming.engine.workers.channel import Channel, ChannelClosedError
-from streaming.engine.workers.fork_server import SHARED, ForkServer, ServerClosedError
+from streaming.engine.workers.fork_server import NUMBERS, SHARED, ForkServer, ServerClosedError
 from streaming.engine.workers.main import HELLO, SETUP
-
-_NUMBERS = count()
-"""Of workers; unique in this process, since pools may share a server."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +184,7 @@ class Processes:
         """One more worker, in a new server if there is none or it has ended. With the lock held."""
         server = self._server or self._start_server()
         ours, theirs = socket.socketpair()
-        worker = Worker(number=next(_NUMBERS), channel=Channel(ours))
+        worker = Worker(number=next(NUMBERS), channel=Channel(ours))
         try:
             with theirs:
                 try:

@@ -14,14 +14,13 @@ from itertools import pairwise
 from pickle import PickleBuffer
 from typing import Any, TypeAlias
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.row_table import FieldRange, Rows
-from streaming.engine.workers.ring import Memory, SlotWriter, tensor_on
+from streaming.engine.workers.portable import Pickler, dumps
+from streaming.engine.workers.ring import Memory, SlotWriter
 from streaming.errors import WorkerError
 
 _IN_SLOT_BYTES = 32 << 10
@@ -39,7 +38,7 @@ def rows_to_wire(rows: Rows, arena: Arena | None) -> WireRows:
     """``rows`` without their buffer if it is the arena, else with it."""
     inline = None if arena is not None and rows.memory is arena.memory else bytes(rows.memory)
     fields = {name: (where.starts, where.sizes) for name, where in rows.fields.items()}
-    damage = cloudpickle.dumps(dict(rows.damage)) if rows.damage else None
+    damage = dumps(dict(rows.damage)) if rows.damage else None
     return inline, rows.keys, rows.urls, fields, damage, rows.numbers, rows.positions
 
 
@@ -100,7 +99,7 @@ def pack(batch: Any, rows: Rows, writer: SlotWriter) -> Parcel:
         return False
 
     out = io.BytesIO()
-    _BatchPickler(out, protocol=5, buffer_callback=keep).dump(batch)
+    Pickler(out, keep).dump(batch)
     body: bytes | None = out.getvalue()
     if body is not None and len(body) >= _IN_SLOT_BYTES:
         keep(PickleBuffer(body))
@@ -116,35 +115,6 @@ def unpack(parcel: Parcel, memory: Memory, keys: list[str], urls: list[str]) -> 
     for name, what in parcel.echoes.items():
         batch[name] = keys if what == "keys" else urls
     return batch
-
-
-class _BatchPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Knows the user's own classes (by value) and leaves the memory of tensors and arrays out of band."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
-            return _reduce_tensor(obj)
-        if type(obj) is np.ndarray and not obj.dtype.hasobject and not _in_one_piece(obj):
-            return np.ascontiguousarray(obj).__reduce_ex__(5)
-        return super().reducer_override(obj)
-
-
-def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    if tensor.is_quantized:
-        return NotImplemented
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    flat = plain.as_strided((plain.numel(),), (1,))  # sizes of 0 and 1 may come with any stride
-    memory = flat.view(torch.uint8).numpy()
-    return _tensor, (PickleBuffer(memory.data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
-
-
-def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:  # noqa: FBT001
-    tensor = tensor_on(memory, shape, dtype)
-    return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _in_one_piece(array: npt.NDArray[Any]) -> bool:
-    return array.flags.c_contiguous or array.flags.f_contiguous
 
 
 def _lighter(name: Any, value: Any, rows: Rows, writer: SlotWriter, echoes: dict[str, str]) -> Any:
@@ -227,7 +197,7 @@ def error_from_wire(blobs: list[bytes]) -> BaseException:
 def _portable(error: BaseException) -> bytes:
     """The exception pickled or, where it does not survive that, a WorkerError that says what it was."""
     try:
-        blob: bytes = cloudpickle.dumps(error)
+        blob = dumps(error)
         if type(pickle.loads(blob)) is type(error):  # noqa: S301  what has just been pickled
             return blob
     except Exception:  # noqa: BLE001, S110  any class may break in any way here

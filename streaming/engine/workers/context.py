@@ -1,0 +1,188 @@
+"""A ``multiprocessing`` context whose processes are forked from our server: for torch's ``DataLoader``.
+
+The context "fork" copies the training process with all that its threads leave half done: a child that reads from an
+object store, or copies a large tensor, may hang for ever. "forkserver" and "spawn" run the user's script again in every
+worker, and pickle the data set anew for each. Here a worker starts in milliseconds from a process without threads,
+never runs the script (see ``portable``), maps the memory of a data set that all others map, and ends with its parent.
+
+This is the parent's end; the child's is ``main.run_process``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import weakref
+from collections import ChainMap
+from collections.abc import Iterable
+from contextlib import suppress
+from multiprocessing import connection, resource_tracker, spawn, util
+from multiprocessing.context import BaseContext, set_spawning_popen
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from streaming.engine.workers import portable
+from streaming.engine.workers.channel import Channel
+from streaming.engine.workers.fork_server import SHARED, ForkServer
+from streaming.engine.workers.main import Descriptor
+from streaming.engine.workers.portable import SentOnce
+
+
+class ServerContext(BaseContext):
+    """Starts processes from the fork server that this process shares with all its loaders. Close it after them.
+
+    Args:
+        shared: Objects, such as a data set, that many processes get: they are pickled once.
+        preload: Name of a module of ours that all of them need.
+
+    Raises:
+        Exception: Whatever pickling one of them raised.
+    """
+
+    _name = "forkserver"  # what locks and queues ask for: that they be found by another process by name
+
+    def __init__(self, shared: Iterable[object] = (), *, preload: str = "") -> None:
+        self.preload = preload
+        self.sent: list[SentOnce] = []
+        self._server: ForkServer | None = None
+        try:
+            for thing in shared:
+                self.sent.append(SentOnce(thing))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def server(self) -> ForkServer:
+        """The server, started if need be; the first start of a process takes a second or two, in the background."""
+        if self._server is None or not self._server.is_alive():
+            self._give_back()
+            self._server = SHARED.borrow()
+        return self._server
+
+    def close(self) -> None:
+        """Give back the server, and the memory of what was sent."""
+        for one in self.sent:
+            one.close()
+        self._give_back()
+
+    def get_context(self, method: str | None = None) -> Any:
+        """Itself, for the queues and locks that it makes."""
+        return self if method is None else super().get_context(method)
+
+    def Process(self, *args: Any, **options: Any) -> BaseProcess:  # noqa: N802  multiprocessing's name
+        """A process, as ``multiprocessing.Process``."""
+        return _Process(self, *args, **options)
+
+    def _give_back(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            SHARED.give_back(server)
+
+
+class _Process(BaseProcess):
+    """See ``multiprocessing.Process``."""
+
+    _start_method = "forkserver"
+
+    def __init__(self, context: ServerContext, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._context: ServerContext | None = context
+
+    def _Popen(self, _: object) -> _Popen:  # noqa: N802  multiprocessing's name
+        context, self._context = self._context, None
+        if context is None:
+            raise AssertionError("a process is started once")
+        return _Popen(self, context)
+
+
+class _Pickler(portable.Pickler):
+    """Also knows queues, locks and connections, and refers to what was sent once."""
+
+    def __init__(self, file: Any, sent: list[SentOnce]) -> None:
+        # Before the rest: that is when the interpreter looks for it.
+        self.dispatch_table = ChainMap(ForkingPickler(io.BytesIO()).dispatch_table, portable.Pickler.dispatch_table)
+        super().__init__(file)
+        self._sent = {id(one.thing): number for number, one in enumerate(sent)}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """The number of what was sent once."""
+        return self._sent.get(id(obj))
+
+
+class _Popen:
+    """The parent's end of one process: what ``multiprocessing.Process`` asks of it."""
+
+    method = "forkserver"
+    DupFd = Descriptor
+
+    def __init__(self, started: BaseProcess, context: ServerContext) -> None:
+        util._flush_std_streams()  # type: ignore[attr-defined]  # as all start methods do
+        self.returncode: int | None = None
+        tracker: Any = resource_tracker.getfd()
+        self._fds = [*(one.fd for one in context.sent), tracker]
+        preparation = spawn.get_preparation_data(started.name)
+        for name in ("init_main_from_path", "init_main_from_name"):  # the script is never run again
+            preparation.pop(name, None)
+        begin, rest = io.BytesIO(), io.BytesIO()
+        set_spawning_popen(self)  # type: ignore[arg-type]  # a Popen like theirs, but no relation
+        try:
+            _Pickler(begin, []).dump(preparation)
+            _Pickler(rest, context.sent).dump(started)
+        finally:
+            set_spawning_popen(None)
+        sent = [(one.body, one.places) for one in context.sent]
+        self._server = context.server
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        try:
+            with theirs:
+                self._number = self._server.spawn_process(theirs, context.preload)
+            self._channel.send((dict(os.environ), sent, begin.getvalue(), rest.getvalue()), self._fds)
+            (self.pid,), _ = self._channel.receive()
+            self.sentinel = os.pidfd_open(self.pid)
+        except BaseException:
+            self._channel.close()
+            raise
+        self._end = weakref.finalize(self, _let_go, self._channel, self.sentinel)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Have ``fd`` sent along."""
+        self._fds.append(fd)
+        return len(self._fds) - 1
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """The exit code, or None while the process runs."""
+        return self.wait(0.0 if flag == os.WNOHANG else None)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The same, after waiting so long."""
+        if self.returncode is None and connection.wait([self.sentinel], timeout):
+            status = self._server.status(self._number)
+            self.returncode = 255 if status is None else os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._send(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of this end."""
+        self._end()
+
+    def _send(self, number: int) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def _let_go(channel: Channel, sentinel: int) -> None:
+    channel.close()
+    os.close(sentinel)

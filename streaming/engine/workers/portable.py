@@ -1,0 +1,143 @@
+"""Objects on their way to another process: what the main script defines goes by value, large memory goes once.
+
+A worker process cannot import the main script: there may be no file of it, or no ``if __name__ == "__main__"`` that
+would keep it from training again. So functions and classes of the main script are sent by value, also where the script
+is the main module of a process that ``multiprocessing`` started (there it is called ``__mp_main__``). What else they
+use of the script goes along: the globals that a function names.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pickle import PickleBuffer
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streaming.engine.workers.ring import ALIGN_BYTES, tensor_on
+
+_MAIN_OF_A_CHILD = "__mp_main__"
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Knows users' own classes and functions, and gives the memory of tensors and arrays to ``buffer_callback``."""
+
+    def __init__(self, file: Any, buffer_callback: Callable[[PickleBuffer], Any] | None = None) -> None:
+        main = sys.modules.get(_MAIN_OF_A_CHILD)
+        if main is not None and main.__name__ == _MAIN_OF_A_CHILD:  # elsewhere it is another name of __main__
+            cloudpickle.register_pickle_by_value(main)
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How to pickle ``obj``; NotImplemented: as always."""
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
+            return _reduce_tensor(obj)
+        if type(obj) is np.ndarray and not obj.dtype.hasobject and not _in_one_piece(obj):
+            return np.ascontiguousarray(obj).__reduce_ex__(5)
+        if type(obj) is np.memmap:
+            return _reduce_memmap(obj)
+        return super().reducer_override(obj)
+
+
+def dumps(thing: Any) -> bytes:
+    """``thing``, for ``pickle.loads`` in another process.
+
+    Raises:
+        Exception: Whatever pickling something in it raised.
+    """
+    out = io.BytesIO()
+    Pickler(out).dump(thing)
+    return out.getvalue()
+
+
+class SentOnce:
+    """An object pickled once for many processes, its large memory in a file of memory that all of them map.
+
+    What a process changes of it stays its own. For whoever makes it: ``close`` it when no more processes will start.
+
+    Attributes:
+        thing: The object.
+        body: Its pickle.
+        places: Start and size of each buffer in the file.
+        fd: The file.
+    """
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+        self.places: list[tuple[int, int]] = []
+        self.num_bytes = 0
+        self.fd = os.memfd_create("shardstream-sent", os.MFD_CLOEXEC)
+        try:
+            out = io.BytesIO()
+            Pickler(out, self._keep).dump(thing)
+            self.body = out.getvalue()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the file; processes that have it keep it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _keep(self, buffer: PickleBuffer) -> bool:
+        try:
+            data = buffer.raw()
+        except BufferError:  # not in one piece: goes with the pickle
+            return True
+        start = -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self.fd, data[done:], start + done)
+        self.places.append((start, len(data)))
+        self.num_bytes = start + len(data)
+        return False
+
+
+def received(body: bytes, places: list[tuple[int, int]], fd: int) -> Any:
+    """The object of a ``SentOnce``, in another process; its memory is the file's until it is written to."""
+    num_bytes = max((start + size for start, size in places), default=0)
+    whole = np.empty(0, np.uint8)
+    if num_bytes:
+        whole = np.frombuffer(mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE), np.uint8)
+    return pickle.loads(body, buffers=[whole[start : start + size] for start, size in places])  # noqa: S301  our parent's
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.is_quantized:
+        return NotImplemented
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = plain.as_strided((plain.numel(),), (1,))  # sizes of 0 and 1 may come with any stride
+    memory = flat.view(torch.uint8).numpy()
+    return _tensor, (PickleBuffer(memory.data), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:  # noqa: FBT001
+    if not isinstance(memory, np.ndarray):  # it came in the pickle
+        memory = np.frombuffer(bytearray(memory), np.uint8)
+    tensor = tensor_on(memory, shape, dtype)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _in_one_piece(array: npt.NDArray[Any]) -> bool:
+    return array.flags.c_contiguous or array.flags.f_contiguous
+
+
+def _reduce_memmap(array: Any) -> Any:
+    """By its file, which may be larger than memory; NumPy would send the contents."""
+    file: Any = array._mmap
+    if file is None or array.filename is None or not array.flags.c_contiguous or array.mode not in {"r", "r+", "c"}:
+        return np.asarray(array).__reduce_ex__(5)
+    first: int = array.__array_interface__["data"][0]
+    start_of_map: int = np.frombuffer(file, np.uint8).__array_interface__["data"][0]
+    offset = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY + first - start_of_map
+    return np.memmap, (os.path.abspath(array.filename), array.dtype, array.mode, offset, array.shape)

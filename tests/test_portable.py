@@ -1,0 +1,154 @@
+"""Objects on their way to worker processes, from main scripts of every kind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections import UserDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from data_sets import write_set
+
+from streaming import loader as loader_module
+from streaming.engine.workers.portable import SentOnce, dumps, received
+
+_SCRIPT = """
+import multiprocessing as mp
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from streaming import DataLoader, StreamingDataset
+
+FACTOR = 3
+
+
+@dataclass
+class Pair:
+    number: int
+
+
+def helper(number):
+    return number * FACTOR
+
+
+def plain(sample):
+    return {"n": helper(sample["cls"]), "pair": Pair(sample["cls"])}
+
+
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([3]), requires_grad=False)
+
+    def forward(self, sample):
+        return {"n": int(self.weight * sample["cls"]), "pair": Pair(sample["cls"])}
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"n": helper(index)}
+
+
+def train(rank, url):
+    for transform in (plain, Module(), lambda sample: plain(sample)):
+        with DataLoader(StreamingDataset(url, shuffle=False, transform=transform), 4, num_workers=1) as loader:
+            batch = next(iter(loader))
+        assert batch["n"].tolist() == [0, 3, 6, 9]
+        assert batch["pair"] == [Pair(i) for i in range(4)], "of the script's own class, not of a copy"
+    with DataLoader(Numbers(), 4, num_workers=1, shuffle=False) as loader:
+        assert next(iter(loader))["n"].tolist() == [0, 3, 6, 9]
+    print("trained", flush=True)
+"""
+_GUARD = """
+if __name__ == "__main__":
+    url, how = sys.argv[1:]
+    if how == "torch":
+        torch.multiprocessing.spawn(train, (url,), 1)
+    else:
+        process = mp.get_context(how).Process(target=train, args=(0, url))
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("how", ["script under torch's spawn", "module under forkserver", "no file"])
+def test_functions_of_the_main_script_reach_workers(tmp_path: Path, how: str) -> None:
+    """Whole programs with their own processes: some 10 s each on a busy machine, and nothing less shows it."""
+    url = write_set(tmp_path / "set", (12,)).url
+    (tmp_path / "script.py").write_text(_SCRIPT + _GUARD)
+    command = {
+        "script under torch's spawn": ["script.py", url, "torch"],
+        "module under forkserver": ["-m", "script", url, "forkserver"],
+        "no file": ["-c", f"{_SCRIPT}\ntrain(0, sys.argv[1])", url],
+    }[how]
+    root = str(Path(__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True,
+        text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+
+
+class Views(NamedTuple):
+    some: torch.Tensor
+    rest: Any
+
+
+def test_large_memory_goes_once_and_stays_apart(tmp_path: Path) -> None:
+    file = np.memmap(tmp_path / "tokens.bin", np.int32, "w+", shape=(4096,))
+    file[:] = np.arange(4096)
+    file.flush()
+    thing = Views(
+        torch.arange(100_000), [np.ones((300, 300)), np.memmap(tmp_path / "tokens.bin", np.int32, "r")[2000:]]
+    )
+    sent = SentOnce(thing)
+    assert len(sent.body) < 2000, "neither arrays nor the file are in the pickle"
+    first, second = (received(sent.body, sent.places, sent.fd) for _ in range(2))
+    sent.close()
+    first.some.zero_()
+    assert torch.equal(second.some, torch.arange(100_000))
+    assert (second.rest[0] == 1).all()
+    assert type(second.rest[1]) is np.memmap
+    assert second.rest[1].tolist() == list(range(2000, 4096))
+    plain = pickle.loads(dumps(thing))
+    assert torch.equal(plain.some, thing.some)
+
+
+# --- page-locking: the same walk, without CUDA ---
+
+
+class Own:
+    """A batch that page-locks itself, as torch's loader allows."""
+
+    def __init__(self, state: str) -> None:
+        self.state = state
+
+    def pin_memory(self) -> Own:
+        return Own("locked")
+
+
+def test_page_locking_keeps_types_and_reaches_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1000)
+    one = torch.tensor([1])
+    batch = {"pair": Views(one, [("deep", {"x": one})]), "own": [Own("as made")], "user": UserDict(x=one), "n": [1, 2]}
+    locked = loader_module._pin(batch)
+    assert type(locked["pair"]) is Views
+    assert locked["pair"].some.item() == locked["pair"].rest[0][1]["x"].item() == 1001
+    assert locked["pair"].rest[0][0] == "deep"
+    assert locked["own"][0].state == "locked"
+    assert type(locked["user"]) is UserDict
+    assert locked["user"]["x"].item() == 1001
+    assert locked["n"] == [1, 2]
+    assert loader_module._pin([one, one])[1].item() == 1001
