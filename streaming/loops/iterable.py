@@ -235,6 +235,7 @@ class IterableLoop(Loop):
 
     def _leave_behind(self) -> None:
         """In a forked child: the workers are the parent's; a loop begun here starts its own."""
+        self.running = None
         packets, self._packets = self._packets, None
         if packets is not None:
             packets.leave_behind()

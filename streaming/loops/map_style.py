@@ -159,6 +159,7 @@ class MapLoop(Loop):
 
     def _leave_behind(self) -> None:
         """In a forked child: the workers are the parent's; a loop begun here starts its own."""
+        self.running = None
         loader, self._loader = self._loader, None
         if loader is not None:
             leave_behind(loader._iterator)
