@@ -232,6 +232,7 @@ class IterableLoop(Loop):
         packets, self._packets = self._packets, None
         if packets is not None:
             packets.close()
+        self._workers.forget()
 
     def _leave_behind(self) -> None:
         """In a forked child: the workers are the parent's; a loop begun here starts its own."""

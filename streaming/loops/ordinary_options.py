@@ -142,7 +142,7 @@ class Workers:
 
         Workers are forked, with a warning, where something cannot be sent to another process.
         """
-        self._close_context()
+        self.forget()
         config, num_workers = self._config, self._num_workers
         if self._from_server:
             try:
@@ -166,7 +166,7 @@ class Workers:
 
     def close(self) -> None:
         """Let go of the server, once the workers are gone. More may be started; that borrows it again."""
-        self._close_context()
+        self.forget()
         self._end()
 
     def leave_behind(self) -> None:
@@ -174,7 +174,8 @@ class Workers:
         self._end.detach()
         self._context = self._server = None
 
-    def _close_context(self) -> None:
+    def forget(self) -> None:
+        """Let go of what was sent to workers that are gone."""
         context, self._context = self._context, None
         if context is not None:
             context.close()

@@ -13,6 +13,7 @@ import mmap
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any
@@ -75,6 +76,7 @@ class SentOnce:
         self.places: list[tuple[int, int]] = []
         self.num_bytes = 0
         self.fd = os.memfd_create("shardstream-sent", os.MFD_CLOEXEC)
+        self._end = weakref.finalize(self, os.close, self.fd)
         try:
             out = io.BytesIO()
             Pickler(out, self._keep).dump(thing)
@@ -85,9 +87,8 @@ class SentOnce:
 
     def close(self) -> None:
         """Let go of the file; processes that have it keep it."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        self._end()
 
     def _keep(self, buffer: PickleBuffer) -> bool:
         try:
