@@ -23,6 +23,17 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def checked_ratio(name: str, value: object) -> float:
+    """``value`` as a float of at least 1.
+
+    Raises:
+        ConfigError: It is anything else.
+    """
+    if not is_number(value) or float(value) < 1:
+        raise ConfigError(f"{name}: expected a number of at least 1, got {value!r}")
+    return float(value)
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Tell whether ``value`` is a real number, whole or not, of any library, but no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)

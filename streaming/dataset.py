@@ -22,6 +22,7 @@ from streaming.arguments import (
     checked_fields,
     checked_index,
     checked_path,
+    checked_ratio,
     checked_urls,
     checks_names,
     is_limit,
@@ -42,6 +43,7 @@ from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
 from streaming.job.store import job_peers
 from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
+from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import DuplicateKeys, Sample, Transform
 from streaming.units import format_bytes
 
@@ -156,6 +158,7 @@ class StreamingDataset:
             ``"error"``: the set is refused. ``"keep"``: neighbours with one key are one sample, and what comes later is
             another one with the same ``__key__``, as webdataset has it. Order, resume and ``dataset[i]`` count samples
             and are as exact as ever; what asks for a key finds the first.
+        max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size (and 64 MiB) is refused.
         on_error: What becomes of a sample that cannot be read or decoded. ``"substitute"``: a readable neighbour takes
             its place; ``"skip"``: so it does, but marked in ``batch["__valid__"]``; ``"raise"``: the error is raised.
         max_bad_samples: Number (int) or share of the epoch (float) of such samples beyond which a run stops: over all
@@ -186,6 +189,7 @@ class StreamingDataset:
         cache_dir: str | PathLike[str] | None = None,
         cache_limit: int | str | None = None,
         duplicate_keys: DuplicateKeys = "error",
+        max_gzip_ratio: float = MAX_GZIP_RATIO,
         on_error: OnError = "substitute",
         max_bad_samples: float = 0.001,
         bad_samples_file: str | PathLike[str] | None = None,
@@ -193,9 +197,7 @@ class StreamingDataset:
         if on_error not in get_args(OnError):
             raise ConfigError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
         if duplicate_keys not in get_args(DuplicateKeys):
-            raise ConfigError(
-                f"duplicate_keys: expected one of {', '.join(get_args(DuplicateKeys))}, got {duplicate_keys!r}"
-            )
+            raise ConfigError(f"duplicate_keys: expected one of error, keep, got {duplicate_keys!r}")
         if not is_limit(max_bad_samples):
             raise ConfigError(
                 f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), "
@@ -214,6 +216,7 @@ class StreamingDataset:
         self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
         self.seed = checked_int("seed", seed, 0, _MAX_SEED)
         self.duplicate_keys: DuplicateKeys = duplicate_keys
+        self.max_gzip_ratio = checked_ratio("max_gzip_ratio", max_gzip_ratio)
         self.on_error: OnError = on_error
         self.max_bad_samples = int(max_bad_samples) if is_whole(max_bad_samples) else float(max_bad_samples)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)

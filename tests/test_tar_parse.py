@@ -18,7 +18,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from streaming.errors import DataError, DuplicateKeyError, TarError
+from streaming import StreamingDataset
+from streaming.errors import ConfigError, DataError, DuplicateKeyError, TarError
 from streaming.tar import TarScanner, iter_samples, parse_chunk
 from streaming.tar.names import split_name
 
@@ -472,8 +473,18 @@ def test_gzip_streams() -> None:
 def test_a_decompression_bomb_is_stopped() -> None:
     bomb = gzip.compress(make_tar([("a.x", bytes(30 << 20))]), 6)
     assert len(bomb) < 100_000
-    with pytest.raises(TarError, match="max_sample_bytes"):
+    with pytest.raises(TarError, match="a sample of more than 1048576 bytes; cut it into smaller samples"):
         list(iter_samples([bomb], max_sample_bytes=1 << 20))
+
+
+def test_a_gzip_bomb_is_stopped_by_its_ratio() -> None:
+    """Many small samples, of which none is too large; a stream of ordinary text is none."""
+    bomb = gzip.compress(make_tar([(f"{i}.x", bytes(1 << 20)) for i in range(80)]), 6)
+    with pytest.raises(TarError, match=r"more than 200 times as many.*max_gzip_ratio"):
+        list(iter_samples([bomb]))
+    assert len(list(iter_samples([bomb], max_gzip_ratio=2000))) == 80
+    with pytest.raises(ConfigError, match="max_gzip_ratio: expected a number"):
+        StreamingDataset("x.tar.gz", max_gzip_ratio=0)
 
 
 def test_scanner_keeps_no_payload() -> None:

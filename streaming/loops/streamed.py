@@ -151,6 +151,7 @@ class StreamedLoop(BaseLoop):
             depth=config.depth,
             piece_bytes=piece_bytes_of(config.memory_limit_bytes),
             keep_duplicates=self.dataset.duplicate_keys == "keep",
+            max_gzip_ratio=self.dataset.max_gzip_ratio,
         )
         return ShardStream(
             self.dataset.storage,

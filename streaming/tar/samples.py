@@ -14,10 +14,20 @@ MAX_SAMPLE_BYTES = 4 << 30
 """Largest sample that is gathered from a stream; the bound on memory against damage and decompression bombs."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _INFLATED_BYTES = 4 << 20
+MAX_GZIP_RATIO = 200.0
+"""Text inflates to 3 to 20 times its size; 1,032 times is what deflate can do at most, and bombs do."""
+_HARMLESS_BYTES = 64 << 20
+"""Inflated, whatever the ratio."""
 
 
 def iter_samples(
-    pieces: Iterable[BytesLike], url: str = "", *, max_sample_bytes: int = MAX_SAMPLE_BYTES, repeats: bool = False
+    pieces: Iterable[BytesLike],
+    url: str = "",
+    *,
+    max_sample_bytes: int = MAX_SAMPLE_BYTES,
+    max_gzip_ratio: float = MAX_GZIP_RATIO,
+    repeats: bool = False,
+    larger: str = "cut it into smaller samples, or read the archive by other means",
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Key and fields of each sample of a tar that comes in ``pieces``, in the order of the archive.
 
@@ -29,7 +39,9 @@ def iter_samples(
         pieces: The archive's bytes, cut anywhere.
         url: The shard, for messages.
         max_sample_bytes: Samples beyond this raise.
+        max_gzip_ratio: A gzip stream that inflates to more than so many times its size raises, from 64 MiB on.
         repeats: As :class:`TarScanner` has it.
+        larger: What to do about a sample that is too large, for its message.
 
     Raises:
         TarError: For a damaged or truncated archive, or a sample beyond ``max_sample_bytes``.
@@ -37,15 +49,14 @@ def iter_samples(
     """
     scanner = TarScanner(url, verify_headers=True, repeats=repeats)
     held = _Held()
-    for piece in inflated(pieces, url):
+    for piece in inflated(pieces, url, max_gzip_ratio=max_gzip_ratio):
         held.add(piece)
         layout = scanner.feed(piece)
         yield from held.samples(layout)
         held.drop_before(scanner.record_start)
         if held.num_bytes > max_sample_bytes:
             raise TarError(
-                f"{url or 'tar'}, byte {scanner.record_start}: a sample of more than {max_sample_bytes} bytes; "
-                "raise max_sample_bytes if that is meant"
+                f"{url or 'tar'}, byte {scanner.record_start}: a sample of more than {max_sample_bytes} bytes; {larger}"
             )
     yield from held.samples(scanner.finish())
 
@@ -85,11 +96,11 @@ class _Held:
             self.start = offset
 
 
-def inflated(pieces: Iterable[BytesLike], url: str = "") -> Iterator[bytes]:
+def inflated(pieces: Iterable[BytesLike], url: str = "", *, max_gzip_ratio: float = MAX_GZIP_RATIO) -> Iterator[bytes]:
     """``pieces`` as bytes; inflated, in bounded pieces, if they begin as gzip does (several members may follow).
 
     Raises:
-        TarError: If the gzip stream is damaged or truncated.
+        TarError: If the gzip stream is damaged, truncated, or inflates to more than it may.
     """
     stream = iter(pieces)
     head = b""
@@ -98,7 +109,7 @@ def inflated(pieces: Iterable[BytesLike], url: str = "") -> Iterator[bytes]:
         if len(head) >= len(_GZIP_MAGIC):
             break
     if head.startswith(_GZIP_MAGIC):
-        yield from _gunzip(_chain(head, stream), url)
+        yield from _gunzip(_chain(head, stream), url, max_gzip_ratio)
     else:
         yield from _chain(head, stream)
 
@@ -109,12 +120,13 @@ def _chain(head: bytes, stream: Iterator[BytesLike]) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-def _gunzip(pieces: Iterable[bytes], url: str) -> Iterator[bytes]:
+def _gunzip(pieces: Iterable[bytes], url: str, max_ratio: float) -> Iterator[bytes]:
     inflater = zlib.decompressobj(wbits=31)
-    num_bytes = 0
+    num_bytes = num_read = 0
     begun = False  # whether the current gzip member has begun
     for piece in pieces:
         data = piece
+        num_read += len(piece)
         while data:
             if inflater.eof:
                 data = data.lstrip(b"\0") if not begun else data  # padding between members is allowed
@@ -129,6 +141,12 @@ def _gunzip(pieces: Iterable[bytes], url: str) -> Iterator[bytes]:
                 ) from error
             begun = not inflater.eof
             num_bytes += len(out)
+            if num_bytes > max(_HARMLESS_BYTES, max_ratio * num_read):
+                raise TarError(
+                    f"{url or 'tar'}: {num_read} bytes of gzip inflate to more than {max_ratio:g} times as many: a "
+                    "decompression bomb? If it is meant, give StreamingDataset a larger max_gzip_ratio, or unpack the "
+                    "archive first (gunzip)"
+                )
             if out:
                 yield out
             data = inflater.unused_data if inflater.eof else inflater.unconsumed_tail

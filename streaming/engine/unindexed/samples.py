@@ -16,7 +16,10 @@ from streaming.errors import ConfigError
 from streaming.plan.order import EpochOrder, OrderSettings
 from streaming.plan.plan import Shape
 from streaming.storage import redact
-from streaming.tar.samples import iter_samples
+from streaming.tar.samples import MAX_GZIP_RATIO, MAX_SAMPLE_BYTES, iter_samples
+
+LEAST_SAMPLE_BYTES = 64 << 20
+"""A sample may have so many bytes, however small the window is."""
 
 _PASSES_PER_EPOCH = 1 << 20
 """Room for the pass number below the epoch number: an epoch may go through the shards a million times."""
@@ -56,6 +59,7 @@ class StreamSettings:
         depth: Batches built ahead.
         piece_bytes: Bytes of one request.
         keep_duplicates: A field that comes twice in a sample begins another one.
+        max_gzip_ratio: A shard that inflates to more than so many times its size is refused.
     """
 
     urls: tuple[str, ...]
@@ -69,6 +73,7 @@ class StreamSettings:
     depth: int
     piece_bytes: int = PIECE_BYTES
     keep_duplicates: bool = False
+    max_gzip_ratio: float = MAX_GZIP_RATIO
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
@@ -86,10 +91,17 @@ def shard_sequence(settings: StreamSettings) -> Iterator[str]:
         yield settings.urls[int(order[index])]
 
 
-def read_shard(reader: ReadAhead, url: str, *, keep_duplicates: bool = False) -> Iterator[RawSample]:
+def read_shard(
+    reader: ReadAhead, url: str, *, keep_duplicates: bool = False, max_gzip_ratio: float = MAX_GZIP_RATIO,
+    max_sample_bytes: int = MAX_SAMPLE_BYTES,
+) -> Iterator[RawSample]:  # fmt: skip
     """The samples of one shard."""
     shown = redact(url)
-    for key, fields in iter_samples(reader.pieces(url), shown, repeats=keep_duplicates):
+    samples = iter_samples(
+        reader.pieces(url), shown, repeats=keep_duplicates, max_gzip_ratio=max_gzip_ratio,
+        max_sample_bytes=max_sample_bytes, larger="raise memory_limit: a sample may take half of it (or 64 MiB)",
+    )  # fmt: skip
+    for key, fields in samples:
         yield RawSample(key=key, url=shown, fields=fields)
 
 
@@ -133,7 +145,11 @@ def _read_all(reader: ReadAhead, settings: StreamSettings, before: Callable[[str
     for url in shard_sequence(settings):
         before(url)
         num_empty += 1
-        for sample in read_shard(reader, url, keep_duplicates=settings.keep_duplicates):
+        samples = read_shard(
+            reader, url, keep_duplicates=settings.keep_duplicates, max_gzip_ratio=settings.max_gzip_ratio,
+            max_sample_bytes=max(LEAST_SAMPLE_BYTES, settings.window_bytes),
+        )  # fmt: skip
+        for sample in samples:
             before(url)
             num_empty = 0
             if not is_checked:
