@@ -183,8 +183,11 @@ class RemoteLoop(Loop):
         return self._num_batches
 
     def start(self, place: Place, seed: int | None) -> Run:
-        """See ``Loop``. A new seed is the reader's to take up."""
-        base = self._state_at(place, seed)
+        """See ``Loop``."""
+        base = self._state_at(place, self.position.next_seed)
+        if seed is not None:
+            base = {**base, "order": {**base["order"], "seed": seed}}
+        self._known = base
         self._num_runs += 1
         ahead = _Ahead(ask=self._ask_for, run=self._num_runs, base=base)
         self._under_way = ahead.pending
@@ -268,7 +271,12 @@ class RemoteLoop(Loop):
         state = place.detail
         if state is None:
             state = self._known = self._asked("adjusted", self._known, epoch=place.epoch)
-        return {**state, "epoch": place.epoch, "samples_seen": place.samples_seen, "next_seed": next_seed}
+        order = (
+            state["order"] if self._known is None else self._known["order"]
+        )  # in force since the latest begin or load
+        return {
+            **state, "order": order, "epoch": place.epoch, "samples_seen": place.samples_seen, "next_seed": next_seed,
+        }  # fmt: skip
 
     def num_ahead(self) -> int:
         """Steps to be under way or ready: as many as fit, none before the size of one is known."""
