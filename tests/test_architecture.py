@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -263,6 +264,12 @@ def test_the_pure_layer_does_no_io_and_reads_no_clock(module: str) -> None:
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_no_module_is_a_god(module: str) -> None:
     assert len(modules()[module].read_text().splitlines()) <= 500
+
+
+def test_no_folder_is_a_corridor() -> None:
+    """At most 12 modules lie in one folder, so that the room of a line is found by reading names."""
+    rooms = Counter(path.parent for path in modules().values() if path.name != "__init__.py")
+    assert {str(folder.relative_to(ROOT)): count for folder, count in rooms.items() if count > 12} == {}
 
 
 @pytest.mark.parametrize("module", sorted(modules()))

@@ -1,13 +1,14 @@
-"""Finding and reading the files of a source, in any store."""
+"""Finds and reads the files of a source, in any store."""
 
 from __future__ import annotations
 
 import fnmatch
 import gzip
+import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
@@ -28,6 +29,37 @@ class SourceFile:
     url: str
     name: str
     size_bytes: int
+
+
+class FileSource:
+    """Serve as a base for sources of files whose records are counted only by reading them."""
+
+    def __init__(self, kind: str, files: Sequence[SourceFile], storage: Storage) -> None:
+        self.kind = kind
+        self.files = files
+        self._storage = storage
+
+    @property
+    def num_records(self) -> int | None:
+        """Unknown before reading."""
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files as they lie."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """Nothing is left out."""
+        return ()
+
+    def identity(self) -> dict[str, object]:
+        """The names and sizes of the files, as one digest."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.size_bytes}\n".encode())
+        return {"kind": self.kind, "num_files": len(self.files), "sha256_of_names": digest.hexdigest()}
 
 
 def is_local(url: str) -> bool:

@@ -13,8 +13,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from shard_tools.convert.file_source import FileSource
-from shard_tools.convert.files import SourceFile, find_files, open_stored
+from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.records import Record, map_ordered, permutation, refuse_shuffle
 from shard_tools.convert.rows import RowMapper
 from streaming.catalog.lines import MAX_LINE_BYTES, scan_lines

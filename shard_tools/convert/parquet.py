@@ -10,8 +10,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shard_tools.convert.file_source import FileSource
-from shard_tools.convert.files import SourceFile, find_files, open_stored
+from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.records import Record, permutation
 from shard_tools.convert.rows import RowMapper
 from streaming.errors import DataError, StorageError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from shard_tools.convert.file_source import FileSource
-from shard_tools.convert.files import SourceFile, find_files
+from shard_tools.convert.files import FileSource, SourceFile, find_files
 from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, number_key, refuse_shuffle
 from streaming.errors import ConfigError
 from streaming.storage import Storage
