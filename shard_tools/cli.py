@@ -41,6 +41,7 @@ from shard_tools.sets.repair import repair
 from shard_tools.sets.reshard import ReshardOptions, reshard
 from shard_tools.verbs import ToolGroup, emit, finish
 from streaming.storage import Storage
+from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import VERSION, DuplicateKeys
 
 _DEFAULT_MAX_BYTES = "256MB"  # a few seconds of one connection; 100 TB are 400,000 objects
@@ -82,6 +83,13 @@ def cli() -> None:
     help="Number classes as this list, folder or converted set has them. Default: as train/ beside SOURCE or TARGET.",
 )
 @click.option("--columns", help="Comma-separated scalar columns that the index shall hold too, for filters.")
+@click.option(
+    "--max-gzip-ratio",
+    type=click.FloatRange(min=1),
+    default=MAX_GZIP_RATIO,
+    show_default=True,
+    help="Refuse a .tar.gz that inflates to more than so many times its size.",
+)
 @engine_option
 @click.option("--workers", type=click.IntRange(min=1), help="Reading threads (default 8), or tasks on Ray (64).")
 @click.option("--overwrite", is_flag=True, help="Delete what the target holds, and begin anew.")

@@ -309,6 +309,19 @@ def damaged_tars_are_repaired(folder: Path) -> None:
     assert keys(folder / "named") == ["a"]
 
 
+@scenario(("convert", "--max-gzip-ratio"))
+def an_archive_that_inflates_far_is_allowed(folder: Path) -> None:
+    member = tarfile.TarInfo("a.bin")
+    member.size = 65 << 20  # up to 64 MiB nobody asks
+    (folder / "in").mkdir()
+    packed = gzip.compress(member.tobuf() + bytes(member.size + 1024), 1)
+    (folder / "in" / "a.tar.gz").write_bytes(packed)
+    text = error_of(lambda: tool_error("convert", folder / "in", folder / "out"))
+    assert "shard_tools convert --max-gzip-ratio" in text
+    tool("convert", folder / "in", folder / "out", "--max-gzip-ratio", 1000)
+    assert keys(folder / "out") == ["a"]
+
+
 @scenario(("verify", "--write-bad"), ("reshard", "--drop"))
 def damaged_samples_are_left_out(folder: Path) -> None:
     samples = write_set(folder / "in", (9,))

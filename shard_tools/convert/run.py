@@ -18,6 +18,7 @@ from shard_tools.convert.sources import open_source
 from shard_tools.progress import NoProgress, Progress
 from streaming.errors import ConfigError
 from streaming.storage import Storage, redact
+from streaming.tar.samples import MAX_GZIP_RATIO
 
 _LOOKED_AT = 1000  # records, where each may have columns of its own
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class ConvertOptions:
         fields: (column, extension) pairs: columns to be stored as fields of their own.
         columns: Metadata that the sample table shall hold.
         classes: Where the numbers of classes come from (:func:`shard_tools.convert.images.numbered_classes`).
+        max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
         workers: Threads that read the source ahead.
         overwrite: Delete the shards that the target holds.
     """
@@ -48,6 +50,7 @@ class ConvertOptions:
     fields: tuple[tuple[str, str], ...] = ()
     columns: tuple[str, ...] = ()
     classes: str | None = None
+    max_gzip_ratio: float = MAX_GZIP_RATIO
     workers: int = 8
     overwrite: bool = False
 
@@ -151,6 +154,7 @@ def convert(
         num_threads=options.workers,
         target=place.directory,
         classes=options.classes,
+        max_gzip_ratio=options.max_gzip_ratio,
     )
     refuse_overlap(source, place)
     _check_columns(reader, options)

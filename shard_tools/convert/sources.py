@@ -12,6 +12,7 @@ from shard_tools.convert.rows import RowMapper
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage
 from streaming.storage.urls import local_path
+from streaming.tar.samples import MAX_GZIP_RATIO
 
 SOURCE_KINDS = ("auto", "images", "jsonl", "parquet", "csv", "text", "tars")
 _SUFFIXES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -58,6 +59,7 @@ def open_source(
     num_threads: int = 1,
     target: str | None = None,
     classes: str | None = None,
+    max_gzip_ratio: float = MAX_GZIP_RATIO,
 ) -> Source:
     """The records of ``spec``.
 
@@ -71,6 +73,7 @@ def open_source(
         num_threads: Threads that read ahead.
         target: Where shards will be written: a folder of images may hold it.
         classes: Where the numbers of classes come from, for images.
+        max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
 
     Raises:
         ConfigError: If options do not fit the layout, or ``"auto"`` cannot tell it.
@@ -99,6 +102,13 @@ def open_source(
             mapper = RowMapper(fields=(("text", "txt"),), key_field=key_field)
         return lines.LineFiles(kind, spec, storage, mapper=mapper, shuffle_seed=shuffle_seed, num_threads=num_threads)
     if kind == "tars":
-        return tars.TarFiles(spec, storage, key_field=key_field, shuffle_seed=shuffle_seed, exclude=target)
+        return tars.TarFiles(
+            spec,
+            storage,
+            key_field=key_field,
+            shuffle_seed=shuffle_seed,
+            exclude=target,
+            max_gzip_ratio=max_gzip_ratio,
+        )
     opener = parquet.ParquetFiles if kind == "parquet" else lines.CsvFiles
     return opener(spec, storage, mapper=mapper, shuffle_seed=shuffle_seed, exclude=target)

@@ -6,9 +6,10 @@ from collections.abc import Generator, Iterator
 
 from shard_tools.convert.files import FileSource, SourceFile, find_files
 from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, number_key, refuse_shuffle
+from streaming.arguments import checked_ratio
 from streaming.errors import ConfigError
 from streaming.storage import Storage
-from streaming.tar.samples import iter_samples
+from streaming.tar.samples import MAX_GZIP_RATIO, iter_samples
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _PIECE_BYTES = 8 << 20  # one request
@@ -32,11 +33,13 @@ class TarFiles(FileSource):
         key_field: str | None = None,
         shuffle_seed: int | None = None,
         exclude: str | None = None,
+        max_gzip_ratio: float = MAX_GZIP_RATIO,
     ) -> None:
         refuse_shuffle("tars", shuffle_seed)
         if key_field not in {None, NUMBER_KEYS}:
             raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {key_field!r}")
         super().__init__("tars", find_files(spec, storage, SUFFIXES, exclude=exclude), storage)
+        self._max_gzip_ratio = checked_ratio("max_gzip_ratio", max_gzip_ratio)
         self._numbered = key_field == NUMBER_KEYS
         self._skipped: dict[str, Skipped] = {}
 
@@ -56,7 +59,7 @@ class TarFiles(FileSource):
 
     def _samples(self, file: SourceFile) -> Iterator[tuple[str, dict[str, bytes]]]:
         pieces = self._pieces(file)
-        for key, fields in iter_samples(pieces, file.url, repeats=self._numbered):
+        for key, fields in iter_samples(pieces, file.url, max_gzip_ratio=self._max_gzip_ratio, repeats=self._numbered):
             name = key.removeprefix("./").lstrip("/")
             if name and not name.endswith("/"):
                 yield name, fields

@@ -144,8 +144,8 @@ def _gunzip(pieces: Iterable[bytes], url: str, max_ratio: float) -> Iterator[byt
             if num_bytes > max(_HARMLESS_BYTES, max_ratio * num_read):
                 raise TarError(
                     f"{url or 'tar'}: {num_read} bytes of gzip inflate to more than {max_ratio:g} times as many: a "
-                    "decompression bomb? If it is meant, give StreamingDataset a larger max_gzip_ratio, or unpack the "
-                    "archive first (gunzip)"
+                    "decompression bomb? If it is meant, give StreamingDataset a larger max_gzip_ratio= (or say "
+                    "shard_tools convert --max-gzip-ratio), or unpack the archive first (gunzip)"
                 )
             if out:
                 yield out
