@@ -128,6 +128,35 @@ def test_packing_keeps_every_value_and_gives_memory_of_its_own() -> None:
     assert wire.num_rows(packed) == 4
 
 
+def test_a_seed_outlasts_a_first_step_that_fails_and_an_epoch_that_starts_again(
+    samples: SampleSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = [WorkerDiedError("died")]
+
+    def get(refs: Any, **_: Any) -> Any:
+        if isinstance(refs, list) and fails:
+            raise fails.pop()
+        return refs
+
+    monkeypatch.setattr(cluster, "check_connected", lambda: None)
+    monkeypatch.setattr(cluster, "start", lambda reader, arguments, group: [reader(*given) for given in arguments])
+    monkeypatch.setattr(cluster, "read", lambda reader, step, num_ranks: reader.read(step))
+    monkeypatch.setattr(cluster, "ask", lambda reader, method, *args, **named: getattr(reader, method)(*args, **named))
+    monkeypatch.setattr(cluster, "get", get)
+    monkeypatch.setattr(cluster, "wait", lambda refs, timeout_s: None)
+    monkeypatch.setattr(cluster, "kill", lambda reader: None)
+    (expected,) = play(samples.open(seed=5), 1, batch_size=16)
+    with remote(samples, 1, batch_size=16) as loader:
+        loader.seed(5)
+        with pytest.raises(WorkerDiedError):
+            next(iter(loader))
+        state = loader.state_dict()
+        assert [keys_of(batch)[0] for batch, _ in zip(loader, expected[:3], strict=False)] == expected[:3]
+        loader.set_epoch(0)
+        assert [keys_of(batch)[0] for batch in loader] == expected
+    assert play(samples.open(), 1, batch_size=16, state=state) == [expected]
+
+
 # ------------------------------------------------------------------------------------------------- handles
 
 
