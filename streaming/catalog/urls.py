@@ -56,13 +56,14 @@ def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     identify = _Identity()
     seen: dict[str, str] = {}
     for url in urls:
-        other = seen.setdefault(identify.of(url), url)
-        if other is not url:
+        name = identify.of(url)
+        other = seen.get(name)
+        if other is not None:
             also = "" if other == url else f", as {redact(other)}, which is the same shard"
             raise ConfigError(
-                f"{redact(url)} is named twice{also}; its samples would come twice an epoch. Name each shard once, and "
-                "use a Mixture to weigh data sets"
+                f"{redact(url)} is named twice{also}; its samples would come twice an epoch. Name each shard once"
             )
+        seen[name] = url
     return urls
 
 
@@ -201,7 +202,7 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
         yield url
     else:
         raise NotFoundError(
-            f"no shards below {redact(url)}: nothing there ends in {', '.join(SHARD_SUFFIXES)}, but in hidden folders; "
+            f"no shards below {redact(url)}: nothing there, hidden folders aside, ends in {', '.join(SHARD_SUFFIXES)}; "
             + (f"decompress {redact(others[0])} (`{_decompressor(others[0])}`)" if others else "check the prefix")
         )
 
