@@ -32,7 +32,7 @@ from streaming.batches.build import OnError
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
 from streaming.catalog.open import OpenShards, check_decoded, check_fields, open_shards
-from streaming.catalog.random_access import RandomAccess, Versions
+from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions
 from streaming.decode import DecodeSpec, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
@@ -47,7 +47,6 @@ from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import DuplicateKeys, Sample, Transform
 from streaming.units import format_bytes
 
-_TABLE_REQUESTS = 16
 LOCAL_GAP_BYTES = 128 << 10
 """A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
 (benchmarks/bench_fields.py, 2026-11), to which the checksum and disks that are slower than memory come."""
@@ -453,22 +452,22 @@ class StreamingDataset:
             wanted = self.chunk(chunk_id)
             return size_of_unit(wanted, self._fields_of(wanted.url))
 
-        with ThreadPoolExecutor(_TABLE_REQUESTS, "shardstream-tables") as threads:
+        with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
             return np.fromiter(threads.map(size, chunk_ids.tolist()), np.int64, len(chunk_ids))
 
     def _fields_of(self, url: str) -> FieldsOf:
         gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
-        return FieldsOf(samples=partial(self._samples_at, url), fields=self.fields, gap_bytes=gap_bytes)
+        return FieldsOf(samples=partial(self.samples_at, url), fields=self.fields, gap_bytes=gap_bytes)
 
     def locate(self, chunk_id: int, offset: int) -> SampleLocation | None:
         """Where a sample of a chunk lies in its shard; None if the shard's sample table is missing or unreadable."""
         try:
-            samples = self._samples_at(self.shards.urls[int(self.table.shard[chunk_id])])
+            samples = self.samples_at(self.shards.urls[int(self.table.shard[chunk_id])])
         except StorageError:
             return None
         return None if samples is None else samples.lookup(int(self.table.first_sample[chunk_id]) + offset)
 
-    def _samples_at(self, url: str) -> SampleTable | None:
+    def samples_at(self, url: str) -> SampleTable | None:
         """The sample table of a shard; None if it is missing, or of no use."""
         try:
             return self._recent.table(self._numbers[url])

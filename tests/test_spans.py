@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,11 +18,16 @@ from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.errors import ChecksumError, ConfigError, IndexMismatchError
+from streaming.catalog.random_access import span_borders
+from streaming.engine.units import BatchSlices
+from streaming.errors import ChecksumError, ConfigError, IndexMismatchError, MemoryLimitError
 from streaming.index.cutter import ChunkCutter, ChunkRule
 from streaming.index.files import METADATA_KEY
 from streaming.index.sample_table import SampleTable
 from streaming.index.spans import SPAN_BYTES, SpanCutter, separate
+from streaming.plan import memory as budget
+from streaming.plan.order import OrderSettings
+from streaming.plan.plan import Plan
 
 RULE = ChunkRule(target_bytes=300_000, min_bytes=120_000, min_samples=20)
 sizes_of_records = st.lists(st.sampled_from([512, 1536, 30_000, SPAN_BYTES - 512, SPAN_BYTES, 200_000]), max_size=60)
@@ -176,6 +184,70 @@ def test_ranks_get_their_samples_out_of_wider_slices(shard: Path, world_size: in
             for batch in loader:
                 found |= dict(zip(batch["__key__"], map(bytes, batch["bin"]), strict=True))
     assert found == {f"{number:05d}": payload(number) for number in range(600)}
+
+
+def test_small_records_are_read_in_whole_chunks_by_every_rank(tmp_path: Path) -> None:
+    """A rank's share of a batch lies in one span: each rank reads all bytes in any case, so in few requests."""
+    with ShardWriter(f"{tmp_path}/{{:06d}}.tar") as writer:
+        for number in range(2000):
+            writer.write({"__key__": f"{number:05d}", "bin": bytes(500)})
+    dataset = StreamingDataset(str(tmp_path), shuffle=False)
+    keys, requests = [], 0
+    for rank in range(8):
+        with DataLoader(dataset, global_batch_size=16, device_mesh=mesh_of(8, rank)) as loader:
+            keys += [(number, rank, batch["__key__"]) for number, batch in enumerate(loader)]
+            requests += loader.metrics()["fetched_chunks"]
+    assert [key for _, _, some in sorted(keys) for key in some] == [f"{number:05d}" for number in range(2000)]
+    assert requests == 8 * dataset.table.num_chunks < 125
+
+
+@pytest.mark.parametrize("tables", ["spans", "none"])
+def test_what_does_not_fit_is_refused_at_the_start_by_every_rank(tmp_path: Path, tables: str) -> None:
+    """Large samples among small ones: the mean of their chunk says nothing of the batch that they make."""
+    with ShardWriter(f"{tmp_path}/{{:06d}}.tar", max_bytes=8_000_000) as writer:
+        for number in range(1600):
+            writer.write({"__key__": f"{number:05d}", "bin": bytes(300_000 if 800 <= number < 816 else 2_000)})
+    if tables == "none":
+        (tmp_path / "_shardstream" / "samples" / "000001.tar.parquet").unlink()
+
+    def first(rank: int, limit: str) -> int:
+        dataset = StreamingDataset(str(tmp_path), shuffle=False)
+        with DataLoader(dataset, global_batch_size=64, device_mesh=mesh_of(4, rank), memory_limit=limit) as loader:
+            return sum(len(batch["__key__"]) for batch in loader)
+
+    cures = set()
+    for rank in range(4):
+        with pytest.raises(MemoryLimitError, match="the 16 of one rank in a batch take") as refused:
+            first(rank, "2MiB")
+        cures.update(re.findall(r'memory_limit="(\w+)"', str(refused.value)))
+    (cure,) = cures
+    assert [first(rank, cure) for rank in range(4)] == [400] * 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_batch_takes_more_than_the_bound_that_is_checked(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    dataset, table = _shared(tmp_path_factory)
+    first = data.draw(st.integers(0, 500))
+    view = dataset[first : data.draw(st.integers(first + 30, 600))]
+    room = budget.whole_pages(view.table.byte_end - view.table.byte_start)
+    plan = Plan(
+        view.table.num_samples, OrderSettings(seed=0, lanes=1, window=0, shuffle=False),
+        global_batch_size=data.draw(st.integers(4, 80)), dp_world_size=data.draw(st.integers(2, 4)),
+        epoch_size=data.draw(st.none() | st.integers(80, 300)), last_batch="partial",
+    )  # fmt: skip
+    spans = partial(span_borders, view.table, room, lambda _: table)
+    loose, exact = (budget.slices_bytes(plan, room, spans, memory_limit_bytes=limit) for limit in (1 << 40, 0))
+    assert exact <= loose
+    largest = 0
+    for rank in range(plan.dp_world_size):
+        units, batches = BatchSlices(plan, rank, view.slice), Counter[int]()
+        for need in units.needs():
+            batches[need.first_batch] += int(budget.whole_pages(units.wanted(need.unit).num_bytes))
+        largest = max(largest, *batches.values())
+    assert largest <= exact
 
 
 def test_random_access_is_checked(shard: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from streaming.catalog.random_access import span_borders
 from streaming.index.chunk_table import ChunkTable
+from streaming.index.sample_table import SampleTable
 from streaming.index.spans import SPAN_BYTES
 from streaming.plan import memory as budget
 from streaming.plan.order import Int64Array
@@ -58,26 +62,36 @@ class RankLoad:
 class Loads:
     """Loads of the ranks of one plan. Immutable, as the plan is."""
 
-    def __init__(self, plan: Plan, table: ChunkTable, *, sliced: bool, memory_limit_bytes: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        table: ChunkTable,
+        *,
+        sliced: bool,
+        memory_limit_bytes: int,
+        samples_of: Callable[[int], SampleTable | None] = lambda _: None,
+    ) -> None:
         """Prepare the columns that all ranks need.
 
         Args:
             plan: The plan; its chunks are those of ``table``.
             table: The chunk table.
-            sliced: Batches are read as slices of chunks, as training does in storage order over several ranks.
+            sliced: Slices of chunks can be read: training does, in storage order over several ranks, if it saves bytes.
             memory_limit_bytes: Of one rank.
+            samples_of: The sample table of a shard, by number; asked for where whole chunks might not fit.
         """
         self.plan = plan
-        self.sliced = sliced
         self.memory_limit_bytes = memory_limit_bytes
         self.chunk_bytes: Int64Array = table.byte_end - table.byte_start
         self.room_bytes = budget.whole_pages(self.chunk_bytes)
         self._mean_sample_bytes = table.total_bytes / table.total_samples
-        self._largest_sample_bytes = int((self.chunk_bytes / np.maximum(table.num_samples, 1)).max())
-
-    def rows_per_batch(self) -> int:
-        """Samples of the largest share of a batch."""
-        return -(-self.plan.global_batch_size // self.plan.dp_world_size)
+        self.sliced = sliced and budget.reads_slices(plan, self.chunk_bytes, memory_limit_bytes=memory_limit_bytes)
+        self._slices_bytes = 0
+        if self.sliced:
+            spans = partial(span_borders, table, self.room_bytes, samples_of)
+            self._slices_bytes = budget.slices_bytes(
+                plan, self.room_bytes, spans, memory_limit_bytes=memory_limit_bytes
+            )
 
     def num_samples(self, dp_rank: int) -> int:
         """Samples that a rank is handed in the whole plan, padding not counted."""
@@ -100,7 +114,7 @@ class Loads:
         """
         limit = self.memory_limit_bytes
         if self.sliced:
-            budget.check_slices(self.rows_per_batch(), self._largest_sample_bytes, memory_limit_bytes=limit)
+            budget.check_slices(self.plan, self._slices_bytes, memory_limit_bytes=limit)
         else:
             live = load.live_bytes
             budget.check_whole_chunks(
@@ -145,7 +159,6 @@ class Loads:
         high_chunks, _ = self._along_stream(highs - 1)
         _, high_bytes = self._along_stream(highs, up=True)
         requests = high_chunks - low_chunks + 1
-        batch_bytes = budget.slices_bytes(self.rows_per_batch(), self._largest_sample_bytes)
         return self._load(
             dp_rank,
             ranks,
@@ -154,7 +167,7 @@ class Loads:
             read_bytes=int((high_bytes - low_bytes).sum()),
             start_requests=int(requests[:1].sum()),
             start_bytes=int((high_bytes - low_bytes)[:1].sum()),
-            live_bytes=batch_bytes,
+            live_bytes=self._slices_bytes,
             held_bytes=budget.chunks_limit_bytes(self.memory_limit_bytes),
             keeps_all=False,
         )

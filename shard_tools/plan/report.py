@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -14,6 +15,7 @@ from shard_tools.plan.loads import Loads, RankLoad
 from streaming.catalog.open import open_shards, sample_table
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
+from streaming.index.sample_table import SampleTable
 from streaming.plan import memory as budget
 from streaming.plan.order import checked_int
 from streaming.plan.plan import LastBatch, Plan
@@ -190,24 +192,32 @@ def plan(
     if shards.table is None:
         raise IndexMissingError(shards.missing_index)
     may_slice = not options.shuffle and options.mesh.data_world_size > 1
-    sliced = may_slice and sample_table(storage, shards, 0) is not None
-    return plan_table(shards.table, options=options, sliced=sliced)
+    samples_of = partial(sample_table, storage, shards)
+    sliced = may_slice and samples_of(0) is not None
+    return plan_table(shards.table, options=options, sliced=sliced, samples_of=samples_of)
 
 
-def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False) -> PlanReport:
+def plan_table(
+    table: ChunkTable,
+    *,
+    options: PlanOptions,
+    sliced: bool = False,
+    samples_of: Callable[[int], SampleTable | None] = lambda _: None,
+) -> PlanReport:
     """Works out who reads what of a data set with this chunk table. Pure.
 
     Args:
         table: The chunk table.
         options: The topology and the loader's choices.
-        sliced: There are sample tables: in storage order, ranks read slices of chunks.
+        sliced: There are sample tables: in storage order, ranks read slices of chunks where that saves bytes.
+        samples_of: The sample table of a shard, by number; asked for only where whole chunks might not fit.
 
     Raises:
         ConfigError: The epoch would be empty.
     """
     whole = _epoch_plan(table, options)
-    loads = Loads(whole, table, sliced=sliced, memory_limit_bytes=options.memory_limit_bytes)
-    chosen = _swept_ranks(whole, sliced=sliced)
+    loads = Loads(whole, table, sliced=sliced, memory_limit_bytes=options.memory_limit_bytes, samples_of=samples_of)
+    chosen = _swept_ranks(whole, sliced=loads.sliced)
     replicas = replica_ranks(options.mesh)
     found = tuple(loads.of(dp_rank, replicas[dp_rank]) for dp_rank in chosen)
     dropped = whole.num_samples % whole.global_batch_size if options.last_batch == "drop" else 0
@@ -226,7 +236,7 @@ def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False)
         shuffle=options.shuffle,
         lanes=whole.settings.lanes,
         window=whole.settings.window,
-        unit="slice" if sliced else "chunk",
+        unit="slice" if loads.sliced else "chunk",
         memory_limit_bytes=options.memory_limit_bytes,
         needed_limit_bytes=budget.needed_mib(max(load.live_bytes for load in found)) << 20,
         mixed_chunks=_mixed_chunks(whole),
@@ -234,7 +244,7 @@ def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False)
         sampled=len(found) < whole.dp_world_size,
         warnings=(),
     )
-    return _with_warnings(report, loads, may_slice=not options.shuffle and whole.dp_world_size > 1)
+    return _with_warnings(report, loads, may_slice=not options.shuffle and whole.dp_world_size > 1, tables=sliced)
 
 
 def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
@@ -292,7 +302,7 @@ def _mixed_chunks(whole: Plan) -> int:
     return len(np.unique(whole.rank_batches(middle, middle + 1, 0).chunk_ids))
 
 
-def _with_warnings(report: PlanReport, loads: Loads, *, may_slice: bool) -> PlanReport:
+def _with_warnings(report: PlanReport, loads: Loads, *, may_slice: bool, tables: bool) -> PlanReport:
     warnings = []
     worst = max(report.loads, key=lambda load: load.live_bytes)
     try:
@@ -300,7 +310,12 @@ def _with_warnings(report: PlanReport, loads: Loads, *, may_slice: bool) -> Plan
     except MemoryLimitError as error:
         warnings.append(f"training would refuse this: {error}")
     if report.amplification > _MUCH_AMPLIFICATION:
-        if may_slice:
+        if may_slice and tables:
+            warnings.append(
+                f"in storage order ranks share spans of 64 KiB, which are checked as a whole, and each reads them: "
+                f"{report.amplification:.1f} times the bytes. Shuffle, or use larger batches"
+            )
+        elif may_slice:
             warnings.append(
                 f"in storage order without sample tables every rank reads whole chunks: {report.amplification:.1f} "
                 f"times the bytes. Index the shards (shard_tools index), or shuffle"

@@ -6,7 +6,8 @@ import hashlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,8 @@ from streaming.storage import Storage
 from streaming.types import Sample
 
 _log = logging.getLogger(__name__)
+TABLE_REQUESTS = 16
+"""Sample tables asked for at once, where many are wanted."""
 _RECENT_CHUNKS = 4
 """Chunks kept for random access: neighbours are usually asked for together."""
 _RECENT_TABLES_BYTES = 128 << 20
@@ -179,6 +182,40 @@ class RandomAccess:
             data = fields[name]
             sample[name] = data if decoder is raw else decode_field(decoder, data, url=url, key=key, field=name)
         return sample
+
+
+def span_borders(
+    table: ChunkTable, room_bytes: npt.NDArray[np.int64], samples_of: Callable[[int], SampleTable | None]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where the spans of a set begin, in samples and in bytes of its chunks laid end to end; reads all sample tables.
+
+    Args:
+        table: The chunk table, perhaps of a view: of a chunk that crosses its border all is counted.
+        room_bytes: int64[C], what each chunk takes there.
+        samples_of: The sample table of a shard by number. Where there is none, a chunk counts as one span; without
+            spans (format 1.0), a sample does.
+
+    Returns:
+        int64[n] each, increasing.
+    """
+    sample_base, byte_base = np.cumsum(table.num_samples) - table.num_samples, np.cumsum(room_bytes) - room_bytes
+
+    def of_shard(shard: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        low, high = np.searchsorted(table.shard, [shard, shard + 1]).tolist()
+        samples = samples_of(shard)
+        if samples is None:
+            return sample_base[low:high], byte_base[low:high]
+        firsts = table.first_sample[low:high].astype(np.int64)
+        cuts = samples.span_starts if samples.num_spans else np.arange(samples.num_samples)
+        cuts = np.union1d(firsts, cuts[(cuts > firsts[0]) & (cuts < firsts[-1] + table.num_samples[high - 1])])
+        chunks = np.searchsorted(firsts, cuts, side="right") - 1
+        inside = samples.record_starts[cuts] - table.byte_start[low + chunks]
+        inside[np.searchsorted(cuts, firsts)] = 0
+        return sample_base[low + chunks] + cuts - firsts[chunks], byte_base[low + chunks] + inside
+
+    with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
+        found = list(threads.map(of_shard, np.unique(table.shard).tolist()))
+    return np.concatenate([firsts for firsts, _ in found]), np.concatenate([begins for _, begins in found])
 
 
 def _size_of_table(table: SampleTable | None) -> int:

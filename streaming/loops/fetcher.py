@@ -16,6 +16,7 @@ from infra import DeviceMesh
 from streaming.arguments import is_whole
 from streaming.batches.build import Recipe
 from streaming.batches.draw_names import named_draw
+from streaming.catalog.random_access import span_borders
 from streaming.dataset import StreamingDataset
 from streaming.engine.builders import is_surely_trivial
 from streaming.engine.crew import Crew
@@ -25,6 +26,7 @@ from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.errors import ConfigError, StateError
+from streaming.index.sample_table import SampleTable
 from streaming.loops.base import BaseLoop
 from streaming.loops.iterator import Run
 from streaming.loops.position import Place
@@ -238,7 +240,7 @@ class EpochLoop(BaseLoop):
     def _read(self, plan: Plan) -> Pipeline:
         """Begin to read this rank's share."""
         dp_rank = self.config.mesh.data_rank
-        sliced = not self.order.shuffle and plan.dp_world_size > 1 and self.dataset.has_sample_tables()
+        sliced = self._reads_slices(plan)
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset.slice)
         crew, store = self._open_store()
         store.limit_bytes = self._slices_bytes(plan) if sliced else self._arena_bytes(plan, dp_rank)
@@ -295,6 +297,14 @@ class EpochLoop(BaseLoop):
     def _fetch_threads(self) -> int:
         return min(FETCH_THREADS, os.cpu_count() or 1) if self._is_local else FETCH_THREADS
 
+    def _reads_slices(self, plan: Plan) -> bool:
+        """Whether units are slices of chunks: ranks share a storage order, and it saves bytes."""
+        if self.order.shuffle or plan.dp_world_size == 1:
+            return False
+        table, limit = self.dataset.table, self.config.memory_limit_bytes
+        saves = budget.reads_slices(plan, table.byte_end - table.byte_start, memory_limit_bytes=limit)
+        return saves and self.dataset.has_sample_tables()
+
     def _rank_bytes(self, plan: Plan, dp_rank: int) -> int:
         """Bytes of all the chunks that this rank needs in the epoch."""
         return int(self._chunk_bytes[plan.rank_chunks(dp_rank)].sum())
@@ -325,11 +335,14 @@ class EpochLoop(BaseLoop):
         Raises:
             MemoryLimitError: One batch does not fit.
         """
-        limit = self.config.memory_limit_bytes
-        table = self.dataset.table
-        per_sample = int(((table.byte_end - table.byte_start) / table.num_samples).max())
-        rows = -(-plan.global_batch_size // plan.dp_world_size)
-        budget.check_slices(rows, per_sample, memory_limit_bytes=limit)
+        dataset, limit = self.dataset, self.config.memory_limit_bytes
+
+        def samples_of(shard: int) -> SampleTable | None:
+            return dataset.samples_at(dataset.shards.urls[shard])
+
+        spans = partial(span_borders, dataset.table, self._chunk_bytes, samples_of)
+        batch_bytes = budget.slices_bytes(plan, self._chunk_bytes, spans, memory_limit_bytes=limit)
+        budget.check_slices(plan, batch_bytes, memory_limit_bytes=limit)
         return budget.chunks_limit_bytes(limit)
 
     def _check_enough_samples(self) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from streaming.plan.order import Int64Array, OrderSettings, Scope, default_lanes
 from streaming.plan.plan import Plan
 from streaming.units import format_bytes
 
+Spans: TypeAlias = tuple[Int64Array, Int64Array]
 PAGE_BYTES = mmap.PAGESIZE
 READ_AHEAD_BYTES = 256 << 20
 """How far the reader runs ahead of what is needed, memory allowing. More costs at the start:
@@ -139,34 +141,87 @@ def check_whole_chunks(
     )
 
 
-def slices_bytes(rows: int, sample_bytes: int) -> int:
-    """What a batch of ``rows`` samples takes that is read as slices of chunks.
+def reads_slices(plan: Plan, chunk_bytes: Int64Array, *, memory_limit_bytes: int) -> bool:
+    """Tell whether ranks that share a storage order read slices of chunks; else each of them reads all chunks.
 
-    Its samples are a run, widened to borders of spans: by less than 64 KiB before it, and by less than 64 KiB and a
-    sample after it.
-    """
-    return (rows + 1) * sample_bytes + 2 * (SPAN_BYTES + PAGE_BYTES)
-
-
-def check_slices(rows: int, sample_bytes: int, *, memory_limit_bytes: int) -> int:
-    """What a batch that is read as slices of chunks (storage order over several ranks) takes, in bytes.
+    A slice is widened to borders of spans, by 64 KiB in all on average. Where a rank's share of a batch and these are
+    no less than the batch, each rank reads everything in any case: whole chunks then take far fewer requests.
 
     Args:
-        rows: Samples of one rank in one batch.
-        sample_bytes: Bytes of a sample, on average over the chunk whose samples are largest.
+        plan: The plan, in storage order over several ranks.
+        chunk_bytes: int64[C], bytes of each chunk.
+        memory_limit_bytes: A rank's ``memory_limit``; whole chunks that do not fit are read in slices.
+    """
+    sample_bytes = int(chunk_bytes.sum()) / plan.samples_per_pass
+    if rank_rows(plan) * sample_bytes + SPAN_BYTES < plan.global_batch_size * sample_bytes:
+        return True
+    return plan.live_bytes(whole_pages(chunk_bytes), 0) > chunks_limit_bytes(memory_limit_bytes)
+
+
+def rank_rows(plan: Plan) -> int:
+    """Samples of the largest share of a batch."""
+    return -(-plan.global_batch_size // plan.dp_world_size)
+
+
+def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans], *, memory_limit_bytes: int) -> int:
+    """Bound what the share of a rank in any batch takes that is read as slices of chunks.
+
+    It holds for every rank, epoch and start: that of the largest run of so many samples. Whole chunks are enough of a
+    bound where they fit; where not, it takes the sample tables.
+
+    Args:
+        plan: The plan.
+        room_bytes: int64[C], :func:`whole_pages` of each chunk.
+        spans: The first sample of each span, and where each begins in chunks that lie end to end, ``room_bytes`` each.
+        memory_limit_bytes: A rank's ``memory_limit``.
+    """
+    firsts = np.cumsum(plan.chunk_samples) - plan.chunk_samples
+    bound = _largest_run(plan, firsts, np.cumsum(room_bytes) - room_bytes, int(room_bytes.sum()))
+    if bound <= chunks_limit_bytes(memory_limit_bytes):
+        return bound
+    edges = 4 * PAGE_BYTES  # the first and the last slice are rounded to whole pages at both ends
+    return min(bound, _largest_run(plan, *spans(), int(room_bytes.sum())) + edges)
+
+
+def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes: int) -> int:
+    """Most bytes of the pieces that a run of :func:`rank_rows` samples touches.
+
+    Args:
+        plan: The plan. Where its epochs are no whole passes, a run may go from the end of a pass to its beginning.
+        firsts: int64[n], first sample of each piece, in storage order; the first is 0.
+        begins: int64[n], first byte of each.
+        total_bytes: Bytes of all.
+    """
+    rows, num_samples = rank_rows(plan), plan.samples_per_pass
+    wraps = plan.num_samples != num_samples
+    if rows >= num_samples or (wraps and rows > num_samples - int(plan.chunk_samples.max())):
+        return total_bytes
+    # Of the runs that end in a piece, the one that ends with its first sample reaches back farthest.
+    starts = firsts - (rows - 1)
+    before = starts < 0
+    starts = np.where(before, starts + num_samples if wraps else 0, starts)
+    lows = begins[np.searchsorted(firsts, starts, side="right") - 1]
+    highs = np.append(begins[1:], total_bytes) + (total_bytes * before if wraps else 0)
+    return min(int((highs - lows).max()), total_bytes)
+
+
+def check_slices(plan: Plan, batch_bytes: int, *, memory_limit_bytes: int) -> None:
+    """Refuse a plan of which one batch, read as slices of chunks (storage order over several ranks), may not fit.
+
+    Args:
+        plan: The plan.
+        batch_bytes: What :func:`slices_bytes` says of it.
         memory_limit_bytes: The rank's ``memory_limit``.
 
     Raises:
         MemoryLimitError: One batch does not fit.
     """
-    batch_bytes = slices_bytes(rows, sample_bytes)
     if batch_bytes > chunks_limit_bytes(memory_limit_bytes):
         raise MemoryLimitError(
-            f"memory_limit: {format_bytes(memory_limit_bytes)} are too little for this plan: a batch of {rows} samples "
-            f"of up to {format_bytes(sample_bytes)} on average takes {format_bytes(batch_bytes)}, and chunks get "
+            f"memory_limit: {format_bytes(memory_limit_bytes)} are too little for this plan: where samples are "
+            f"largest, the {rank_rows(plan)} of one rank in a batch take {format_bytes(batch_bytes)}, and chunks get "
             f'{CHUNKS_SHARE:.0%} of the limit. Use memory_limit="{needed_mib(batch_bytes)}MiB", or a smaller batch'
         )
-    return batch_bytes
 
 
 def _fitting_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> int | None:
