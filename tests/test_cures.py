@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -366,6 +367,33 @@ def fewer_lanes_fit_into_less_memory(folder: Path) -> None:
     found = re.search(r"ShuffleConfig\(lanes=(\d+)\)", text)
     assert found is not None, text
     assert batches(lanes=int(found[1]), window=8) == 8
+
+
+@scenario()
+def a_state_of_many_ranks_goes_on_where_memory_is_short(folder: Path) -> None:
+    samples = write_set(folder, (64,) * 8, chunk_samples=8)
+
+    def state_after(
+        rank: int, ranks: int, state: dict[str, Any] | None, limit: str = "2MiB", lanes: int = 64, epoch: int = 0
+    ) -> dict[str, Any]:
+        dataset = samples.open(shuffle=ShuffleConfig(lanes=lanes, window=8))
+        mesh = DeviceMesh.from_sizes(dp_size=ranks, rank=rank, environ={})
+        with DataLoader(dataset, global_batch_size=64, device_mesh=mesh, memory_limit=limit) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            loader.set_epoch(epoch)
+            next(iter(loader))
+            return loader.state_dict()
+
+    state = state_after(0, 16, None)
+    text = error_of(lambda: state_after(0, 1, state), MemoryLimitError)
+    assert "lanes=" not in text
+    named = re.search(r'memory_limit="(\w+)", or (\d+) data-parallel ranks\. .*set_epoch\((\d+)\)', text)
+    assert named is not None, text
+    two_batches = {**state, "samples_seen": 128}
+    assert state_after(0, 1, state, limit=named[1]) == two_batches
+    assert [state_after(rank, int(named[2]), state) for rank in range(int(named[2]))] == [two_batches] * int(named[2])
+    assert state_after(0, 1, None, lanes=4, epoch=int(named[3]))["epoch"] == 1
 
 
 @scenario()

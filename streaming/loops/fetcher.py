@@ -160,6 +160,7 @@ class EpochLoop(BaseLoop):
             config = replace(config, num_workers=0)  # they would have nothing to do
         self.config, self._sharing = open_sharing(config)
         self._store: ChunkStore | None = None
+        self._is_resumed = False
         sizes = table.byte_end - table.byte_start
         if self._is_mapped:
             sizes += np.where(sizes < LEAST_BYTES, 0, table.byte_start % budget.PAGE_BYTES)  # FileMaps.skew_bytes
@@ -208,7 +209,7 @@ class EpochLoop(BaseLoop):
             raise StateError(
                 f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
             )
-        self.order = state.order
+        self.order, self._is_resumed = state.order, True
         self.go_to(Place(epoch=state.epoch, samples_seen=state.samples_seen), state.next_seed)
 
     def _drop_machinery(self) -> None:
@@ -319,7 +320,9 @@ class EpochLoop(BaseLoop):
         live = plan.live_bytes(self._chunk_bytes, dp_rank)
         if live > budget.chunks_limit_bytes(limit) and self.dataset.fields is not None:
             live = min(live, self._live_bytes_of_pieces(plan, dp_rank))
-        budget.check_whole_chunks(plan, self._chunk_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit)
+        budget.check_whole_chunks(
+            plan, self._chunk_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit, resumed=self._is_resumed
+        )
         return budget.chunks_bytes(limit, live)
 
     def _live_bytes_of_pieces(self, plan: Plan, dp_rank: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -110,7 +110,13 @@ def live_bytes_of_pieces(plan: Plan, whole_bytes: Int64Array, piece_bytes: Int64
 
 
 def check_whole_chunks(
-    plan: Plan, chunk_bytes: Int64Array, dp_rank: int, *, live_bytes: int, memory_limit_bytes: int
+    plan: Plan,
+    chunk_bytes: Int64Array,
+    dp_rank: int,
+    *,
+    live_bytes: int,
+    memory_limit_bytes: int,
+    resumed: bool = False,
 ) -> None:
     """Refuse a plan whose live chunks do not fit.
 
@@ -120,6 +126,7 @@ def check_whole_chunks(
         dp_rank: The data-parallel rank.
         live_bytes: ``plan.live_bytes(chunk_bytes, dp_rank)``.
         memory_limit_bytes: The rank's ``memory_limit``.
+        resumed: The order is that of a loaded state, which overrules what the data set says of lanes and window.
 
     Raises:
         MemoryLimitError: They do not fit; the message holds the arithmetic and the cure.
@@ -130,14 +137,13 @@ def check_whole_chunks(
     lanes = -(-plan.settings.lanes // plan.dp_world_size)
     mean = int(chunk_bytes.mean())
     per_chunk = plan.samples_per_pass / len(plan.chunk_samples)
-    fewer = _fitting_lanes(plan, chunk_bytes, dp_rank, limit_bytes)
+    cures = (_cures_of_resumed if resumed else _cures_of_lanes)(plan, chunk_bytes, dp_rank, limit_bytes)
     raise MemoryLimitError(
         f"memory_limit: {format_bytes(memory_limit_bytes)} are too little for this plan. Rank {dp_rank} of "
         f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
         f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
         f"needs up to {format_bytes(live_bytes)} of chunks at the same time, and chunks get {CHUNKS_SHARE:.0%} of "
-        f'the limit. Use memory_limit="{needed_mib(live_bytes)}MiB"'
-        + (f", or fewer lanes: ShuffleConfig(lanes={fewer}), or a smaller window" if fewer else "")
+        f'the limit. Use memory_limit="{needed_mib(live_bytes)}MiB"{cures}'
     )
 
 
@@ -224,21 +230,46 @@ def check_slices(plan: Plan, batch_bytes: int, *, memory_limit_bytes: int) -> No
         )
 
 
-def _fitting_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> int | None:
-    """A number of lanes, fewer than the plan's, that fits with some room for other epochs; None if none does."""
+def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
+    """A number of lanes, fewer than the plan's, that fits with some room for other epochs; "" if none does."""
     lanes = plan.settings.lanes
     while lanes > 1:
         lanes //= 2
-        settings: dict[str, Any] = {**plan.settings.to_dict(), "lanes": lanes}
-        other = Plan(
-            plan.chunk_samples,
-            OrderSettings(**settings),
-            global_batch_size=plan.global_batch_size,
-            dp_world_size=plan.dp_world_size,
-            last_batch=plan.last_batch,
-            epoch=plan.epoch,
-            epoch_size=plan.num_samples,
-        )
-        if other.live_bytes(chunk_bytes, dp_rank) <= limit_bytes * EPOCHS_VARY:
-            return lanes
-    return None
+        if _fits(plan, chunk_bytes, [dp_rank], limit_bytes, lanes=lanes, dp_world_size=plan.dp_world_size):
+            return f", or fewer lanes: ShuffleConfig(lanes={lanes}), or a smaller window"
+    return ""
+
+
+def _cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int) -> str:
+    """What else helps where lanes and window are fixed: more ranks, which share the lanes, or another order."""
+    lanes, enough = plan.settings.lanes, plan.dp_world_size
+    if lanes == 1:
+        return ""
+    most = min(lanes, plan.global_batch_size)
+    while enough < most:
+        enough = min(2 * enough, most)
+        if _fits(plan, chunk_bytes, range(enough), limit_bytes, lanes=lanes, dp_world_size=enough):
+            break
+    else:
+        enough = 0
+    return (f", or {enough} data-parallel ranks" if enough else "") + (
+        ". Lanes and window are those of the loaded state: to change them, leave out the rest of this epoch, with "
+        f"another loader that loads no state, but calls set_epoch({plan.epoch + 1})"
+    )
+
+
+def _fits(
+    plan: Plan, chunk_bytes: Int64Array, dp_ranks: Iterable[int], limit_bytes: int, *, lanes: int, dp_world_size: int
+) -> bool:
+    """Whether these ranks have room for the plan with other lanes or ranks, and some for other epochs."""
+    settings: dict[str, Any] = {**plan.settings.to_dict(), "lanes": lanes}
+    other = Plan(
+        plan.chunk_samples,
+        OrderSettings(**settings),
+        global_batch_size=plan.global_batch_size,
+        dp_world_size=dp_world_size,
+        last_batch=plan.last_batch,
+        epoch=plan.epoch,
+        epoch_size=plan.num_samples,
+    )
+    return all(other.live_bytes(chunk_bytes, rank) <= limit_bytes * EPOCHS_VARY for rank in dp_ranks)
