@@ -21,6 +21,7 @@ from shard_tools.plan.report import PlanOptions, _epoch_plan, plan, plan_table, 
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, MemoryLimitError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
+from streaming.loops.position import Place
 from streaming.plan import memory as budget
 from streaming.storage import Storage
 
@@ -82,7 +83,7 @@ def test_it_says_what_the_plan_of_training_says(shards: Path, ranks: int, last_b
         )
         with loader:
             loop = loader._loop
-            training = loop._plan(0)
+            training = loop._plan(Place(epoch=0, samples_seen=0))
             load = said["data_ranks"][dp_rank]
             table = loop.dataset.table
             assert load["live_bytes"] == training.live_bytes(
