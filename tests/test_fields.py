@@ -21,7 +21,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
-from streaming.errors import ChecksumError, MemoryLimitError
+from streaming.errors import ChecksumError, IndexMismatchError, MemoryLimitError
 from streaming.fetch.pieces import pieces_of
 from streaming.fetch.sums import Sum
 from streaming.index.cutter import ChunkRule
@@ -343,3 +343,25 @@ def test_chunks_take_the_room_that_their_pieces_need(videos: str) -> None:
             assert sum(len(rows_of(batch, ("txt",))) for batch in loader) == NUM
         assert loader.metrics()["arena_peak_bytes"] <= 6_000_000
     assert int(dataset.unit_bytes(np.arange(dataset.table.num_chunks)).sum()) < 1_000_000
+
+
+def test_captions_beside_large_members_need_room_for_captions_alone(tmp_path: Path) -> None:
+    """A chunk of 4 MB does not fit the limit; what is read of it does. Without the sample table nothing is overrun."""
+    with ShardWriter(f"{tmp_path}/{{:06d}}.tar") as writer:
+        for number in range(12):
+            writer.write({"__key__": f"{number:05d}", "txt": f"caption {number}", "mp4": bytes(4_000_000)})
+    dataset, other = (StreamingDataset(str(tmp_path), fields=("txt",), decode=None) for _ in range(2))
+    for num_workers in (0, 1):
+        with DataLoader(
+            dataset, batch_size=4, memory_limit="1MiB", num_workers=num_workers, device_mesh=mesh_of(1, 0)
+        ) as loader:
+            for _ in range(2):
+                rows = [
+                    pair for batch in loader for pair in zip(batch["__key__"], map(bytes, batch["txt"]), strict=True)
+                ]
+                assert sorted(rows) == [(f"{number:05d}", f"caption {number}".encode()) for number in range(12)]
+            assert loader.metrics()["arena_peak_bytes"] <= 786_432
+    (size,) = dataset.unit_bytes(np.array([0])).tolist()
+    shutil.rmtree(tmp_path / "_shardstream" / "samples")
+    with memoryview(bytearray(size)) as out, pytest.raises(IndexMismatchError, match="sample table was there"):
+        other.fetch_unit(other.chunk(0), out)

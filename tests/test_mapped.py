@@ -265,3 +265,21 @@ def test_mapped_files_take_a_share_of_the_descriptors(tmp_path: Path, monkeypatc
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert most < before + 60
+
+
+def test_pieces_lie_between_maps(tmp_path: Path) -> None:
+    """Chunks that are read in pieces have room for these alone; what is mapped before and beside them stays whole."""
+    with ShardWriter(str(tmp_path / "{:04d}.tar"), max_samples=20) as writer:
+        for i in range(200):
+            large = i // 20 % 2  # every other shard holds captions beside large members
+            writer.write(
+                {"__key__": f"{i:05d}", "bin": payload(i)[: 200 if large else None], "mp4": bytes(large << 20)}
+            )
+    dataset = open_at(tmp_path, fields=("bin",), shuffle=ShuffleConfig(lanes=2, window=4))
+    with DataLoader(dataset, batch_size=BATCH, memory_limit="6MiB", num_threads=2) as loader:
+        for _ in range(3):
+            found = [pair for batch in loader for pair in zip(batch["__key__"], batch["bin"], strict=True)]
+            assert sorted(found) == [(f"{i:05d}", payload(i)[: 200 if i // 20 % 2 else None]) for i in range(200)]
+        metrics = loader.metrics()
+        assert metrics["mapped_bytes"] > 0
+        assert metrics["arena_peak_bytes"] <= (6 << 20) * 3 // 4

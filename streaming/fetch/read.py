@@ -118,7 +118,7 @@ def fetch_unit(
     cache: NodeCache | None = None,
     known: FieldsOf = _NOTHING_KNOWN,
 ) -> UnitLayout | TakeApart:
-    """Fetch a range into ``out`` (``wanted.num_bytes`` long); where each field lies, relative to ``out``.
+    """Fetch a range into ``out`` (of ``wanted.num_bytes``, or :func:`size_of_unit`); where each field lies in it.
 
     Whole ranges that match their checksums are not taken apart yet: for these it is the function that does it.
 
@@ -136,6 +136,12 @@ def fetch_unit(
     rows = range(wanted.first_sample, wanted.first_sample + wanted.num_samples)
     part = _part_of(wanted, rows, known)
     read = _Read(storage, wanted, part or _whole_of(wanted))
+    if len(out) < read.plan.pieces.num_bytes:
+        raise IndexMismatchError(
+            f"{wanted.shown_url}: this shard's sample table was there when the epoch began, and is gone; without it "
+            f"fields cannot be left out, and there is no room for all of them. Build it anew: "
+            f"shard_tools index {wanted.shown_url}"
+        )
     later = part is None and cache is None and bool(wanted.sums)
 
     def layout() -> UnitLayout:

@@ -26,6 +26,7 @@ from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.errors import ConfigError, StateError
+from streaming.fetch.read import UnitKey
 from streaming.index.sample_table import SampleTable
 from streaming.loops.base import BaseLoop
 from streaming.loops.iterator import Run
@@ -244,7 +245,7 @@ class EpochLoop(BaseLoop):
         sliced = self._reads_slices(plan)
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset.slice)
         crew, store = self._open_store()
-        store.limit_bytes = self._slices_bytes(plan) if sliced else self._arena_bytes(plan, dp_rank)
+        store.limit_bytes, store.room = (self._slices_bytes(plan), {}) if sliced else self._arena_bytes(plan, dp_rank)
         store.retain = not sliced and store.limit_bytes >= self._rank_bytes(plan, dp_rank)
         self._begin_account(plan.num_samples, plan.epoch)
         return Pipeline(
@@ -310,27 +311,33 @@ class EpochLoop(BaseLoop):
         """Bytes of all the chunks that this rank needs in the epoch."""
         return int(self._chunk_bytes[plan.rank_chunks(dp_rank)].sum())
 
-    def _arena_bytes(self, plan: Plan, dp_rank: int) -> int:
-        """What of memory_limit the arena uses: all that is needed at once, and some read-ahead.
+    def _arena_bytes(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
+        """What the arena uses of memory_limit, and ``ChunkStore.room``: all that is needed at once, and read-ahead.
 
         Raises:
             MemoryLimitError: The first does not fit.
         """
         limit = self.config.memory_limit_bytes
         live = plan.live_bytes(self._chunk_bytes, dp_rank)
+        room: dict[UnitKey, int] = {}
         if live > budget.chunks_limit_bytes(limit) and self.dataset.fields is not None:
-            live = min(live, self._live_bytes_of_pieces(plan, dp_rank))
+            live, room = self._pieces(plan, dp_rank)
         budget.check_whole_chunks(
             plan, self._chunk_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit, resumed=self._is_resumed
         )
-        return budget.chunks_bytes(limit, live)
+        return budget.chunks_bytes(limit, live), room
 
-    def _live_bytes_of_pieces(self, plan: Plan, dp_rank: int) -> int:
-        """What is needed at once if ``fields`` leave out much of the chunks; sizes come from the sample tables."""
-        needed = plan.rank_chunks(dp_rank)
+    def _pieces(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
+        """What is needed at once if ``fields`` leave out much, and ``ChunkStore.room``; by sample tables."""
+        table, needed = self.dataset.table, plan.rank_chunks(dp_rank)
+        read_bytes = self.dataset.unit_bytes(needed)
+        in_pieces = read_bytes < (table.byte_end - table.byte_start)[needed]
+        needed, read_bytes = needed[in_pieces], read_bytes[in_pieces]
         sizes = self._chunk_bytes.copy()
-        sizes[needed] = budget.whole_pages(self.dataset.unit_bytes(needed))
-        return budget.live_bytes_of_pieces(plan, self._chunk_bytes, sizes, dp_rank)
+        skew_bytes = budget.PAGE_BYTES if self._is_mapped else 0
+        sizes[needed] = budget.whole_pages(np.maximum(read_bytes, 1)) + skew_bytes
+        keys = (self.dataset.chunk(chunk_id).key for chunk_id in needed.tolist())
+        return plan.live_bytes(sizes, dp_rank), dict(zip(keys, read_bytes.tolist(), strict=True))
 
     def _slices_bytes(self, plan: Plan) -> int:
         """What of memory_limit the arena uses where batches are read as slices of chunks.

@@ -100,15 +100,6 @@ def chunks_bytes(memory_limit_bytes: int, live_bytes: int) -> int:
     return min(chunks_limit_bytes(memory_limit_bytes), live_bytes + READ_AHEAD_BYTES)
 
 
-def live_bytes_of_pieces(plan: Plan, whole_bytes: Int64Array, piece_bytes: Int64Array, dp_rank: int) -> int:
-    """What is needed at once where chunks are read in pieces.
-
-    A chunk is given room for all of it, and gives back what it does not need when it has come. Those that have come
-    take ``piece_bytes``; the next one takes ``whole_bytes``.
-    """
-    return plan.live_bytes(piece_bytes, dp_rank) + int(whole_bytes.max())
-
-
 def check_whole_chunks(
     plan: Plan,
     chunk_bytes: Int64Array,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,7 +38,7 @@ class Unit:
         wanted: What to fetch.
         start: Where its bytes lie in the arena.
         skew_bytes: Room before them that is also its own.
-        num_bytes: Room that it takes there: that of the whole range, until it is known how much of it is needed.
+        num_bytes: Room that it takes there: as ``room`` has it, or that of the whole range until its need is known.
         users: Pieces of the plan that still need it; at 0 it may be dropped.
         ready: The fetch has ended, well or badly.
         take_apart: How to find its samples, until ``ChunkStore.settle`` has done so.
@@ -71,6 +71,8 @@ class ChunkStore:
 
     Attributes:
         limit_bytes: How much of the arena to use.
+        room: Bytes of units of which only some fields are read, where that is known beforehand. All others get room for
+            the whole range, and give back what they do not need when they have come.
         failure: What a thread ended with that keeps the units' bytes as they are; None: none has. The consumer's next.
         retain: Keep units that nobody needs any more as long as there is room: the next epoch needs them again.
         abandoned: A run that has ended left a thread behind, or may yet, which reads from the arena. Such a store is to
@@ -87,6 +89,7 @@ class ChunkStore:
         self._fetch = fetch
         self._maps = maps
         self.limit_bytes = arena.budget_bytes
+        self.room: Mapping[UnitKey, int] = {}
         self.retain = False
         self.abandoned = False
         self.failure: BaseException | None = None
@@ -107,10 +110,11 @@ class ChunkStore:
         unit = self._units.get(key)
         if unit is None:
             skew = 0 if self._maps is None else self._maps.skew_bytes(wanted)
-            start = self._allocate(skew + wanted.num_bytes)
+            room = self.room.get(key, wanted.num_bytes)
+            start = self._allocate(skew + room)
             if start is None:
                 return None
-            unit = Unit(wanted=wanted, start=start + skew, num_bytes=wanted.num_bytes, skew_bytes=skew)
+            unit = Unit(wanted=wanted, start=start + skew, num_bytes=room, skew_bytes=skew)
             self._units[key] = unit
             self._waiting.append(unit)
             self._start_fetches()
@@ -244,7 +248,7 @@ class ChunkStore:
     def _fetched(self, unit: Unit) -> UnitLayout | TakeApart:
         """Bring the bytes of a unit to their place in the arena."""
         try:
-            with self.arena.view[unit.start : unit.start + unit.wanted.num_bytes] as out:
+            with self.arena.view[unit.start : unit.start + unit.num_bytes] as out:
                 if self._maps is not None and self._maps.map(unit.wanted, unit.start, out):
                     self._metrics.add("mapped_bytes", unit.num_bytes)
                     return partial(layout_of, unit.wanted)

@@ -94,13 +94,13 @@ class FileMaps:
         return wanted.byte_start % PAGE_BYTES if wanted.num_bytes >= LEAST_BYTES else 0
 
     def map(self, wanted: FetchRange, start: int, data: memoryview) -> bool:
-        """Map the bytes of a range, checked, to ``data``, byte ``start`` of the arena.
+        """Map the bytes of a range, checked, to ``data``, byte ``start`` of the arena; not to less room than they take.
 
         Returns:
             False: they are to be read, into what is ordinary memory now.
         """
-        first, stop = _place_of(wanted, start)
-        file, was_left = self._take(wanted, first, stop)
+        first, stop = _place_of(wanted, start, len(data))
+        file, was_left = self._take(wanted, first, stop, is_whole=len(data) == wanted.num_bytes)
         if file is None:
             if was_left:
                 self._arena.unmap_file(first, stop - first)
@@ -158,9 +158,9 @@ class FileMaps:
         if self._watcher not in (None, threading.current_thread()):
             self._watcher.join()
 
-    def _take(self, wanted: FetchRange, first: int, stop: int) -> tuple[_File | None, bool]:
+    def _take(self, wanted: FetchRange, first: int, stop: int, *, is_whole: bool) -> tuple[_File | None, bool]:
         """The file to map a range of, None if it is to be read; and whether its place shows another file."""
-        maps = wanted.sums and wanted.num_bytes >= LEAST_BYTES and self._reads_whole(wanted)
+        maps = is_whole and wanted.sums and wanted.num_bytes >= LEAST_BYTES and self._reads_whole(wanted)
         with self._lock:
             was_left = self._forget(first, stop)
             file = (self._files.get(wanted.url) or self._open(wanted.url)) if maps else None
@@ -249,9 +249,9 @@ class _Descriptors:
 _DESCRIPTORS = _Descriptors()
 
 
-def _place_of(wanted: FetchRange, start: int) -> tuple[int, int]:
-    """The pages of the arena that a range at byte ``start`` takes: first byte, and one past the last."""
-    stop = -(-(start + wanted.num_bytes) // PAGE_BYTES) * PAGE_BYTES
+def _place_of(wanted: FetchRange, start: int, num_bytes: int | None = None) -> tuple[int, int]:
+    """The pages of the arena that a range, or ``num_bytes`` of it, at byte ``start`` takes: first, and one past all."""
+    stop = -(-(start + (wanted.num_bytes if num_bytes is None else num_bytes)) // PAGE_BYTES) * PAGE_BYTES
     return start - FileMaps.skew_bytes(wanted), stop
 
 
