@@ -106,7 +106,9 @@ class DataLoader:
             ``RetrySampler``, as for the next two.
         max_retries: For map-style data sets (default 2).
         max_bad_samples: For map-style data sets (default 0.001).
-        sharding: How iterable data sets are cut: ``"auto"`` (the default), ``"worker_info"``, ``"self"``.
+        sharding: How iterable data sets are cut: ``"auto"`` (the default), ``"worker_info"``, ``"self"``; or, where
+            they cannot be (a cursor, a socket), ``"dispatch"``: rank 0 alone iterates, by itself or in one worker, and
+            sends every rank its rows (docs/dispatch.md). ``replicate=Broadcast(…)`` then says how.
         multiprocessing_context: How the ``num_workers`` torch processes start that read ordinary data sets.
         persistent_workers: Whether those of map-style data sets stay for the next epoch (default True); those of a
             ``StreamingDataset`` always do.
@@ -215,7 +217,9 @@ class DataLoader:
         elif self._inline:
             raise _no_dataset(dataset)
         else:
-            replicas.check_plain()
+            replicas.check_plain(dispatch=sharding == "dispatch")
+            if isinstance(replicate, Broadcast):
+                common["broadcast"] = replicate
             check_ordinary(ordinary, iterable=is_iterable(dataset))
             checked_last_batch(common["last_batch"])
             self._loop = open_ordinary(dataset, OrdinaryConfig(mesh=mesh, **common, **ordinary))

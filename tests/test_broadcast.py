@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from data_sets import SampleSet, check_batch, data_gets, write_set
 from leftovers import leftovers
+from played_ranks import Play, played
 from servers import MiniS3Server
 
 from infra import DeviceMesh
@@ -21,11 +20,9 @@ from streaming import Broadcast, DataLoader, SequenceSlice, StageFields, Streami
 from streaming.errors import ConfigError, DecodeError, ReplicaError, StateError, TooManyBadSamplesError, WorkerError
 from streaming.job.error_codec import error_from_json, error_to_json
 from streaming.replicas import broadcast
-from streaming.replicas import group as replica_group
 
 SIZE = 24
 OPTIONS: dict[str, Any] = {"global_batch_size": SIZE, "last_batch": "pad", "replicate": Broadcast(timeout_s=60)}
-Play = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +39,7 @@ def dataset(samples: SampleSet) -> StreamingDataset:
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Play:
     """``threads(function, **sizes)``: the function's results for the mesh of each rank, each in a thread of its own."""
-    store, own = dist.HashStore(), threading.local()
-    monkeypatch.setattr(replica_group, "job_store", lambda _: (own.rank, store))
-
-    def run(function: Callable[[DeviceMesh], Any], **sizes: int) -> list[Any]:
-        meshes = [DeviceMesh.from_sizes(**sizes, rank=0, environ={})]  # type: ignore[arg-type]
-        meshes = [meshes[0].with_rank(rank) for rank in range(meshes[0].world_size)]
-
-        def one(mesh: DeviceMesh) -> Any:
-            own.rank = mesh.rank
-            return function(mesh)
-
-        with ThreadPoolExecutor(len(meshes), thread_name_prefix="rank") as ranks:
-            futures = [ranks.submit(one, mesh) for mesh in meshes]
-            return [future.result(timeout=120) for future in futures]
-
-    return run
+    return played(monkeypatch)
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
             "Without: let it take a second argument, transform(sample, rng), and draw from rng alone", drawing,
         )  # fmt: skip
         config = replace(config, num_workers=1)
-    return replace(config, recipe=recipe), Sharing(config.replicas, broadcast, config.mesh, pin=pin)
+    return replace(config, recipe=recipe), Sharing.of_replicas(config.replicas, broadcast, config.mesh, pin=pin)
 
 
 class EpochLoop(BaseLoop):

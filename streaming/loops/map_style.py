@@ -23,6 +23,7 @@ from streaming.loops.position import Place
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import Plan
 from streaming.plan.state import LoaderState
+from streaming.replicas.dispatch import DispatchLoop
 from streaming.samplers.device_mesh import DeviceMeshSampler, with_substitutes
 from streaming.samplers.retry import RetrySampler
 
@@ -73,7 +74,7 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
             f"dataset: expected a StreamingDataset or a torch data set; a {type(dataset).__name__} is none"
         )
     if is_iterable(dataset):
-        return IterableLoop(dataset, config)
+        return (DispatchLoop if config.sharding == "dispatch" else IterableLoop)(dataset, config)
     if is_map_style(dataset):
         return MapLoop(dataset, config)
     raise ConfigError(

@@ -8,7 +8,7 @@ import multiprocessing.context
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,10 +22,11 @@ from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.errors import ConfigError
 from streaming.plan.order import checked_int
 from streaming.plan.plan import LastBatch
+from streaming.replicas.options import Broadcast
 from streaming.samplers.retry import NoRow
 
-Sharding = Literal["auto", "worker_info", "self"]
-"""How an iterable data set is cut into parts; see ``streaming.loops.parts``."""
+Sharding = Literal["auto", "worker_info", "self", "dispatch"]
+"""How an iterable data set is cut into parts (``streaming.loops.parts``), or dealt out (``replicas.dispatch``)."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class OrdinaryConfig:
         on_error: ``"substitute"``, ``"skip"`` (batches get smaller) or ``"raise"``, for map-style data sets.
         max_retries: Further attempts after errors that may pass, for map-style data sets.
         max_bad_samples: A count, or a share of the epoch, for map-style data sets.
-        sharding: How an iterable data set is cut into parts.
+        sharding: How an iterable data set is cut into parts, or dealt out.
+        broadcast: How batches travel from the rank that reads, with ``sharding="dispatch"``.
         multiprocessing_context: How workers start, by name or as a context; None: torch's default.
         persistent_workers: Whether worker processes stay for the next epoch, for map-style data sets; those of an
             iterable one end with a pass.
@@ -74,6 +76,7 @@ class OrdinaryConfig:
     max_retries: int = 2
     max_bad_samples: float = 0.001
     sharding: Sharding = "auto"
+    broadcast: Broadcast = field(default_factory=Broadcast)
     multiprocessing_context: str | multiprocessing.context.BaseContext | None = None
     persistent_workers: bool = True
     timeout: float = 0

@@ -79,9 +79,9 @@ class _Encoder:
         if kind is dict and all(type(name) is str for name in value):
             return [_DICT, {name: self.encode(item, f"{where}[{name!r}]") for name, item in value.items()}]
         raise ConfigError(
-            f'replicate="broadcast": {where} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to other '
-            "ranks. Have collate_fn make tensors, arrays, text, numbers, lists and dicts with text keys of it, or give "
-            "Broadcast(encode=…, decode=…)"
+            f"one rank reads for others: {where} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to "
+            "other ranks. Have collate_fn make tensors, arrays, text, numbers, lists and dicts with text keys of it, "
+            "or give replicate=Broadcast(encode=…, decode=…)"
         )
 
     def _place(self, flat: torch.Tensor | None) -> int:

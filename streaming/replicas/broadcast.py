@@ -1,4 +1,4 @@
-"""``replicate="broadcast"``: of the ranks of one data share one reads, the others get its batches.
+"""One rank reads for others: ``replicate="broadcast"`` within a data share, ``sharding="dispatch"`` for a whole job.
 
 Each side runs a thread, so that batch k + 1 travels while the training loop works with batch k::
 
@@ -16,13 +16,14 @@ import json
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from infra import DeviceMesh
-from streaming.batches.portion import NUM_SAMPLES, Portion
+from streaming.batches.portion import NUM_SAMPLES
 from streaming.engine.grace import LOOK_UP_S
 from streaming.errors import ReplicaError, StateError
 from streaming.job.error_codec import error_from_json, error_to_json
@@ -37,26 +38,51 @@ BEAT_S = 0.5
 """Between signs of life while there is nothing to send: also how long a rank may need to hear that another left."""
 MOST_WAITING = 4
 """Batches that may wait on a rank that falls behind the reading one."""
+_NO_MORE = 2**62  # batches read, where none follows
 _GRACE_S = 10.0  # for a thread that has only to answer what is under way
+
+_left_behind: list[ReplicaGroup | None] = []  # of the parent, in a forked child
 
 Allocate = Callable[[int], torch.Tensor]
 Finish = Callable[[Any], Any]
+Part = Callable[[Any, int], Any]
+"""Cuts what one rank gets out of a batch and its number of samples. Hashable: equal ones cut the same."""
 
 
 class Sharing:
-    """The replicas of one rank, over many runs. For one thread.
+    """The ranks that share one reader, over many runs. For one thread.
+
+    Args:
+        portions: What each rank gets of a batch, by rank; equal ones are made once.
+        broadcast: How batches travel.
+        rank: This one.
+        pin: Page-locks a batch, or None.
+        option: See ``ReplicaGroup``, as for the next.
+        of: See there.
+        reads_inline: On the reading rank the thread that asks for batches reads; else a thread beside it.
 
     Attributes:
         ranks: All of them; the first reads.
     """
 
-    def __init__(self, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None) -> None:
-        self.ranks = mesh.replicas_of(mesh.data_rank)
+    def __init__(
+        self, portions: Mapping[int, Part], broadcast: Broadcast, rank: int, *, pin: Finish | None,
+        option: str = 'replicate="broadcast"', of: str = "one data share", reads_inline: bool = False,
+    ) -> None:  # fmt: skip
+        self.ranks = tuple(portions)
         self._broadcast = broadcast
-        self._is_source = mesh.replica_rank == 0
+        self._is_source = rank == self.ranks[0]
         self._pin = pin
-        self._portions = [replicas.portion(mesh.with_rank(rank)) for rank in self.ranks]
+        self._portions = list(portions.values())
+        self._option, self._of = option, of
+        self._source_type = _InlineRun if reads_inline else _SourceRun
         self._group: ReplicaGroup | None = None
+
+    @classmethod
+    def of_replicas(cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None) -> Sharing:
+        """For the replicas of the rank that ``mesh`` speaks for."""
+        ranks = mesh.replicas_of(mesh.data_rank)
+        return cls({rank: replicas.portion(mesh.with_rank(rank)) for rank in ranks}, broadcast, mesh.rank, pin=pin)
 
     def run(self, read: Callable[[], Run], place: Place) -> Run:
         """Batches from ``place`` on; ``read`` begins to read them, on the one rank that does.
@@ -65,13 +91,18 @@ class Sharing:
             ConfigError, ReplicaError: See ``ReplicaGroup``.
         """
         if self._group is None:
-            self._group = ReplicaGroup(self.ranks, self._broadcast.timeout_s)
+            self._group = ReplicaGroup(self.ranks, self._broadcast.timeout_s, option=self._option, of=self._of)
         if self._is_source:
-            return _SourceRun(self, self._group, read, place, self._broadcast, self._portions, self._pin)
+            return self._source_type(self, self._group, read, place, self._broadcast, self._portions, self._pin)
         return _ReplicaRun(self, self._group, place, self._broadcast, pin=self._pin is not None)
 
     def drop(self) -> None:
         """Give the connections up; the next run makes new ones."""
+        self._group = None
+
+    def leave_behind(self) -> None:
+        """In a forked child: the connections are the parent's, and their threads are not here to end them."""
+        _left_behind.append(self._group)
         self._group = None
 
 
@@ -144,7 +175,7 @@ class _SourceRun(_Consumer):
 
     def __init__(
         self, sharing: Sharing, group: ReplicaGroup, read: Callable[[], Run], place: Place,
-        broadcast: Broadcast, portions: list[Portion], pin: Finish | None,
+        broadcast: Broadcast, portions: list[Part], pin: Finish | None,
     ) -> None:  # fmt: skip
         super().__init__(sharing, group, place, "tell")
         self._broadcast = broadcast
@@ -158,8 +189,8 @@ class _SourceRun(_Consumer):
             self._running = read()
         except Exception as error:  # noqa: BLE001  the other ranks are to get it as well
             self._built.append((FAILED, error))
-        self._reader = threading.Thread(target=self._read, name="shardstream-read-ahead", daemon=True)
-        self._reader.start()
+        self._reader: threading.Thread | None = None
+        self._start_reading()
         self._thread.start()
 
     def close(self) -> None:
@@ -168,12 +199,17 @@ class _SourceRun(_Consumer):
         super().close()
         if running is not None:
             running.close()
-        self._reader.join(_GRACE_S)
+        if self._reader is not None:
+            self._reader.join(_GRACE_S)
 
     def describe(self) -> str:
         """For people."""
         own = "starting" if self._running is None else self._running.describe()
         return f"{own}; reads for ranks {self._sharing.ranks[1:]}, of which one holds {self._others_wait} batches"
+
+    def _start_reading(self) -> None:
+        self._reader = threading.Thread(target=self._read, name="shardstream-read-ahead", daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         """Take batches from the pipeline, one ahead of the teller."""
@@ -223,7 +259,7 @@ class _SourceRun(_Consumer):
                 if self._changed.wait_for(lambda: self._left or self._decided(), BEAT_S):
                     if self._left:
                         return FAILED, _left(self._sharing.ranks[0], number)
-                    if self._gone is not None and self._built[0][0] == BATCH:
+                    if self._gone is not None and (not self._built or self._built[0][0] == BATCH):
                         return FAILED, _left(self._gone, number)
                     item = self._built.popleft()
                     self._changed.notify_all()
@@ -239,7 +275,7 @@ class _SourceRun(_Consumer):
     def _portioned(self, batch: Any) -> tuple[Any, list[torch.Tensor]]:
         """This rank's portion, and those of the others, coded; equal ones once."""
         num_samples = batch.get(NUM_SAMPLES, 0) if isinstance(batch, dict) else 0
-        coded: dict[Portion, torch.Tensor] = {}
+        coded: dict[Part, torch.Tensor] = {}
         for portion in self._portions[1:]:
             if portion not in coded:
                 coded[portion] = encode(self._broadcast.encode(portion(batch, num_samples)), _empty)
@@ -256,12 +292,44 @@ class _SourceRun(_Consumer):
         self._others_wait = max(waiting for _, waiting, _, _ in replies)
         for rank, (has_left, _, epoch, samples_seen) in zip(self._sharing.ranks[1:], replies, strict=True):
             place = Place(epoch=epoch, samples_seen=samples_seen)
-            if place != self._place and self._error is None:
+            if place != replace(self._place, detail=None) and self._error is None:
                 self._error = _elsewhere(self._sharing.ranks[0], self._place, rank, place)
                 self._tell(FAILED, 0, error_to_json(self._error))
                 return
             if has_left and self._gone is None:
                 self._gone = rank
+
+
+class _InlineRun(_SourceRun):
+    """The reading rank's run whose consumer reads by itself, so that what it reads runs in no other thread.
+
+    It reads one batch more than it hands out: that one travels while the training works with the other.
+    """
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        while self._running is not None and self._num_read < self._num_taken + 2 and not (self._ended or self._left):
+            self._read_one(self._running)
+        return super().__next__()
+
+    def _start_reading(self) -> None:
+        self._num_read = 0 if self._running is not None else _NO_MORE
+
+    def _read_one(self, running: Run) -> None:
+        try:
+            item = (BATCH, next(running))
+            self._num_read += 1
+        except StopIteration:
+            item, self._num_read = (END, None), _NO_MORE
+        except Exception as error:  # noqa: BLE001  all ranks get it, in its place behind the batches before
+            item, self._num_read = (FAILED, error), _NO_MORE
+        with self._changed:
+            self._built.append(item)
+            self._changed.notify_all()
+
+    def _decided(self) -> bool:
+        # Nobody reads while the training works: a rank that has left is not to wait for that.
+        return super()._decided() or (self._gone is not None and not self._built)
 
 
 class _ReplicaRun(_Consumer):
@@ -309,7 +377,7 @@ def _empty_pinned(size: int) -> torch.Tensor:
 
 def _left(rank: int, number: int) -> ReplicaError:
     return ReplicaError(
-        f"rank {rank} left its loop before batch {number} of this run, while another replica of its data share went "
+        f"rank {rank} left its loop before batch {number} of this run, while another rank with the same reader went "
         "on; look for an error there, or leave the loops after the same batch"
     )
 

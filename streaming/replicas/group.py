@@ -29,23 +29,28 @@ class ReplicaGroup:
     Args:
         ranks: Of ``torch.distributed``, in the same order on all members.
         timeout_s: How long any member may take to join, or to take or give a message.
+        option: What the user asked for, for messages; groups of different options never meet.
+        of: What the ranks have in common, for messages.
 
     Raises:
         ConfigError: torch.distributed is not set up, or this rank is none of ``ranks``.
         ReplicaError: A member did not come.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, ranks: Sequence[int], timeout_s: float, *, option: str = 'replicate="broadcast"',
+        of: str = "one data share",
+    ) -> None:  # fmt: skip
         self.ranks = tuple(ranks)
-        own, store = job_store('replicate="broadcast"')
+        own, store = job_store(option)
         if own not in self.ranks:
             raise ConfigError(
-                f'replicate="broadcast": torch.distributed calls this process rank {own}, but in the mesh it is one of '
+                f"{option}: torch.distributed calls this process rank {own}, but in the mesh it is one of "
                 f"{self.ranks}; make the mesh of torch.distributed's ranks"
             )
         self.place = self.ranks.index(own)
         self.timeout_s = timeout_s
-        digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:32]
+        digest = hashlib.sha256(repr((option, self.ranks)).encode()).hexdigest()[:32]
         # The n-th group of a member meets the n-th of the others.
         number = store.add(f"shardstream/replicas/{digest}/{self.place}", 1)
         prefix = dist.distributed_c10d.PrefixStore(f"shardstream/replicas/{digest}/group/{number}", store)
@@ -53,8 +58,9 @@ class ReplicaGroup:
             self._group: Any = dist.ProcessGroupGloo(prefix, self.place, len(self.ranks), timedelta(seconds=timeout_s))
         except (RuntimeError, dist.DistError) as error:
             raise ReplicaError(
-                f"the ranks {self.ranks} of one data share did not all begin to iterate within {timeout_s:g} s "
-                f"(Broadcast(timeout_s=…)); did one of them fail, or not open its loader? {_first_line(error)}"
+                f"the ranks {self.ranks} of {of} did not all begin to iterate within {timeout_s:g} s "
+                f"(replicate=Broadcast(timeout_s=…)); did one of them fail, or not open its loader? "
+                f"{_first_line(error)}"
             ) from error
 
     def tell(self, kind: int, number: int, payloads: Sequence[torch.Tensor | None]) -> list[list[int]]:
@@ -113,7 +119,7 @@ class ReplicaGroup:
             what = "which reads for this one" if member == 0 else "for which this one reads"
             raise ReplicaError(
                 f"rank {self.ranks[member]}, {what}, is gone or gave no sign for {self.timeout_s:g} s "
-                f"(Broadcast(timeout_s=…)); look for its own error. {_first_line(error)}"
+                f"(replicate=Broadcast(timeout_s=…)); look for its own error. {_first_line(error)}"
             ) from error
 
 

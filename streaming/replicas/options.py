@@ -71,15 +71,16 @@ class Replicas:
             if value is not None and not isinstance(value, kind):
                 raise ConfigError(f"{name}: expected a {kind.__name__}(…) or None, got {value!r}")
 
-    def check_plain(self) -> None:
-        """Check that nothing was chosen.
+    def check_plain(self, *, dispatch: bool = False) -> None:
+        """Check that nothing was chosen; with ``sharding="dispatch"`` nothing but how batches travel.
 
         Raises:
             ConfigError: Something was, which ordinary data sets cannot have.
         """
-        if self != Replicas():
+        if self != Replicas(replicate=self.replicate if dispatch else "read"):
             raise ConfigError(
-                "replicate, stage_fields, sequence: for a StreamingDataset only; let collate_fn do it here"
+                "replicate, stage_fields, sequence: for a StreamingDataset only; let collate_fn do it here (replicate= "
+                'also goes with sharding="dispatch")'
             )
 
     def broadcast(self, mesh: DeviceMesh) -> Broadcast | None:

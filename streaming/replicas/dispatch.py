@@ -1,0 +1,287 @@
+"""``sharding="dispatch"``: one rank iterates a data set that cannot be cut, and deals its samples out to all.
+
+The reading rank runs the loop that one process alone would run, over global batches; each is cut into the rows of every
+data rank before it is collated, and travels as replicas' batches do (``streaming.replicas.broadcast``)::
+
+    data rank 0   data set ─▶ G samples ─▶ rows [0, G/R) [G/R, 2G/R) … ─▶ collate each ═▶ their ranks
+    all ranks     batch, where the reader stands behind it, whether it is the epoch's last
+
+So every rank knows the same position, which is that of one process, and a state fits any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from infra import DeviceMesh
+from streaming.batches.collate import without_rows
+from streaming.forks import in_children
+from streaming.loops.iterable import IterableLoop
+from streaming.loops.iterator import Run
+from streaming.loops.ordinary_options import Collate, OrdinaryConfig, with_valid
+from streaming.loops.parts import Cursor
+from streaming.loops.position import Place
+from streaming.plan.order import OrderSettings
+from streaming.plan.plan import LastBatch
+from streaming.replicas.broadcast import Sharing
+
+_KEPT = 3
+"""Batches read last: what the training received last, and the two that may be read but not handed out."""
+_log = logging.getLogger(__name__)
+
+
+class DispatchLoop(IterableLoop):
+    """Epochs over an iterable data set that data rank 0 alone iterates. Used by one thread.
+
+    Without worker processes the thread that asks for batches iterates it, else one worker. Ranks end together, and a
+    state is the same on all of them, for any number. One that leaves its epoch alone is a ``ReplicaError`` on the
+    others; where all leave after the same batch, nothing is lost.
+
+    Args:
+        dataset: The user's; only the reading rank iterates it.
+        config: See there; more than one worker is a warning.
+    """
+
+    def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
+        mesh = config.mesh
+        source = mesh.replicas_of(0)[0]
+        reads = mesh.rank == source
+        if reads and config.num_workers > 1:
+            _log.warning(
+                'sharding="dispatch": one worker process iterates the data set, of num_workers=%d', config.num_workers
+            )
+        super().__init__(dataset, _as_one_process(config, reads=reads))
+        self._sharing: Sharing | None = None
+        self._latest: deque[_Dealt] = deque(maxlen=_KEPT)
+        if mesh.world_size > 1:
+            ranks = (source, *(rank for rank in mesh.ranks if rank != source))
+            broadcast = replace(
+                config.broadcast,
+                encode=partial(_packed, config.broadcast.encode),
+                decode=partial(_unpacked, config.broadcast.decode),
+            )
+            self._sharing = Sharing(
+                {rank: _Share(mesh.with_rank(rank).data_rank) for rank in ranks}, broadcast, mesh.rank,
+                pin=_pinned if config.pin_memory and torch.cuda.is_available() else None,
+                option='sharding="dispatch"', of="the mesh", reads_inline=True,
+            )  # fmt: skip
+        self._reads = reads
+        in_children(self, DispatchLoop._leave_others_behind)
+
+    def start(self, place: Place, seed: int | None) -> Run:
+        """See ``Loop``.
+
+        Raises:
+            ConfigError, ReplicaError: See ``ReplicaGroup``.
+        """
+        if self._sharing is None:
+            return super().start(place, seed)
+        if seed is not None:
+            self.order, place = OrderSettings(seed=seed, lanes=1, window=0), replace(place, detail=None)
+        timed = nullcontext if self._reads else partial(self.metrics.timed, "wait_for_batch_s")
+        return _DispatchRun(self._sharing.run(lambda: self._read(place), place), timed)
+
+    def describe(self) -> str:
+        """What the loop waits for at this moment."""
+        running = self.running
+        return running.describe() if isinstance(running, _DispatchRun) else super().describe()
+
+    def close(self) -> None:
+        """Stop the worker process and give the connections up; the next iteration makes new ones."""
+        super().close()
+        self._forget_others()
+
+    def clean_up(self) -> None:
+        """See ``Loop``."""
+        super().clean_up()
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        self._latest.clear()
+        if self._sharing is not None:
+            self._sharing.drop()
+
+    def _leave_others_behind(self) -> None:
+        self._latest.clear()
+        if self._sharing is not None:
+            self._sharing.leave_behind()
+
+    def _read(self, place: Place) -> Run:
+        """Begin to read from ``place`` on; with ``epoch_size``, where the stream stands if that is possible."""
+        again = self._read_already(place.detail)
+        at = replace(place, detail=again[-1].cursors) if again else place
+        left = self.batches_left(place.samples_seen) if self.is_counted else None
+        if not again:
+            self._latest.clear()
+        return _Reading(super().start(at, None), left, again, self._latest)
+
+    def _read_already(self, cursors: object) -> list[_Dealt]:
+        """What the stream in progress has given behind ``cursors``, and nobody received."""
+        latest = list(self._latest)
+        if self._packets is None or not latest or self._packets.cursors is not latest[-1].cursors:
+            return []
+        behind = [number for number, dealt in enumerate(latest, 1) if dealt.cursors is cursors]
+        return latest[behind[0] :] if behind else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dealt:
+    """A global batch on the reading rank.
+
+    Attributes:
+        parts: The batch of each data rank, by its number as text.
+        cursors: Where the reader stands behind it.
+        is_last: It is the epoch's last one; only without ``epoch_size``.
+    """
+
+    parts: Mapping[str, Any]
+    cursors: tuple[Cursor, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What the ranks of one data rank get."""
+
+    data_rank: int
+
+    def __call__(self, dealt: _Dealt, num_samples: int) -> dict[str, Any]:  # noqa: ARG002  of all ranks
+        return {"batch": dealt.parts[str(self.data_rank)], "cursors": dealt.cursors, "is_last": dealt.is_last}
+
+
+@dataclass(frozen=True, slots=True)
+class _DealOut:
+    """Make the batches of all data ranks of the samples of a global batch.
+
+    Args:
+        collate: Of the samples of one rank.
+        num_ranks: Data ranks.
+        global_batch_size: Samples of a full batch.
+        last_batch: What becomes of a short one; short ones under ``"drop"`` never come here.
+    """
+
+    collate: Collate
+    num_ranks: int
+    global_batch_size: int
+    last_batch: LastBatch
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        """The batches, by data rank as text."""
+        return {str(rank): self._of_rank(samples, rank) for rank in range(self.num_ranks)}
+
+    def _of_rank(self, samples: list[Any], rank: int) -> Any:
+        # Data rank r of R has rows [n * r // R, n * (r + 1) // R) of n.
+        rows = samples[len(samples) * rank // self.num_ranks : len(samples) * (rank + 1) // self.num_ranks]
+        if self.last_batch != "pad":
+            return self.collate(rows) if rows else without_rows(self.collate, samples[0])
+        size, own = -(-self.global_batch_size // self.num_ranks), rows or samples[:1]
+        valid = torch.arange(size) < len(rows)
+        return with_valid(self.collate([own[number % len(own)] for number in range(size)]), valid)
+
+
+class _Reading:
+    """A run on the reading rank: global batches of one epoch.
+
+    Args:
+        run: Of the loop as one process.
+        num_left: Batches until the epoch ends, where that is known.
+        again: What was read before and comes first.
+        latest: Where what is read is noted.
+    """
+
+    def __init__(self, run: Any, num_left: int | None, again: list[_Dealt], latest: deque[_Dealt]) -> None:
+        self._run, self._num_left, self._again, self._latest = run, num_left, deque(again), latest
+
+    def __next__(self) -> _Dealt:
+        """The next global batch."""
+        if self._num_left is not None:
+            if self._num_left == 0:
+                raise StopIteration
+            self._num_left -= 1
+            if self._again:
+                return self._again.popleft()
+        parts = next(self._run)
+        dealt = _Dealt(parts=parts, cursors=self._run.cursors, is_last=self._run.is_last)
+        if self._num_left is not None:  # a pass that is left is not gone on with
+            self._latest.append(dealt)
+        return dealt
+
+    def close(self) -> None:
+        """See ``Run``."""
+        self._run.close()
+
+    def describe(self) -> str:
+        """For people."""
+        return str(self._run.describe())
+
+
+class _DispatchRun:
+    """The rest of one epoch, on any rank.
+
+    Args:
+        run: Gives what this rank gets.
+        timed: Makes a context that measures a wait; on the reading rank its own run does so.
+
+    Attributes:
+        cursors: Where the reader stands behind the batch that came last.
+        is_last: That batch is the epoch's last one; only without ``epoch_size``.
+    """
+
+    def __init__(self, run: Run, timed: Callable[[], AbstractContextManager[None]]) -> None:
+        self._run, self._timed = run, timed
+        self.cursors: tuple[Cursor, ...] = ()
+        self.is_last = False
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        with self._timed():
+            packet = next(self._run)
+        self.cursors, self.is_last = packet["cursors"], packet["is_last"]
+        return packet["batch"]
+
+    def close(self) -> None:
+        """See ``Run``."""
+        self._run.close()
+
+    def describe(self) -> str:
+        """For people."""
+        return self._run.describe()
+
+
+def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
+    """The choices of the loop that the reading rank runs; the others run none."""
+    ranks = config.mesh.data_world_size
+    alone = replace(
+        config, mesh=DeviceMesh.from_sizes(dp_size=1, rank=0, world_size=1), sharding="auto",
+        num_workers=min(1, config.num_workers) if reads else 0,
+        timeout=config.timeout if reads else 0,
+    )  # fmt: skip
+    if config.mesh.world_size == 1:
+        return alone
+    deal = _DealOut(Collate(config.collate_fn), ranks, config.global_batch_size, config.last_batch)
+    whole: LastBatch = "partial" if config.last_batch == "pad" else config.last_batch  # each rank's rows are padded
+    return replace(alone, collate_fn=deal, last_batch=whole, pin_memory=False)
+
+
+def _packed(encode: Callable[[Any], Any], packet: Mapping[str, Any]) -> dict[str, Any]:
+    """What one rank gets, as it travels; ``encode`` is the user's, of a batch."""
+    return {**packet, "batch": encode(packet["batch"]), "cursors": [cursor.to_dict() for cursor in packet["cursors"]]}
+
+
+def _unpacked(decode: Callable[[Any], Any], packet: Mapping[str, Any]) -> dict[str, Any]:
+    cursors = tuple(Cursor.from_dict(cursor) for cursor in packet["cursors"])
+    return {**packet, "batch": decode(packet["batch"]), "cursors": cursors}
+
+
+def _pinned(packet: Mapping[str, Any]) -> dict[str, Any]:
+    from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415  private, and only with CUDA
+
+    return {**packet, "batch": pin_memory(packet["batch"])}  # type: ignore[no-untyped-call]
