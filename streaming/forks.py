@@ -76,21 +76,24 @@ class Maker:
 
     __slots__ = ("_cure", "_what", "pid")
 
+    _own_pid = staticmethod(os.getpid)
+    """At hand when the interpreter ends, too: a ``__del__`` then finds the module's names gone."""
+
     def __init__(self, what: str, cure: str) -> None:
-        self.pid = os.getpid()
+        self.pid = self._own_pid()
         self._what = what
         self._cure = cure
 
     @property
     def is_here(self) -> bool:
         """Whether this is that process."""
-        return os.getpid() == self.pid
+        return self._own_pid() == self.pid
 
     def check(self) -> None:
         """Raise ForkedError in any other process."""
-        if os.getpid() != self.pid:
+        if not self.is_here:
             raise ForkedError(
-                f"{self._what} belongs to process {self.pid}, which made it; this is process {os.getpid()}, forked "
+                f"{self._what} belongs to process {self.pid}, which made it; this is process {self._own_pid()}, forked "
                 f"from there. {self._cure}"
             )
 

@@ -62,11 +62,14 @@ class Watchdog:
         return None if since_s is None else time.monotonic() - since_s
 
     def stop(self) -> None:
-        """End the watching thread."""
+        """End the watching thread. When the interpreter takes its modules down, nothing of them is needed again."""
         self._stopped.set()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is None:
+            return
+        if thread is not threading.current_thread():
             thread.join()
+        self._thread = None
 
     def _watch(self, after_s: float) -> None:
         pause_s, due_s, watched_s = after_s, after_s, None
