@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
 from pathlib import Path
-
-import pytest
 
 import streaming
 
@@ -41,7 +38,6 @@ def test_the_licence_is_the_one_that_is_named() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="hatchling, which builds wheels, is not here")
 def test_a_wheel_holds_all_packages_their_marker_and_the_licence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
