@@ -14,10 +14,12 @@ import pytest
 import torch.distributed as dist
 from data_sets import SampleSet, write_set
 
+import streaming
 from infra import DeviceMesh
 from streaming import DataLoader, SequenceSlice, ShuffleConfig
 from streaming.errors import AgreementError, ConfigError
 from streaming.job.agreement import agree
+from streaming.replicas.start_check import StartCheck
 
 GOOD: dict[str, Any] = {"seed": 5, "batch": 24}
 
@@ -180,7 +182,14 @@ def test_loaders_that_differ_are_told(
 
 @pytest.mark.usefixtures("board")
 def test_versions_and_positions_are_compared(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streaming.replicas.start_check.version", lambda _: "9.9" if _rank() == 1 else "9.8")
+    facts = StartCheck._facts
+
+    def of_another_release(check: StartCheck) -> dict[str, Any]:
+        told = facts(check)
+        assert told["version"] == streaming.__version__
+        return {**told, "version": "9.9" if _rank() == 1 else "9.8"}
+
+    monkeypatch.setattr(StartCheck, "_facts", of_another_release)
     dataset = samples.open()
 
     def start(rank: int) -> None:
