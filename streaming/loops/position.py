@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,7 +98,7 @@ class Turn:
 class Lasting(Iterator[_Item]):
     """Iterate a generator that ends with its turn: it raises then always again, where a generator would seem over."""
 
-    def __init__(self, items: Iterator[_Item]) -> None:
+    def __init__(self, items: Generator[_Item, None, None]) -> None:
         self._items = items
         self._error: IteratorEndedError | None = None
 
@@ -111,6 +111,10 @@ class Lasting(Iterator[_Item]):
         except IteratorEndedError as error:
             self._error = type(error)(*error.args)
             raise
+
+    def close(self) -> None:
+        """End it here, and let go of all that it holds, as a generator's ``close`` does."""
+        self._items.close()
 
 
 class Position:

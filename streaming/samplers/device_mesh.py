@@ -16,7 +16,7 @@ so a sampler alone cannot know what was consumed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -162,7 +162,7 @@ class DeviceMeshSampler(Sampler[Any]):
         (row, *_), (others, *_) = self._rows(block, self.order, count)
         return int(row), tuple(others.tolist())
 
-    def follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
+    def follow(self, loader: Iterable[_BATCH]) -> Lasting[_BATCH]:
         """The batches of ``loader``, counted as they are handed out: ``state_dict`` is then exact with any prefetching.
 
         Args:
@@ -171,7 +171,7 @@ class DeviceMeshSampler(Sampler[Any]):
         """
         return Lasting(self._follow(loader))
 
-    def _follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
+    def _follow(self, loader: Iterable[_BATCH]) -> Generator[_BATCH, None, None]:
         size = int(getattr(loader, "batch_size", None) or 1) if self.is_single else 1
         before = self._latest
         self._is_followed = True

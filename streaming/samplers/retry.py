@@ -23,7 +23,7 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import context, reduction
@@ -183,11 +183,11 @@ class RetrySampler(Sampler[Any]):
             self._tally.begin()
         return Lasting(self._indices())
 
-    def follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
+    def follow(self, loader: Iterable[_BATCH]) -> Lasting[_BATCH]:
         """The batches of ``loader``, after a look at what was bad; counted as ``DeviceMeshSampler.follow`` does."""
         return Lasting(self._follow(loader))
 
-    def _follow(self, loader: Iterable[_BATCH]) -> Iterator[_BATCH]:
+    def _follow(self, loader: Iterable[_BATCH]) -> Generator[_BATCH, None, None]:
         follow = getattr(self.sampler, "follow", iter)
         num_ranks = 1 if self._mesh is None else self._mesh.data_world_size
         try:
@@ -261,7 +261,7 @@ class RetrySampler(Sampler[Any]):
             self.metrics.add("bad_samples")
             self._log.lost(f"sample {bad['number']}", bad["stage"], bad["reason"], bad.pop("trace", ""))
 
-    def _indices(self) -> Iterator[Any]:
+    def _indices(self) -> Generator[Any, None, None]:
         count = self._num_substitutes
         if hasattr(self.sampler, "iterate_with_substitutes"):
             for number, rows in enumerate(self.sampler.iterate_with_substitutes(count)):
