@@ -4,6 +4,7 @@
 # make gpu    everything that needs a CUDA device, tests and figures (benchmarks/GPU.md), in at most ten minutes
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
 # make torture   an epoch under FAULTS=10000 faults, drawn from SEED=1
+# make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, drawn from SEED=1
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
 # torch), PYTEST_ARGS=… to pytest. Several processes test at once: JOBS=0 for one.
@@ -17,11 +18,11 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish
 GPU_ARGS ?=
 
-.PHONY: help venv demo test lint types pytest format bench gpu peers fuzz torture clean
+.PHONY: help venv demo test lint types pytest format bench gpu peers fuzz torture differential clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
 
 venv: $(VENV)/.installed
 
@@ -64,6 +65,9 @@ fuzz: venv
 
 torture: venv
 	$(BIN)/python -m pytest -n 0 -s -o faulthandler_timeout=0 tests/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
+
+differential: venv
+	$(BIN)/python -m pytest -n $(JOBS) tests/test_differential.py --differential-cases $(or $(CASES),10000) --differential-seed $(or $(SEED),1)
 
 clean:
 	rm -rf .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

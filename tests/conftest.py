@@ -14,9 +14,14 @@ from streaming.storage import Storage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What ``make torture`` sets: see test_torture.py."""
+    """What ``make torture`` and ``make differential`` set: see test_torture.py, test_differential.py."""
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
     parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in test_torture.py")
+    parser.addoption("--differential-cases", type=int, default=300, help="cases that test_differential.py plays")
+    parser.addoption("--differential-first", type=int, default=0, help="number of the first of them")
+    parser.addoption(
+        "--differential-seed", type=int, default=1, help="seed of all that is drawn in test_differential.py"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,508 @@
+"""Random small sets, options, ranks and resumes, against what Python's own ``tarfile`` reads of the same files.
+
+Every case is drawn from a seed and its number alone; a failure names both, and how to run that case by itself. The
+normal run plays 300 cases; ``--differential-cases`` (``make differential``) makes them as many as you like.
+
+Of each case: the order in which samples are due is checked against the promises (each once, the same batches on any
+ranks); then the set is damaged, transforms drop and raise, and everything received is compared row by row with what
+was due and with tarfile's bytes; then the same again, interrupted and resumed on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_sets import loaders
+
+from shard_tools import ShardWriter
+from streaming import ShuffleConfig, StreamingDataset
+from streaming.catalog.build import index_shards
+from streaming.catalog.urls import expand_urls
+from streaming.index.cutter import ChunkRule
+from streaming.index.spans import SPAN_BYTES
+from streaming.storage import Storage
+
+NUM_PARTS = 6
+MOST_LOST = 0.4
+"""Share of the samples: far from where the loader stops because most of its stand-ins are lost too."""
+MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+META = re.compile(r"__[^/]*__($|/)")
+DECODERS: dict[str, Callable[[bytes], Any]] = {"txt": bytes.decode, "cls": int, "json": json.loads, "bin": bytes}
+UNREADABLE = {"txt": b"\xff\xfe\xff", "cls": b"seven", "json": b'{"a": '}
+FORMATS = {"gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT, "ustar": tarfile.USTAR_FORMAT}
+LONG_KEY = "long/" + "k" * 110
+ODD_KEYS = ("", "a/b/", "d.e/", "é ü/", "x y-", "_", "./", LONG_KEY)
+REFUSED_KEYS = {"ours": ("./",), "gnu": (), "pax": (), "ustar": (LONG_KEY,)}
+
+Row = tuple[str, bool, object]
+"""Key, ``__valid__``, and what the transform drew."""
+
+
+# --- what tarfile reads
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A sample by tarfile: its shard, its fields' bytes, and where its first payload byte lies (-1: none)."""
+
+    shard: str
+    fields: dict[str, bytes]
+    payload: int
+
+
+def read_by_tarfile(directory: Path) -> dict[str, Known]:
+    """Samples in storage order, grouped by key as webdataset does."""
+    found: dict[str, Known] = {}
+    for path in sorted(directory.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                match = MEMBER.match(member.name)
+                if not member.isreg() or META.match(member.name) or match is None:
+                    continue
+                key, name = match[1], match[2].lower()
+                known = found.setdefault(key, Known(path.name, {}, member.offset_data if member.size else -1))
+                assert known.shard == path.name
+                assert name not in known.fields
+                file = tar.extractfile(member)
+                assert file is not None
+                known.fields[name] = file.read()
+    return found
+
+
+# --- the set
+
+
+def make_fields(dice: random.Random, number: int, *, bad_share: float) -> dict[str, bytes]:
+    fields = {
+        "txt": f"text of {number} é".encode() * dice.randrange(3),
+        "cls": b" %d\n" % number if dice.random() < 0.1 else b"%d" % number,
+        "json": json.dumps({"number": number, "list": [1, None, "x"] * dice.randrange(3)}).encode(),
+        "bin": dice.randbytes(dice.choice((0, 1, 7, 300, 512, 700))),
+    }
+    if dice.random() < bad_share:
+        name = dice.choice(list(UNREADABLE))
+        fields[name] = UNREADABLE[name]
+    return fields
+
+
+def make_samples(dice: random.Random, writer: str) -> list[list[tuple[str, dict[str, bytes]]]]:
+    """Samples by shard; some lack fields, some have fields that do not decode."""
+    sizes = [dice.choice((0, 1, 2, dice.randint(1, 40), dice.randint(1, 40))) for _ in range(dice.randint(1, 4))]
+    sizes[0] = sizes[0] or dice.randint(1, 40)
+    if writer == "ours":
+        sizes = [size or 1 for size in sizes]
+    odd = dice.sample([key for key in ODD_KEYS if key not in REFUSED_KEYS[writer]], k=2)
+    bad_share, lack_share = dice.choice((0, 0, 0.05, 0.2)), dice.choice((0, 0, 0.2))
+    shards, number = [], 0
+    for size in sizes:
+        shard = []
+        for _ in range(size):
+            fields = make_fields(dice, number, bad_share=bad_share)
+            for name in dice.sample(sorted(fields), k=3):
+                if dice.random() < lack_share:
+                    del fields[name]
+            shard.append((f"{dice.choice(odd)}{number:04d}", fields))
+            number += 1
+        shards.append(shard)
+    return shards
+
+
+def write_by_tarfile(
+    path: Path, form: int, dice: random.Random, samples: Sequence[tuple[str, dict[str, bytes]]]
+) -> None:
+    """Members of samples, with things between the samples that belong to none."""
+    with tarfile.open(path, "w", format=form) as tar:
+
+        def add(name: str, data: bytes = b"", **about: Any) -> None:
+            member = tarfile.TarInfo(name)
+            member.size, member.mtime = len(data), dice.choice((0, 1_700_000_000, 1_700_000_000.5))
+            for attribute, value in about.items():
+                setattr(member, attribute, value)
+            tar.addfile(member, io.BytesIO(data))
+
+        for key, fields in samples:
+            if dice.random() < 0.1:
+                add("some.folder/", type=tarfile.DIRTYPE)
+                add("README", b"belongs to no sample")
+                add("__meta__/x.txt", b"neither does this")
+            for name, data in fields.items():
+                add(f"{key}.{name.upper() if dice.random() < 0.1 else name}", data)
+
+
+def write_set(directory: Path, dice: random.Random) -> int:
+    """Write the shards; samples per chunk of the index that lies beside them, or 0: no index."""
+    writer = dice.choice(("ours", *FORMATS))
+    directory.mkdir()
+    for number, samples in enumerate(make_samples(dice, writer)):
+        if writer == "ours":
+            with ShardWriter(f"{directory}/{{:04d}}.tar", start_shard=number, index=False) as shard:
+                for key, fields in samples:
+                    shard.write({"__key__": key, **fields})
+        else:
+            write_by_tarfile(directory / f"{number:04d}.tar", FORMATS[writer], dice, samples)
+    chunk_samples = dice.choice((0, 1, 2, 3, 5, 6))
+    if chunk_samples:
+        storage = Storage()
+        rule = ChunkRule(min_bytes=1, min_samples=chunk_samples)
+        index_shards(storage, expand_urls(f"{directory}/", storage), rule=rule, parallel=1)
+    return chunk_samples
+
+
+def flip_a_byte(directory: Path, dice: random.Random, known: Mapping[str, Known]) -> set[str]:
+    """Damage one payload; the keys of all samples under the same checksum, which is that of the chunk."""
+    keys = list(known)
+    places = [number for number, one in enumerate(known.values()) if one.payload >= 0]
+    if not places:
+        return set()
+    number = dice.choice(places)
+    one = known[keys[number]]
+    with (directory / one.shard).open("r+b") as file:
+        file.seek(one.payload)
+        (byte,) = file.read(1)
+        file.seek(one.payload)
+        file.write(bytes([byte ^ 1 << dice.randrange(8)]))
+    table = StreamingDataset(f"{directory}/").table
+    assert int((table.byte_end - table.byte_start).max()) <= SPAN_BYTES, "each chunk is one span"
+    stops = np.cumsum(table.num_samples)
+    chunk = int(np.searchsorted(stops, number, side="right"))
+    return set(keys[int(stops[chunk] - table.num_samples[chunk]) : int(stops[chunk])])
+
+
+# --- a case
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """Drops some keys and raises for others."""
+
+    dropped: frozenset[str]
+    raised: frozenset[str]
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any] | None:
+        if sample["__key__"] in self.raised:
+            raise ValueError(f"no {sample['__key__']}")
+        return None if sample["__key__"] in self.dropped else sample
+
+
+@dataclass(frozen=True, slots=True)
+class DrawingTransform(Transform):
+    """Draws a number beside that."""
+
+    def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any] | None:  # type: ignore[override]
+        found = Transform.__call__(self, sample)
+        return found if found is None else {**found, "draw": f"{rng.integers(2**60)}"}
+
+
+@dataclass(slots=True)
+class Case:
+    """What is drawn, and what is known of it.
+
+    Attributes:
+        known: All samples, in storage order.
+        keys: Those of the view that is played, in storage order.
+        bad: Keys that are listed as bad: damaged, unreadable, or the transform raises.
+        dropped: Keys that the transform drops, and nothing else is wrong with.
+    """
+
+    directory: Path
+    dice: random.Random
+    known: dict[str, Known]
+    keys: list[str]
+    view: slice
+    data_options: dict[str, Any]
+    options: dict[str, Any]
+    num_epochs: int
+    bad: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)
+
+    @property
+    def lost(self) -> set[str]:
+        return self.bad | self.dropped
+
+    @property
+    def epoch_samples(self) -> int:
+        return int(self.options["epoch_size"] or len(self.keys))
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Samples of each global batch of an epoch."""
+        whole, tail = divmod(self.epoch_samples, self.options["global_batch_size"])
+        return [self.options["global_batch_size"]] * whole + [tail] * bool(
+            tail and self.options["last_batch"] != "drop"
+        )
+
+    def open(self, **options: Any) -> StreamingDataset:
+        return StreamingDataset(f"{self.directory}/", max_bad_samples=1.0, **{**self.data_options, **options})[
+            self.view
+        ]
+
+
+def draw_shuffle(dice: random.Random) -> bool | ShuffleConfig:
+    if dice.random() < 0.5:
+        return dice.random() < 0.5
+    return ShuffleConfig(
+        lanes=dice.choice((None, dice.randint(1, 12))),
+        window=dice.choice((None, 0, dice.randint(1, 50))),
+        scope=dice.choice(("global", "lane")),
+    )
+
+
+def draw_case(seed: int, number: int, directory: Path) -> Case:
+    dice = random.Random(f"{seed} {number}")
+    chunk_samples = write_set(directory, dice)
+    known = read_by_tarfile(directory)
+    view = slice(None)
+    if dice.random() < 0.3:
+        first = dice.randrange(len(known))
+        view = slice(first, dice.randint(first + 1, len(known)))
+    keys = list(known)[view]
+    last_batch = dice.choice(("drop", "pad", "partial"))
+    epoch_size = dice.choice((None, None, dice.randint(1, 3 * len(keys))))
+    batch_size = dice.randint(1, min(24, epoch_size or len(keys)) if last_batch == "drop" else 24)
+    present = sorted({name for one in known.values() for name in one.fields})
+    case = Case(
+        directory, dice, known, keys, view,
+        data_options={
+            "shuffle": draw_shuffle(dice), "seed": dice.randrange(9), "decode": dice.choice(("auto", "auto", None)),
+            "fields": dice.choice((None, None, tuple(dice.sample(present, k=dice.randint(1, len(present)))))),
+            "on_error": dice.choice(("substitute", "skip")),
+        },
+        options={
+            "global_batch_size": batch_size, "last_batch": last_batch, "epoch_size": epoch_size,
+            "prefetch_factor": dice.randint(1, 3),
+        },
+        num_epochs=dice.choice((1, 1, 2)),
+    )  # fmt: skip
+    if case.data_options["decode"] == "auto":
+        case.bad |= {key for key in known if not case_decodes(case, key)}
+    draw_transform(case)
+    assert chunk_samples or not (directory / "_shardstream").exists()
+    return case
+
+
+def draw_transform(case: Case) -> None:
+    dice = case.dice
+    if dice.random() < 0.5:
+        return
+    dropped, raised = (
+        frozenset(key for key in case.known if dice.random() < share)
+        for share in (dice.choice((0, 0.2)), dice.choice((0, 0.05)))
+    )
+    kind = dice.choice((Transform, DrawingTransform))
+    case.data_options["transform"] = kind(dropped, raised)
+    case.bad |= raised
+    case.dropped |= dropped - case.bad
+
+
+def wanted_fields(case: Case, key: str) -> dict[str, bytes]:
+    """The fields of a sample that are read."""
+    chosen = case.data_options["fields"]
+    return {name: data for name, data in case.known[key].fields.items() if chosen is None or name in chosen}
+
+
+def case_decodes(case: Case, key: str) -> bool:
+    try:
+        for name, data in wanted_fields(case, key).items():
+            DECODERS[name](data)
+    except ValueError:
+        return False
+    return True
+
+
+# --- what comes
+
+
+def check_values(case: Case, batch: Mapping[str, Any], *, decoded: bool) -> None:
+    """Every field of every row is what tarfile read; a sample that lacks the field has None."""
+    keys = batch["__key__"]
+    assert [os.path.basename(url) for url in batch["__url__"]] == [case.known[key].shard for key in keys]
+    for name, decode in DECODERS.items():
+        expected = []
+        for key in keys:
+            data = wanted_fields(case, key).get(name)
+            expected.append(data if data is None or not decoded else decode(data))
+        found = batch.get(name, [None] * len(keys))
+        assert (found if isinstance(found, list) else found.tolist()) == expected, name
+    assert set(batch) <= {*DECODERS, "__key__", "__url__", "__valid__", "draw"}
+
+
+def rows_of(case: Case, batch: Mapping[str, Any], *, decoded: bool, masked: bool) -> list[Row]:
+    check_values(case, batch, decoded=decoded)
+    keys = batch["__key__"]
+    assert ("__valid__" in batch) == masked
+    valid = batch["__valid__"].tolist() if masked else [True] * len(keys)
+    return list(zip(keys, valid, batch.get("draw", [None] * len(keys)), strict=True))
+
+
+def due_order(case: Case) -> list[list[str]]:
+    """Keys of the rows of each global batch of every epoch, from an undamaged set read without decoding."""
+    pads = case.options["last_batch"] == "pad"
+    found: list[list[str]] = []
+    dataset = case.open(decode=None, transform=None, on_error="raise")
+    for loader in loaders(dataset, 1, num_threads=0, **case.options):
+        for _ in range(case.num_epochs):
+            for batch in loader:
+                rows = rows_of(case, batch, decoded=False, masked=pads)
+                size = sum(valid for _, valid, _ in rows)
+                assert all(valid for _, valid, _ in rows[:size]), "padding comes last"
+                found.append([key for key, _, _ in rows[:size]])
+    assert list(map(len, found)) == case.batch_sizes * case.num_epochs
+    check_once(case, found)
+    return found
+
+
+def check_once(case: Case, due: Sequence[Sequence[str]]) -> None:
+    """Every pass over the data has each sample once; without a shuffle, in storage order."""
+    num, per_epoch = len(case.keys), len(case.batch_sizes)
+    seen, within_pass, at = Counter(dict.fromkeys(case.keys, 0)), Counter[tuple[int, str]](), 0
+    for number, batch in enumerate(due):
+        at = max(at, number // per_epoch * case.epoch_samples)  # last_batch="drop" leaves out an epoch's end
+        if case.data_options["shuffle"] is False:
+            assert list(batch) == [case.keys[position % num] for position in range(at, at + len(batch))]
+        if at // num == (at + len(batch) - 1) // num:
+            within_pass.update((at // num, key) for key in batch)
+        at += len(batch)
+        seen.update(batch)
+        if number < per_epoch or case.options["last_batch"] != "drop":
+            assert set(seen.values()) <= {at // num, -(-at // num)}
+    assert seen.keys() == set(case.keys)
+    assert set(within_pass.values()) <= {1}
+
+
+def check_reference(case: Case, due: Sequence[Sequence[str]], batches: Sequence[Sequence[Row]]) -> None:
+    """Row by row what was due; in place of a lost sample one of the view that can be had, masked under "skip"."""
+    for keys, rows in zip(due, batches, strict=True):
+        assert all(not valid for _, valid, _ in rows[len(keys) :])
+        for expected, (key, valid, _) in zip(keys, rows, strict=False):
+            if expected in case.lost:
+                assert key in case.keys
+                assert key not in case.lost
+                assert valid == (case.data_options["on_error"] == "substitute")
+            else:
+                assert (key, valid) == (expected, True)
+
+
+def check_losses(case: Case, due: Sequence[Sequence[str]], metrics: Mapping[str, Any]) -> None:
+    """What the last epoch lost is listed or counted, and nothing else is."""
+    keys = {key for batch in due[-len(case.batch_sizes) :] for key in batch}
+    listed = [one["key"] for one in metrics["bad"]]
+    assert len(listed) == len(set(listed))
+    assert keys & case.bad <= set(listed) <= case.bad
+    assert metrics["dropped_samples"] >= len(keys & case.dropped)
+    assert case.dropped or not metrics["dropped_samples"]
+
+
+# --- all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What ranks got of the batches ``[start, stop)``, counted through all epochs."""
+
+    batches: list[list[list[Row]]]
+    """By rank, batch and row."""
+    state: Any
+    metrics: Mapping[str, Any]
+
+    @classmethod
+    def play(cls, case: Case, world_size: int, start: int, stop: int, state: Any = None) -> Leg:
+        ranks, states, per_epoch = [], [], len(case.batch_sizes)
+        pads = case.options["last_batch"] == "pad"
+        decoded, masked = case.data_options["decode"] == "auto", pads or case.data_options["on_error"] == "skip"
+        for loader in loaders(case.open(), world_size, num_threads=case.dice.choice((0, 0, 2)), **case.options):
+            assert len(loader) == per_epoch
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+            found: list[list[Row]] = []
+            while start + len(found) < stop:
+                at = start + len(found)
+                epoch_stop = at - at % per_epoch + per_epoch
+                batches = iter(loader)
+                taken = list(islice(batches, min(stop, epoch_stop) - at))
+                assert len(taken) == min(stop, epoch_stop) - at, "every rank gets the same number of batches"
+                assert stop < epoch_stop or next(batches, None) is None
+                found += [rows_of(case, batch, decoded=decoded, masked=masked) for batch in taken]
+            ranks.append(found)
+            states.append(loader.state_dict())
+            metrics = loader.metrics()
+        assert all(one == states[0] for one in states)
+        leg = cls(ranks, states[0], metrics)
+        leg.check_shares(case, start)
+        return leg
+
+    def check_shares(self, case: Case, start: int) -> None:
+        """Shares of a global batch differ by one at most; padded ones are equal."""
+        size = case.options["global_batch_size"]
+        for number, shares in enumerate(zip(*self.batches, strict=True), start=start):
+            lengths = list(map(len, shares))
+            if case.options["last_batch"] == "pad":
+                assert set(lengths) == {-(-size // len(shares))}
+            else:
+                assert max(lengths) - min(lengths) <= 1
+                assert sum(lengths) == case.batch_sizes[number % len(case.batch_sizes)]
+
+    def merged(self, case: Case) -> list[Counter[Row]]:
+        """Global batches, without padding: what is masked is told from that only where nothing is padded."""
+        pads = case.options["last_batch"] == "pad"
+        return [
+            Counter(row for share in shares for row in share if row[1] or not pads)
+            for shares in zip(*self.batches, strict=True)
+        ]
+
+
+def play_case(case: Case) -> None:
+    due = due_order(case)
+    dice, indexed = case.dice, (case.directory / "_shardstream").exists()
+    if indexed and dice.random() < 0.4:
+        case.bad |= flip_a_byte(case.directory, dice, case.known)
+        case.dropped -= case.bad
+    if len(case.lost & set(case.keys)) > MOST_LOST * len(case.keys):
+        return  # a loader may stop: see test_bad_samples.py
+    calm = Leg.play(case, 1, 0, len(due))
+    check_reference(case, due, calm.batches[0])
+    check_losses(case, due, calm.metrics)
+    most = min(5, case.options["global_batch_size"])
+    if case.options["last_batch"] != "pad":
+        most = min(most, case.epoch_samples)  # a rank without a sample in the whole epoch is refused
+    stop = dice.randint(0, len(due))
+    before = Leg.play(case, dice.randint(1, most), 0, stop)
+    after = Leg.play(case, dice.randint(1, most), stop, len(due), before.state)
+    assert before.merged(case) + after.merged(case) == calm.merged(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_random_cases_against_tarfile(
+    part: int, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, logger="streaming")  # every lost sample is told of
+    seed, first, count = (
+        int(request.config.getoption(f"--differential-{name}")) for name in ("seed", "first", "cases")
+    )
+    for number in range(first + part, first + count, NUM_PARTS):
+        directory = tmp_path / f"{number}"
+        try:
+            play_case(draw_case(seed, number, directory))
+        except Exception as error:
+            error.add_note(
+                f"case {number} of seed {seed}; to run it alone: pytest -n 0 tests/test_differential.py "
+                f"--differential-seed {seed} --differential-first {number} --differential-cases 1"
+            )
+            raise
+        shutil.rmtree(directory)
