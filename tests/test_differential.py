@@ -53,9 +53,6 @@ Row = tuple[str, bool, object]
 """Key, ``__valid__``, and what the transform drew."""
 
 
-# --- what tarfile reads
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
     """A sample by tarfile: its shard, and its fields' bytes and where they lie."""
@@ -82,9 +79,6 @@ def read_by_tarfile(directory: Path) -> dict[str, Known]:
                 assert file is not None
                 known.fields[name], known.offsets[name] = file.read(), member.offset_data
     return found
-
-
-# --- the set
 
 
 def make_fields(dice: random.Random, number: int, *, bad_share: float) -> dict[str, bytes]:
@@ -162,9 +156,6 @@ def write_set(directory: Path, dice: random.Random) -> None:
         index_shards(storage, expand_urls(f"{directory}/", storage), rule=rule, parallel=1)
 
 
-# --- a case
-
-
 @dataclass(frozen=True, slots=True)
 class Transform:
     """Drops some keys and raises for others."""
@@ -229,19 +220,15 @@ class Case:
         return len(self.lost.union(lost) & set(self.keys)) <= MOST_LOST * len(self.keys)
 
     def open(self, **options: Any) -> StreamingDataset:
-        return StreamingDataset(f"{self.directory}/", max_bad_samples=1.0, **{**self.data_options, **options})[
-            self.view
-        ]
+        chosen = {"max_bad_samples": 1.0, **self.data_options, **options}
+        return StreamingDataset(f"{self.directory}/", **chosen)[self.view]
 
 
 def draw_shuffle(dice: random.Random) -> bool | ShuffleConfig:
     if dice.random() < 0.5:
         return dice.random() < 0.5
-    return ShuffleConfig(
-        lanes=dice.choice((None, dice.randint(1, 12))),
-        window=dice.choice((None, 0, dice.randint(1, 50))),
-        scope=dice.choice(("global", "lane")),
-    )
+    lanes, window = dice.choice((None, dice.randint(1, 12))), dice.choice((None, 0, dice.randint(1, 50)))
+    return ShuffleConfig(lanes=lanes, window=window, scope=dice.choice(("global", "lane")))
 
 
 def draw_case(seed: int, number: int, directory: Path) -> Case:
@@ -295,7 +282,7 @@ def draw_transform(case: Case) -> None:
 def flip_a_byte(case: Case) -> None:
     """Damage a field of an indexed set: all samples under the same checksum, that of the chunk, are lost.
 
-    One that is read: a damaged byte that nobody asks for need not be noticed, if all of its span is not asked for.
+    One that is read: spans in which no sample has any of the fields asked for are left out, by their documentation.
     """
     keys, table = list(case.known), StreamingDataset(f"{case.directory}/").table
     assert int((table.byte_end - table.byte_start).max()) <= SPAN_BYTES, "each chunk is one span"
@@ -328,9 +315,6 @@ def decodes(case: Case, key: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-# --- what comes
 
 
 def check_values(case: Case, batch: Mapping[str, Any], *, decoded: bool) -> None:
@@ -413,9 +397,6 @@ def check_losses(case: Case, due: Sequence[Sequence[str]], metrics: Mapping[str,
     assert case.dropped or not metrics["dropped_samples"]
 
 
-# --- all ranks
-
-
 @dataclass(frozen=True, slots=True)
 class Leg:
     """What ranks got of the batches ``[start, stop)``, counted through all epochs."""
@@ -465,10 +446,8 @@ class Leg:
     def merged(self, case: Case) -> list[Counter[Row]]:
         """Global batches, without padding: what is masked is told from that only where nothing is padded."""
         pads = case.options["last_batch"] == "pad"
-        return [
-            Counter(row for share in shares for row in share if row[1] or not pads)
-            for shares in zip(*self.batches, strict=True)
-        ]
+        together = zip(*self.batches, strict=True)
+        return [Counter(row for share in shares for row in share if row[1] or not pads) for shares in together]
 
 
 def play_case(case: Case) -> None:
@@ -495,9 +474,7 @@ def test_random_cases_against_tarfile(
     part: int, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, logger="streaming")  # every lost sample is told of
-    seed, first, count = (
-        int(request.config.getoption(f"--differential-{name}")) for name in ("seed", "first", "cases")
-    )
+    seed, first, count = (int(request.config.getoption(f"--differential-{x}")) for x in ("seed", "first", "cases"))
     for number in range(first + part, first + count, NUM_PARTS):
         directory = tmp_path / f"{number}"
         try:
