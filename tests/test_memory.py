@@ -89,7 +89,7 @@ def test_so_they_do_without_an_index(folder: Path, name: str, num_workers: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2, 8])
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("name", list(OBJECTS))
 def test_decoded_objects_count(folder: Path, name: str, num_workers: int) -> None:
     """Numbers, dicts and lists weigh what Python keeps for them, in this process and in those that decode."""

@@ -21,16 +21,20 @@ def tables(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "_shardstream" / "samples").iterdir()}
 
 
+SLICED = 24
+"""A batch of one rank: so large that its slice of a chunk costs less than the whole chunk."""
+
+
 def test_two_ranks_in_storage_order_read_on_and_index_is_the_cure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     samples = write_set(tmp_path, (40, 30, 20), chunk_samples=8)
-    whole = play(samples.open(shuffle=False), 2, batch_size=3, last_batch="partial")
+    whole = play(samples.open(shuffle=False), 2, batch_size=SLICED, last_batch="partial")
     index_shards(Storage(), expand_urls(samples.url, Storage()), force=True)  # chunks as `shard_tools index` cuts them
     before = tables(tmp_path)
     (tmp_path / "_shardstream" / "samples" / "000001.tar.parquet").unlink()
     with caplog.at_level(logging.WARNING):
-        got = play(samples.open(shuffle=False), 2, batch_size=3, last_batch="partial")
+        got = play(samples.open(shuffle=False), 2, batch_size=SLICED, last_batch="partial")
     assert got == whole
     assert total(merged(got)) == Counter(samples.keys)
     (message,) = {record.getMessage() for record in caplog.records if "sample table is gone" in record.getMessage()}
@@ -40,7 +44,7 @@ def test_two_ranks_in_storage_order_read_on_and_index_is_the_cure(
     assert tables(tmp_path) == before
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        assert play(samples.open(shuffle=False), 2, batch_size=3, last_batch="partial") == whole
+        assert play(samples.open(shuffle=False), 2, batch_size=SLICED, last_batch="partial") == whole
     assert not caplog.records
 
 
