@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import get_args
 
 import numpy as np
@@ -168,9 +168,9 @@ class EpochLoop(BaseLoop):
         self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(sizes)
         self._check_enough_samples()
 
-    @property
+    @cached_property
     def samples_per_epoch(self) -> int:
-        """Samples of an epoch, over all ranks."""
+        """Samples of an epoch, over all ranks; asked for at every batch."""
         return self.config.epoch_size or self.dataset.table.total_samples
 
     def batches_left(self, samples_seen: int) -> int:
