@@ -17,7 +17,6 @@ from shard_tools import render
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
-from shard_tools.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.options import (
     COUNT,
     PAIR,
@@ -32,7 +31,8 @@ from shard_tools.options import (
 )
 from shard_tools.plan.report import PlanOptions, plan
 from shard_tools.plan.view import save_plot, show_plan
-from shard_tools.progress import progress_bar
+from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
+from shard_tools.running.progress import progress_bar
 from shard_tools.sets.bad_list import load_bad_list, records_of
 from shard_tools.sets.copy import copy
 from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samples

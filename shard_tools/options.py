@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import click
 
-from shard_tools.engine import ENGINES
+from shard_tools.running.engine import ENGINES
 from streaming.errors import ConfigError
 from streaming.storage import RetryPolicy
 from streaming.types import DuplicateKeys

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from data_sets import write_set
 
 from shard_tools.cli import cli
-from shard_tools.progress import progress_bar
+from shard_tools.running.progress import progress_bar
 
 
 def run(*arguments: object) -> Result:

@@ -33,8 +33,8 @@ from test_readme import blocks
 import infra
 from infra import DeviceMesh
 from shard_tools.cli import cli
-from shard_tools.engine import ordered
-from shard_tools.ray_engine import RayExecutor
+from shard_tools.running.engine import ordered
+from shard_tools.running.ray_engine import RayExecutor
 from streaming import DataLoader, RemoteBatch, RemoteGroup, StreamingDataset
 from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError, StateError, WorkerDiedError
 from streaming.remote import cluster, wire
@@ -413,8 +413,8 @@ DRIVER = """
 import os, signal, sys
 import ray
 from shard_tools.cli import cli
-from shard_tools.engine import ordered
-from shard_tools.ray_engine import RayExecutor
+from shard_tools.running.engine import ordered
+from shard_tools.running.ray_engine import RayExecutor
 from streaming import DataLoader, RemoteGroup, StreamingDataset
 
 address, url, place = sys.argv[1:]

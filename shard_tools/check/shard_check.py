@@ -10,8 +10,8 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from shard_tools.findings import Finding
-from shard_tools.progress import Progress
+from shard_tools.running.findings import Finding
+from shard_tools.running.progress import Progress
 from streaming.decode import FieldDecoder, decode_field
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
 from streaming.fetch.sums import sums_of

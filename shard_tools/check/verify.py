@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 
 from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
-from shard_tools.findings import Finding
-from shard_tools.progress import NoProgress, Progress
+from shard_tools.running.findings import Finding
+from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.tables import home_of, load_samples, place_of
 from streaming.catalog.build import shard_name
 from streaming.catalog.urls import expand_urls

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from shard_tools.convert.records import Source
-from shard_tools.engine import ordered
-from shard_tools.progress import Progress
+from shard_tools.running.engine import ordered
+from shard_tools.running.progress import Progress
 from shard_tools.write.keys import SeenKeys, check_key
 from shard_tools.write.writer import ShardWriter, is_full, make_record
 from streaming.errors import ConfigError, DuplicateKeyError

@@ -18,7 +18,7 @@ from shard_tools.convert.elsewhere import Work, write_elsewhere
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.convert.records import Source
-from shard_tools.progress import Progress
+from shard_tools.running.progress import Progress
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path

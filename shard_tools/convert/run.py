@@ -15,7 +15,7 @@ from shard_tools.convert.images import save_classes
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
 from shard_tools.convert.records import Skipped, Source
 from shard_tools.convert.sources import open_source
-from shard_tools.progress import NoProgress, Progress
+from shard_tools.running.progress import NoProgress, Progress
 from streaming.errors import ConfigError
 from streaming.storage import Storage, redact
 from streaming.tar.samples import MAX_GZIP_RATIO

@@ -13,7 +13,7 @@ from shard_tools.convert.images import carry_classes
 from shard_tools.convert.journal import TargetNotEmptyError
 from shard_tools.convert.pack import Place, refuse_overlap
 from shard_tools.convert.records import map_ordered
-from shard_tools.progress import NoProgress, Progress
+from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.open_set import shards_beside
 from shard_tools.sets.tables import home_of
 from streaming.catalog.build import load_index, shard_name

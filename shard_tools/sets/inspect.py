@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_tools.convert.records import map_ordered
-from shard_tools.findings import Finding
-from shard_tools.progress import NoProgress, Progress
+from shard_tools.running.findings import Finding
+from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
 from shard_tools.sets.tables import home_of, place_of
 from streaming.catalog.urls import SHARD_SUFFIXES

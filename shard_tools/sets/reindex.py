@@ -8,7 +8,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 
-from shard_tools.progress import NoProgress, Progress
+from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.tables import home_of, place_of
 from streaming.catalog.build import index_shards, shard_name
 from streaming.catalog.urls import expand_urls

@@ -10,7 +10,7 @@ import numpy as np
 from crc32c import crc32c
 
 from shard_tools.convert.pack import Place, refuse_overlap
-from shard_tools.progress import NoProgress, Progress
+from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.tables import load_samples
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shard_tools.convert.images import carry_classes
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
 from shard_tools.convert.records import permutation
-from shard_tools.progress import NoProgress, Progress
+from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.bad_list import load_bad_list
 from shard_tools.sets.open_set import open_set
 from shard_tools.sets.selection import Selection, deduplicated, select, sorted_order

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shard_tools.progress import Progress
+from shard_tools.running.progress import Progress
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.sets.open_set import READ_THREADS, OpenSet, table_of, tables_of
 from shard_tools.sets.pieces import ShardPieces

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
-from shard_tools.ray_engine import RayExecutor
+from shard_tools.running.ray_engine import RayExecutor
 
 ENGINES = ("local", "ray")
 DEFAULT_WORKERS = {"local": 8, "ray": 64}
