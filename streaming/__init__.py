@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from streaming.device.prefetcher import DevicePrefetcher
     from streaming.fetcher import DeviceMeshFetcher
     from streaming.loader import DataLoader
+    from streaming.plan.schedule import Schedule
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
     from streaming.replicas.options import Broadcast
     from streaming.samplers.device_mesh import DeviceMeshSampler
@@ -54,6 +55,7 @@ _HOMES = {
     "RemoteBatch": "streaming.remote",
     "RemoteGroup": "streaming.remote",
     "RetrySampler": "streaming.samplers.retry",
+    "Schedule": "streaming.plan.schedule",
     "SequenceSlice": "streaming.batches.sequence",
     "ShuffleConfig": "streaming.dataset",
     "StageFields": "streaming.batches.portion",
@@ -72,6 +74,7 @@ __all__ = [
     "RemoteBatch",
     "RemoteGroup",
     "RetrySampler",
+    "Schedule",
     "SequenceSlice",
     "ShuffleConfig",
     "StageFields",

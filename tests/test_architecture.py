@@ -94,6 +94,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "DeviceMeshSampler",
         "DevicePrefetcher",
         "RetrySampler",
+        "Schedule",
         "SequenceSlice",
         "StageFields",
         "TableDataset",

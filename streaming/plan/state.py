@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from streaming.errors import ConfigError, StateError
+from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings, checked_int
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+"""Of a mixture's state, which has a ledger; that of one data set is still of version 1, so older releases read it."""
 _MAX_COUNT = 2**62
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size",
@@ -24,7 +26,6 @@ class LoaderState:
     """The whole state of a loader.
 
     Attributes:
-        version: Layout of this state; :data:`STATE_VERSION`.
         epoch: The epoch in progress, from 0.
         samples_seen: Samples of that epoch which all ranks together have consumed.
         order: The order settings of that epoch.
@@ -32,9 +33,9 @@ class LoaderState:
         fingerprint: Of the data set's index.
         num_samples: Samples of the data set, for a message that says more than a fingerprint.
         epoch_size: Samples of a virtual epoch, or None: one pass is one epoch.
+        ledger: Of a mixture; None: of one data set.
     """
 
-    version: int = STATE_VERSION
     epoch: int
     samples_seen: int
     order: OrderSettings
@@ -42,13 +43,9 @@ class LoaderState:
     fingerprint: str
     num_samples: int
     epoch_size: int | None = None
+    ledger: Ledger | None = None
 
     def __post_init__(self) -> None:
-        if self.version != STATE_VERSION:
-            raise StateError(
-                f"state version: this release reads version {STATE_VERSION}, got {self.version!r}; "
-                "load it with the release that saved it"
-            )
         try:
             checked_int("num_samples", self.num_samples, 1, _MAX_COUNT)
             checked_int("epoch", self.epoch, 0, _MAX_COUNT)
@@ -56,8 +53,7 @@ class LoaderState:
                 checked_int("next_seed", self.next_seed, 0, 2**64 - 1)
             if self.epoch_size is not None:
                 checked_int("epoch_size", self.epoch_size, 1, _MAX_COUNT)
-            epoch_samples = self.num_samples if self.epoch_size is None else self.epoch_size
-            checked_int("samples_seen", self.samples_seen, 0, epoch_samples)
+            checked_int("samples_seen", self.samples_seen, 0, self._epoch_samples)
         except ConfigError as error:
             raise StateError(f"state: {error}; was it edited, or cut short when it was saved?") from error
         if not isinstance(self.order, OrderSettings):
@@ -65,9 +61,23 @@ class LoaderState:
         if not isinstance(self.fingerprint, str) or not self.fingerprint:
             raise StateError(f"state: fingerprint: expected a non-empty string, got {self.fingerprint!r}")
 
+    @property
+    def version(self) -> int:
+        """Layout of this state."""
+        return 1 if self.ledger is None else STATE_VERSION
+
+    @property
+    def _epoch_samples(self) -> int:
+        if self.epoch_size is not None:
+            return self.epoch_size
+        if self.ledger is None:
+            return self.num_samples
+        quotas = self.ledger.last.quotas
+        return _MAX_COUNT if quotas is None else sum(quotas.values())
+
     def to_dict(self) -> dict[str, Any]:
         """A small JSON-able dict, equal on every rank."""
-        return {
+        made = {
             "version": self.version,
             "epoch": int(self.epoch),
             "samples_seen": int(self.samples_seen),
@@ -77,6 +87,7 @@ class LoaderState:
             "num_samples": int(self.num_samples),
             "epoch_size": None if self.epoch_size is None else int(self.epoch_size),
         }
+        return made if self.ledger is None else {**made, "ledger": self.ledger.to_list()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderState:
@@ -88,12 +99,15 @@ class LoaderState:
         if not isinstance(data, Mapping):
             raise StateError(f"state: expected the dict of state_dict(), got {type(data).__name__}")
         version = data.get("version")
-        if isinstance(version, bool) or version != STATE_VERSION:
+        if isinstance(version, bool) or version not in (1, STATE_VERSION):
             raise StateError(
-                f"state version: this release reads version {STATE_VERSION}, got {version!r}; "
+                f"state version: this release reads versions 1 and {STATE_VERSION}, got {version!r}; "
                 "load it with the release that saved it"
             )
-        if set(data) != set(_NAMES):
-            missing, unknown = sorted(set(_NAMES) - set(data)), sorted(map(str, set(data) - set(_NAMES)))
-            raise StateError(f"state: expected the keys {list(_NAMES)}; missing {missing}, unknown {unknown}")
-        return cls(**{**data, "order": OrderSettings.from_dict(data["order"])})
+        names = _NAMES if version == 1 else (*_NAMES, "ledger")
+        if set(data) != set(names):
+            missing, unknown = sorted(set(names) - set(data)), sorted(map(str, set(data) - set(names)))
+            raise StateError(f"state: expected the keys {list(names)}; missing {missing}, unknown {unknown}")
+        given = {**data, "order": OrderSettings.from_dict(data["order"])}
+        del given["version"]
+        return cls(**given if version == 1 else {**given, "ledger": Ledger.from_list(data["ledger"])})

@@ -1,0 +1,245 @@
+"""The ledger of a mixture: from which row on which sources were drawn with which weights. Append-only.
+
+It is part of every checkpoint of a mixture (``state_dict()["ledger"]``), as a list of entries::
+
+    [{"from": 0, "weights": {"web": 0.7, "code": 0.3}, "sources": {"web": "5f…", "code": "a1…"}, "why": "start"},
+     {"from": 512000, "weights": {"web": 0.5, "code": 0.5}, "sources": {…}, "why": "set_weights"}]
+
+``from`` counts rows: samples of the run over all ranks and epochs. What was drawn before a row depends on the entries
+up to it alone, so the whole run can be replayed from its last state, and how often each source was read is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streaming.errors import ConfigError, StateError
+from streaming.plan.mixing import checked_weights
+from streaming.plan.order import checked_int
+from streaming.plan.schedule import MAX_ROW, Schedule
+
+START, RESUMED, CHANGED = "start", "changed at a resume", "set_weights"
+Segment = tuple[int, dict[str, float]]
+"""A row, and the weights from it on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What holds from a row on.
+
+    Attributes:
+        start: The row.
+        weights: Weight of each source at that row, per sample; {}: each pass gives every source so many samples
+            (``quotas``).
+        sources: Fingerprint of each source.
+        why: What brought it about.
+        schedule: Weights by row, of the whole run, from that row on; None: they stay.
+        quotas: Samples of each source in a pass over a mixture that ends; {}: it has no end.
+    """
+
+    start: int
+    weights: Mapping[str, float]
+    sources: Mapping[str, str]
+    why: str
+    schedule: Schedule | None = None
+    quotas: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        checked_int("from", self.start, 0, MAX_ROW)
+        if not self.sources:
+            raise ConfigError("sources: none are named")
+        if self.quotas is None:
+            checked_weights(self.weights)
+        unknown = (set(self.weights) | set(self.quotas or {})) - set(self.sources)
+        if unknown:
+            raise ConfigError(f"weights name {sorted(unknown)}, which are no sources; they are {sorted(self.sources)}")
+
+    @property
+    def means(self) -> tuple[Any, ...]:
+        """What two entries have in common that draw alike, wherever they begin."""
+        if self.quotas is not None:
+            return ("quotas", dict(self.quotas))
+        return ("schedule", self.schedule) if self.schedule is not None else ("weights", dict(self.weights))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its form in a state."""
+        made: dict[str, Any] = {"from": self.start, "weights": dict(self.weights) or None}
+        if self.schedule is not None:
+            made["schedule"] = self.schedule.to_dict()
+        if self.quotas is not None:
+            made["quotas"] = dict(self.quotas)
+        return {**made, "sources": dict(self.sources), "why": self.why}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Entry:
+        """The entry of :meth:`to_dict`.
+
+        Raises:
+            StateError: It is none.
+        """
+        try:
+            _check_strings([data["why"], *data["sources"].values()])
+            return cls(
+                start=data["from"],
+                weights=data["weights"] or {},
+                sources=data["sources"],
+                why=data["why"],
+                schedule=Schedule.from_dict(data["schedule"]) if "schedule" in data else None,
+                quotas=data.get("quotas"),
+            )
+        except (ConfigError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(f"state: an entry of the ledger: {error}, in {data!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Entries by row, the first at 0. A value: appending makes another one.
+
+    Raises:
+        StateError: There is no entry at row 0, or one lies before the one that it follows.
+    """
+
+    entries: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        starts = [entry.start for entry in self.entries]
+        if not starts or starts[0] != 0 or starts != sorted(starts):
+            raise StateError(
+                f"state: ledger: expected entries in the order of their rows, the first at 0, got {starts}"
+            )
+
+    @property
+    def last(self) -> Entry:
+        """What holds from its row on."""
+        return self.entries[-1]
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """All sources that were ever drawn from, with their fingerprints, by name."""
+        found: dict[str, str] = {}
+        for entry in self.entries:
+            found.update(entry.sources)
+        return dict(sorted(found.items()))
+
+    def appended(self, entry: Entry) -> Ledger:
+        """The ledger with one more entry.
+
+        Raises:
+            StateError: It lies before the last one.
+        """
+        return Ledger((*self.entries, entry))
+
+    def segments(self) -> list[Segment]:
+        """Rows and the weights from each one on, over all entries; each names every source, with 0 where it has none.
+
+        A mixture that ends (``quotas``) has none.
+        """
+        if self.last.quotas is not None:
+            return []
+        names = self.sources
+        stops = [*(entry.start for entry in self.entries[1:]), MAX_ROW + 1]
+        found: list[Segment] = []
+        for entry, stop in zip(self.entries, stops, strict=True):
+            for row, weights in _rows_of(entry):
+                if row >= stop:
+                    break
+                whole = {name: float(weights.get(name, 0)) for name in names}
+                if found and found[-1][0] == row:
+                    found.pop()  # two entries at one row: the later one holds
+                if not found or found[-1][1] != whole:
+                    found.append((row, whole))
+        return found
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Its form in a state."""
+        return [entry.to_dict() for entry in self.entries]
+
+    @classmethod
+    def from_list(cls, data: Any) -> Ledger:
+        """The ledger of :meth:`to_list`.
+
+        Raises:
+            StateError: It is none.
+        """
+        if not isinstance(data, Sequence) or isinstance(data, str):
+            raise StateError(f"state: ledger: expected a list of entries, got {data!r}")
+        return cls(tuple(map(Entry.from_dict, data)))
+
+    def resumed(self, made: Entry, first_free: Callable[[], int]) -> tuple[Ledger, list[str]]:
+        """Go on with a mixture as it is made now.
+
+        Args:
+            made: The entry of that mixture, as at the start of a run.
+            first_free: Gives the first row that may be drawn in another way; called where something changes.
+
+        Returns:
+            The ledger of the run, and what changes in it, for people; nothing where the mixture is the one that was
+            saved, in which case weights that ``set_weights`` gave meanwhile still hold.
+
+        Raises:
+            StateError: A source is not the one that it was, or the mixture ends and is another one.
+        """
+        self._check_fingerprints(made)
+        was = self.last.sources
+        changes = [f"the source {name!r} is added" for name in sorted(set(made.sources) - set(was))]
+        changes += [f"the source {name!r} is dropped" for name in sorted(set(was) - set(made.sources))]
+        planned = [entry for entry in self.entries if entry.why != CHANGED][-1]
+        if planned.means != made.means:
+            changes.append(_changed(planned, made))
+        if not changes:
+            return self, []
+        if (self.last.quotas is None) != (made.quotas is None) or made.quotas is not None:
+            raise StateError(
+                f"this state belongs to a mixture of another make: {'; '.join(changes)}. A mixture that ends (by size, "
+                "repeats=, ends=) is laid out as a whole, and goes on only as it was; sources and weights of one with "
+                "weights= and ends=None may change at a resume. Or leave out the rest of this epoch: load no state, "
+                "and call set_epoch with the next one"
+            )
+        start = max(first_free(), self.last.start)
+        entry = replace(made, start=start, weights=_weights_at(made, start), why=RESUMED)
+        return self.appended(entry), changes
+
+    def _check_fingerprints(self, made: Entry) -> None:
+        known = self.sources
+        for name, fingerprint in made.sources.items():
+            if known.get(name, fingerprint) != fingerprint:
+                raise StateError(
+                    f"the source {name!r} is not the one of this state: fingerprint {fingerprint[:12]}, the state has "
+                    f"{known[name][:12]}. Open the same shards in the same order, with the index they had; shards that "
+                    f'came since are a source of their own: Mixture({{…, "{name}": …, "{name}-2": StreamingDataset(the '
+                    "new shards)}})"
+                )
+
+
+def _check_strings(values: Sequence[object]) -> None:
+    if not all(isinstance(value, str) for value in values):
+        raise TypeError(f"expected strings, got {values}")
+
+
+def _rows_of(entry: Entry) -> list[tuple[int, Mapping[str, float]]]:
+    """Rows from the entry's on, and the weights from each one on."""
+    if entry.schedule is None:
+        return [(entry.start, entry.weights)]
+    found: list[tuple[int, Mapping[str, float]]] = []
+    for row, weights in entry.schedule.segments():
+        if not isinstance(weights, Mapping):
+            raise StateError(f"state: a schedule of the ledger: expected weights, got {weights}")
+        if row <= entry.start:
+            found = []
+        found.append((max(row, entry.start), weights))
+    return found
+
+
+def _weights_at(entry: Entry, row: int) -> dict[str, float]:
+    return dict(_rows_of(replace(entry, start=row))[0][1])
+
+
+def _changed(was: Entry, now: Entry) -> str:
+    if was.quotas is not None or now.quotas is not None:
+        return f"samples of each source in a pass were {was.quotas}, and are {now.quotas}"
+    shown = [
+        str(dict(one.weights)) if one.schedule is None else f"a {one.schedule.shape} schedule" for one in (was, now)
+    ]
+    return f"weights were {shown[0]}, and are {shown[1]}"

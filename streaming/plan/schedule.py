@@ -1,0 +1,236 @@
+"""``Schedule``: weights, or a number, that change with the rows of a mixture; sampled into segments: a pure value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias, get_args
+
+from streaming.errors import ConfigError, StateError
+from streaming.plan.mixing import checked_weights
+from streaming.plan.order import checked_int
+
+Value: TypeAlias = Mapping[str, float] | float
+"""The weights of sources by name, or one number."""
+Shape: TypeAlias = Literal["linear", "root", "cosine", "steps"]
+MAX_ROW = 2**62
+MAX_SEGMENTS = 2**16
+_UNIT = 2**32  # of the way from start to end: rounded to it, so that a library's cosine is the same on every machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Say how weights change over the rows of a mixture: samples counted over all ranks, from the run's first one.
+
+    A ramp is a staircase of ``segments`` steps, each with the value in its middle, so that the shares over the whole
+    ramp are those of the smooth one. Behind ``over`` rows the end value stays. A schedule is a value: equal ones
+    compare equal, and it is written into checkpoints as it is. Make one by a class method::
+
+        Schedule.linear({"web": 0.9, "code": 0.1}, {"web": 0.5, "code": 0.5}, over=1_000_000)
+        Schedule.steps({0: {"web": 1, "code": 0}, 10**6: {"web": 1, "code": 1}})
+        Schedule.root(0.1, 1.0, over=100_000)          # one number, as a Curriculum takes it
+
+    Attributes:
+        shape: How it goes from ``start`` to ``end``.
+        start: Value before the first row.
+        end: Value from row ``over`` on.
+        over: Rows of the ramp.
+        num_segments: Steps of the staircase.
+        degree: Of the root.
+        listed: Of shape "steps": rows and the values from there on.
+    """
+
+    shape: Shape
+    start: Value = 0.0
+    end: Value = 0.0
+    over: int = 1
+    num_segments: int = 256
+    degree: float = 2.0
+    listed: tuple[tuple[int, Value], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.shape not in get_args(Shape):
+            raise ConfigError(f"Schedule: expected one of {', '.join(get_args(Shape))}, got {self.shape!r}")
+        if self.shape == "steps":
+            _check_steps(self.listed)
+        else:
+            checked_int("Schedule: over", self.over, 1, MAX_ROW)
+            checked_int("Schedule: segments", self.num_segments, 1, MAX_SEGMENTS)
+            if not _is_number(self.degree) or not self.degree > 0:
+                raise ConfigError(f"Schedule: degree: expected a number above 0, got {self.degree!r}")
+        _check_alike([value for _, value in self.listed] if self.shape == "steps" else [self.start, self.end])
+
+    @classmethod
+    def linear(cls, start: Value, end: Value, *, over: int, segments: int = 256) -> Schedule:
+        """Go from ``start`` to ``end`` in equal steps over so many rows.
+
+        Raises:
+            ConfigError: Names differ, a number is negative or none, or ``over`` is no positive integer.
+        """
+        return cls(shape="linear", start=_plain(start), end=_plain(end), over=over, num_segments=segments)
+
+    @classmethod
+    def root(cls, start: Value, end: Value, *, over: int, degree: float = 2.0, segments: int = 256) -> Schedule:
+        """Go fast first: after a part ``x`` of ``over``, ``x ** (1 / degree)`` of the way (``fixed_root`` elsewhere).
+
+        Raises:
+            ConfigError: As :meth:`linear`.
+        """
+        return cls(shape="root", start=_plain(start), end=_plain(end), over=over, num_segments=segments, degree=degree)
+
+    @classmethod
+    def cosine(cls, start: Value, end: Value, *, over: int, segments: int = 256) -> Schedule:
+        """Begin and end slowly: after a part ``x`` of ``over``, ``(1 - cos(pi x)) / 2`` of the way.
+
+        Raises:
+            ConfigError: As :meth:`linear`.
+        """
+        return cls(shape="cosine", start=_plain(start), end=_plain(end), over=over, num_segments=segments)
+
+    @classmethod
+    def steps(cls, values: Mapping[int, Value]) -> Schedule:
+        """Hold the value of the last row named: ``{0: …, 10**6: …}``; the first row is 0.
+
+        Raises:
+            ConfigError: Rows are no integers, 0 is missing, or names differ.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"Schedule.steps: expected a dict such as {{0: …, 10**6: …}}, got {values!r}")
+        for row in values:
+            checked_int("Schedule.steps: row", row, 0, MAX_ROW)
+        return cls(shape="steps", listed=tuple((int(row), _plain(values[row])) for row in sorted(values)))
+
+    @classmethod
+    def custom(cls, function: Callable[[int], Value], *, over: int, segments: int = 256) -> Schedule:
+        """Sample a function of the row: in the middle of each of ``segments`` parts, and at ``over`` for all behind it.
+
+        It is called here alone: checkpoints hold the values.
+
+        Raises:
+            ConfigError: As :meth:`linear`.
+        """
+        if not callable(function):
+            raise ConfigError(f"Schedule.custom: expected a function of a row, got {function!r}")
+        rows = _borders(
+            checked_int("Schedule: over", over, 1, MAX_ROW),
+            checked_int("Schedule: segments", segments, 1, MAX_SEGMENTS),
+        )
+        listed = {row: function((row + stop) // 2) for row, stop in pairwise(rows)}
+        return cls.steps({**listed, over: function(over)})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sources named, sorted; () where values are numbers."""
+        value = self.segments()[0][1]
+        return tuple(sorted(value)) if isinstance(value, Mapping) else ()
+
+    def segments(self) -> list[tuple[int, Value]]:
+        """Rows, from 0, and the value from each one on; neighbours differ."""
+        found: list[tuple[int, Value]] = []
+        for row, value in self._all_segments():
+            if not found or found[-1][1] != value:
+                found.append((row, value))
+        return found
+
+    def at(self, row: int) -> Value:
+        """The value at a row."""
+        return [value for start, value in self.segments() if start <= row][-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict that :meth:`from_dict` reads."""
+        if self.shape == "steps":
+            return {"shape": self.shape, "steps": [[row, _plain(value)] for row, value in self.listed]}
+        made = {"shape": self.shape, "start": _plain(self.start), "end": _plain(self.end), "over": self.over}
+        return {**made, "segments": self.num_segments} | ({"degree": self.degree} if self.shape == "root" else {})
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Schedule:
+        """The schedule of :meth:`to_dict`.
+
+        Raises:
+            StateError: It is none.
+        """
+        try:
+            if data["shape"] == "steps":
+                return cls.steps(dict(data["steps"]))
+            more = {"degree": data["degree"]} if data["shape"] == "root" else {}
+            return cls(
+                shape=data["shape"], start=_plain(data["start"]), end=_plain(data["end"]), over=data["over"],
+                num_segments=data["segments"], **more,
+            )  # fmt: skip
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
+            raise StateError(f"state: a schedule of the ledger: {error}, in {data!r}") from error
+
+    def _all_segments(self) -> list[tuple[int, Value]]:
+        if self.shape == "steps":
+            return list(self.listed)
+        rows = _borders(self.over, self.num_segments)
+        parts = len(rows) - 1
+        made = [(row, self._between((number + 0.5) / parts)) for number, row in enumerate(rows[:-1])]
+        return [*made, (self.over, self.end)]
+
+    def _between(self, part: float) -> Value:
+        """The value after a part of the ramp."""
+        way = round(_way(self.shape, part, self.degree) * _UNIT) / _UNIT
+        low: Any = self.start
+        high: Any = self.end  # of the same kind: checked when made
+        if isinstance(low, Mapping):
+            return {name: low[name] + (high[name] - low[name]) * way for name in low}
+        return float(low + (high - low) * way)
+
+
+def _way(shape: Shape, part: float, degree: float) -> float:
+    if shape == "root":
+        return float(part ** (1 / degree))
+    return (1 - math.cos(math.pi * part)) / 2 if shape == "cosine" else part
+
+
+def _borders(over: int, segments: int) -> list[int]:
+    """Where the parts of a ramp begin, and its end; no part is empty."""
+    parts = min(segments, over)
+    return [over * number // parts for number in range(parts + 1)]
+
+
+def _plain(value: Any) -> Value:
+    """A value of plain Python numbers, checked.
+
+    Raises:
+        ConfigError: It is none, or holds what is no number from 0 on.
+    """
+    if isinstance(value, Mapping):
+        checked_weights(value)
+        return {name: value[name] if isinstance(value[name], int) else float(value[name]) for name in sorted(value)}
+    if not _is_number(value):
+        raise ConfigError(f"Schedule: expected a dict of weights or a number from 0 on, got {value!r}")
+    return value if isinstance(value, int) else float(value)
+
+
+def _is_number(value: object) -> bool:
+    is_real = isinstance(value, (int, float)) or (hasattr(value, "dtype") and not getattr(value, "shape", ()))
+    return is_real and not isinstance(value, bool) and 0 <= value < math.inf  # type: ignore[operator]
+
+
+def _check_steps(listed: Sequence[tuple[int, Value]]) -> None:
+    if not listed or listed[0][0] != 0:
+        raise ConfigError(
+            f"Schedule.steps: the first step must be at row 0, got {[row for row, _ in listed]}; write {{0: …, …}}"
+        )
+
+
+def _check_alike(values: Sequence[Value]) -> None:
+    """Refuse values that are not all numbers, or name different sources.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    first = values[0]
+    for value in values:
+        if isinstance(first, Mapping) != isinstance(value, Mapping):
+            raise ConfigError(f"Schedule: expected weights everywhere or a number everywhere, got {first} and {value}")
+        if isinstance(value, Mapping) and isinstance(first, Mapping) and set(value) != set(first):
+            raise ConfigError(
+                f"Schedule: all values must name the same sources, got {sorted(first)} and {sorted(value)}; give 0 to "
+                "a source that has no share yet, or any more"
+            )
