@@ -9,10 +9,10 @@ from typing import Any, get_args
 import click
 
 from shard_tools.running.engine import ENGINES
+from streaming.arguments import parse_bytes
 from streaming.errors import ConfigError
 from streaming.storage import RetryPolicy
 from streaming.types import DuplicateKeys
-from streaming.units import parse_bytes
 
 Command = Callable[..., Any]
 

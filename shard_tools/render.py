@@ -22,8 +22,8 @@ from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.sets.reindex import IndexReport
 from shard_tools.sets.repair import RepairReport
 from shard_tools.sets.reshard import ReshardReport
+from streaming.arguments import format_bytes
 from streaming.storage import redact, redact_text
-from streaming.units import format_bytes
 
 _SHOWN_SKIPPED = 10
 _SHOWN_FINDINGS = 20  # of one kind

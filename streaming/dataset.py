@@ -14,17 +14,18 @@ from os import PathLike
 from typing import Any, Self, SupportsIndex, get_args, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from infra import MeshError, MeshFinder
 from streaming.arguments import (
     Urls,
     checked_fields,
     checked_index,
+    checked_int,
     checked_path,
     checked_ratio,
     checked_urls,
     checks_names,
+    format_bytes,
     is_limit,
     is_whole,
 )  # fmt: skip
@@ -41,11 +42,10 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleLocation, SampleTable
 from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
 from streaming.job.store import job_peers
-from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope, checked_int
+from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope
 from streaming.storage import Storage, mirrors_of, redact, scheme_of
 from streaming.tar.samples import MAX_GZIP_RATIO
-from streaming.types import DuplicateKeys, Sample, Transform
-from streaming.units import format_bytes
+from streaming.types import DuplicateKeys, Int64Array, Sample, Transform
 
 LOCAL_GAP_BYTES = 128 << 10
 """A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
@@ -377,7 +377,7 @@ class StreamingDataset:
     def _shown_urls(self) -> list[str]:
         return [redact(url) for url in self.shards.urls]
 
-    def urls_of(self, chunk_ids: npt.NDArray[np.int64]) -> list[str]:
+    def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """URL of the shard of each chunk, as samples and messages show it: without what may be secret."""
         urls = self._shown_urls
         return [urls[shard] for shard in self.table.shard[chunk_ids].tolist()]
@@ -445,7 +445,7 @@ class StreamingDataset:
         """Whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
         return reads_whole(wanted, self._fields_of(wanted.url))
 
-    def unit_bytes(self, chunk_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Bytes that each chunk takes with these ``fields``, int64; reads the sample tables of their shards."""
 
         def size(chunk_id: int) -> int:

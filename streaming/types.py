@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias
 
+import numpy as np
+from numpy import typing as npt
+
 VERSION = "0.1.0"
 """Of this package; what is installed, the command line and the ranks of a job tell is taken from here."""
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+"""Offsets, sizes and numbers of samples and chunks: everywhere 64 bits."""
 
 Sample: TypeAlias = dict[str, object]
 """One sample: ``__key__``, ``__url__`` and one entry per field, named by its extension without the leading

@@ -28,7 +28,6 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "streaming.errors",
             "streaming.arguments",
-            "streaming.units",
             "streaming.types",
             "streaming.metrics",
             "streaming.forks",

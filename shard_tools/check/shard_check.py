@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import crc32c
 import numpy as np
-import numpy.typing as npt
 
 from shard_tools.running.findings import Finding
 from shard_tools.running.progress import Progress
@@ -20,6 +19,7 @@ from streaming.index.large import LargeSums
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.tar import ChunkLayout, parse_chunk
+from streaming.types import Int64Array
 
 _REINDEX = "if the shard is right, run `shard_tools index --force`; if not, restore it"
 _REPLACED = "restore the shard that was indexed, or run `shard_tools index --force` for this one"
@@ -56,7 +56,7 @@ class ShardOutcome:
 
     task: ShardTask
     findings: tuple[Finding, ...]
-    key_hashes: npt.NDArray[np.int64]
+    key_hashes: Int64Array
     num_bytes: int
     not_decoded: frozenset[str]
 
@@ -268,6 +268,6 @@ def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
         yield begin, min(stop, begin + step)
 
 
-def _span(column: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], number: int) -> str:
+def _span(column: tuple[Int64Array, Int64Array], number: int) -> str:
     start, size = int(column[0][number]), int(column[1][number])
     return "none" if start < 0 else f"[{start}, {start + size})"

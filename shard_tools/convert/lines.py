@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterator
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.records import Record, map_ordered, permutation, refuse_shuffle
@@ -19,6 +18,7 @@ from shard_tools.convert.rows import RowMapper
 from streaming.catalog.lines import MAX_LINE_BYTES, scan_lines
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage
+from streaming.types import Int64Array
 
 _BLOCK_BYTES = 8 << 20
 SUFFIXES = {
@@ -122,7 +122,7 @@ def _bounded_lines(text: io.TextIOWrapper, url: str) -> Iterator[str]:
         yield line
 
 
-def _line_table(file: SourceFile, storage: Storage) -> npt.NDArray[np.int64]:
+def _line_table(file: SourceFile, storage: Storage) -> Int64Array:
     """int64[n, 3]: begin, end and line number of every line that is not blank."""
     with open_stored(file, storage) as stream:
         found = [

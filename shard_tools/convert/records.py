@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.errors import ConfigError
+from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 _NUMBER_DIGITS = 9
@@ -75,7 +75,7 @@ def number_key(number: int) -> str:
     return f"{number:0{_NUMBER_DIGITS}d}"
 
 
-def permutation(num_items: int, seed: int) -> npt.NDArray[np.int64]:
+def permutation(num_items: int, seed: int) -> Int64Array:
     """A permutation of ``range(num_items)``, the same in every release of NumPy.
 
     Sorts by the splitmix64 finaliser of (seed, item): Steele, Lea, Flood, "Fast splittable pseudorandom number

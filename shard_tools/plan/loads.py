@@ -13,8 +13,8 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.index.spans import SPAN_BYTES
 from streaming.plan import memory as budget
-from streaming.plan.order import Int64Array
 from streaming.plan.plan import Plan
+from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,14 @@ import numpy as np
 
 from infra import DeviceMesh
 from shard_tools.plan.loads import Loads, RankLoad
+from streaming.arguments import checked_int, parse_bytes
 from streaming.catalog.open import open_shards, sample_table
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.plan import memory as budget
-from streaming.plan.order import checked_int
 from streaming.plan.plan import LastBatch, Plan
 from streaming.storage import Storage
-from streaming.units import parse_bytes
 
 MAX_SWEPT_RANKS = 4096
 """Data ranks worked out one by one; of more, so many are taken at equal distances. Some milliseconds each."""

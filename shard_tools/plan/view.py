@@ -12,8 +12,8 @@ from rich.table import Table
 
 from shard_tools.plan.loads import RankLoad
 from shard_tools.plan.report import PlanReport
+from streaming.arguments import format_bytes
 from streaming.errors import ConfigError
-from streaming.units import format_bytes
 
 _SHOWN_RANKS = 16
 _SHOWN_REPLICAS = 8

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from shard_tools.convert.records import map_ordered
 from shard_tools.running.findings import Finding
@@ -21,6 +20,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path
 from streaming.index.sample_table import SampleLocation
 from streaming.storage import Storage, join_url, redact, split_url
+from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ def _compare(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator
             )
 
 
-def _add(before: FieldInfo | None, name: str, sizes: npt.NDArray[np.int64]) -> FieldInfo:
+def _add(before: FieldInfo | None, name: str, sizes: Int64Array) -> FieldInfo:
     least, most = int(sizes.min()), int(sizes.max())
     return FieldInfo(
         name=name,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shard_tools.convert.records import map_ordered
 from shard_tools.sets.tables import load_samples
+from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
 from streaming.catalog.build import load_index
 from streaming.catalog.scan import scan_shard
@@ -17,7 +18,6 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, redact, split_url
 from streaming.types import DuplicateKeys
-from streaming.units import format_bytes
 
 READ_THREADS = 16  # sample tables are small files: their requests wait for the store, not for the CPU
 _MAX_READ_BYTES = 1 << 30  # sets without an index are read up to this size; beyond it, indexing once is the cure

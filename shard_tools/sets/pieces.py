@@ -12,8 +12,7 @@ from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange, FieldsOf, fetch_range
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
-
-Int64s = npt.NDArray[np.int64]
+from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,8 +29,8 @@ class ShardPieces:
 
     url: str
     size_bytes: int
-    record_starts: Int64s
-    bounds: Int64s
+    record_starts: Int64Array
+    bounds: Int64Array
     crc32c: npt.NDArray[np.uint32]
 
     @classmethod
@@ -52,7 +51,7 @@ class ShardPieces:
         """Samples of the shard."""
         return self.record_starts.size - 1
 
-    def piece_of(self, rows: Int64s) -> Int64s:
+    def piece_of(self, rows: Int64Array) -> Int64Array:
         """The piece that holds each of these samples."""
         return np.searchsorted(self.bounds, rows, side="right").astype(np.int64) - 1
 

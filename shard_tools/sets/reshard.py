@@ -14,12 +14,13 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.bad_list import load_bad_list
 from shard_tools.sets.open_set import open_set
 from shard_tools.sets.selection import Selection, deduplicated, select, sorted_order
-from shard_tools.sets.shard_source import Int64s, ShardSource
+from shard_tools.sets.shard_source import ShardSource
 from shard_tools.sets.tables import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from streaming.index.columns import KEY
 from streaming.index.where import parse_where
 from streaming.storage import Storage, redact
+from streaming.types import Int64Array
 
 _PLACE = re.compile(r"\{[^}]*\}?")
 _DUPLICATES_CURE = (
@@ -237,7 +238,7 @@ def _check(selection: Selection, options: ReshardOptions, source: str) -> None:
         )
 
 
-def _order(selection: Selection, options: ReshardOptions) -> Int64s | None:
+def _order(selection: Selection, options: ReshardOptions) -> Int64Array | None:
     if options.shuffle_seed is not None:
         return permutation(selection.num_samples, options.shuffle_seed)
     if options.sort is not None:

@@ -22,8 +22,7 @@ from streaming.index.columns import KEY, missing_column, where_columns
 from streaming.index.sample_table import SampleTable
 from streaming.index.where import Where
 from streaming.storage import Storage
-
-Int64s = npt.NDArray[np.int64]
+from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +40,7 @@ class Part:
     """
 
     pieces: ShardPieces
-    rows: Int64s
+    rows: Int64Array
     columns: Mapping[str, pa.Array]
     keys: pa.Array | None
     present: Mapping[str, npt.NDArray[np.bool_]] | None
@@ -163,7 +162,7 @@ def _wanted(table: SampleTable, where: Where | None) -> npt.NDArray[np.bool_]:
 
 
 def _part(
-    url: str, table: SampleTable, rows: Int64s, samples: Callable[[], SampleTable], *, first: int, with_keys: bool
+    url: str, table: SampleTable, rows: Int64Array, samples: Callable[[], SampleTable], *, first: int, with_keys: bool
 ) -> Part:
     keys = [key.encode("utf-8", "surrogateescape") for key in table.keys] if with_keys else None
     taken = pa.array(rows)
@@ -178,7 +177,7 @@ def _part(
     )
 
 
-def sorted_order(selection: Selection, column: str, *, descending: bool) -> Int64s:
+def sorted_order(selection: Selection, column: str, *, descending: bool) -> Int64Array:
     """Numbers of the selection's samples, by the values of a column or by ``__key__``; equal ones keep their order.
 
     Missing values come last, before them NaNs.
@@ -214,13 +213,13 @@ class Deduplicated:
         num_duplicates: Samples that bring nothing: all their fields came before.
     """
 
-    order: Int64s
+    order: Int64Array
     firsts: npt.NDArray[np.bool_]
     num_joined: int
     num_duplicates: int
 
 
-def deduplicated(selection: Selection, order: Int64s | None) -> Deduplicated:
+def deduplicated(selection: Selection, order: Int64Array | None) -> Deduplicated:
     """Join samples of one key, in ``order`` of their first ones; of a field that comes twice the first stays.
 
     Needs a selection with keys. Contents are not compared.

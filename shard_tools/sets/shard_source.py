@@ -17,8 +17,8 @@ from shard_tools.sets.pieces import read_pieces
 from shard_tools.sets.selection import Part, Selection
 from streaming.errors import DataError
 from streaming.storage import Storage, split_url
+from streaming.types import Int64Array
 
-Int64s = npt.NDArray[np.int64]
 _RUN_BYTES = 8 << 20  # largest request; more in one costs parallelism, less costs requests
 _CURE = (
     "To leave out what is damaged: `shard_tools verify SOURCE --write-bad bad.jsonl`, then the same command with "
@@ -37,8 +37,8 @@ class _Run:
     part: Part
     first_piece: int
     stop_piece: int
-    positions: Int64s
-    kept: Int64s
+    positions: Int64Array
+    kept: Int64Array
 
 
 class ShardSource:
@@ -66,7 +66,7 @@ class ShardSource:
     def __init__(
         self,
         selection: Selection,
-        order: Int64s | None,
+        order: Int64Array | None,
         storage: Storage,
         *,
         fingerprint: str,
@@ -87,7 +87,7 @@ class ShardSource:
         self._firsts = np.ones(self._order.size, np.bool_) if firsts is None else firsts
         self._key_prefix = key_prefix
         sizes = [np.diff(part.pieces.record_starts)[part.rows] for part in self._parts]
-        self._ends: Int64s = np.cumsum(np.concatenate([np.empty(0, np.int64), *sizes])[self._order])
+        self._ends: Int64Array = np.cumsum(np.concatenate([np.empty(0, np.int64), *sizes])[self._order])
 
     @property
     def num_records(self) -> int:
@@ -148,7 +148,7 @@ class ShardSource:
             yield start, stop
             start = stop
 
-    def _runs(self, window: Int64s) -> Iterator[_Run]:
+    def _runs(self, window: Int64Array) -> Iterator[_Run]:
         """Runs that hold the samples of ``window`` (numbers in the selection), by place."""
         by_place = np.argsort(window, kind="stable")  # parts and rows ascend with the number
         numbers = window[by_place]
@@ -202,7 +202,7 @@ class ShardSource:
         return self._fields is None or name in self._fields
 
 
-def _part_runs(part: Part, positions: Int64s, kept: Int64s) -> Iterator[_Run]:
+def _part_runs(part: Part, positions: Int64Array, kept: Int64Array) -> Iterator[_Run]:
     pieces = part.pieces.piece_of(part.rows[kept])
     ends = part.pieces.record_starts[part.pieces.bounds]
     begin = 0

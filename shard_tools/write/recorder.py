@@ -12,7 +12,6 @@ from typing import Self
 import crc32c
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from shard_tools.write.columns import ColumnSpec, ColumnValue, column_value, parse_columns
 from shard_tools.write.encode import Buffers
@@ -27,12 +26,11 @@ from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 from streaming.index.spans import SpanCutter, spans_of
 from streaming.storage import Storage, join_url
 from streaming.tar.group import check_density
+from streaming.types import Int64Array
 
 # Most footers fit into this much of a sample file's end; a longer one costs a second request.
 _TAIL_BYTES = 64 << 10
 _NUM_THREADS = 16
-
-Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +145,7 @@ class ShardRecorder:
         self._crcs.append(self._crc)
         self._crc = 0
 
-    def _ranges(self, field: str) -> tuple[Int64s, Int64s]:
+    def _ranges(self, field: str) -> tuple[Int64Array, Int64Array]:
         starts = np.full(len(self._keys), -1, np.int64)
         sizes = np.zeros(len(self._keys), np.int64)
         rows, starts_of_rows, sizes_of_rows = (np.array(part, np.int64) for part in self._fields[field])

@@ -13,14 +13,13 @@ from shard_tools.write.columns import ColumnSpec, ColumnValue
 from shard_tools.write.encode import Buffers, encode_field
 from shard_tools.write.keys import SeenKeys, check_field, check_key
 from shard_tools.write.recorder import IndexRecorder, Record
-from streaming.arguments import checks_names, is_whole
+from streaming.arguments import checks_names, is_whole, parse_bytes
 from streaming.errors import ConfigError, StorageError
 from streaming.forks import Maker
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
 from streaming.tar.names import is_meta
-from streaming.units import parse_bytes
 
 _BRACES: Final = re.compile(r"\{(?::(?:0([0-9]{1,2}))?d?)?\}")
 _PERCENT: Final = re.compile(r"%(?:0([0-9]{1,2}))?d")

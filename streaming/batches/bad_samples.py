@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.batches.build import BadSample, OnError
@@ -19,6 +18,7 @@ from streaming.forks import in_children, renew_lock
 from streaming.index.chunk_table import ChunkTable
 from streaming.job.tally import Tally
 from streaming.metrics import Metrics
+from streaming.types import Int64Array
 
 _LISTED = 5
 _FATES: dict[OnError, str] = {
@@ -161,7 +161,7 @@ class BadSamples:
         return number - int(self._chunk_starts[chunk]) + int(self._table.first_sample[chunk])
 
     @cached_property
-    def _chunk_starts(self) -> npt.NDArray[np.int64]:
+    def _chunk_starts(self) -> Int64Array:
         """Number, in the data set, of the first sample of each chunk."""
         counts = self._table.num_samples if self._table is not None else np.empty(0, np.int64)
         return np.cumsum(counts) - counts

@@ -27,7 +27,7 @@ from numpy.random.bit_generator import ISpawnableSeedSequence
 
 from streaming.errors import ConfigError
 from streaming.plan.permutation import hash_each, hash_words
-from streaming.types import Sample, Transform
+from streaming.types import Int64Array, Sample, Transform
 
 _EPOCH, _COLLATE, _GLOBAL, _ATTEMPT, _RNG = 4, 5, 6, 7, 8  # purposes; from _RNG on, the functions of a chain
 ALL_GENERATORS = frozenset(("random", "numpy", "torch"))
@@ -50,9 +50,7 @@ class BatchDraws:
         seeds: Generators of the process that are seeded before each sample (see ``draw_watch``).
     """
 
-    def __init__(
-        self, key: int = 0, positions: npt.NDArray[np.int64] | None = None, seeds: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, key: int = 0, positions: Int64Array | None = None, seeds: frozenset[str] = frozenset()) -> None:
         self._key = key
         self._positions = positions
         self._words: dict[int, npt.NDArray[np.uint64]] = {}

@@ -16,6 +16,7 @@ from os import PathLike
 
 import crc32c as crc32c_of
 
+from streaming.arguments import format_bytes, parse_bytes
 from streaming.cache.entry import Found, read_entry, write_entry
 from streaming.cache.key import EntryKey
 from streaming.cache.locks import Waiting, try_lock
@@ -23,7 +24,6 @@ from streaming.cache.paths import Layout
 from streaming.cache.space import Part, Space
 from streaming.errors import ConfigError
 from streaming.metrics import Metrics
-from streaming.units import format_bytes, parse_bytes
 
 RETRY_AFTER_S = 60.0
 """How long nothing is written after the disk refused: long against one failed call, short against an epoch."""

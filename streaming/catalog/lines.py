@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import DataError
+from streaming.types import Int64Array
 
 MAX_LINE_BYTES = 256 << 20
 """A line beyond this is no record, and would not fit into memory often."""
@@ -17,8 +18,6 @@ _SEGMENT_BITS = 32
 _NEWLINE, _QUOTE = 10, 34
 _WHITE = {False: b" \t\n\r\x0b\x0c", True: b"\n\r"}
 """Blank lines are made of these, as ``quoted`` is: white space may be the values of a record."""
-
-Ints = npt.NDArray[np.int64]
 
 
 class Lines(NamedTuple):
@@ -30,9 +29,9 @@ class Lines(NamedTuple):
         numbers: int64 ``[n]``, its number in the file, from 1; with ``quoted`` records, of records and blank lines.
     """
 
-    begins: Ints
-    ends: Ints
-    numbers: Ints
+    begins: Int64Array
+    ends: Int64Array
+    numbers: Int64Array
 
 
 def scan_lines(blocks: Iterable[bytes | memoryview], where: str, *, quoted: bool = False) -> Iterator[Lines]:
@@ -88,7 +87,7 @@ class RecordStarts:
     """
 
     low: npt.NDArray[np.uint32]
-    segments: Ints
+    segments: Int64Array
 
     @classmethod
     def of(cls, found: Iterable[Lines]) -> Self:

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
+from streaming.arguments import format_bytes
 from streaming.catalog.build import check_sizes, if_there, load_index, shard_name
 from streaming.catalog.listing import Found
 from streaming.catalog.opening_storage import StorageAhead
@@ -26,7 +27,6 @@ from streaming.index.sample_table import SampleTable
 from streaming.job.once import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.types import DuplicateKeys
-from streaming.units import format_bytes
 
 _log = logging.getLogger(__name__)
 SCAN_LIMIT_BYTES = 1 << 30

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.catalog.open import OpenShards, sample_table
 from streaming.decode import decode_field, raw
@@ -23,7 +22,7 @@ from streaming.forks import in_children
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
-from streaming.types import Sample
+from streaming.types import Int64Array, Sample
 
 _log = logging.getLogger(__name__)
 TABLE_REQUESTS = 16
@@ -46,7 +45,7 @@ class Readable(Protocol):
     def table(self) -> ChunkTable:
         """The chunk table."""
 
-    def urls_of(self, chunk_ids: npt.NDArray[np.int64]) -> list[str]:
+    def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """URL of the shard of each chunk, as messages show it."""
 
     def chunk(self, chunk_id: int) -> FetchRange:
@@ -139,7 +138,7 @@ class RandomAccess:
                 shown_url,
             )
 
-    def _starts(self) -> npt.NDArray[np.int64]:
+    def _starts(self) -> Int64Array:
         counts = self._dataset.table.num_samples
         return np.concatenate([[0], np.cumsum(counts)])
 
@@ -185,8 +184,8 @@ class RandomAccess:
 
 
 def span_borders(
-    table: ChunkTable, room_bytes: npt.NDArray[np.int64], samples_of: Callable[[int], SampleTable | None]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    table: ChunkTable, room_bytes: Int64Array, samples_of: Callable[[int], SampleTable | None]
+) -> tuple[Int64Array, Int64Array]:
     """Where the spans of a set begin, in samples and in bytes of its chunks laid end to end; reads all sample tables.
 
     Args:
@@ -200,7 +199,7 @@ def span_borders(
     """
     sample_base, byte_base = np.cumsum(table.num_samples) - table.num_samples, np.cumsum(room_bytes) - room_bytes
 
-    def of_shard(shard: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def of_shard(shard: int) -> tuple[Int64Array, Int64Array]:
         low, high = np.searchsorted(table.shard, [shard, shard + 1]).tolist()
         samples = samples_of(shard)
         if samples is None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from crc32c import crc32c
-from numpy.typing import NDArray
 
 from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
@@ -24,7 +23,7 @@ from streaming.storage import Storage, redact, scheme_of
 from streaming.tar.group import DUPLICATES_CURE, PackedLayout, check_density
 from streaming.tar.keys import KeyLines, pack_keys, surely_unique
 from streaming.tar.scanner import TarScanner
-from streaming.types import DuplicateKeys
+from streaming.types import DuplicateKeys, Int64Array
 
 READ_BYTES = 16 << 20
 """One ranged GET of a scan; two are in memory at a time."""
@@ -312,7 +311,7 @@ def join_parts(
     )
 
 
-def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[Int64Array, Int64Array]]:
     """Offsets and sizes of each field over all layouts, -1 and 0 where samples lack it."""
     names = list(dict.fromkeys(name for layout in layouts for name in layout.fields))
     num_samples = sum(len(layout.keys) for layout in layouts)
@@ -329,7 +328,7 @@ def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[N
 
 
 def _joined_keys(
-    parts: list[KeyLines | list[str]], record_starts: NDArray[np.int64], url: str, duplicate_keys: DuplicateKeys
+    parts: list[KeyLines | list[str]], record_starts: Int64Array, url: str, duplicate_keys: DuplicateKeys
 ) -> Keys:
     """All keys; rising ones are known to differ, others are compared unless duplicates are kept."""
     packed = [pack_keys(part) for part in parts]
@@ -341,7 +340,7 @@ def _joined_keys(
     return keys
 
 
-def _check_unique(keys: list[str], record_starts: NDArray[np.int64], url: str) -> None:
+def _check_unique(keys: list[str], record_starts: Int64Array, url: str) -> None:
     if len(set(keys)) == len(keys):
         return
     seen: dict[str, int] = {}

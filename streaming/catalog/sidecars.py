@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streaming.catalog.scan import Progress, join_parts, scan_part, scan_shard
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StorageError
@@ -21,7 +20,7 @@ from streaming.index.headstart import DaliField, WidsShard, parse_dali_idx, pars
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.storage.urls import local_path
-from streaming.types import DuplicateKeys
+from streaming.types import DuplicateKeys, Int64Array
 
 SPLIT_BYTES = 64 << 20
 """Parts of a shard scanned at a time are at least this long: a thread and a chunk border cost little beside it."""
@@ -131,9 +130,7 @@ def scan_with_sidecars(
     return table
 
 
-def part_starts(
-    borders: NDArray[np.int64], size_bytes: int, num_parts: int, rule: ChunkRule = DEFAULT_RULE
-) -> list[int]:
+def part_starts(borders: Int64Array, size_bytes: int, num_parts: int, rule: ChunkRule = DEFAULT_RULE) -> list[int]:
     """Where parts of about equal length may begin: at chunks of a shard whose records have these ``borders``."""
     if num_parts < 2 or borders.size < 3:
         return [0]
@@ -173,7 +170,7 @@ def _scan_parts(
     return table if same else None
 
 
-def _read_energon(storage: Storage, sidecar: str, url: str, size_bytes: int) -> NDArray[np.int64]:
+def _read_energon(storage: Storage, sidecar: str, url: str, size_bytes: int) -> Int64Array:
     try:
         return parse_energon_idx(bytes(storage.read(sidecar)), redact(sidecar), size_bytes)
     except IndexFormatError as error:
@@ -184,7 +181,7 @@ def _mismatch(sidecar: str, url: str, what: str) -> IndexMismatchError:
     return IndexMismatchError(f"{redact(sidecar)} does not describe {redact(url)}: {what}; {_CURE}")
 
 
-def _check_energon(borders: NDArray[np.int64], table: SampleTable, sidecar: str, url: str) -> None:
+def _check_energon(borders: Int64Array, table: SampleTable, sidecar: str, url: str) -> None:
     if borders.size - 1 != table.num_samples:
         raise _mismatch(sidecar, url, f"{borders.size - 1} samples, the shard has {table.num_samples}")
     wrong = np.flatnonzero(borders[1:-1] != table.record_starts[1:-1])

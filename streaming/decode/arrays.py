@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arguments import format_bytes
 from streaming.decode.values import require
 from streaming.errors import ConfigError
 from streaming.types import ReadBuffer
-from streaming.units import format_bytes
 
 MAX_UNPACKED_BYTES = 2**30
 """Default bound on what one ``.npz`` may unpack to: far above any sane sample, far below a node's memory."""

@@ -9,11 +9,11 @@ from typing import Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
+from streaming.arguments import format_bytes
 from streaming.decode import arrays, images, values
 from streaming.errors import ConfigError, DecodeError
 from streaming.storage import redact
 from streaming.types import Decoder, ReadBuffer
-from streaming.units import format_bytes
 
 FieldSpec: TypeAlias = "str | type | np.dtype[np.generic] | Callable[..., object] | FieldDecoder | None"
 DecodeSpec: TypeAlias = "str | Mapping[str, FieldSpec] | FieldDecoder | None"

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.draws import epoch_key
 from streaming.engine.builders import Builder
@@ -36,9 +36,7 @@ from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
 from streaming.errors import DataError, DecodeError, MemoryLimitError
 from streaming.metrics import Metrics
 from streaming.plan.plan import Plan
-from streaming.units import format_bytes
-
-Ints = npt.NDArray[np.int64]
+from streaming.types import Int64Array
 
 _BLOCKS_AHEAD = 16
 """Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
@@ -300,7 +298,9 @@ class Pipeline(Delivery):
                 bad = replace(bad, key=place.key, byte_start=place.record_start, byte_end=place.record_end)
         super()._report(bad)
 
-    def _rows(self, row_numbers: Ints, chunk_ids: Ints, offsets: Ints, lost: dict[int, DataError]) -> Rows:
+    def _rows(
+        self, row_numbers: Int64Array, chunk_ids: Int64Array, offsets: Int64Array, lost: dict[int, DataError]
+    ) -> Rows:
         """The rows of a batch; of those ``lost`` nothing is in the arena, and nothing stands in the row table."""
         numbers = self._chunk_starts[chunk_ids] + offsets
         arena = self._store.arena

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
+from streaming.types import Int64Array
 
 
 class Source(Protocol):
     """The data set, as the pipeline sees it. Thread-safe."""
 
-    def urls_of(self, chunk_ids: npt.NDArray[np.int64]) -> list[str]:
+    def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """URL of the shard of each chunk."""
 
     def chunk(self, chunk_id: int) -> FetchRange:

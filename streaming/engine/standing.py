@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streaming.arguments import format_bytes
 from streaming.engine.memory.chunk_store import Unit
 from streaming.engine.stacks import thread_named, where_is
 from streaming.storage import ActiveRequest, redact
-from streaming.units import format_bytes
 
 _LISTED_UNITS = 4
 

@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.memory.row_table import Rows, RowTable
 from streaming.engine.source import Source
 from streaming.errors import DataError
 from streaming.plan.plan import Plan
+from streaming.types import Int64Array
 
 
 class Substitutes:
@@ -34,7 +34,7 @@ class Substitutes:
     """
 
     def __init__(
-        self, plan: Plan, chunk_starts: npt.NDArray[np.int64], source: Source, store: ChunkStore,
+        self, plan: Plan, chunk_starts: Int64Array, source: Source, store: ChunkStore,
         fields: tuple[str, ...] | None,
     ) -> None:  # fmt: skip
         self._plan = plan

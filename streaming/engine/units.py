@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.fetch.read import FetchRange
 from streaming.plan.plan import Plan, RankBatches
+from streaming.types import Int64Array
 
-Ints = npt.NDArray[np.int64]
 RangeOf = Callable[[int, int, int], FetchRange]
 """Chunk, first sample in it, one past the last: the bytes of these samples."""
 
@@ -44,8 +43,8 @@ class Block:
     first: int
     last: int
     rows: RankBatches
-    units: Ints
-    within: Ints
+    units: Int64Array
+    within: Int64Array
 
 
 class Units(Protocol):
@@ -126,7 +125,7 @@ class BatchSlices:
         """See ``Units``."""
         return self._range_of(*self._runs[unit])
 
-    def _slice(self, batch: int, chunk_ids: Ints, offsets: Ints) -> tuple[Ints, Ints]:
+    def _slice(self, batch: int, chunk_ids: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Units and places within them of one batch's rows; a batch asked for again gets the same units."""
         known = self._first_unit.setdefault(batch, len(self._runs))
         chunks, inverse = np.unique(chunk_ids, return_inverse=True)

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from streaming.errors import DataError
+from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +25,8 @@ class UnitLayout:
 
     keys: Sequence[str]
     fields: tuple[str, ...]
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    starts: Int64Array
+    sizes: Int64Array
     num_bytes: int
     damage: Mapping[int, DataError] = field(default_factory=dict)
 

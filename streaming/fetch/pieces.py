@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streaming.fetch.sums import Sum
-
-Int64s = NDArray[np.int64]
+from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class Pieces:
         """Bytes of all of them."""
         return self.places[-1]
 
-    def located(self, offsets: Int64s) -> Int64s:
+    def located(self, offsets: Int64Array) -> Int64Array:
         """Where bytes of the shard lie in memory, int64 of the same shape; meaningless for bytes that are not there."""
         if not self.ranges:
             return np.zeros_like(offsets)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from streaming.errors import IndexFormatError, IndexMismatchError
 from streaming.index.files import read_table, write_table
 from streaming.tar.headers import BLOCK_BYTES
+from streaming.types import Int64Array
 
 KIND = "chunks"
 _MAX_TOTAL_BYTES = 1 << 62  # so that no sum of sizes or samples leaves int64
@@ -56,10 +57,10 @@ class ChunkTable:
 
     shards: tuple[ShardInfo, ...]
     shard: NDArray[np.int32] = field(repr=False)
-    first_sample: NDArray[np.int64] = field(repr=False)
-    num_samples: NDArray[np.int64] = field(repr=False)
-    byte_start: NDArray[np.int64] = field(repr=False)
-    byte_end: NDArray[np.int64] = field(repr=False)
+    first_sample: Int64Array = field(repr=False)
+    num_samples: Int64Array = field(repr=False)
+    byte_start: Int64Array = field(repr=False)
+    byte_end: Int64Array = field(repr=False)
     crc32c: NDArray[np.uint32] = field(repr=False)
 
     def __post_init__(self) -> None:

@@ -11,11 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streaming.errors import ConfigError
-
-Int64s = NDArray[np.int64]
+from streaming.types import Int64Array
 
 TARGET_BYTES = 4 << 20
 MIN_BYTES = 1 << 20
@@ -65,7 +63,7 @@ class ChunkCutter:
         self.num_bytes = self.num_samples = 0
         return True
 
-    def extend(self, record_starts: Int64s) -> Int64s:
+    def extend(self, record_starts: Int64Array) -> Int64Array:
         """Add the records ``[record_starts[i], record_starts[i + 1])``: ``add`` for many.
 
         Args:
@@ -92,7 +90,7 @@ class ChunkCutter:
         return np.array(cuts, np.int64)
 
 
-def cut_records(record_starts: Int64s, rule: ChunkRule = DEFAULT_RULE) -> Int64s:
+def cut_records(record_starts: Int64Array, rule: ChunkRule = DEFAULT_RULE) -> Int64Array:
     """The first record of each chunk, and the number of records: int64 ``[C + 1]``, for a whole shard's records."""
     num_records = record_starts.size - 1
     cuts = ChunkCutter(rule).extend(record_starts)

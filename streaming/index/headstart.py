@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streaming.errors import IndexFormatError
+from streaming.types import Int64Array
 
 _BLOCK_BYTES = 512
 
@@ -41,7 +41,7 @@ class WidsShard:
     size_bytes: int | None
 
 
-def parse_energon_idx(data: bytes, source: str, shard_bytes: int | None = None) -> NDArray[np.int64]:
+def parse_energon_idx(data: bytes, source: str, shard_bytes: int | None = None) -> Int64Array:
     """Borders of the ``n`` samples of a shard from Energon's ``X.tar.idx``: int64 ``[n + 1]``.
 
     Gives the offset of each sample's first header (PAX and long-name headers included) and where the last sample

@@ -7,7 +7,8 @@ from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+
+from streaming.types import Int64Array
 
 _MAX_STRING_BYTES = (1 << 31) - 1
 
@@ -20,7 +21,7 @@ class Keys(Sequence[str]):
         """Type ``string`` or ``binary``, no nulls."""
 
     @classmethod
-    def of_packed(cls, data: bytes, stops: NDArray[np.int64]) -> Keys:
+    def of_packed(cls, data: bytes, stops: Int64Array) -> Keys:
         """From all keys in one row, of which key ``i`` ends at ``stops[i]``."""
         large = len(data) > _MAX_STRING_BYTES
         if data.isascii():
@@ -57,7 +58,7 @@ class Keys(Sequence[str]):
         return Keys, (self.array,)
 
 
-def _from_buffers(kind: Any, data: bytes, stops: NDArray[np.int64]) -> Any:
+def _from_buffers(kind: Any, data: bytes, stops: Int64Array) -> Any:
     offsets = np.zeros(stops.size + 1, np.int64 if len(data) > _MAX_STRING_BYTES else np.int32)
     offsets[1:] = stops
     return pa.Array.from_buffers(kind, stops.size, [None, pa.py_buffer(offsets), pa.py_buffer(data)])

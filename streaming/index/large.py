@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from streaming.index.spans import followed_by_zeros
+from streaming.types import Int64Array
 
-Int64s = NDArray[np.int64]
 UInt32s = NDArray[np.uint32]
 
 LARGE_BYTES = 128 << 10
@@ -35,13 +35,13 @@ class LargeSums:
         rest: int64 ``[S]``: CRC32C of the rest of each span that has a large member. Empty without any.
     """
 
-    fields: Mapping[str, Int64s] = field(default_factory=lambda: MappingProxyType({}))
-    rest: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
+    fields: Mapping[str, Int64Array] = field(default_factory=lambda: MappingProxyType({}))
+    rest: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def large_sums(
-    record_starts: Int64s,
-    fields: Mapping[str, tuple[Int64s, Int64s]],
+    record_starts: Int64Array,
+    fields: Mapping[str, tuple[Int64Array, Int64Array]],
     chunk_bounds: ArrayLike,
     span_starts: ArrayLike,
     span_running: ArrayLike,
@@ -80,14 +80,14 @@ def large_sums(
 
 
 def _rest(
-    borders: Int64s,
+    borders: Int64Array,
     at_start: UInt32s,
     at_end: UInt32s,
-    starts: Int64s,
-    ends: Int64s,
+    starts: Int64Array,
+    ends: Int64Array,
     befores: UInt32s,
     afters: UInt32s,
-) -> Int64s:
+) -> Int64Array:
     """int64 ``[S]``: CRC32C of each span without the members ``[starts, ends)``, which rise; -1 for spans without any.
 
     The other arrays are the running CRC32C at the borders of the spans (``[S]``) and of the members.

@@ -25,14 +25,14 @@ from streaming.index.chunk_table import (
 from streaming.index.files import read_facts, read_table, write_table
 from streaming.index.keys import Keys
 from streaming.index.large import LargeSums
+from streaming.types import Int64Array
 
 KIND = "samples"
 _SPAN_CRC32C, _REST_CRC32C = "span_crc32c", "rest_crc32c"
 _FIXED_COLUMNS = ("key", "chunk", "record_start", "record_size", _SPAN_CRC32C, _REST_CRC32C)
 _START, _SIZE, _CRC32C = "start.", "size.", "crc32c."
 
-Int64s = NDArray[np.int64]
-FieldRanges = Mapping[str, tuple[Int64s, Int64s]]
+FieldRanges = Mapping[str, tuple[Int64Array, Int64Array]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +68,10 @@ class SampleTable:
     chunks: ChunkTable
     keys: Sequence[str] = field(repr=False)
     chunk: NDArray[np.int32] = field(repr=False)
-    record_starts: Int64s = field(repr=False)
+    record_starts: Int64Array = field(repr=False)
     fields: FieldRanges = field(repr=False)
     columns: Mapping[str, pa.Array] = field(default_factory=lambda: MappingProxyType({}), repr=False)
-    span_starts: Int64s = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
+    span_starts: Int64Array = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
     span_crc32c: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32), repr=False)
     large: LargeSums = field(default_factory=LargeSums, repr=False)
 
@@ -82,12 +82,12 @@ class SampleTable:
         name: str,
         size_bytes: int,
         keys: Sequence[str],
-        record_starts: Int64s,
+        record_starts: Int64Array,
         fields: FieldRanges,
-        chunk_bounds: Int64s,
+        chunk_bounds: Int64Array,
         crc32c: Sequence[int] | NDArray[np.uint32],
         columns: Mapping[str, pa.Array] | None = None,
-        spans: tuple[Int64s, NDArray[np.uint32]] | None = None,
+        spans: tuple[Int64Array, NDArray[np.uint32]] | None = None,
         large: LargeSums | None = None,
     ) -> SampleTable:
         """The table of the shard ``name`` of ``size_bytes``, from what a writer or a scanner knows.
@@ -274,7 +274,7 @@ class SampleTable:
         }
         return write_table(pa.table(arrays), facts, plain=plain)
 
-    def _span_column(self, sums: Int64s) -> pa.Array:
+    def _span_column(self, sums: Int64Array) -> pa.Array:
         """Checksums of spans (-1: none), each at the first sample of its span; null elsewhere."""
         column = np.full(len(self.keys), -1, np.int64)
         column[self.span_starts[:-1]] = sums
@@ -342,7 +342,7 @@ def _chunks_of_facts(facts: Mapping[str, Any], source: str) -> ChunkTable:
         raise IndexFormatError(f"{source}: damaged footer ({error}); rebuild it with `shard_tools index`") from error
 
 
-def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64s, NDArray[np.uint32]]:
+def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64Array, NDArray[np.uint32]]:
     """``span_starts`` and ``span_crc32c``; none in a file of format 1.0, where the name may be a lifted column's."""
     if _SPAN_CRC32C not in rows.column_names or _SPAN_CRC32C in facts["columns"]:
         return np.zeros(1, np.int64), np.empty(0, np.uint32)
@@ -352,7 +352,7 @@ def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64s, NDArray[np
     return starts, numbers(column.drop_null(), np.uint32)
 
 
-def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64s) -> LargeSums:
+def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64Array) -> LargeSums:
     """Sums of large members; none before format 1.2, where the names may be lifted columns'."""
     lifted = set(facts["columns"])
     names = [name for name in facts["fields"] if _CRC32C + name in set(rows.column_names) - lifted]
@@ -365,13 +365,13 @@ def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64s) -> Lar
     )
 
 
-def _sum_column(sums: Int64s) -> pa.Array:
+def _sum_column(sums: Int64Array) -> pa.Array:
     """Checksums as a column, uint32; -1 becomes null."""
     missing = sums < 0
     return pa.array(np.where(missing, 0, sums).astype(np.uint32), mask=missing)
 
 
-def _sums_of_column(column: Any) -> Int64s:
+def _sums_of_column(column: Any) -> Int64Array:
     """The inverse of :func:`_sum_column`."""
     sums = numbers(column.fill_null(0), np.uint32).astype(np.int64)
     sums[numbers(pc.indices_nonzero(column.is_null()), np.uint64)] = -1

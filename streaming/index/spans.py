@@ -14,7 +14,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Int64s = NDArray[np.int64]
+from streaming.types import Int64Array
+
 UInt32s = NDArray[np.uint32]
 
 SPAN_BYTES = 64 << 10
@@ -37,7 +38,7 @@ class SpanCutter:
         self.num_bytes = 0
         return True
 
-    def extend(self, record_starts: Int64s, chunk_cuts: Iterable[int]) -> list[int]:
+    def extend(self, record_starts: Int64Array, chunk_cuts: Iterable[int]) -> list[int]:
         """Add the records ``[record_starts[i], record_starts[i + 1])``: ``add`` for many.
 
         Args:
@@ -63,8 +64,8 @@ class SpanCutter:
 
 
 def spans_of(
-    record_starts: Int64s, chunk_bounds: ArrayLike, span_starts: ArrayLike, running: ArrayLike
-) -> tuple[Int64s, UInt32s]:
+    record_starts: Int64Array, chunk_bounds: ArrayLike, span_starts: ArrayLike, running: ArrayLike
+) -> tuple[Int64Array, UInt32s]:
     """``span_starts`` and ``span_crc32c`` of a sample table, from what was noted at the end of each of ``S`` spans.
 
     Args:
@@ -78,7 +79,7 @@ def spans_of(
     return starts, separate(np.asarray(running, np.uint32), np.diff(record_starts[starts]), firsts)
 
 
-def separate(running: UInt32s, sizes: Int64s, chunk_firsts: NDArray[np.bool_]) -> UInt32s:
+def separate(running: UInt32s, sizes: Int64Array, chunk_firsts: NDArray[np.bool_]) -> UInt32s:
     """CRC32C of each of ``S`` spans, from the CRC32C of the chunk's bytes up to the end of each.
 
     Args:
@@ -92,7 +93,7 @@ def separate(running: UInt32s, sizes: Int64s, chunk_firsts: NDArray[np.bool_]) -
     return running ^ followed_by_zeros(before.astype(np.uint32), sizes)
 
 
-def followed_by_zeros(crcs: UInt32s, num_bytes: Int64s) -> UInt32s:
+def followed_by_zeros(crcs: UInt32s, num_bytes: Int64Array) -> UInt32s:
     """What is left of a prefix's CRC32C in that of the whole when so many bytes follow."""
     bit = 0
     while (num_bytes >> bit).any():

@@ -10,10 +10,9 @@ from functools import cached_property, partial
 from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from infra import DeviceMesh
-from streaming.arguments import is_whole
+from streaming.arguments import is_whole, parse_bytes
 from streaming.batches.build import Recipe
 from streaming.batches.draw_names import named_draw
 from streaming.catalog.random_access import span_borders
@@ -38,7 +37,7 @@ from streaming.plan.state import LoaderState
 from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import CountedRun, Replicas
 from streaming.storage import redact, scheme_of
-from streaming.units import parse_bytes
+from streaming.types import Int64Array
 
 _log = logging.getLogger(__name__)
 
@@ -165,7 +164,7 @@ class EpochLoop(BaseLoop):
         sizes = table.byte_end - table.byte_start
         if self._is_mapped:
             sizes += np.where(sizes < LEAST_BYTES, 0, table.byte_start % budget.PAGE_BYTES)  # FileMaps.skew_bytes
-        self._chunk_bytes: npt.NDArray[np.int64] = budget.whole_pages(sizes)
+        self._chunk_bytes: Int64Array = budget.whole_pages(sizes)
         self._check_enough_samples()
 
     @cached_property

@@ -15,12 +15,11 @@ import torch
 from torch.utils.data import default_collate as torch_collate
 
 from infra import DeviceMesh
-from streaming.arguments import is_number
+from streaming.arguments import checked_int, is_number
 from streaming.batches.collate import default_collate, without_rows
 from streaming.engine.workers.context import ServerContext
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.errors import ConfigError
-from streaming.plan.order import checked_int
 from streaming.plan.plan import LastBatch
 from streaming.replicas.options import Broadcast
 from streaming.samplers.retry import NoRow

@@ -26,12 +26,11 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
-from streaming.arguments import is_whole
+from streaming.arguments import checked_int, is_whole
 from streaming.batches.draw_watch import generator_states, set_generator_states
 from streaming.batches.draws import ALL_GENERATORS, seed_generators
 from streaming.errors import ConfigError, DataError, StateError
 from streaming.loops.ordinary_options import Collate, Sharding, with_valid
-from streaming.plan.order import checked_int
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import LastBatch
 

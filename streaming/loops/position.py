@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from streaming.arguments import checked_int
 from streaming.errors import ConfigError, IteratorEndedError, IteratorSupersededError
-from streaming.plan.order import checked_int
 
 _Item = TypeVar("_Item")
 _MAX_COUNT = 2**62

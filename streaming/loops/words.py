@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 from infra import MeshFinder
+from streaming.arguments import format_bytes
 from streaming.dataset import StreamingDataset
 from streaming.loops.iterator import Loop
 from streaming.loops.position import Place
-from streaming.units import format_bytes
 
 _log = logging.getLogger("streaming")
 

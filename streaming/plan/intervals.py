@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streaming.plan.order import Int64Array
+from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

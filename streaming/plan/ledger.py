@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from streaming.arguments import checked_int
 from streaming.errors import ConfigError, StateError
 from streaming.plan.mixing import checked_weights
-from streaming.plan.order import checked_int
 from streaming.plan.schedule import MAX_ROW, Schedule
 
 START, RESUMED, CHANGED = "start", "changed at a resume", "set_weights"

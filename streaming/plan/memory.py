@@ -19,11 +19,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arguments import format_bytes
 from streaming.errors import MemoryLimitError
 from streaming.index.spans import SPAN_BYTES
-from streaming.plan.order import Int64Array, OrderSettings, Scope, default_lanes, default_window
+from streaming.plan.order import OrderSettings, Scope, default_lanes, default_window
 from streaming.plan.plan import Plan
-from streaming.units import format_bytes
+from streaming.types import Int64Array
 
 Spans: TypeAlias = tuple[Int64Array, Int64Array]
 PAGE_BYTES = mmap.PAGESIZE

@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import ConfigError
-from streaming.plan.order import EpochOrder, Int64Array, OrderSettings, checked_chunk_samples
+from streaming.plan.order import EpochOrder, OrderSettings, checked_chunk_samples
+from streaming.types import Int64Array
 
 _Floats = npt.NDArray[np.float64]
 _KEPT_CHUNKS = 2**20  # of permuted passes, per source: 8 MiB

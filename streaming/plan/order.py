@@ -25,9 +25,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arguments import checked_int
 from streaming.errors import ConfigError, StateError
+from streaming.types import Int64Array
 
-Int64Array = npt.NDArray[np.int64]
 _UInt64Array = npt.NDArray[np.uint64]
 
 MAX_WINDOW = 2**28  # window * 32 random bits stays below 2**60; a lane slice has room beside it in 64 bits
@@ -87,20 +88,6 @@ def _argsort_stable(keys: _UInt64Array, key_limit: int) -> Int64Array:
     if np.any(ordered[1:] == ordered[:-1]):
         order = np.argsort(keys, kind="stable")
     return order
-
-
-def checked_int(name: str, value: object, low: int, high: int) -> int:
-    """``value`` as an int in ``[low, high]``; NumPy integers pass, bools do not.
-
-    Raises:
-        ConfigError: If it is anything else.
-    """
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ConfigError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})")
-    number = int(value)
-    if not low <= number <= high:
-        raise ConfigError(f"{name}: expected an integer in [{low}, {high}], got {number}")
-    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arguments import checked_int
 from streaming.errors import ConfigError
-from streaming.plan.order import EpochOrder, Int64Array, OrderSettings, checked_int
+from streaming.plan.order import EpochOrder, OrderSettings
+from streaming.types import Int64Array
 
 MAX_SORTED = 2**20
 """Sets of up to so many samples are sorted: 8 MiB, and a tenth of a second per pass."""

@@ -24,16 +24,16 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arguments import checked_int
 from streaming.errors import ConfigError
 from streaming.plan.intervals import ChunkIntervals, join_intervals, merge_intervals
 from streaming.plan.order import (
     EpochOrder,
-    Int64Array,
     OrderSettings,
     checked_chunk_samples,
-    checked_int,
     deal_by_lane,
 )
+from streaming.types import Int64Array
 
 LastBatch = Literal["drop", "pad", "partial"]
 

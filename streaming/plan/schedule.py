@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, get_args
 
+from streaming.arguments import checked_int
 from streaming.errors import ConfigError, StateError
 from streaming.plan.mixing import checked_weights
-from streaming.plan.order import checked_int
 
 Value: TypeAlias = Mapping[str, float] | float
 """The weights of sources by name, or one number."""

@@ -21,8 +21,10 @@ from fractions import Fraction
 
 import numpy as np
 
+from streaming.arguments import checked_int
 from streaming.errors import ConfigError
-from streaming.plan.order import EpochOrder, Int64Array, OrderSettings, checked_int
+from streaming.plan.order import EpochOrder, OrderSettings
+from streaming.types import Int64Array
 
 MAX_POSITIONS = 2**50
 """Positions of one lane; products of a share and a count then need two 64-bit words at most."""

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from streaming.arguments import checked_int
 from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
-from streaming.plan.order import OrderSettings, checked_int
+from streaming.plan.order import OrderSettings
 
 STATE_VERSION = 2
 """Of a mixture's state, which has a ledger; that of one data set is still of version 1, so older releases read it."""

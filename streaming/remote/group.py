@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from streaming.arguments import checks_names, is_number, is_whole
+from streaming.arguments import checks_names, is_number, is_whole, parse_bytes
 from streaming.errors import ConfigError
-from streaming.units import parse_bytes
 
 
 @checks_names()

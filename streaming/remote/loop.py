@@ -17,7 +17,7 @@ from typing import Any, Self, TypeAlias
 import cloudpickle
 
 from infra import DeviceMesh
-from streaming.arguments import is_whole
+from streaming.arguments import format_bytes, is_whole
 from streaming.errors import ConfigError, StateError
 from streaming.loops.iterator import Loop, Run
 from streaming.loops.position import Place
@@ -25,7 +25,6 @@ from streaming.remote import cluster
 from streaming.remote.group import RemoteGroup, as_remote_group, deal
 from streaming.remote.handles import BatchHandle, RemoteBatch
 from streaming.remote.reader import Note, Reader, State, Step
-from streaming.units import format_bytes
 
 _MAX_RECIPE_BYTES = 1 << 20
 _DESCRIBE_S = 1.0

@@ -25,16 +25,17 @@ import torch
 from torch.utils.data import Sampler
 
 from infra import DeviceMesh, MeshFinder
-from streaming.arguments import checks_names, is_whole
+from streaming.arguments import checked_int, checks_names, is_whole
 from streaming.errors import ConfigError, StateError
 from streaming.loops.fetcher import checked_last_batch, resolve_batch_size
 from streaming.loops.options import merged_last_batch
 from streaming.loops.position import Lasting, Place, Position, Turn
-from streaming.plan.order import Int64Array, OrderSettings, checked_int
+from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import Permutation, substitutes
 from streaming.plan.plan import Plan, RankBatches, num_batches
 from streaming.plan.state import LoaderState
 from streaming.samplers.retry import RetrySampler
+from streaming.types import Int64Array
 
 __all__ = ["DeviceMeshSampler", "RetrySampler"]
 

@@ -32,13 +32,12 @@ from typing import Any, Protocol, Self, TypeVar
 from torch.utils.data import Dataset, Sampler
 
 from infra import DeviceMesh
-from streaming.arguments import checks_names, is_number, is_whole
+from streaming.arguments import checked_int, checks_names, is_number, is_whole
 from streaming.batches.losses import LossLog, user_trace
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from streaming.job.tally import Tally, open_tally
 from streaming.loops.position import Lasting
 from streaming.metrics import Metrics
-from streaming.plan.order import checked_int
 from streaming.platforms import unnamed_file
 
 _BATCH = TypeVar("_BATCH")

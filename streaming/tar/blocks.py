@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from streaming.errors import TarError
 from streaming.tar.names import decode_name
+from streaming.types import Int64Array
 
 BLOCK_BYTES = 512
 MAX_EXTENSION_BYTES = 1 << 20
@@ -22,7 +23,6 @@ MAX_MEMBER_BYTES = 1 << 56
 """Largest size a header may state, so that offsets stay within int64."""
 
 BytesLike = bytes | bytearray | memoryview | NDArray[np.uint8]
-Int64s = NDArray[np.int64]
 Names = list[bytes] | NDArray[np.bytes_]
 """Member names: as a NumPy column where all stand in the headers' name fields (junk after a NUL included)."""
 
@@ -63,9 +63,9 @@ class Members:
     """
 
     names: Names
-    headers: Int64s
-    data: Int64s
-    sizes: Int64s
+    headers: Int64Array
+    data: Int64Array
+    sizes: Int64Array
     end: int
     ended: bool
 

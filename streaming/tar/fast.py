@@ -19,7 +19,6 @@ from streaming.tar.blocks import (
     MAX_EXTENSION_BYTES,
     MAX_EXTENSION_RUN_BYTES,
     BytesLike,
-    Int64s,
     Members,
     Names,
     Where,
@@ -30,6 +29,7 @@ from streaming.tar.blocks import (
 )
 from streaming.tar.plain import read_plain
 from streaming.tar.walk import walk_members
+from streaming.types import Int64Array
 
 _HEADERS_AT_ONCE = 512  # 256 KiB: stays in the second cache; 128 and 4096 are slower (2026-11, 2 MiB of L2)
 _LITTLE = sys.byteorder == "little"
@@ -93,7 +93,7 @@ def _column(raw: NDArray[np.uint8], dtype: str, offset: int) -> NDArray[Any]:
     return np.ndarray((raw.size // BLOCK_BYTES,), dtype, raw, offset, (BLOCK_BYTES,))
 
 
-def _sizes(raw: NDArray[np.uint8], at: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+def _sizes(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, NDArray[np.bool_]]:
     """Sizes of the headers at blocks ``at``, and which of them are 11 octal digits closed by NUL or space.
 
     Eight digits are read as one little-endian word and folded in pairs, then fours, then eights.
@@ -108,7 +108,7 @@ def _sizes(raw: NDArray[np.uint8], at: Int64s) -> tuple[Int64s, NDArray[np.bool_
     return ((high << np.uint64(9)) | low3).astype(np.int64), good
 
 
-def _chain(raw: NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s, NDArray[np.uint8]] | None:
+def _chain(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, Int64Array, NDArray[np.uint8]] | None:
     """The candidates that are headers, with their payload sizes and roles; None where the pattern breaks."""
     sizes, good = _sizes(raw, at)
     roles = _ROLES[_column(raw, "u1", 156)[at]]
@@ -122,7 +122,7 @@ def _chain(raw: NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s, NDArray[
     return at, sizes, roles
 
 
-def _follow(at: Int64s, following: Int64s) -> Int64s:
+def _follow(at: Int64Array, following: Int64Array) -> Int64Array:
     """Indices of the candidates that are reached from the first one."""
     target = np.searchsorted(at, following)
     target[target == at.size] = -1
@@ -142,7 +142,7 @@ def _fold_octal(digits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return ((folded * np.uint64(0x100000000001)) >> np.uint64(32)) & np.uint64(0xFFFFFF)
 
 
-def _checksums_match(raw: NDArray[np.uint8], at: Int64s) -> bool:
+def _checksums_match(raw: NDArray[np.uint8], at: Int64Array) -> bool:
     """Whether all headers hold six octal digits that are the sum of their bytes (the usual form)."""
     stored = _column(raw, "<u8", 148)[at]
     if ((stored & np.uint64(0xDFDFF8F8F8F8F8F8)) != np.uint64(0x0000303030303030)).any():
@@ -178,8 +178,8 @@ def _byte_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _members(  # noqa: PLR0911 - as above
     raw: NDArray[np.uint8],
-    at: Int64s,
-    sizes: Int64s,
+    at: Int64Array,
+    sizes: Int64Array,
     roles: NDArray[np.uint8],
     where: Where,
     *,
@@ -233,7 +233,7 @@ def _payload(raw: NDArray[np.uint8], at: int, size: int) -> bytes:
 
 
 def _apply_extensions(
-    raw: NDArray[np.uint8], at: Int64s, sizes: Int64s, roles: NDArray[np.uint8], where: Where
+    raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, roles: NDArray[np.uint8], where: Where
 ) -> dict[int, bytes] | None:
     """Names given by PAX and GNU headers, by the index of their header; None if the exact reader must look."""
     names: dict[int, bytes] = {}
@@ -254,7 +254,7 @@ def _apply_extensions(
     return _carry(names, roles)
 
 
-def _any_concerns_us(raw: NDArray[np.uint8], at: Int64s, sizes: Int64s) -> bool:
+def _any_concerns_us(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array) -> bool:
     """Whether any of many PAX payloads may matter; most hold a time stamp and nothing else."""
     if int(sizes.max()) > BLOCK_BYTES:
         return True
@@ -275,14 +275,14 @@ def _carry(names: dict[int, bytes], roles: NDArray[np.uint8]) -> dict[int, bytes
     return carried
 
 
-def _globals_matter(raw: NDArray[np.uint8], at: Int64s, sizes: Int64s, roles: NDArray[np.uint8]) -> bool:
+def _globals_matter(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, roles: NDArray[np.uint8]) -> bool:
     return any(
         concerns_us(_payload(raw, int(at[index]), int(sizes[index])))
         for index in np.flatnonzero(roles == _GLOBAL).tolist()
     )
 
 
-def _names(raw: NDArray[np.uint8], at: Int64s, kept: Int64s, names_at: dict[int, bytes]) -> Names:
+def _names(raw: NDArray[np.uint8], at: Int64Array, kept: Int64Array, names_at: dict[int, bytes]) -> Names:
     """Names of the members at blocks ``at``, whose indices in the chain are ``kept``."""
     column = _column(raw, "S100", 0)[at]
     prefixed = (_column(raw, "u1", 345)[at] != 0) & (_column(raw, "u1", 262)[at] == 0)

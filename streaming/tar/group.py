@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streaming.errors import DuplicateKeyError, TarError
-from streaming.tar.blocks import Int64s, Members, Names, Where
+from streaming.tar.blocks import Members, Names, Where
 from streaming.tar.keys import KeyLines, join_lines, rises
 from streaming.tar.names import decode_name, is_meta, split_name
+from streaming.types import Int64Array
 
 MAX_FIELDS = 16384
 """Most fields of one sample; every field more costs all readers a column."""
@@ -46,9 +47,9 @@ class ChunkLayout:
 
     keys: list[str]
     fields: tuple[str, ...]
-    starts: Int64s
-    sizes: Int64s
-    record_starts: Int64s
+    starts: Int64Array
+    sizes: Int64Array
+    record_starts: Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +62,9 @@ class PackedLayout:
 
     keys: KeyLines | list[str]
     fields: tuple[str, ...]
-    starts: Int64s
-    sizes: Int64s
-    record_starts: Int64s
+    starts: Int64Array
+    sizes: Int64Array
+    record_starts: Int64Array
     first_header: int
 
     def unpacked(self) -> ChunkLayout:

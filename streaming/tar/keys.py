@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from streaming.tar.blocks import Int64s, Names
+from streaming.tar.blocks import Names
 from streaming.tar.names import decode_name, encode_name
+from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,16 @@ class KeyLines:
         """The keys as text."""
         return decode_name(self.lines[: -len(self.end)]).split(decode_name(self.end))
 
-    def packed(self) -> tuple[bytes, Int64s]:
+    def packed(self) -> tuple[bytes, Int64Array]:
         """The keys without anything between them, and where each ends: int64 ``[n]``."""
         return self.lines.replace(self.end, b""), self._stops()
 
-    def _stops(self) -> Int64s:
+    def _stops(self) -> Int64Array:
         stops = np.flatnonzero(np.frombuffer(self.lines, np.uint8) == ord("\n")) + 1
         return stops - len(self.end) * np.arange(1, self.count + 1)
 
 
-def pack_keys(keys: KeyLines | list[str]) -> tuple[bytes, Int64s]:
+def pack_keys(keys: KeyLines | list[str]) -> tuple[bytes, Int64Array]:
     """As :meth:`KeyLines.packed`, for a list of keys too."""
     if isinstance(keys, KeyLines):
         return keys.packed()

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streaming.tar.blocks import BLOCK_BYTES, Int64s, Members
+from streaming.tar.blocks import BLOCK_BYTES, Members
+from streaming.types import Int64Array
 
 _FIRST = 8
 """Members that are looked at one by one, to see how it goes on."""
@@ -79,7 +80,7 @@ class _Walk:
         )  # fmt: skip
 
 
-def _periodic(first: list[int], end: int) -> Int64s | None:
+def _periodic(first: list[int], end: int) -> Int64Array | None:
     """Where headers are up to ``end`` if the steps between the ``first`` ones come again and again."""
     steps = [b - a for a, b in pairwise(first)]
     for period in range(1, _FIRST // 2 + 1):
@@ -90,7 +91,7 @@ def _periodic(first: list[int], end: int) -> Int64s | None:
     return None
 
 
-def _members(raw: NDArray[np.uint8], places: Int64s) -> Members | None:
+def _members(raw: NDArray[np.uint8], places: Int64Array) -> Members | None:
     """The members with headers at ``places``; None if they are not plain or not there."""
     headers = raw.reshape(-1, BLOCK_BYTES).take(places // BLOCK_BYTES, 0)
     digits = headers[:, 124:135] - np.uint8(ord("0"))

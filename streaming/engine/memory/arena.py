@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
+from streaming.arguments import format_bytes
 from streaming.engine.memory.extents import Extents
 from streaming.errors import MemoryLimitError
 from streaming.platforms import MAP_NORESERVE, remove_pages, unnamed_file, want_huge_pages
-from streaming.units import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from streaming.engine.memory.extents import Extents
 from streaming.errors import DataError
 from streaming.fetch.layout import UnitLayout
-
-Ints = npt.NDArray[np.int64]
+from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +25,8 @@ class FieldRange:
         sizes: int64 [n], number of bytes; -1 where the sample lacks the field.
     """
 
-    starts: Ints
-    sizes: Ints
+    starts: Int64Array
+    sizes: Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +50,8 @@ class Rows:
     urls: list[str]
     fields: Mapping[str, FieldRange]
     damage: Mapping[int, DataError]
-    numbers: npt.NDArray[np.int64] | None = None
-    positions: npt.NDArray[np.int64] | None = None
+    numbers: Int64Array | None = None
+    positions: Int64Array | None = None
 
 
 class RowTable:
@@ -62,7 +61,7 @@ class RowTable:
         self._lock = threading.Lock()
         self._extents = Extents(0)
         self._keys: npt.NDArray[np.object_] = np.empty(0, np.object_)
-        self._fields: dict[str, tuple[Ints, Ints]] = {}
+        self._fields: dict[str, tuple[Int64Array, Int64Array]] = {}
         self._damage: dict[int, DataError] = {}
 
     def add(self, layout: UnitLayout, base: int) -> int:
@@ -93,7 +92,7 @@ class RowTable:
             for row in [row for row in self._damage if first <= row < first + num_samples]:
                 del self._damage[row]
 
-    def damage(self, rows: Ints) -> dict[int, DataError]:
+    def damage(self, rows: Int64Array) -> dict[int, DataError]:
         """Which of some rows, by their place among them, hold damaged bytes, and why."""
         with self._lock:
             if not self._damage:
@@ -101,7 +100,7 @@ class RowTable:
             known = self._damage
             return {place: known[row] for place, row in enumerate(rows.tolist()) if row in known}
 
-    def select(self, rows: Ints, fields: tuple[str, ...] | None) -> tuple[list[str], dict[str, FieldRange]]:
+    def select(self, rows: Int64Array, fields: tuple[str, ...] | None) -> tuple[list[str], dict[str, FieldRange]]:
         """Keys, and the places of the fields (all that any of the rows has, or those asked for), of some rows.
 
         It does not depend on what other rows there are: a field that is asked for is there if no row has it, too.
@@ -119,7 +118,7 @@ class RowTable:
                     ranges[name] = FieldRange(starts=column[0][rows], sizes=sizes)
         return found, ranges
 
-    def _column(self) -> tuple[Ints, Ints]:
+    def _column(self) -> tuple[Int64Array, Int64Array]:
         capacity = self._extents.capacity
         return np.zeros(capacity, np.int64), np.full(capacity, -1, np.int64)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from streaming.arguments import format_bytes
 from streaming.batches.build import BadSampleReport, BatchBuilder, Mask
 from streaming.batches.draws import epoch_key
 from streaming.engine.crew import Crew
@@ -28,7 +29,6 @@ from streaming.engine.unindexed.read_ahead import ReadAhead, StreamClosedError
 from streaming.engine.unindexed.samples import RawSample, StreamSettings, samples_of
 from streaming.metrics import Metrics
 from streaming.storage import Storage, redact
-from streaming.units import format_bytes
 
 _SHOWN_ROWS = 16
 """Samples read for a batch without rows: one of them must be readable and kept by transform."""

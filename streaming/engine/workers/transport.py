@@ -15,13 +15,13 @@ from pickle import PickleBuffer
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.row_table import FieldRange, Rows
 from streaming.engine.workers.portable import Pickler, dumps
 from streaming.engine.workers.ring import Memory, SlotWriter
 from streaming.errors import WorkerError
+from streaming.types import Int64Array
 
 _IN_SLOT_BYTES = 32 << 10
 """Pickles and lists of bytes of this size go through the slot: cheaper than twice through a socket."""
@@ -139,7 +139,7 @@ def _lighter(name: Any, value: Any, rows: Rows, writer: SlotWriter, echoes: dict
 class _BytesList:
     """Stands for a list of ``bytes`` or None: all of them end to end in ``room``, and their sizes (None: -1)."""
 
-    def __init__(self, values: list[bytes | None], sizes: npt.NDArray[np.int64], room: Memory) -> None:
+    def __init__(self, values: list[bytes | None], sizes: Int64Array, room: Memory) -> None:
         self._sizes = sizes
         self._room = room
         out = room.data
@@ -156,7 +156,7 @@ class _BytesList:
         return _bytes_list, (PickleBuffer(self._room.data), self._sizes)
 
 
-def _bytes_list(memory: Any, sizes: npt.NDArray[np.int64]) -> list[bytes | None]:
+def _bytes_list(memory: Any, sizes: Int64Array) -> list[bytes | None]:
     lengths = sizes.clip(0)
     stops = np.cumsum(lengths)
     places = zip((stops - lengths).tolist(), stops.tolist(), strict=True)
