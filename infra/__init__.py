@@ -1,6 +1,7 @@
-"""Where does this process run, and which share of the data does it need.
+"""Find where this process runs, and which share of the data it needs.
 
-`infra` imports nothing of ours and no framework, and is the only place that reads the environment.
+Launchers, environments and meshes live here: the only place that reads the environment. Imports nothing of ours and no
+framework, and knows no data set.
 """
 
 from __future__ import annotations

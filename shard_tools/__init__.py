@@ -1,4 +1,8 @@
-"""Packs, indexes, checks and shows WebDataset shards: the writer as a library, the verbs as a command."""
+"""Pack, index, check and show WebDataset shards: the writer as a library, the verbs as a command.
+
+Here live the command line itself, what its options mean and how results are shown. What a verb does lies in a package
+below, as a function that prints nothing; training loops and their engine are not known here.
+"""
 
 import os
 import sys

@@ -1,4 +1,8 @@
-"""Packing data of other layouts into indexed tar shards."""
+"""Pack data of other layouts into indexed tar shards: the verb ``convert``, and ``pack``, with which others write too.
+
+A layout is a ``Source`` (``records.py``): a module that turns its files into records, and no more. It neither writes
+shards nor knows options of the command line; how to add one stands in CONTRIBUTING.md.
+"""
 
 from shard_tools.convert.journal import TargetNotEmptyError
 from shard_tools.convert.records import Record, Skipped, Source

@@ -1,7 +1,7 @@
-"""Bytes of fields into objects: NumPy arrays, strings, numbers, Pillow images. No torch, and never a pickle.
+"""Decode the bytes of fields into objects: NumPy arrays, strings, numbers, Pillow images.
 
 ``resolve_decoders(spec).decoder_for(field)`` gives the :class:`~streaming.types.Decoder` of a field;
-``decode_field`` calls it and names its errors.
+``decode_field`` calls it and names its errors. No torch, never a pickle, and nothing that runs code of the data.
 """
 
 from streaming.decode.arrays import ArrayDecoder, NpzDecoder, array, npy, npz, safetensors

@@ -1,1 +1,4 @@
-"""Feed an accelerator: copy batches ahead on a side stream."""
+"""Feed an accelerator: copy batches ahead on a side stream.
+
+Knows batches and the device; not where batches come from.
+"""

@@ -1,4 +1,4 @@
-"""The index: chunk tables, sample tables, the rule that cuts chunks, and where the files lie (``docs/format.md``).
+"""Hold the index: chunk tables, sample tables, the rule that cuts chunks, where files lie (``docs/format.md``).
 
-Pure: bytes in, values out. :mod:`streaming.catalog.build` reads and writes the files.
+Pure: bytes in, values out, no I/O. :mod:`streaming.catalog.build` reads and writes the files.
 """

@@ -1,4 +1,4 @@
-"""Glue for trainers that count, save or cut data by themselves. ``import streaming`` imports none of it.
+"""Fit trainers that count, save or cut data by themselves. ``import streaming`` imports none of it.
 
 ``streaming.integrations.accelerate`` and ``streaming.integrations.transformers`` import the libraries of these names;
 ``streaming.integrations.lightning`` is for loaders without a length. Ray Train, torch.distributed and its checkpoints

@@ -1,4 +1,7 @@
-"""``DataLoader(…, remote_group=…)``: Ray actors read, the loop sees handles, whoever uses a batch fetches it."""
+"""Read in Ray actors: ``DataLoader(…, remote_group=…)`` shows its loop handles, and who uses a batch fetches it.
+
+Every actor runs the ordinary loader of its rank; nothing here plans, fetches or decodes.
+"""
 
 from streaming.remote.group import RemoteGroup
 from streaming.remote.handles import BatchHandle, RemoteBatch

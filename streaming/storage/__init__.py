@@ -1,4 +1,8 @@
-"""Objects and files by URL: ranged reads, listings and atomic writes over local disks, s3, gs, az, http and fsspec."""
+"""Read, list and write objects and files by URL: local disks, s3, gs, az, http and fsspec, behind one ``Storage``.
+
+What all stores share lives here; one kind of store in ``adapters``, retries and threads in ``requests``. Knows bytes
+and URLs, and nothing of shards.
+"""
 
 from streaming.storage.active import ActiveRequest
 from streaming.storage.base import DEFAULT_PART_BYTES, ChangedError, ObjectInfo, Observer, ReadBuffer, StoreWriter

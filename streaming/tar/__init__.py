@@ -1,4 +1,4 @@
-"""Tar archives as bytes in memory: parsing chunks, scanning streams, and writing headers. Pure: no I/O.
+"""Parse and write tar archives as bytes in memory. Pure: no I/O.
 
 Import from the modules: ``parse`` (a chunk's bytes to its layout), ``scanner`` (a stream of pieces), ``samples``
 (a stream to samples), ``headers`` (the bytes that our writer emits).

@@ -1,1 +1,4 @@
-"""Send requests: retries, silences, throttling, threads and the bytes under way."""
+"""Send requests: retries, silences, throttling, threads and the bytes under way.
+
+One policy for all stores; knows no store's own errors.
+"""
