@@ -178,7 +178,8 @@ class Loads:
         The border is the one at or before the position, or at or behind it (``up``), as if the records of a chunk were
         equal. Both are counted over all passes.
         """
-        chunk_starts, byte_starts = self.plan.order(0).sample_starts, np.cumsum(self.chunk_bytes)
+        chunk_starts = np.concatenate([[0], np.cumsum(self.plan.chunk_samples)])
+        byte_starts = np.cumsum(self.chunk_bytes)
         passes, within = np.divmod(positions, self.plan.samples_per_pass)
         chunks = np.searchsorted(chunk_starts, within, side="right") - 1
         counts, offsets = np.maximum(self.plan.chunk_samples[chunks], 1), within - chunk_starts[chunks]

@@ -63,9 +63,7 @@ class Substitutes:
         order = self._plan.order(pass_number)
         size = int(self._plan.chunk_samples[chunk])
         yield from self._rows(chunk, [(offset + step) % size for step in range(1, size)])
-        place = int(order.chunk_ranks[chunk])
-        for back in range(1, len(order.chunk_order)):
-            other = int(order.chunk_order[place - back])
+        for other in order.chunks_before(chunk):
             yield from self._rows(other, range(int(self._plan.chunk_samples[other])))
 
     def any(self) -> Iterator[Rows]:

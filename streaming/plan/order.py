@@ -17,10 +17,10 @@ streams may change between releases: the order is a contract with every checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ _UInt64Array = npt.NDArray[np.uint64]
 MAX_WINDOW = 2**28  # window * 32 random bits stays below 2**60; a lane slice has room beside it in 64 bits
 MAX_SLICE = 2**30  # lane positions evaluated at once
 MAX_LANES = 2**20
+ENDLESS = 2**50
+"""Samples of a pass that has no end: more than any run reads, and exact in 64-bit floats."""
 _MAX_INT32 = 2**31 - 1
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of splitmix64
@@ -196,69 +198,129 @@ def checked_chunk_samples(chunk_samples: npt.ArrayLike) -> Int64Array:
     return sizes
 
 
-class EpochOrder:
-    """The order of one pass over the data set.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LaneParts:
+    """Runs of samples of one chunk in one lane, and when they are due; int64[n] each.
+
+    Attributes:
+        chunk_ids: The chunk of each run.
+        lanes: The lane.
+        begins: The first lane position at which a sample of the run may be due.
+        ends: One past the last such position.
+    """
+
+    chunk_ids: Int64Array
+    lanes: Int64Array
+    begins: Int64Array
+    ends: Int64Array
+
+
+class Order(Protocol):
+    """The order of one pass, as a plan asks for it. Thread-safe, and a pure function of what it was made from."""
+
+    def lane_size(self, lane: int) -> int:
+        """Samples of a lane in this pass."""
+
+    def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """Chunk ids and offsets inside them, int64[n] each, at positions ``[start, stop)`` of a lane."""
+
+    def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
+        """All runs in lanes ``[low, high)`` that may be due at lane positions ``[start, stop)``, perhaps others.
+
+        A chunk may come in several runs, of one lane too. Their order is by chunk id, then by lane.
+        """
+
+    def chunks_before(self, chunk_id: int) -> Iterator[int]:
+        """The other chunks of the chunk's source, whose samples may stand in for its own: nearest first."""
+
+
+class Orders(Protocol):
+    """The orders of all passes over a data set. Thread-safe.
+
+    Attributes:
+        settings: The order settings.
+        chunk_samples: int64[C], samples of each chunk.
+        samples_per_pass: Samples of one pass of the stream; :data:`ENDLESS` where pass 0 has no end.
+        is_endless: Whether that is so.
+    """
+
+    settings: OrderSettings
+    chunk_samples: Int64Array
+    samples_per_pass: int
+    is_endless: bool
+
+    def of_pass(self, number: int) -> Order:
+        """The order of one pass."""
+
+    def under(self, settings: OrderSettings) -> Orders:
+        """The orders of the same data under other settings."""
+
+
+class EpochOrders:
+    """The orders of one data set: an :class:`EpochOrder` for each pass.
+
+    Args:
+        chunk_samples: int64[C], samples of each chunk in data-set order.
+        settings: The order settings.
+
+    Raises:
+        ConfigError: There is no sample.
+    """
+
+    is_endless = False
+
+    def __init__(self, chunk_samples: npt.ArrayLike, settings: OrderSettings) -> None:
+        self.chunk_samples = checked_chunk_samples(chunk_samples)
+        self.settings = settings
+        self.samples_per_pass = int(self.chunk_samples.sum())
+
+    def of_pass(self, number: int) -> EpochOrder:
+        """The order of one pass."""
+        return EpochOrder(self.chunk_samples, self.settings, number)
+
+    def under(self, settings: OrderSettings) -> EpochOrders:
+        """The orders of the same data set under other settings."""
+        return EpochOrders(self.chunk_samples, settings)
+
+
+class LaidOrder:
+    """An order that is laid end to end: parts of chunks one after the other, cut into lanes of equal size.
 
     Immutable after construction and safe to share between threads. Array attributes must not be written to.
 
+    Args:
+        chunk_ids: int64[P], the chunk of each part; a chunk may come several times.
+        sizes: int64[P], samples of each part.
+        firsts: int64[P], first sample of each part in its chunk; None: parts are whole chunks.
+        settings: The order settings.
+        epoch: Number of the pass; each has an order of its own.
+
     Attributes:
-        num_samples: D, the samples of one pass.
-        chunk_order: int64[C], data-set chunk ids in the order in which they are laid end to end.
-        chunk_starts: int64[C+1], linear position of the first sample of each chunk of ``chunk_order``.
-        sample_starts: int64[C+1], data-set id of the first sample of each chunk, in data-set order.
+        num_samples: D, the samples of the pass.
+        chunk_order: int64[P], the chunk of each part.
+        chunk_starts: int64[P+1], linear position of the first sample of each part.
     """
 
-    def __init__(self, chunk_samples: npt.ArrayLike, settings: OrderSettings, epoch: int) -> None:
-        """Permute the chunks.
-
-        Args:
-            chunk_samples: int64[C], samples of each chunk in data-set order; 0 is allowed.
-            settings: The order settings.
-            epoch: Number of the pass; each has an order of its own.
-
-        Raises:
-            ConfigError: If an argument is out of range or there is no sample.
-        """
-        sizes = checked_chunk_samples(chunk_samples)
+    def __init__(
+        self, chunk_ids: Int64Array, sizes: Int64Array, firsts: Int64Array | None, settings: OrderSettings, epoch: int
+    ) -> None:
         self.settings = settings
         self.epoch = checked_int("epoch", epoch, 0, 2**62)
-        self.num_samples = int(sizes.sum())
+        self.chunk_order = chunk_ids
+        self.chunk_starts = _starts(sizes)
+        self.num_samples = int(self.chunk_starts[-1])
+        self._firsts = firsts
         self._lane_size, self._long_lanes = divmod(self.num_samples, settings.lanes)
-        if settings.shuffle:
-            self.chunk_order: Int64Array = self._permuted(sizes)
-        else:
-            self.chunk_order = np.arange(len(sizes), dtype=np.int64)
-        self.chunk_starts = _starts(sizes[self.chunk_order])
-        self.sample_starts = _starts(sizes)
-
-    def _permuted(self, sizes: Int64Array) -> Int64Array:
-        """The chunks in the order in which they are laid end to end."""
-        seed = self.settings.seed
-        of_pass = _hash_range(_stream_key(seed, self.epoch, _CHUNKS), 0, len(sizes))
-        if self.settings.scope == "global":
-            return np.argsort(of_pass, kind="stable")
-        homes = np.argsort(_hash_range(_stream_key(seed, _HOMES), 0, len(sizes)), kind="stable")
-        starts = _starts(sizes[homes])
-        first = self.lanes_of(np.minimum(starts[:-1], self.num_samples - 1))
-        last = self.lanes_of(np.maximum(starts[1:] - 1, starts[:-1]).clip(max=self.num_samples - 1))
-        inside = np.flatnonzero(first == last)
-        # A chunk across a lane border keeps its place. The others of a lane lie between two of these, and stay there.
-        movable = homes[inside]
-        homes[inside] = movable[np.lexsort((of_pass[movable], first[inside]))]
-        return homes
-
-    @cached_property
-    def chunk_ranks(self) -> Int64Array:
-        """int64[C], place of each data-set chunk in ``chunk_order`` (its inverse)."""
-        ranks = np.empty_like(self.chunk_order)
-        ranks[self.chunk_order] = np.arange(len(ranks), dtype=np.int64)
-        return ranks
 
     def lane_bounds(self, lane: int) -> tuple[int, int]:
         """Linear positions ``[start, stop)`` of a lane; the first D % L lanes are one sample longer."""
         checked_int("lane", lane, 0, self.settings.lanes - 1)
         start = lane * self._lane_size + min(lane, self._long_lanes)
         return start, start + self._lane_size + (lane < self._long_lanes)
+
+    def lane_size(self, lane: int) -> int:
+        """See ``Order``."""
+        return self._lane_size + (lane < self._long_lanes)
 
     def lane_starts(self, lanes: Int64Array) -> Int64Array:
         """Linear position at which each of ``lanes`` starts; L itself starts at D. Any shape."""
@@ -273,9 +335,7 @@ class EpochOrder:
     def lane_slice(self, lane: int, start: int, stop: int) -> Int64Array:
         """Linear positions of the samples at lane positions ``[start, stop)`` of a lane, in that order.
 
-        The lane's samples are sorted by ``i + W * u(i)``, u in [0, 1). The r-th smallest of these keys lies
-        in ``[r, r + W)``: so the slice needs the keys of ``[start - W, stop + W)`` only, and no sample moves
-        by W or more.
+        See :func:`window_slice`.
 
         Raises:
             ConfigError: If the range does not lie in the lane, or holds more than 2**30 positions.
@@ -286,16 +346,9 @@ class EpochOrder:
                 f"lane positions [{start}, {stop}): expected a range of at most {MAX_SLICE} within "
                 f"[0, {lane_stop - lane_start}) of lane {lane}"
             )
-        window = self.settings.window
-        if window == 0 or start == stop:
-            return np.arange(lane_start + start, lane_start + stop, dtype=np.int64)
-        low, high = max(start - window, 0), min(stop + window, lane_stop - lane_start)
-        keys = _hash_range(_stream_key(self.settings.seed, self.epoch, _WINDOW, lane), low, high)
-        keys >>= np.uint64(32)
-        keys *= np.uint64(window)
-        keys += np.arange(high - low, dtype=np.uint64) << np.uint64(32)
-        order = _argsort_stable(keys, (high - low + window) << 32)
-        return order[start - low : stop - low] + (lane_start + low)
+        laid = window_slice(self.settings, self.epoch, lane, start, stop, lane_stop - lane_start)
+        laid += lane_start
+        return laid
 
     def locate(self, linear: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Data-set chunk id and sample offset inside the chunk of each linear position.
@@ -315,7 +368,87 @@ class EpochOrder:
         first, last = np.searchsorted(self.chunk_starts, span, side="right") - 1
         starts = self.chunk_starts[first : last + 1]
         within = np.searchsorted(starts, linear, side="right") - 1
+        if self._firsts is not None:
+            starts = starts - self._firsts[first : last + 1]
         return self.chunk_order[first : last + 1][within], linear - starts[within]
+
+    def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """See ``Order``."""
+        return self.locate(self.lane_slice(lane, start, stop))
+
+    def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:  # noqa: ARG002  all of the pass
+        """See ``Order``: all runs of these lanes.
+
+        Samples on linear positions [a, b) of a lane are due only while it stands in (a - W, b + W).
+        """
+        row, lanes, starts, stops = self.cut_parts(low, high)
+        reach = max(self.settings.window - 1, 0)
+        lane_starts, lane_stops = self.lane_starts(lanes), self.lane_starts(lanes + 1)
+        return LaneParts(
+            chunk_ids=self.chunk_order[row],
+            lanes=lanes,
+            begins=np.maximum(starts - lane_starts - reach, 0),
+            ends=np.minimum(stops + reach, lane_stops) - lane_starts,
+        )
+
+    def cut_parts(self, low: int, high: int) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+        """Cut the parts at the borders of lanes ``[low, high)``; part, lane, linear start and stop, int64[n] each.
+
+        One row for each part and lane, sorted by chunk, then as they are laid.
+        """
+        limits = self.lane_starts(np.array([low, high]))
+        # The run of parts that these lanes hold: a rank of many looks at few. Those that miss the lanes drop out.
+        first, stop = np.searchsorted(self.chunk_starts, [limits[0] + 1, limits[1]]).tolist()
+        parts = np.argsort(self.chunk_order[first - 1 : stop], kind="stable") + (first - 1)
+        starts = np.maximum(self.chunk_starts[parts], limits[0])
+        stops = np.minimum(self.chunk_starts[parts + 1], limits[1])
+        here = stops > starts
+        parts, starts, stops = parts[here], starts[here], stops[here]
+        first_lanes = self.lanes_of(starts)
+        spans = self.lanes_of(stops - 1) - first_lanes + 1
+        row = np.repeat(np.arange(len(parts)), spans)
+        lanes = first_lanes[row] + np.arange(len(row)) - (np.cumsum(spans) - spans)[row]
+        starts = np.maximum(starts[row], self.lane_starts(lanes))
+        stops = np.minimum(stops[row], self.lane_starts(lanes + 1))
+        return parts[row], lanes, starts, stops
+
+
+class EpochOrder(LaidOrder):
+    """The order of one pass over one data set.
+
+    Attributes:
+        sample_starts: int64[C+1], data-set id of the first sample of each chunk, in data-set order.
+    """
+
+    def __init__(self, chunk_samples: npt.ArrayLike, settings: OrderSettings, epoch: int) -> None:
+        """Permute the chunks.
+
+        Args:
+            chunk_samples: int64[C], samples of each chunk in data-set order; 0 is allowed.
+            settings: The order settings.
+            epoch: Number of the pass; each has an order of its own.
+
+        Raises:
+            ConfigError: If an argument is out of range or there is no sample.
+        """
+        sizes = checked_chunk_samples(chunk_samples)
+        checked_int("epoch", epoch, 0, 2**62)
+        chunk_order = _permuted(sizes, settings, epoch) if settings.shuffle else np.arange(len(sizes), dtype=np.int64)
+        super().__init__(chunk_order, sizes[chunk_order], None, settings, epoch)
+        self.sample_starts = _starts(sizes)
+
+    @cached_property
+    def chunk_ranks(self) -> Int64Array:
+        """int64[C], place of each data-set chunk in ``chunk_order`` (its inverse)."""
+        ranks = np.empty_like(self.chunk_order)
+        ranks[self.chunk_order] = np.arange(len(ranks), dtype=np.int64)
+        return ranks
+
+    def chunks_before(self, chunk_id: int) -> Iterator[int]:
+        """See ``Order``: backwards from the chunk, as they are laid; the last follows the first."""
+        place = int(self.chunk_ranks[chunk_id])
+        for back in range(1, len(self.chunk_order)):
+            yield int(self.chunk_order[place - back])
 
     def samples(self, positions: npt.ArrayLike) -> Int64Array:
         """Data-set sample ids at global positions.
@@ -347,6 +480,52 @@ class EpochOrder:
             chunk_ids, offsets = self.locate(linear)
             result[by_lane[group]] = self.sample_starts[chunk_ids] + offsets
         return result
+
+
+def _permuted(sizes: Int64Array, settings: OrderSettings, epoch: int) -> Int64Array:
+    """The chunks in the order in which they are laid end to end."""
+    of_pass = _hash_range(_stream_key(settings.seed, epoch, _CHUNKS), 0, len(sizes))
+    if settings.scope == "global":
+        return np.argsort(of_pass, kind="stable")
+    homes = np.argsort(_hash_range(_stream_key(settings.seed, _HOMES), 0, len(sizes)), kind="stable")
+    laid = LaidOrder(homes, sizes[homes], None, settings, epoch)
+    starts, last_sample = laid.chunk_starts, laid.num_samples - 1
+    first = laid.lanes_of(np.minimum(starts[:-1], last_sample))
+    last = laid.lanes_of(np.maximum(starts[1:] - 1, starts[:-1]).clip(max=last_sample))
+    inside = np.flatnonzero(first == last)
+    # A chunk across a lane border keeps its place. The others of a lane lie between two of these, and stay there.
+    movable = homes[inside]
+    homes[inside] = movable[np.lexsort((of_pass[movable], first[inside]))]
+    return homes
+
+
+def window_slice(settings: OrderSettings, epoch: int, lane: int, start: int, stop: int, lane_size: int) -> Int64Array:
+    """Say which samples of a lane are due at its positions ``[start, stop)``, by their places as the lane is laid.
+
+    The lane's samples are sorted by ``i + W * u(i)``, u in [0, 1). The r-th smallest of these keys lies in
+    ``[r, r + W)``: so the slice needs the keys of ``[start - W, stop + W)`` only, and no sample moves by W or more.
+
+    Args:
+        settings: The order settings.
+        epoch: Number of the pass.
+        lane: Number of the lane.
+        start: First lane position.
+        stop: One past the last, at most ``lane_size``.
+        lane_size: Samples of the lane.
+
+    Returns:
+        int64[stop - start], a new array.
+    """
+    window = settings.window
+    if window == 0 or start == stop:
+        return np.arange(start, stop, dtype=np.int64)
+    low, high = max(start - window, 0), min(stop + window, lane_size)
+    keys = _hash_range(_stream_key(settings.seed, epoch, _WINDOW, lane), low, high)
+    keys >>= np.uint64(32)
+    keys *= np.uint64(window)
+    keys += np.arange(high - low, dtype=np.uint64) << np.uint64(32)
+    order = _argsort_stable(keys, (high - low + window) << 32)
+    return order[start - low : stop - low] + low
 
 
 def deal_by_lane(

@@ -28,9 +28,10 @@ from streaming.arguments import checked_int
 from streaming.errors import ConfigError
 from streaming.plan.intervals import ChunkIntervals, join_intervals, merge_intervals
 from streaming.plan.order import (
-    EpochOrder,
+    EpochOrders,
+    Order,
+    Orders,
     OrderSettings,
-    checked_chunk_samples,
     deal_by_lane,
 )
 from streaming.types import Int64Array
@@ -129,6 +130,7 @@ class Plan:
         epoch: int = 0,
         epoch_size: int | None = None,
         start: int = 0,
+        orders: Orders | None = None,
     ) -> None:
         """Check the numbers; orders are made when they are first needed.
 
@@ -143,18 +145,26 @@ class Plan:
             epoch: Number of the epoch.
             epoch_size: E, samples of a virtual epoch over endless repetition; default: one pass.
             start: Samples of this epoch that are already consumed.
+            orders: The order of each pass, under the same settings and over the same chunks; default: that of one data
+                set. Where they are endless, an epoch without an ``epoch_size`` is, too.
 
         Raises:
             ConfigError: If an argument is out of range or the data set is empty.
         """
-        self.chunk_samples = checked_chunk_samples(chunk_samples)
+        self.orders = EpochOrders(chunk_samples, settings) if orders is None else orders
+        self.chunk_samples = self.orders.chunk_samples
         self.settings = settings
+        if self.orders.settings != settings or len(self.chunk_samples) != len(np.atleast_1d(chunk_samples)):
+            raise ConfigError(
+                f"orders: expected those of {settings} and {len(np.atleast_1d(chunk_samples))} chunks, got those of "
+                f"{self.orders.settings} and {len(self.chunk_samples)} chunks"
+            )
         self.global_batch_size = checked_int("global_batch_size", global_batch_size, 1, 2**31 - 1)
         self.dp_world_size = checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1)
         if last_batch not in get_args(LastBatch):
             raise ConfigError(f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {last_batch!r}")
         self.last_batch: LastBatch = last_batch
-        self.samples_per_pass = int(self.chunk_samples.sum())
+        self.samples_per_pass = self.orders.samples_per_pass
         size = self.samples_per_pass if epoch_size is None else epoch_size
         self.num_samples = checked_int("epoch_size", size, 1, _MAX_COUNT)
         self.epoch = checked_int("epoch", epoch, 0, _MAX_COUNT // self.num_samples - 1)
@@ -163,7 +173,7 @@ class Plan:
         left = self.num_samples - self.start
         self.num_batches = num_batches(left, self.global_batch_size, last_batch)
         self._stop = self._origin + min(left, self.num_batches * self.global_batch_size)
-        self._orders: dict[int, EpochOrder] = {}
+        self._orders: dict[int, Order] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
 
     @property
@@ -173,11 +183,11 @@ class Plan:
             return range(0)
         return range(self._origin // self.samples_per_pass, (self._stop - 1) // self.samples_per_pass + 1)
 
-    def order(self, pass_number: int) -> EpochOrder:
+    def order(self, pass_number: int) -> Order:
         """The order of one pass; the few that were used last are kept."""
         order = self._orders.get(pass_number)
         if order is None:
-            order = EpochOrder(self.chunk_samples, self.settings, pass_number)
+            order = self.orders.of_pass(pass_number)
             for old in sorted(self._orders)[: max(len(self._orders) - _CACHED_PASSES + 1, 0)]:
                 self._orders.pop(old, None)
                 for key in [key for key in list(self._segments) if key[0] == old]:
@@ -352,14 +362,13 @@ class Plan:
             np.concatenate([offsets for _, offsets in pieces])[index].astype(np.int64),
         )
 
-    def _segment(self, order: EpochOrder, pass_number: int, lane: int, low: int, high: int) -> _Segment:
+    def _segment(self, order: Order, pass_number: int, lane: int, low: int, high: int) -> _Segment:
         """Chunk ids and offsets of a lane range that covers ``[low, high)``; kept for later batches."""
         segment = self._segments.get((pass_number, lane))
         if segment is None or not segment[0] <= low <= high <= segment[1]:
-            lane_start, lane_stop = order.lane_bounds(lane)
             ahead = max(high, low + max(2 * self.settings.window, _MIN_SEGMENT))
-            stop = min(ahead, lane_stop - lane_start)
-            ids, offsets = order.locate(order.lane_slice(lane, low, stop))
+            stop = min(ahead, order.lane_size(lane))
+            ids, offsets = order.lane_samples(lane, low, stop)
             segment = (low, stop, ids.astype(np.int32), offsets.astype(np.int32))
             self._segments[pass_number, lane] = segment
         return segment
@@ -408,32 +417,17 @@ class Plan:
     def _regular_intervals(
         self, pass_number: int, batches: range, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        order, num_lanes = self.order(pass_number), self.settings.lanes
-        # Each chunk's linear range, cut to the lanes of this rank; chunks that miss them drop out.
-        limits = order.lane_starts(np.array(self.rank_lanes(dp_rank)))
-        # The run of chunks that these lanes hold: a rank of many looks at few chunks.
-        first, stop = np.searchsorted(order.chunk_starts, [limits[0] + 1, limits[1]]).tolist()
-        chunk_ids = np.sort(order.chunk_order[first - 1 : stop])
-        ranks = order.chunk_ranks[chunk_ids]
-        starts = np.maximum(order.chunk_starts[ranks], limits[0])
-        stops = np.minimum(order.chunk_starts[ranks + 1], limits[1])
-        here = stops > starts
-        ids, starts, stops = chunk_ids[here], starts[here], stops[here]
-        # One row per chunk and lane.
-        first_lanes = order.lanes_of(starts)
-        spans = order.lanes_of(stops - 1) - first_lanes + 1
-        row = np.repeat(np.arange(len(ids)), spans)
-        lanes = first_lanes[row] + np.arange(len(row)) - (np.cumsum(spans) - spans)[row]
-        lane_starts, lane_stops = order.lane_starts(lanes), order.lane_starts(lanes + 1)
-        # Lane positions at which the window lets these samples appear, then the batches that hold them.
-        reach = max(self.settings.window - 1, 0)
-        low = np.maximum(np.maximum(starts[row], lane_starts) - lane_starts - reach, 0)
-        high = np.minimum(stops[row] - 1 + reach, lane_stops - 1) - lane_starts
+        num_lanes, size = self.settings.lanes, self.global_batch_size
         origin = pass_number * self.samples_per_pass - self._origin
-        first = np.maximum((origin + low * num_lanes + lanes) // self.global_batch_size, batches[0])
-        last = np.minimum((origin + high * num_lanes + lanes) // self.global_batch_size, batches[-1])
+        low, high = self.rank_lanes(dp_rank)
+        start = (batches[0] * size - origin) // num_lanes
+        stop = ((batches[-1] + 1) * size - 1 - origin) // num_lanes + 1
+        parts = self.order(pass_number).lane_parts(low, high, start, stop)
+        # The batches that hold the lane positions at which the parts may be due.
+        first = np.maximum((origin + parts.begins * num_lanes + parts.lanes) // size, batches[0])
+        last = np.minimum((origin + (parts.ends - 1) * num_lanes + parts.lanes) // size, batches[-1])
         due = first <= last
-        return ids[row][due], first[due], last[due]
+        return parts.chunk_ids[due], first[due], last[due]
 
     def rank_lanes(self, dp_rank: int) -> tuple[int, int]:
         """Lanes ``[low, high)`` of which this rank may hold a row in a full batch inside one pass."""
