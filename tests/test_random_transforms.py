@@ -14,7 +14,7 @@ from data_sets import SampleSet, mesh_of, write_set
 
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
-from streaming.batches.build import Recipe
+from streaming.batches.build import Part, Recipe
 from streaming.batches.draw_watch import generator_states
 from streaming.decode import resolve_decoders
 from streaming.loops.fetcher import LoopConfig, open_sharing
@@ -242,7 +242,7 @@ def test_a_rank_that_reads_for_others_draws_in_a_process(
 ) -> None:
     """It reads on a thread beside the training, which draws from the same generators."""
     mesh = DeviceMesh.from_sizes(dp_size=1, tp_size=2, rank=0, environ={})
-    recipe = Recipe(decoders=resolve_decoders(None), transform=transform)
+    recipe = Recipe(parts=(Part(decoders=resolve_decoders(None), transform=transform),))
     config = LoopConfig(
         global_batch_size=4, mesh=mesh, last_batch="drop", epoch_size=None, memory_limit_bytes=1 << 20, num_workers=0,
         num_threads=1, depth=1, recipe=recipe, replicas=Replicas(replicate="broadcast"),

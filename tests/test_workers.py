@@ -24,7 +24,7 @@ import pytest
 import torch
 from PIL import Image
 
-from streaming.batches.build import BadSample, BatchBuilder, Recipe
+from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
 from streaming.decode import resolve_decoders
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.row_table import FieldRange, Rows
@@ -104,8 +104,8 @@ def here(recipe: Recipe, rows: Rows, valid: Any = None, substitutes: Any = no_su
     return BatchBuilder(recipe, substitutes, lambda bad: None).build(rows, valid)
 
 
-def recipe_of(decode: Any = "auto", **options: Any) -> Recipe:
-    return Recipe(decoders=resolve_decoders(decode), **options)
+def recipe_of(decode: Any = "auto", collate_fn: Any = None, finish: Any = None, **options: Any) -> Recipe:
+    return Recipe(parts=(Part(decoders=resolve_decoders(decode), **options),), collate_fn=collate_fn, finish=finish)
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -535,7 +535,7 @@ import os, signal, sys
 import numpy as np
 from streaming.decode import resolve_decoders
 from streaming.engine.memory.arena import Arena
-from streaming.batches.build import Recipe, Rows
+from streaming.batches.build import Part, Recipe, Rows
 from streaming.engine.workers.ring import BatchRing
 from streaming.engine.memory.row_table import FieldRange
 from streaming.engine.workers.pool import WorkerPool
@@ -547,7 +547,8 @@ def transform(sample):
     if sample["cls"] == 9: raise Own("nine")
     return {**sample, "more": helper(sample["cls"])}
 arena, ring = Arena(1 << 20), BatchRing(2)
-pool = WorkerPool(2, Recipe(decoders=resolve_decoders(), transform=transform, on_error="raise"), arena, ring=ring)
+part = Part(decoders=resolve_decoders(), transform=transform, on_error="raise")
+pool = WorkerPool(2, Recipe(parts=(part,)), arena, ring=ring)
 def rows(data):
     arena.view[:len(data)] = data
     where = FieldRange(starts=np.arange(len(data)), sizes=np.ones(len(data), np.int64))

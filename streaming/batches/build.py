@@ -19,7 +19,7 @@ from streaming.batches.draws import BatchDraws, Chain, as_chain
 from streaming.batches.losses import user_trace
 from streaming.batches.portion import Portion
 from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
-from streaming.engine.memory.row_table import Rows
+from streaming.engine.memory.row_table import FieldRange, Rows
 from streaming.engine.workers.cell import Place
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.storage import redact
@@ -44,6 +44,7 @@ class BadSample:
         number: Of the sample in the data set; -1 where nobody knows it.
         byte_start: First byte of its record in the shard; -1 where there is no sample table.
         byte_end: One past the last; -1 where there is no sample table.
+        source: Of a mixture; "" of a single data set.
         trace: Traceback of the user's code, "" if there is none; depends on who builds, so it is not compared.
     """
 
@@ -55,7 +56,37 @@ class BadSample:
     number: int = -1
     byte_start: int = -1
     byte_end: int = -1
+    source: str = ""
     trace: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """How the samples of one source become objects.
+
+    Attributes:
+        decoders: Decoder of every field.
+        transform: Function of one sample, or of a sample and ``rng``, or None; becomes a ``Chain``.
+        on_error: What becomes of samples that cannot be delivered.
+        fields: Fields to read; None: all.
+        name: Of the source in a mixture, as ``__source__`` gives it; "" of a single data set.
+    """
+
+    decoders: FieldDecoder
+    transform: Transform | Chain | None = None
+    on_error: OnError = "substitute"
+    fields: tuple[str, ...] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transform", as_chain(self.transform))
+
+    @property
+    def functions_of_user(self) -> list[Any]:
+        """All that runs code of the user on the way from bytes to a sample."""
+        chain = as_chain(self.transform)
+        functions: list[Any] = [] if chain is None else list(chain.functions)
+        return [*functions, self.decoders] if runs_code_of_user(self.decoders) else functions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,42 +94,66 @@ class Recipe:
     """How bytes become a batch: what users choose about it. Thread-safe as far as the user's functions are.
 
     Attributes:
-        decoders: Decoder of every field.
-        transform: Function of one sample, or of a sample and ``rng``, or None; becomes a ``Chain``.
+        parts: How samples are made, for each source; one of a single data set.
         collate_fn: Function of a list of samples, or None: the default.
-        on_error: What becomes of samples that cannot be delivered.
         portion: What this rank uses of a batch; cut out where the batch is built.
         finish: Last step of every batch, such as page-locking it, or None.
     """
 
-    decoders: FieldDecoder
-    transform: Transform | Chain | None = None
+    parts: tuple[Part, ...]
     collate_fn: Callable[[list[Any]], Any] | None = None
-    on_error: OnError = "substitute"
     portion: Portion = Portion()  # noqa: RUF009  frozen
     finish: Callable[[Any], Any] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "transform", as_chain(self.transform))
 
     @property
     def is_plain(self) -> bool:
         """Whether a batch is made of columns, each on its own: no function of the user sees whole samples."""
-        return self.transform is None and self.collate_fn is None
+        return self.collate_fn is None and all(part.transform is None for part in self.parts)
+
+    @property
+    def skips(self) -> bool:
+        """Whether samples that stand in are marked, so that every batch has ``__valid__``."""
+        return any(part.on_error == "skip" for part in self.parts)
 
     @property
     def functions_of_user(self) -> list[Any]:
         """All that runs code of the user on the way from bytes to a batch."""
-        chain = as_chain(self.transform)
-        functions: list[Any] = [] if chain is None else list(chain.functions)
-        functions += [self.collate_fn] if self.collate_fn is not None else []
-        return [*functions, self.decoders] if runs_code_of_user(self.decoders) else functions
+        functions = [function for part in self.parts for function in part.functions_of_user]
+        return functions if self.collate_fn is None else [*functions, self.collate_fn]
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """What is read of any source; None: all that there is."""
+        if any(part.fields is None for part in self.parts):
+            return None
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.fields or ()))
+
+    def part_of(self, rows: Rows, i: int) -> Part:
+        """How row i becomes a sample."""
+        return self.parts[0 if rows.sources is None else int(rows.sources[i])]
+
+    def columns(self, rows: Rows, allocate: Allocate | None = None, place: Place | None = None) -> Columns:
+        """The rows, none of them damaged, as columns from which plain batches are cut."""
+        decoders = [part.decoders for part in self.parts]
+        return Columns(rows, decoders, allocate, place, [part.name for part in self.parts])
+
+    def narrowed(self, rows: Rows) -> Rows:
+        """The rows without what their sources' ``fields`` leave out, where these differ."""
+        if rows.sources is None or len({part.fields for part in self.parts}) == 1:
+            return rows
+        fields: dict[str, FieldRange] = {}
+        for name, where in rows.fields.items():
+            wants = np.array([part.fields is None or name in part.fields for part in self.parts])[rows.sources]
+            if wants.any():
+                sizes = where.sizes if wants.all() else np.where(wants, where.sizes, -1)
+                fields[name] = FieldRange(starts=where.starts, sizes=sizes)
+        return replace(rows, fields=fields)
 
     def mask_of(self, num_rows: int, valid: Mask) -> Mask:
         """What becomes ``__valid__`` of a batch of so many rows: ``valid``, or all True, or None."""
         if valid is not None:
             return valid.copy()
-        return np.ones(num_rows, np.bool_) if self.on_error == "skip" else None
+        return np.ones(num_rows, np.bool_) if self.skips else None
 
     def whole(self, batch: Batch, mask: Mask, num_rows: int) -> Any:
         """A default batch of so many rows, with its mask, cut down to this rank's portion and after its last step."""
@@ -163,7 +218,7 @@ class BatchBuilder:
         mask = recipe.mask_of(len(rows.keys), valid)
         if recipe.is_plain and not rows.damage and not self._draws.seeds:
             with suppress(DecodeError):  # row by row it will say which value
-                columns = Columns(rows, recipe.decoders, self._allocate, self._place)
+                columns = recipe.columns(rows, self._allocate, self._place)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
         samples = [self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
         return self.collate(samples, mask)
@@ -202,7 +257,7 @@ class BatchBuilder:
             TooManyBadSamplesError: None can be had.
         """
         sample = self._first_of(prototypes)
-        if self._recipe.on_error == "skip" and self._recipe.collate_fn is not None and isinstance(sample, dict):
+        if self._recipe.skips and self._recipe.collate_fn is not None and isinstance(sample, dict):
             sample["__valid__"] = True
         if self._recipe.collate_fn is not None:
             return self._recipe.portion(without_rows(partial(self._collated, self._recipe.collate_fn), sample), 0)
@@ -232,7 +287,7 @@ class BatchBuilder:
             return self._sample(rows, i)
         except _Bad as bad:
             self._handle(bad, rows, i)
-            if mask is not None and self._recipe.on_error == "skip":
+            if mask is not None and self._recipe.part_of(rows, i).on_error == "skip":
                 mask[i] = False
         for tried, substitute in enumerate(self._substitutes(i)):
             if tried >= MAX_SUBSTITUTES:
@@ -251,7 +306,8 @@ class BatchBuilder:
 
     def _handle(self, bad: _Bad, rows: Rows, i: int) -> None:
         reason = "transform returned None" if bad.error is None else str(bad.error)
-        if self._recipe.on_error == "raise":
+        part = self._recipe.part_of(rows, i)
+        if part.on_error == "raise":
             if bad.error is not None:
                 raise bad.error
             raise DecodeError(
@@ -268,6 +324,7 @@ class BatchBuilder:
                 dropped=bad.error is None,
                 trace="" if bad.error is None or bad.stage == "fetch" else user_trace(bad.error),
                 number=number,
+                source=part.name,
             )
         )
 
@@ -280,14 +337,16 @@ class BatchBuilder:
         damage = rows.damage.get(i)
         if damage is not None:
             raise _Bad("fetch", damage)
-        key, url = rows.keys[i], rows.urls[i]
+        key, url, part = rows.keys[i], rows.urls[i], self._recipe.part_of(rows, i)
         sample: Sample = {"__key__": key, "__url__": url}
+        if part.name:
+            sample["__source__"] = part.name
         for name, where in rows.fields.items():
             size = int(where.sizes[i])
             if size < 0:
                 continue
             start = int(where.starts[i])
-            decoder = self._recipe.decoders.decoder_for(name)
+            decoder = part.decoders.decoder_for(name)
             try:
                 sample[name] = (
                     rows.memory[start : start + size]
@@ -296,7 +355,7 @@ class BatchBuilder:
                 )
             except DecodeError as error:
                 raise _Bad("decode", error) from error
-        chain = as_chain(self._recipe.transform)
+        chain = as_chain(part.transform)
         return sample if chain is None else self._transformed(chain, sample)
 
     def _transformed(self, chain: Chain, sample: Sample) -> Sample:

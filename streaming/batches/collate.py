@@ -17,7 +17,7 @@ from streaming.types import Batch
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Gives a contiguous CPU tensor of a shape and dtype, with any content; perhaps in page-locked memory."""
 
-_ALWAYS_LISTS = frozenset(("__key__", "__url__"))
+_ALWAYS_LISTS = frozenset(("__key__", "__url__", "__source__"))
 _INT64 = np.iinfo(np.int64)
 _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(name): getattr(torch, name)
@@ -37,8 +37,8 @@ def default_collate(samples: Sequence[Mapping[str, object]], *, allocate: Alloca
       native byte order; numbers as ``bool``, ``int`` or ``float``: bool, int64 or float64 ``[B]`` (``int``
       and ``float`` mixed: float64);
     - arrays or tensors that differ in shape or dtype: a list of B tensors;
-    - all else (text, bytes, dicts, objects, integers beyond 64 bits, mixed kinds) and ``__key__`` and
-      ``__url__``: a list of B values. A sample that lacks the field has None there.
+    - all else (text, bytes, dicts, objects, integers beyond 64 bits, mixed kinds) and ``__key__``,
+      ``__url__`` and ``__source__``: a list of B values. A sample that lacks the field has None there.
 
     Stacked tensors share no memory with the samples; what stays in a list does.
 

@@ -7,7 +7,7 @@ rows of several batches; then each batch is cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,18 +37,21 @@ class Columns:
 
     Args:
         rows: All of them; none damaged.
-        decoders: Decoder of every field.
+        decoders: Decoder of every field, of each source; one of a single data set.
         allocate: Where the memory of tensors comes from; None: fresh memory.
         place: Told which row is being decoded; None: nobody asks.
+        names: Of the sources of a mixture.
     """
 
     def __init__(
-        self, rows: Rows, decoders: FieldDecoder, allocate: Allocate | None = None, place: Place | None = None
-    ) -> None:
+        self, rows: Rows, decoders: Sequence[FieldDecoder], allocate: Allocate | None = None,
+        place: Place | None = None, names: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._rows = rows
+        self._sources = None if rows.sources is None else [names[source] for source in rows.sources.tolist()]
         place = [-1] if place is None else place
         self._cuts = [
-            (name, _cut_of(rows, decoders.decoder_for(name), where, allocate, place))
+            (name, _cut_of(rows, _decoders_of(rows, decoders, name, where), where, allocate, place))
             for name, where in rows.fields.items()
         ]
 
@@ -60,12 +63,33 @@ class Columns:
         """
         rows = self._rows
         batch: Batch = {"__key__": rows.keys[low:high], "__url__": rows.urls[low:high]}
+        if self._sources is not None:
+            batch["__source__"] = self._sources[low:high]
         for name, cut in self._cuts:
             batch[name] = cut(low, high)
         return batch
 
 
-def _cut_of(rows: Rows, decoder: Decoder, where: FieldRange, allocate: Allocate | None, place: Place) -> Cut:
+def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where: FieldRange) -> Decoder | list[Decoder]:
+    """The decoder of a field; where the sources of the rows differ in it, one for each row."""
+    if rows.sources is None or len(decoders) == 1:
+        return decoders[0].decoder_for(name)
+    # A source whose samples lack the field need not be able to decode it.
+    having = rows.sources[where.sizes >= 0]
+    known: dict[int, Decoder] = {source: decoders[source].decoder_for(name) for source in np.unique(having).tolist()}
+    if not known:
+        return raw
+    first, *others = known.values()
+    if all(one == first for one in others):
+        return first
+    return [known.get(source, raw) for source in rows.sources.tolist()]
+
+
+def _cut_of(
+    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, place: Place
+) -> Cut:
+    if isinstance(decoder, list):
+        return _mixed(rows, decoder, where, allocate, place)
     complete = bool((where.sizes >= 0).all())
     if complete and isinstance(decoder, ArrayDecoder):
         gathered = _gatherer(rows.view, where, decoder, allocate)
@@ -79,6 +103,19 @@ def _cut_of(rows: Rows, decoder: Decoder, where: FieldRange, allocate: Allocate 
     return lambda low, high: collate_field(
         _decoded(rows.view, decoder, starts[low:high], stops[low:high], place), allocate=allocate
     )
+
+
+def _mixed(rows: Rows, decoders: list[Decoder], where: FieldRange, allocate: Allocate | None, place: Place) -> Cut:
+    """Values that sources decode in different ways, each on its own."""
+    starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
+
+    def cut(low: int, high: int) -> Any:
+        values: list[Any] = []
+        for row in range(low, high):
+            values += _decoded(rows.view, decoders[row], starts[row : row + 1], stops[row : row + 1], place, row - low)
+        return collate_field(values, allocate=allocate)
+
+    return cut
 
 
 def cut_in_place(memory: Any, where: FieldRange) -> Cut:
@@ -107,10 +144,12 @@ def gathered_bytes(view: memoryview, where: FieldRange) -> Cut:
     return cut
 
 
-def _decoded(view: memoryview, decoder: Decoder, starts: list[int], stops: list[int], place: Place) -> list[Any]:
+def _decoded(
+    view: memoryview, decoder: Decoder, starts: list[int], stops: list[int], place: Place, first_row: int = 0
+) -> list[Any]:
     values = []
     try:
-        for row, (a, b) in enumerate(zip(starts, stops, strict=True)):
+        for row, (a, b) in enumerate(zip(starts, stops, strict=True), first_row):
             place[0] = row
             values.append(decoder(view[a:b]) if b >= a else None)
     except (ConfigError, MemoryError):

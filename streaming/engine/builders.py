@@ -211,21 +211,21 @@ class WorkerBuilder:
 
 def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
     """Whether a batch of ``fields`` is only cut out of memory."""
-    if recipe.transform is not None or recipe.collate_fn is not None:
+    if not recipe.is_plain:
         return False
-    decoders = [recipe.decoders.decoder_for(name) for name in fields]
+    decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
     return all(decoder in (raw, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
 
 
 def runs_anywhere(recipe: Recipe, fields: Iterable[str]) -> bool:
     """Whether a batch of ``fields`` needs no code of the user, who may have reasons to want it in a process."""
-    if recipe.transform is not None or recipe.collate_fn is not None:
+    if not recipe.is_plain:
         return False
-    return all(is_ours(recipe.decoders.decoder_for(name)) for name in fields)
+    return all(is_ours(part.decoders.decoder_for(name)) for part in recipe.parts for name in fields)
 
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
     """Whether every batch is only cut out of memory, whatever fields there are (None: nobody knows them yet)."""
     if fields is None:
-        return isinstance(recipe.decoders, RawFields) and is_trivial(recipe, ())
+        return all(isinstance(part.decoders, RawFields) for part in recipe.parts) and is_trivial(recipe, ())
     return is_trivial(recipe, fields)

@@ -81,6 +81,6 @@ class Groups:
             first=first,
             last=last,
             splits=(splits - splits[0]).tolist(),
-            columns=Columns(rows, self._recipe.decoders),
+            columns=self._recipe.columns(rows),
             valid=block.rows.valid[span] if self._padded else None,
         )

@@ -42,6 +42,7 @@ class Rows:
         damage: Rows whose bytes could not be fetched intact, and why; their other entries are meaningless.
         numbers: int64 [n], number of each row's sample in the data set; None where nobody knows them.
         positions: int64 [n], of each row in the epoch's global order: decides what functions draw; None: 0 to n.
+        sources: int64 [n], which source of a mixture each row is of; None: there is one data set.
     """
 
     memory: Any
@@ -52,6 +53,7 @@ class Rows:
     damage: Mapping[int, DataError]
     numbers: Int64Array | None = None
     positions: Int64Array | None = None
+    sources: Int64Array | None = None
 
 
 class RowTable:

@@ -1,0 +1,120 @@
+"""Rows of several sources in one batch: each source's own decoders, transform, fields and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.decode import resolve_decoders
+from streaming.engine.builders import is_trivial
+from streaming.engine.memory.row_table import FieldRange, Rows
+from streaming.engine.workers.transport import rows_from_wire, rows_to_wire
+from streaming.errors import DecodeError
+
+
+def rows_of(*samples: tuple[int, dict[str, bytes]]) -> Rows:
+    """Rows of (source, fields), their bytes end to end in blocks of 512."""
+    data, starts, sizes = bytearray(), {}, {}
+    names = sorted({name for _, fields in samples for name in fields})
+    for name in names:
+        starts[name], sizes[name] = [], []
+        for _, fields in samples:
+            starts[name].append(len(data))
+            sizes[name].append(len(fields[name]) if name in fields else -1)
+            data += fields.get(name, b"") + bytes(-len(fields.get(name, b"")) % 512)
+    return Rows(
+        memory=bytes(data), view=memoryview(bytes(data)),
+        keys=[str(i) for i in range(len(samples))], urls=["u"] * len(samples),
+        fields={name: FieldRange(starts=np.array(starts[name]), sizes=np.array(sizes[name])) for name in names},
+        damage={}, sources=np.array([source for source, _ in samples]),
+    )  # fmt: skip
+
+
+def built(recipe: Recipe, rows: Rows, reported: list[BadSample] | None = None) -> dict[str, Any]:
+    def stand_ins(row: int) -> Iterator[Rows]:
+        while True:
+            yield rows_of((int(rows.sources[row]), {"cls": b"9"}))  # type: ignore[index]
+
+    batch: dict[str, Any] = BatchBuilder(recipe, stand_ins, (reported if reported is not None else []).append).build(
+        recipe.narrowed(rows), None
+    )
+    return batch
+
+
+def part(name: str, decode: Any = "auto", **options: Any) -> Part:
+    return Part(name=name, decoders=resolve_decoders(decode), **options)
+
+
+def drop_all(sample: Any) -> None:
+    return None
+
+
+ROWS = rows_of((0, {"cls": b"1", "txt": b"a"}), (1, {"cls": b"2"}), (0, {"cls": b"3", "txt": b"b"}))
+
+
+@pytest.mark.parametrize("through", ["columns", "samples"])
+def test_sources_alike_make_tensors_and_say_where_samples_are_from(through: str) -> None:
+    more = {} if through == "columns" else {"transform": dict}
+    recipe = Recipe(parts=(part("web", **more), part("code", **more)))
+    batch = built(recipe, ROWS)
+    assert list(batch) == ["__key__", "__url__", "__source__", "cls", "txt"]
+    assert batch["__source__"] == ["web", "code", "web"]
+    assert torch.equal(batch["cls"], torch.tensor([1, 2, 3]))
+    assert batch["txt"] == ["a", None, "b"]
+
+
+@pytest.mark.parametrize("through", ["columns", "samples"])
+def test_each_source_has_its_own_decoders(through: str) -> None:
+    more = {} if through == "columns" else {"transform": dict}
+    batch = built(Recipe(parts=(part("web", **more), part("code", {"cls": "text"}, **more))), ROWS)
+    assert batch["cls"] == [1, "2", 3]
+    alike = built(Recipe(parts=(part("web", **more), part("code", {"cls": "float"}, **more))), ROWS)
+    assert torch.equal(alike["cls"], torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+
+
+def test_a_source_need_not_decode_what_its_samples_lack() -> None:
+    recipe = Recipe(parts=(part("web"), part("code", {"cls": int, "txt": lambda data: 1 / 0})))
+    assert built(recipe, ROWS)["txt"] == ["a", None, "b"]
+
+
+@pytest.mark.parametrize("through", ["columns", "samples"])
+def test_each_source_has_its_own_fields(through: str) -> None:
+    more = {} if through == "columns" else {"transform": dict}
+    recipe = Recipe(parts=(part("web", fields=("cls",), **more), part("code", **more)))
+    assert recipe.fields is None
+    rows = rows_of((0, {"cls": b"1", "txt": b"a"}), (1, {"cls": b"2", "txt": b"c"}))
+    assert built(recipe, rows)["txt"] == [None, "c"]
+    assert "txt" not in built(recipe, rows_of((0, {"cls": b"1", "txt": b"a"})))
+    both = Recipe(parts=(part("web", fields=("cls",)), part("code", fields=("txt", "cls"))))
+    assert both.fields == ("cls", "txt")
+
+
+def test_each_source_has_its_own_transform_and_policy() -> None:
+    reported: list[BadSample] = []
+    recipe = Recipe(parts=(part("web"), part("code", transform=drop_all, on_error="raise")))
+    with pytest.raises(DecodeError, match="transform returned None"):
+        built(recipe, ROWS)
+    recipe = Recipe(parts=(part("web", {"cls": "json"}, on_error="skip"), part("code")))
+    bad = rows_of((0, {"cls": b"{"}), (1, {"cls": b"x"}), (1, {"cls": b"5"}))
+    batch = built(recipe, bad, reported)
+    assert batch["__valid__"].tolist() == [False, True, True]  # only web's are marked
+    assert batch["cls"].tolist() == [9, 9, 5]
+    assert [(one.source, one.stage) for one in reported] == [("web", "decode"), ("code", "decode")]
+
+
+def test_what_is_only_cut_out_of_memory_is_known_for_all_sources() -> None:
+    assert is_trivial(Recipe(parts=(part("web"), part("code", None))), ["cls", "txt"])
+    assert not is_trivial(Recipe(parts=(part("web"), part("code", {"cls": "json"}))), ["cls", "txt"])
+    assert not is_trivial(Recipe(parts=(part("web"), part("code", transform=dict))), ["cls"])
+
+
+def test_rows_reach_a_worker_with_their_sources() -> None:
+    wire = rows_to_wire(ROWS, None)
+    again = rows_from_wire(wire, b"", memoryview(b""))
+    assert again.sources is not None
+    assert again.sources.tolist() == [0, 1, 0]
