@@ -18,9 +18,9 @@ from shard_tools.sets.open_set import READ_THREADS, OpenSet, table_of, tables_of
 from shard_tools.sets.pieces import ShardPieces
 from streaming.batches.bad_file import BadRecord, shown_url
 from streaming.errors import ConfigError
-from streaming.index.columns import KEY, missing_column, where_columns
+from streaming.index.columns import KEY, fitting, kept_rows, no_values, sample_columns
 from streaming.index.sample_table import SampleTable
-from streaming.index.where import Where
+from streaming.index.where import Where, unknown_column
 from streaming.storage import Storage
 from streaming.types import Int64Array
 
@@ -120,11 +120,9 @@ def select(
         samples = partial(table_of, shards, position, storage)
         parts.append(_part(url, table, rows, samples, first=first, with_keys=with_keys))
         progress.advance(num=1)
-    unknown = sorted((where.names if where else frozenset()) - columns - {KEY})
+    unknown = sorted(_names(where) - columns - {KEY})
     if unknown:
-        raise ConfigError(
-            f"--where: no column {unknown[0]!r} in the sample tables; there are: {', '.join(sorted(columns)) or 'none'}"
-        )
+        raise unknown_column(unknown[0], columns)
     return Selection(
         parts=tuple(parts),
         columns=tuple(sorted(columns)),
@@ -156,9 +154,13 @@ def _dropped(table: SampleTable, records: Sequence[BadRecord]) -> tuple[npt.NDAr
 def _wanted(table: SampleTable, where: Where | None) -> npt.NDArray[np.bool_]:
     if where is None:
         return np.ones(table.num_samples, np.bool_)
-    there = where_columns(table, where.names)
-    lacking = {name: missing_column(table.num_samples) for name in where.names - there.keys()}
-    return where.mask({**lacking, **there}, table.num_samples)
+    there = sample_columns(table, _names(where))
+    lacking = {name: no_values(table.num_samples) for name in _names(where) - there.keys()}
+    return kept_rows(fitting(where, {**lacking, **there}, table.num_samples), table.num_samples)
+
+
+def _names(where: Where | None) -> frozenset[str]:
+    return (where.names if where is not None else None) or frozenset()
 
 
 def _part(

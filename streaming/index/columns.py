@@ -1,46 +1,301 @@
-"""Columns of a sample table as conditions take them."""
+"""Columns of samples, lifted into sample tables or late in files of their own, and what conditions make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.acero as ac
+import pyarrow.compute as pc
 
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, IndexFormatError
+from streaming.index.chunk_table import ShardInfo, shard_rows, shards_of_rows
+from streaming.index.files import read_table, write_table
+from streaming.index.keys import Keys
+from streaming.index.sample_table import KIND as SAMPLES
 from streaming.index.sample_table import SampleTable
-from streaming.index.where import Column
+from streaming.index.where import Types, Where, hash_column, is_comparable, unknown_column
 
 KEY = "__key__"
 """The name under which a condition asks for the samples' keys."""
+KIND = "column"
+_VALUE = "value"
+_NO_FIELD = re.compile(r"No match for FieldRef\.Name\((.*?)\) in ", re.DOTALL)
+_MAX_NAMES = 1000
+
+Bits: TypeAlias = npt.NDArray[np.uint8]
+"""A bit for each of ``n`` rows, eight in a byte, the first in the lowest bit; those beyond ``n`` are 0."""
+_U64 = npt.NDArray[np.uint64]
 
 
-def where_columns(table: SampleTable, names: Collection[str]) -> Mapping[str, Column]:
-    """Those of the columns ``names`` that the table has; ``__key__`` is one.
+# ------------------------------------------------------------------------------------------------------ conditions
 
-    Raises:
-        ConfigError: A column holds neither numbers, text nor booleans.
-    """
-    found = {name: _column(name, table.columns[name]) for name in names if name in table.columns}
+
+def sample_columns(table: SampleTable, names: Collection[str]) -> dict[str, pa.Array]:
+    """Those of the columns ``names`` that the table has; ``__key__`` is one."""
+    found = {name: table.columns[name] for name in names if name in table.columns}
     if KEY in names:
-        keys = np.array([*table.keys, None], object)[:-1]
-        found[KEY] = Column(kind="text", values=keys, valid=np.ones(len(keys), np.bool_))
+        found[KEY] = key_array(table.keys)
     return found
 
 
-def missing_column(num_rows: int) -> Column:
+def key_array(keys: Collection[str]) -> pa.Array:
+    """Keys as text; as bytes where one of them is not UTF-8."""
+    if isinstance(keys, Keys):
+        return keys.array
+    try:
+        return pa.array(keys, pa.string())
+    except (UnicodeEncodeError, pa.ArrowException):
+        return pa.array([key.encode("utf-8", "surrogateescape") for key in keys], pa.binary())
+
+
+def names_of(where: Where, type_of: Callable[[str], pa.DataType]) -> frozenset[str]:
+    """Columns that a condition asks for; those of an expression of pyarrow's are found by binding it, name by name.
+
+    Args:
+        where: The condition.
+        type_of: The type of a column; raises where there is none.
+
+    Raises:
+        ConfigError: The expression does not fit the columns' types.
+    """
+    if where.names is not None:
+        return where.names
+    types: dict[str, pa.DataType] = {}
+    while len(types) < _MAX_NAMES:
+        try:
+            _project(where.expression(types), {name: pa.array([], kind) for name, kind in types.items()}, 0)
+        except pa.ArrowException as error:
+            match = _NO_FIELD.match(str(error))
+            if match is None or match[1] in types:
+                raise _unfit(where, error) from error
+            types[match[1]] = type_of(match[1])
+        else:
+            return frozenset(types)
+    raise ConfigError(f"where: the expression asks for more than {_MAX_NAMES} columns")
+
+
+def fitting(where: Where, columns: Mapping[str, pa.Array], num_rows: int) -> Bits:
+    """Which of ``num_rows`` rows a condition takes.
+
+    Args:
+        where: The condition.
+        columns: Its columns. A column without any value may be of Arrow's type null.
+        num_rows: Rows of each.
+
+    Raises:
+        ConfigError: A column is not there, or cannot be compared like this; a sum leaves 64 bits.
+    """
+    missing = sorted((where.names or frozenset()) - columns.keys())
+    if missing:
+        raise unknown_column(missing[0], columns)
+    given = dict(columns)
+    if where.names is not None:  # a type that stands for no value says nothing: shards of one set may differ in it
+        given = {name: pa.nulls(num_rows) if array.null_count == num_rows else array for name, array in given.items()}
+    for name in where.hashed:
+        given[hash_column(name)] = stable_hash(given[name])
+    expression = where.expression({name: array.type for name, array in given.items()})
+    try:
+        mask = _project(expression, given, num_rows)
+    except pa.ArrowException as error:
+        raise _unfit(where, error) from error
+    if not pa.types.is_boolean(mask.type):
+        raise ConfigError(f"where: {where} is no condition: its values are of type {mask.type}, not bool")
+    return _bits(mask)
+
+
+def _unfit(where: Where, error: pa.ArrowException) -> ConfigError:
+    return ConfigError(f"where: {where}: {str(error).splitlines()[0]}")
+
+
+def _project(expression: pc.Expression, columns: Mapping[str, pa.Array], num_rows: int) -> pa.Array:
+    """The values of an expression; Arrow knows no other way to evaluate one than a plan of a single step."""
+    table = pa.table({**columns, "": pa.nulls(num_rows)})
+    source = ac.Declaration("table_source", ac.TableSourceNodeOptions(table))
+    step = ac.Declaration("project", ac.ProjectNodeOptions([expression], [_VALUE]), [source])
+    found = step.to_table(use_threads=False)[_VALUE]
+    return found.chunk(0) if found.num_chunks == 1 else pa.concat_arrays(found.chunks or [pa.array([], found.type)])
+
+
+def _bits(mask: pa.Array) -> Bits:
+    """Where a mask is true."""
+    if mask.null_count:
+        mask = pc.fill_null(mask, fill_value=False)
+    values = np.frombuffer(mask.buffers()[1], np.uint8) if len(mask) else np.empty(0, np.uint8)
+    low, whole = divmod(mask.offset, 8)
+    if whole:
+        flat = np.unpackbits(values, bitorder="little")[mask.offset : mask.offset + len(mask)]
+        return np.packbits(flat, bitorder="little")
+    found = values[low : low + -(-len(mask) // 8)].copy()
+    if len(mask) % 8:
+        found[-1] &= (1 << len(mask) % 8) - 1
+    return found
+
+
+def kept_rows(bits: Bits, num_rows: int) -> npt.NDArray[np.bool_]:
+    """Bits as a mask, bool ``[num_rows]``."""
+    return np.unpackbits(bits, count=num_rows, bitorder="little").view(np.bool_)
+
+
+# ------------------------------------------------------------------------------------------------------------ hash
+
+
+def stable_hash(column: pa.Array) -> pa.Array:
+    """``hash(x)``: numbers from 0 to 2**63 - 1 that depend on the values alone, in every release, on every machine.
+
+    ``mix`` is the finaliser of splitmix64 after its increment: ``z = x + 0x9E3779B97F4A7C15``, then
+    ``z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9``, ``z = (z ^ z >> 27) * 0x94D049BB133111EB``, ``z ^ z >> 31``,
+    modulo 2**64.
+
+    - Text: its UTF-8 bytes, filled up with zeros to words of 8 bytes, little-endian. ``h = mix(number of bytes)``,
+      then ``h = mix(h ^ word)`` for one word after the other.
+    - Integers and booleans: ``mix`` of their two's complement. Floats that are whole numbers below 2**63 hash like
+      those, others as their IEEE 754 bits (so a column may hold 1 in one shard and 1.0 in another).
+
+    The result is ``h >> 1``; missing values stay missing.
+    """
+    kind = column.type
+    if pa.types.is_null(kind):
+        return column.cast(pa.int64())
+    if not is_comparable(kind):
+        raise ConfigError(f"where: hash() knows numbers, text and booleans, not {kind}")
+    if pa.types.is_boolean(kind) or pa.types.is_integer(kind):
+        whole = column.cast(pa.int8()) if pa.types.is_boolean(kind) else column
+        hashed = _mix(whole.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64).view(np.uint64))
+    elif pa.types.is_floating(kind):
+        hashed = _mix(_words_of_floats(column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)))
+    else:
+        hashed = _hash_of_bytes(column)
+    mask = column.is_null().to_numpy(zero_copy_only=False) if column.null_count else None
+    return pa.array((hashed >> np.uint64(1)).view(np.int64), pa.int64(), mask=mask)
+
+
+def _mix(values: _U64) -> _U64:
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _words_of_floats(values: npt.NDArray[np.float64]) -> _U64:
+    whole = (np.trunc(values) == values) & (np.abs(values) < 2.0**63)
+    as_integers = np.where(whole, values, 0.0).astype(np.int64)
+    same_nan = np.where(np.isnan(values), np.nan, values)
+    return np.where(whole, as_integers.view(np.uint64), same_nan.view(np.uint64))
+
+
+def _hash_of_bytes(column: pa.Array) -> _U64:
+    large = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
+    _, offsets, data = column.buffers()
+    stops = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
+    padded = np.zeros((0 if data is None else data.size) + 8, np.uint8)
+    if data is not None:
+        padded[:-8] = np.frombuffer(data, np.uint8)
+    words = np.ndarray(padded.size - 7, "<u8", padded, strides=(1,))  # one begins at each byte
+    starts, sizes = stops[:-1].astype(np.int64), np.diff(stops).astype(np.int64)
+    hashed = _mix(sizes.view(np.uint64))
+    rows = np.flatnonzero(sizes)
+    done = 0
+    while rows.size:
+        left = np.minimum(sizes[rows] - done, 8).astype(np.uint64)
+        here = words[starts[rows] + done] & (np.uint64(2**64 - 1) >> (np.uint64(64) - np.uint64(8) * left))
+        hashed[rows] = _mix(hashed[rows] ^ here)
+        done += 8
+        rows = rows[sizes[rows] > done]
+    return hashed
+
+
+# ----------------------------------------------------------------------------------------------------------- files
+
+
+def read_sample_columns(
+    buffer: Any, names: Collection[str], source: str
+) -> tuple[dict[str, pa.Array], Mapping[str, Any]]:
+    """Those of the columns ``names`` that a sample file has, and the file's facts; nothing else of it is unpacked.
+
+    Raises:
+        IndexFormatError: The bytes are damaged, or no sample file.
+    """
+
+    def wanted(facts: Mapping[str, Any]) -> list[str]:
+        lifted = set(facts.get("columns", ()))
+        return [*sorted(lifted & set(names)), *(["key"] if KEY in names else [])]
+
+    rows, facts = read_table(buffer, SAMPLES, source, columns=wanted)
+    lifted = set(facts.get("columns", ()))
+    found = {name: rows.column(name).combine_chunks() for name in rows.column_names if name in lifted}
+    if KEY in names:
+        found[KEY] = rows.column("key").combine_chunks()
+    return found, facts
+
+
+def write_column(values: pa.Array, *, name: str, shard: ShardInfo, fingerprint: str, version: str) -> bytes:
+    """The bytes of ``columns/<name>/<shard>.parquet``: the same values give the same bytes.
+
+    Args:
+        values: One for each sample of the shard, in its order.
+        name: Of the column.
+        shard: The shard.
+        fingerprint: Of the shard's chunk table, alone.
+        version: Of the column; all its shards have the same.
+    """
+    facts = {
+        "kind": KIND, "column": name, "column_version": version, "shard": shard_rows([shard])[0],
+        "fingerprint": fingerprint,
+    }  # fmt: skip
+    plain = [] if pa.types.is_boolean(values.type) or _is_text(values.type) else [_VALUE]
+    return write_table(pa.table({_VALUE: values}), facts, plain=plain)
+
+
+def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
+    """The values in the bytes of a column file, and its facts (see :func:`write_column`).
+
+    Raises:
+        IndexFormatError: The bytes are damaged, or no column file.
+    """
+    rows, facts = read_table(buffer, KIND, source)
+    problem = ""
+    try:
+        (shard,) = shards_of_rows([facts["shard"]])
+        values = rows.column(_VALUE).combine_chunks()
+        if len(values) != shard.num_samples or not is_comparable(values.type):
+            problem = f"{len(values)} values of type {values.type} for {shard.num_samples} samples"
+        if not all(isinstance(facts[name], str) for name in ("column", "column_version", "fingerprint")):
+            problem = "its footer does not say of which column and shard it is"
+    except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+        problem = str(error)
+    if problem:
+        raise IndexFormatError(
+            f"{source}: damaged column file ({problem}); add the column again with `shard_tools column add`"
+        )
+    return values, facts
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def type_named(name: str) -> pa.DataType:
+    """The type that a column's document names, such as ``double``.
+
+    Raises:
+        ValueError: Conditions know no such type.
+    """
+    kind = pa.type_for_alias(name)
+    if not is_comparable(kind):
+        raise ValueError(f"a column of type {name}")
+    return kind
+
+
+def no_values(num_rows: int, kind: pa.DataType | None = None) -> pa.Array:
     """A column without any value: what a shard has in the place of a column of other shards."""
-    return Column(kind="nothing", values=np.zeros(num_rows, np.bool_), valid=np.zeros(num_rows, np.bool_))
+    return pa.nulls(num_rows, kind or pa.null())
 
 
-def _column(name: str, array: pa.Array) -> Column:
-    kind, valid = array.type, array.is_valid().to_numpy(zero_copy_only=False)
-    if not valid.any():
-        return missing_column(len(array))
-    if pa.types.is_boolean(kind):
-        return Column(kind="bool", values=array.cast(pa.int8()).fill_null(0).to_numpy().astype(np.bool_), valid=valid)
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return Column(kind="number", values=array.fill_null(0).to_numpy(zero_copy_only=False), valid=valid)
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return Column(kind="text", values=array.fill_null("").to_numpy(zero_copy_only=False), valid=valid)
-    raise ConfigError(f"column {name!r} holds {kind}; conditions know numbers, text and booleans")
+def types_of(columns: Mapping[str, pa.Array]) -> Types:
+    """The type of each column."""
+    return {name: array.type for name, array in columns.items()}

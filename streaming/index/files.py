@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -50,8 +50,10 @@ def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) 
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
-def read_table(buffer: Any, kind: str, source: str) -> tuple[pa.Table, dict[str, Any]]:
-    """The rows and the facts of an index file of this ``kind``.
+def read_table(
+    buffer: Any, kind: str, source: str, columns: Callable[[dict[str, Any]], list[str]] | None = None
+) -> tuple[pa.Table, dict[str, Any]]:
+    """The rows and the facts of an index file of this ``kind``; with ``columns``, those that it names of the facts.
 
     Raises:
         IndexFormatError: If the bytes are no such file, damaged, of a newer major version, or their rows would take
@@ -59,15 +61,15 @@ def read_table(buffer: Any, kind: str, source: str) -> tuple[pa.Table, dict[str,
     """
     facts = read_facts(buffer, kind, source)
     try:
-        return _read_bounded(buffer, source), facts
+        return _read_bounded(buffer, source, None if columns is None else columns(facts)), facts
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, IndexFormatError):
             raise
         raise _damaged(source, str(error)) from error
 
 
-def _read_bounded(buffer: Any, source: str) -> pa.Table:
-    """The rows, after a look at what they take: a run of equal values costs nothing in the file.
+def _read_bounded(buffer: Any, source: str, columns: list[str] | None) -> pa.Table:
+    """The rows (of some ``columns``, or all), after a look at what they take: runs of equal values cost nothing there.
 
     Texts that the file stores once and refers to are read so, counted, and only then written out.
     """
@@ -76,8 +78,10 @@ def _read_bounded(buffer: Any, source: str) -> pa.Table:
     metadata, texts, num_bytes = file.metadata, set(), 0
     for group in range(metadata.num_row_groups):
         # Looking at damaged facts of a column ends the process (pyarrow 26); reading a row of it raises. So read first.
-        next(file.iter_batches(batch_size=1, row_groups=[group], use_threads=False), None)
+        next(file.iter_batches(batch_size=1, row_groups=[group], columns=columns, use_threads=False), None)
         for index in range(metadata.num_columns):
+            if columns is not None and metadata.schema.column(index).path not in columns:
+                continue
             column = metadata.row_group(group).column(index)
             width = _VALUE_BYTES.get(column.physical_type) or max(1, metadata.schema.column(index).length)
             num_bytes += max(column.total_uncompressed_size, column.num_values * width)
@@ -85,9 +89,11 @@ def _read_bounded(buffer: Any, source: str) -> pa.Table:
                 texts.add(column.path_in_schema)
     _check_unpacked(num_bytes, limit_bytes, source)
     schema = pq.read_schema(pa.BufferReader(buffer))
+    if columns is not None:
+        schema = pa.schema([schema.field(name) for name in columns])
     # (`pq.read_table` would import pandas wherever it is installed.)
     # Arrow's threads, beside torch's at the interpreter's end, abort about one short script in fifty.
-    table = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=sorted(texts)).read(use_threads=False)
+    table = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=sorted(texts)).read(columns, use_threads=False)
     for name in texts.intersection(table.column_names):
         for chunk in table.column(name).chunks:
             if pa.types.is_dictionary(chunk.type):

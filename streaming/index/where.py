@@ -1,98 +1,91 @@
-"""``where``: a condition over the columns of the sample table, in a small part of SQL; text in, mask out, nothing run.
+"""``where``: a condition over columns, in a small part of SQL; text in, a pyarrow expression out, nothing evaluated.
 
     condition   or-ed, and-ed, NOT-ed, in parentheses
-    predicate   operand = != <> < <= > >= operand
-                operand [NOT] IN (literal, …)
-                operand [NOT] BETWEEN literal AND literal
-                operand [NOT] LIKE 'text with % and _'
-                operand IS [NOT] NULL
-                a column of booleans alone
-    operand     a column (``tokens``, ``json.w``, ``"any name"``) or a literal (``512``, ``-1.5e3``, ``'it''s'``,
-                ``TRUE``, ``FALSE``)
+    predicate   value = != <> < <= > >= value
+                value [NOT] IN (literal, …)
+                value [NOT] BETWEEN value AND value
+                value [NOT] LIKE 'text with % and _'
+                value IS [NOT] NULL
+                a value that is true or false, alone
+    value       + - * / % of values, in parentheses
+                a column (``tokens``, ``json.w``, ``"any name"``)
+                a literal (``512``, ``-1.5e3``, ``'it''s'``, ``TRUE``, ``FALSE``)
+                ``length(x)``: characters of a text; ``hash(column)``: see :func:`streaming.index.columns.stable_hash`
 
-Keywords in any case. As in SQL, a comparison with a missing value is unknown, ``NOT`` unknown is unknown, and a row
-whose condition is unknown is not taken. Text compares by code points; a NaN equals nothing.
+Keywords and functions in any case. As in SQL, what is done to a missing value is missing, ``NOT`` missing is missing,
+and a row whose condition is missing is not taken. Integers divide to integers; dividing by 0 gives a missing value.
+Text compares by code points; a NaN equals nothing.
 """
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from difflib import get_close_matches
+from functools import reduce
+from typing import Any, NoReturn, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from streaming.errors import ConfigError
 
-Mask: TypeAlias = npt.NDArray[np.bool_]
-Kind: TypeAlias = Literal["number", "text", "bool", "nothing"]
-Value: TypeAlias = bool | int | float | str
-
 _MAX_CHARACTERS = 10_000
 _MAX_DEPTH = 50
+_MOST_DIGITS = 38  # of an integer, as Arrow's decimals have them
 _TOKEN = re.compile(
     r"""(?P<blank>\s+)
-    |(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w))
+    |(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?!\w))
     |(?P<text>'(?:[^']|'')*')
     |(?P<quoted>"(?:[^"]|"")+")
     |(?P<name>[^\W\d]\w*(?:\.\w+)*)
-    |(?P<sign><=|>=|<>|!=|==|[=<>(),])""",
+    |(?P<sign><=|>=|<>|!=|==|[=<>(),+*/%-])""",
     re.VERBOSE,
 )
 _KEYWORDS = frozenset({"and", "or", "not", "in", "is", "null", "between", "like", "true", "false"})
-_COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<>": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
+_FUNCTIONS = ("hash", "length")
+_COMPARE = {
+    "=": pc.equal, "==": pc.equal, "!=": pc.not_equal, "<>": pc.not_equal,
+    "<": pc.less, "<=": pc.less_equal, ">": pc.greater, ">=": pc.greater_equal,
+}  # fmt: skip
+_ARITHMETIC = {"+": pc.add_checked, "-": pc.subtract_checked, "*": pc.multiply_checked}
+
+Types: TypeAlias = Mapping[str, pa.DataType]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Column:
-    """One column of ``n`` rows.
+def hash_column(name: str) -> str:
+    """The name under which an expression asks for the hashes of a column: they are worked out before it is."""
+    return f"hash({name})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """A condition; immutable, the same text is the same condition.
 
     Attributes:
-        kind: Of its values; ``"nothing"`` where all are missing.
-        values: ``[n]`` numbers, booleans, or an object array of ``str``; anything where ``valid`` is False.
-        valid: ``[n]``, False where the value is missing.
+        text: It, with single blanks and keywords in upper case: what tells conditions apart.
+        names: Columns that it asks for; None for an expression of pyarrow's, which says so only when it is bound.
+        hashed: Those of which it asks for hashes.
+        compiled: Makes the expression from the columns' types.
     """
 
-    kind: Kind
-    values: npt.NDArray[Any]
-    valid: Mask
-
-
-class Where:
-    """A condition that was parsed; immutable, the same text is the same condition."""
-
-    def __init__(self, text: str, root: _Node, names: frozenset[str]) -> None:
-        self.text = text
-        self.names = names
-        """Columns that it asks for."""
-        self._root = root
+    text: str
+    names: frozenset[str] | None
+    hashed: frozenset[str]
+    compiled: Callable[[Types], pc.Expression]
 
     def __str__(self) -> str:
         return self.text
 
-    def mask(self, columns: Mapping[str, Column], num_rows: int) -> Mask:
-        """Which of the rows are taken: bool ``[num_rows]``.
+    def expression(self, types: Types) -> pc.Expression:
+        """The condition over columns of these types, of type bool; ``hash_column`` of those hashed among them.
 
         Raises:
-            ConfigError: A column is not there, or is of another kind than what it is compared with.
+            ConfigError: A column is not there, or of a kind that cannot be compared so.
         """
-        missing = sorted(self.names - columns.keys())
-        if missing:
-            there = ", ".join(sorted(columns)) or "none"
-            raise ConfigError(f"where: no column {missing[0]!r} in the sample table; there are: {there}")
-        return self._root.masks(columns, num_rows)[0]
+        return self.compiled(types)
 
 
 def parse_where(text: str) -> Where:
@@ -105,136 +98,207 @@ def parse_where(text: str) -> Where:
         raise ConfigError(f"where: expected a condition as text of at most {_MAX_CHARACTERS} characters")
     parser = _Parser(text)
     root = parser.whole()
-    return Where(text, root, frozenset(parser.names))
+
+    def compiled(types: Types) -> pc.Expression:
+        return _condition(root(types))
+
+    return Where(
+        text=parser.canonical, names=frozenset(parser.names), hashed=frozenset(parser.hashed), compiled=compiled
+    )
 
 
-# ------------------------------------------------------------------------------------------------- the condition
+def as_where(where: Any) -> Where | None:
+    """What users give as ``where=``: text, an expression of pyarrow's, or None.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if where is None or isinstance(where, Where):
+        return where
+    if isinstance(where, str):
+        return parse_where(where)
+    if isinstance(where, pc.Expression):
+        return Where(text=str(where), names=None, hashed=frozenset(), compiled=lambda _: where)
+    raise ConfigError(
+        f"where: expected a condition such as \"tokens >= 512 and lang = 'en'\" or a pyarrow.compute.Expression, "
+        f"got a {type(where).__name__}"
+    )
 
 
-class _Node(Protocol):
-    def masks(self, columns: Mapping[str, Column], num_rows: int) -> tuple[Mask, Mask]:
-        """Where it is true, and where it is known (true or false)."""
+def unknown_column(name: str, there: Iterable[str]) -> ConfigError:
+    """Says that no shard has a column, and which there are."""
+    known = sorted(there)
+    close = get_close_matches(name, known, n=1)
+    return ConfigError(
+        f"where: no column {name!r}{f' (did you mean {close[0]!r}?)' if close else ''}; there are: "
+        f"{', '.join(known) or 'none'}. A column is lifted when shards are written (columns=), or added with "
+        f"`shard_tools column add`"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- values with types
 
 
 @dataclass(frozen=True, slots=True)
-class _Name:
-    name: str
+class _Value:
+    """An expression, its type, how it is shown in messages, and where it stands."""
 
-    def column(self, columns: Mapping[str, Column], num_rows: int) -> Column:
-        del num_rows
-        return columns[self.name]
+    expression: pc.Expression
+    type: pa.DataType
+    shown: str
+    refuse: Callable[[str], NoReturn]
+    literal: Any = None
+
+    @property
+    def kind(self) -> str:
+        """number, text, bool or nothing."""
+        if pa.types.is_null(self.type):
+            return "nothing"
+        if pa.types.is_boolean(self.type):
+            return "bool"
+        return "text" if _is_text(self.type) else "number"
 
     def __str__(self) -> str:
-        return f"column {self.name!r}"
+        return f"{self.shown} ({self.kind})"
 
 
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    value: Value
-
-    def column(self, columns: Mapping[str, Column], num_rows: int) -> Column:
-        """One row, which stands for all of them."""
-        del columns, num_rows
-        kind: Kind = "bool" if isinstance(self.value, bool) else "text" if isinstance(self.value, str) else "number"
-        values = np.array([self.value], object) if kind == "text" or _is_large(self.value) else np.array([self.value])
-        return Column(kind=kind, values=values, valid=np.ones(1, np.bool_))
-
-    def __str__(self) -> str:
-        return repr(self.value)
+_Node: TypeAlias = Callable[[Types], _Value]
 
 
-def _is_large(value: Value) -> bool:
-    """Whether it is an integer beyond NumPy's; Python compares these."""
-    return isinstance(value, int) and not -(2**63) <= value < 2**63
+def _is_text(kind: pa.DataType) -> bool:
+    return _is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-_Operand: TypeAlias = "_Name | _Constant"
+def _is_string(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-@dataclass(frozen=True, slots=True)
-class _Compare:
-    sign: str
-    left: _Operand
-    right: _Operand
-
-    def masks(self, columns: Mapping[str, Column], num_rows: int) -> tuple[Mask, Mask]:
-        left, right = self.left.column(columns, num_rows), self.right.column(columns, num_rows)
-        known = np.broadcast_to(left.valid & right.valid, num_rows)
-        if "nothing" in {left.kind, right.kind}:
-            return np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
-        if left.kind != right.kind or (left.kind == "bool" and self.sign not in {"=", "==", "!=", "<>"}):
-            raise ConfigError(
-                f"where: cannot compare {self.left} ({left.kind}) {self.sign} {self.right} ({right.kind}); write text "
-                "in 'single quotes' and numbers without; TRUE and FALSE know = and != only"
-            )
-        found = np.broadcast_to(_COMPARE[self.sign](left.values, right.values).astype(np.bool_), num_rows)
-        return found & known, known
+def is_comparable(kind: pa.DataType) -> bool:
+    """Whether conditions know values of this type."""
+    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return bool(numbers or pa.types.is_boolean(kind) or pa.types.is_null(kind) or _is_text(kind))
 
 
-@dataclass(frozen=True, slots=True)
-class _Like:
-    operand: _Operand
-    pattern: str
+def _column(name: str, refuse: Callable[[str], NoReturn]) -> _Node:
+    def node(types: Types) -> _Value:
+        if name not in types:
+            raise unknown_column(name, types)
+        kind, field = types[name], pc.field(name)
+        if not is_comparable(kind):
+            refuse(f"column {name!r} holds {kind}; conditions know numbers, text and booleans")
+        if pa.types.is_integer(kind) and kind not in {pa.int64(), pa.uint64()}:
+            kind, field = pa.int64(), field.cast(pa.int64())
+        elif pa.types.is_floating(kind) and kind != pa.float64():
+            kind, field = pa.float64(), field.cast(pa.float64())
+        return _Value(field, kind, f"column {name!r}", refuse)
 
-    def masks(self, columns: Mapping[str, Column], num_rows: int) -> tuple[Mask, Mask]:
-        column = self.operand.column(columns, num_rows)
-        if column.kind not in {"text", "nothing"}:
-            raise ConfigError(f"where: LIKE is for text; {self.operand} is a {column.kind}")
-        known = np.broadcast_to(column.valid, num_rows)
-        signs = {"%": ".*", "_": "."}
-        fits = re.compile("".join(signs.get(sign, re.escape(sign)) for sign in self.pattern), re.DOTALL).fullmatch
-        pairs = zip(column.values.tolist(), column.valid.tolist(), strict=True)
-        found = np.array([valid and fits(value) is not None for value, valid in pairs], np.bool_)
-        return np.broadcast_to(found, num_rows) & known, known
-
-
-@dataclass(frozen=True, slots=True)
-class _IsNull:
-    operand: _Operand
-
-    def masks(self, columns: Mapping[str, Column], num_rows: int) -> tuple[Mask, Mask]:
-        valid = self.operand.column(columns, num_rows).valid
-        return np.broadcast_to(~valid, num_rows).copy(), np.ones(num_rows, np.bool_)
+    return node
 
 
-@dataclass(frozen=True, slots=True)
-class _IsTrue:
-    operand: _Operand
-
-    def masks(self, columns: Mapping[str, Column], num_rows: int) -> tuple[Mask, Mask]:
-        column = self.operand.column(columns, num_rows)
-        if column.kind not in {"bool", "nothing"}:
-            raise ConfigError(f"where: {self.operand} alone is no condition ({column.kind}); compare it with something")
-        known = np.broadcast_to(column.valid, num_rows)
-        return np.broadcast_to(column.values.astype(np.bool_), num_rows) & known, known
+def _literal(value: Any, refuse: Callable[[str], NoReturn]) -> _Value:
+    kind: Any = {bool: pa.bool_(), str: pa.string(), float: pa.float64()}.get(type(value), pa.int64())
+    shown = repr(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        if len(str(abs(value))) > _MOST_DIGITS:
+            refuse(f"a number of more than {_MOST_DIGITS} digits")
+        value, kind = Decimal(value), pa.decimal128(_MOST_DIGITS, 0)
+    return _Value(pc.scalar(pa.scalar(value, kind)), kind, shown, refuse, value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Not:
-    node: _Node
-
-    def masks(self, columns: Mapping[str, Column], num_rows: int) -> tuple[Mask, Mask]:
-        true, known = self.node.masks(columns, num_rows)
-        return known & ~true, known
+def _missing(of: _Value, kind: pa.DataType) -> _Value:
+    return replace(of, expression=pc.scalar(pa.scalar(None, kind)), type=kind, literal=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Any:
-    """At least one of them; SQL's OR."""
-
-    nodes: tuple[_Node, ...]
-
-    def masks(self, columns: Mapping[str, Column], num_rows: int) -> tuple[Mask, Mask]:
-        true, known = np.zeros(num_rows, np.bool_), np.ones(num_rows, np.bool_)
-        for node in self.nodes:
-            node_true, node_known = node.masks(columns, num_rows)
-            true, known = true | node_true, known & node_known
-        return true, known | true
+def _alike(left: _Value, right: _Value) -> tuple[pc.Expression, pc.Expression]:
+    """Both sides as one type, where Arrow would not find it or refuse values that lose digits in it."""
+    kinds = {left.type, right.type}
+    if left.kind != "number" or len(kinds) == 1:
+        return left.expression, right.expression
+    if pa.float64() in kinds:
+        as_float = [one.expression.cast(pa.float64(), safe=False) for one in (left, right)]
+        return as_float[0], as_float[1]
+    decimal = pa.decimal128(_MOST_DIGITS, 0)
+    return left.expression.cast(decimal), right.expression.cast(decimal)
 
 
-def _all(nodes: tuple[_Node, ...]) -> _Node:
-    """AND, by De Morgan's law, which holds for unknown too."""
-    return _Not(_Any(tuple(_Not(node) for node in nodes)))
+def _condition(value: _Value) -> pc.Expression:
+    if value.kind == "nothing":
+        return pc.scalar(pa.scalar(None, pa.bool_()))
+    if value.kind != "bool":
+        value.refuse(f"{value} alone is no condition; compare it with something")
+    return value.expression
+
+
+def _compared(sign: str, left: _Value, right: _Value) -> pc.Expression:
+    if "nothing" in {left.kind, right.kind}:
+        return pc.scalar(pa.scalar(None, pa.bool_()))
+    if left.kind != right.kind or (left.kind == "bool" and sign not in {"=", "==", "!=", "<>"}):
+        left.refuse(
+            f"cannot compare {left} {sign} {right}; write text in 'single quotes' and numbers without; TRUE and FALSE "
+            "know = and != only"
+        )
+    return _COMPARE[sign](*_alike(left, right))
+
+
+def _calculated(sign: str, left: _Value, right: _Value) -> _Value:
+    shown = f"{left.shown} {sign} {right.shown}"
+    for side in (left, right):
+        if side.kind not in {"number", "nothing"}:
+            side.refuse(f"{sign} is for numbers, not for {side}")
+        if pa.types.is_decimal(side.type):
+            side.refuse(f"{side.shown} is too large to calculate with")
+    if "nothing" in {left.kind, right.kind}:
+        return replace(_missing(left, pa.null()), shown=shown)
+    kind = pa.float64() if pa.float64() in {left.type, right.type} else pa.int64()
+    if {left.type, right.type} == {pa.uint64()} or (left.type == pa.uint64() and (right.literal or -1) > 0):
+        kind = pa.uint64()
+    a, b = (side.expression.cast(kind, safe=kind != pa.float64()) for side in (left, right))
+    if sign in _ARITHMETIC:
+        found = _ARITHMETIC[sign](a, b)
+    else:
+        b = pc.if_else(pc.equal(b, pc.scalar(pa.scalar(0, kind))), pc.scalar(pa.scalar(None, kind)), b)
+        found = pc.divide_checked(a, b)
+        if sign == "%":
+            whole = pc.trunc(found) if kind == pa.float64() else found
+            found = pc.subtract(a, pc.multiply(whole, b))
+    return _Value(found, kind, shown, left.refuse)
+
+
+def _one_of(value: _Value, literals: Sequence[_Value]) -> pc.Expression:
+    for literal in literals:
+        if value.kind not in {literal.kind, "nothing"}:
+            value.refuse(f"cannot compare {value} = {literal}; write text in 'single quotes' and numbers without")
+    if value.kind == "nothing":
+        return pc.scalar(pa.scalar(None, pa.bool_()))
+    if all(literal.type == value.type for literal in literals) and not pa.types.is_floating(value.type):
+        among = pc.is_in(value.expression, value_set=pa.array([literal.literal for literal in literals], value.type))
+        return pc.if_else(pc.is_valid(value.expression), among, pc.scalar(pa.scalar(None, pa.bool_())))
+    return _joined(pc.or_kleene, [_compared("=", value, literal) for literal in literals])
+
+
+def _joined(join: Callable[[pc.Expression, pc.Expression], pc.Expression], parts: list[pc.Expression]) -> pc.Expression:
+    """As a balanced tree: Arrow goes down expressions by recursion."""
+    while len(parts) > 1:
+        parts = [reduce(join, parts[at : at + 2]) for at in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def _like(value: _Value, pattern: str) -> pc.Expression:
+    if value.kind == "nothing":
+        return pc.scalar(pa.scalar(None, pa.bool_()))
+    if value.kind != "text":
+        value.refuse(f"LIKE is for text, not for {value}")
+    return pc.match_like(value.expression, pattern.replace("\\", "\\\\"))
+
+
+def _length(value: _Value) -> _Value:
+    shown = f"length({value.shown})"
+    if value.kind == "nothing":
+        return replace(_missing(value, pa.int64()), shown=shown)
+    if value.kind != "text":
+        value.refuse(f"length() is for text, not for {value}")
+    counted = (pc.utf8_length if _is_string(value.type) else pc.binary_length)(value.expression)
+    return _Value(counted.cast(pa.int64()), pa.int64(), shown, value.refuse)
 
 
 # ------------------------------------------------------------------------------------------------------ the text
@@ -243,20 +307,29 @@ def _all(nodes: tuple[_Node, ...]) -> _Node:
 @dataclass(frozen=True, slots=True)
 class _Token:
     kind: str
-    """``number``, ``text``, ``name``, ``end``, or the keyword or sign itself."""
+    """``number``, ``text``, ``name``, ``quoted``, ``end``, or the keyword or sign itself."""
     text: str
     at: int
 
 
 class _Parser:
-    """Recursive descent; one use."""
+    """Recursive descent; one use. Each rule returns a function from the columns' types to a typed expression."""
 
     def __init__(self, text: str) -> None:
         self.names: set[str] = set()
+        self.hashed: set[str] = set()
         self._text = text
         self._tokens = self._tokenise()
         self._next = 0
         self._depth = 0
+
+    @property
+    def canonical(self) -> str:
+        """The text with single blanks and keywords in upper case."""
+        return " ".join(
+            self._text[token.at : end].strip() if token.kind not in _KEYWORDS else token.text.upper()
+            for token, end in zip(self._tokens, [one.at for one in self._tokens[1:]], strict=False)
+        )
 
     def whole(self) -> _Node:
         root = self._or()
@@ -273,7 +346,7 @@ class _Parser:
                 self._refuse_at("not understood (text goes in 'single quotes')", at)
             kind, text = str(match.lastgroup), match[0]
             if kind == "quoted":
-                kind, text = "name", text[1:-1].replace('""', '"')
+                text = text[1:-1].replace('""', '"')
             elif kind == "text":
                 text = text[1:-1].replace("''", "'")
             elif kind == "sign" or text.lower() in _KEYWORDS:
@@ -309,85 +382,163 @@ class _Parser:
             f"where: {problem}, at character {at + 1}:\n  {self._text[start : at + 40]}\n  {' ' * (at - start)}^"
         )
 
+    def _refuser(self, at: int) -> Callable[[str], NoReturn]:
+        def refuse(problem: str) -> NoReturn:
+            self._refuse_at(problem, at)
+
+        return refuse
+
+    def _truth(self, at: int, made: Callable[[Types], pc.Expression]) -> _Node:
+        """A node that is true, false or missing."""
+        refuse = self._refuser(at)
+        return lambda types: _Value(made(types), pa.bool_(), "the condition", refuse)
+
     def _or(self) -> _Node:
-        nodes = [self._and()]
-        while self._take("or"):
-            nodes.append(self._and())
-        return nodes[0] if len(nodes) == 1 else _Any(tuple(nodes))
+        return self._chain("or", self._and, pc.or_kleene)
 
     def _and(self) -> _Node:
-        nodes = [self._not()]
-        while self._take("and"):
-            nodes.append(self._not())
-        return nodes[0] if len(nodes) == 1 else _all(tuple(nodes))
+        return self._chain("and", self._not, pc.and_kleene)
+
+    def _chain(self, word: str, part: Callable[[], _Node], join: Callable[..., pc.Expression]) -> _Node:
+        at, nodes = self._token.at, [part()]
+        while self._take(word):
+            nodes.append(part())
+        if len(nodes) == 1:
+            return nodes[0]
+        return self._truth(at, lambda types: _joined(join, [_condition(node(types)) for node in nodes]))
 
     def _not(self) -> _Node:
+        token = self._take("not")
+        if token is None:
+            return self._predicate()
+        node = self._deeper(self._not)
+        return self._truth(token.at, lambda types: pc.invert(_condition(node(types))))
+
+    def _deeper(self, rule: Callable[[], _Node]) -> _Node:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            self._refuse(f"more than {_MAX_DEPTH} levels of NOT and parentheses")
-        node: _Node
-        if self._take("not"):
-            node = _Not(self._not())
-        elif self._take("("):
-            node = self._or()
-            self._need(")")
-        else:
-            node = self._predicate()
+            self._refuse(f"more than {_MAX_DEPTH} levels of NOT, signs and parentheses")
+        node = rule()
         self._depth -= 1
         return node
 
     def _predicate(self) -> _Node:
-        left = self._operand()
+        at, left = self._token.at, self._sum()
         sign = self._take(*_COMPARE)
         if sign is not None:
-            return _Compare(sign.kind, left, self._operand())
+            right = self._sum()
+            return self._truth(at, lambda types: _compared(sign.kind, left(types), right(types)))
         if self._take("is"):
             negated = self._take("not") is not None
             self._need("null")
-            return _Not(_IsNull(left)) if negated else _IsNull(left)
+            test = pc.is_valid if negated else pc.is_null
+            return self._truth(at, lambda types: test(left(types).expression))
         negated = self._take("not") is not None
-        node: _Node
-        if self._take("in"):
-            node = self._one_of(left)
-        elif self._take("between"):
-            low = _Compare(">=", left, self._literal())
-            self._need("and")
-            node = _all((low, _Compare("<=", left, self._literal())))
-        elif self._take("like"):
-            node = _Like(left, self._need("text").text)
-        elif negated:
+        made = self._membership(left)
+        if made is None and negated:
             self._refuse("expected IN, BETWEEN or LIKE")
-        elif isinstance(left, _Constant):
-            self._refuse("expected a comparison")
-        else:
-            node = _IsTrue(left)
-        return _Not(node) if negated else node
+        if made is None:
+            return left
+        found = made
+        return self._truth(at, lambda types: pc.invert(found(types)) if negated else found(types))
 
-    def _one_of(self, left: _Operand) -> _Node:
+    def _membership(self, left: _Node) -> Callable[[Types], pc.Expression] | None:
+        """What follows IN, BETWEEN or LIKE; None where none of them does."""
+        if self._take("in"):
+            literals = self._listed()
+            return lambda types: _one_of(left(types), literals)
+        if self._take("between"):
+            low = self._sum()
+            self._need("and")
+            high = self._sum()
+            return lambda types: pc.and_kleene(
+                _compared(">=", left(types), low(types)), _compared("<=", left(types), high(types))
+            )
+        if self._take("like"):
+            pattern = self._need("text").text
+            return lambda types: _like(left(types), pattern)
+        return None
+
+    def _listed(self) -> list[_Value]:
         self._need("(")
-        nodes: list[_Node] = [_Compare("=", left, self._literal())]
+        literals = [self._constant()]
         while self._take(","):
-            nodes.append(_Compare("=", left, self._literal()))
+            literals.append(self._constant())
         self._need(")")
-        return _Any(tuple(nodes))
+        return literals
 
-    def _operand(self) -> _Operand:
-        name = self._take("name")
-        if name is None:
-            return self._literal()
-        self.names.add(name.text)
-        return _Name(name.text)
+    def _sum(self) -> _Node:
+        return self._calculation(("+", "-"), self._product)
 
-    def _literal(self) -> _Constant:
-        token = self._take("number", "text", "true", "false")
+    def _product(self) -> _Node:
+        return self._calculation(("*", "/", "%"), self._unary)
+
+    def _calculation(self, signs: tuple[str, ...], part: Callable[[], _Node]) -> _Node:
+        node, count = part(), 0
+        while (token := self._take(*signs)) is not None:
+            count += 1
+            if count > _MAX_DEPTH:
+                self._refuse(f"more than {_MAX_DEPTH} signs in a row; use parentheses")
+            node = self._binary(token.kind, node, part())
+        return node
+
+    def _binary(self, sign: str, left: _Node, right: _Node) -> _Node:
+        return lambda types: _calculated(sign, left(types), right(types))
+
+    def _unary(self) -> _Node:
+        at = self._token.at
+        if self._token.kind not in {"-", "+"}:
+            return self._primary()
+        if self._tokens[self._next + 1].kind == "number":
+            value = self._constant()
+            return lambda _: value
+        sign = self._need("-", "+").kind
+        zero, node = _literal(0, self._refuser(at)), self._deeper(self._unary)
+        return lambda types: _calculated(sign, zero, node(types))
+
+    def _primary(self) -> _Node:
+        token = self._take("name", "quoted", "(")
+        if token is None:
+            value = self._constant()
+            return lambda _: value
+        if token.kind == "(":
+            inner = self._deeper(self._or)
+            self._need(")")
+            return inner
+        if token.kind == "name" and self._take("("):
+            return self._function(token)
+        self.names.add(token.text)
+        return _column(token.text, self._refuser(token.at))
+
+    def _function(self, token: _Token) -> _Node:
+        name = token.text.lower()
+        if name == "length":
+            inner = self._deeper(self._sum)
+            self._need(")")
+            return lambda types: _length(inner(types))
+        if name != "hash":
+            close = get_close_matches(name, _FUNCTIONS, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            self._refuse_at(f"no function {token.text!r}{hint}; there are {', '.join(_FUNCTIONS)}", token.at)
+        if self._token.kind not in {"name", "quoted"}:
+            self._refuse("hash() takes the name of a column")
+        column = self._need("name", "quoted").text
+        self._need(")")
+        self.names.add(column)
+        self.hashed.add(column)
+        return _column(hash_column(column), self._refuser(token.at))
+
+    def _constant(self) -> _Value:
+        at = self._token.at
+        sign = self._take("-", "+")
+        token = self._take("number", *(() if sign else ("text", "true", "false")))
         if token is None:
             null = "; missing values are found with IS NULL" if self._token.kind == "null" else ""
             self._refuse(f"expected a column, a number, 'text', TRUE or FALSE{null}")
+        value: Any = token.text
         if token.kind in {"true", "false"}:
-            return _Constant(token.kind == "true")
-        if token.kind == "text":
-            return _Constant(token.text)
-        try:
-            return _Constant(int(token.text))
-        except ValueError:
-            return _Constant(float(token.text))
+            value = token.kind == "true"
+        elif token.kind == "number":
+            digits = token.text if sign is None or sign.kind == "+" else f"-{token.text}"
+            value = int(digits) if digits.lstrip("-").isdigit() else float(digits)
+        return _literal(value, self._refuser(at))
