@@ -7,12 +7,12 @@
 # make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, drawn from SEED=1
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
-# torch), PYTEST_ARGS=… to pytest. Several processes test at once: JOBS=0 for one.
+# torch), PYTEST_ARGS=… to pytest. Three processes test for every two cores, since tests also wait: JOBS=0 for one.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= auto
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) '*' 3 / 2)
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish
@@ -35,7 +35,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python examples/demo.py
 
-test: lint types pytest
+# mypy beside pytest: some tests wait for others.
+test: lint
+	@$(MAKE) --no-print-directory -j2 types pytest
 
 lint: venv
 	$(BIN)/ruff check .
@@ -45,7 +47,7 @@ types: venv
 	$(BIN)/mypy
 
 pytest: venv
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 format: venv
 	$(BIN)/ruff format .

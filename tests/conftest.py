@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterator
 
 import fsspec.asyn
@@ -22,6 +24,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--differential-seed", type=int, default=1, help="seed of all that is drawn in test_differential.py"
     )
+
+
+LONGEST_FIRST = (
+    "test_distributed", "test_trainers", "test_ray", "test_memory", "test_hosts", "test_torture", "test_differential",
+    "test_epochs", "test_loader", "test_iterators", "test_demo", "test_kills", "test_portable", "test_cache_processes",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest come first: xdist gives whole files away, and the last one is not to be a long one."""
+    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and test items live to the end: a collection of garbage, of which many tests need some, skips them."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_disks() -> Iterator[None]:
+    """``os.fsync`` returns at once in this process: no test cuts the power, and thousands of calls take a minute.
+
+    That files are synced, and when, is asserted in test_storage.py.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,10 @@ def parquet_source(folder: Path, num_rows: int = 900) -> str:
     return str(folder)
 
 
+def small_source(folder: Path) -> str:
+    return parquet_source(folder, num_rows=150)
+
+
 def image_source(folder: Path) -> str:
     for number in range(150):
         path = folder / f"class{number % 3}" / f"{number}.png"
@@ -46,7 +50,7 @@ def image_source(folder: Path) -> str:
     [
         (parquet_source, {"max_bytes": 100_000, "key_field": "id", "columns": ("tokens",)}),
         (parquet_source, {"max_samples": 100, "shuffle_seed": 3}),
-        (parquet_source, {"max_bytes": 2000}),
+        (small_source, {"max_bytes": 2000}),  # a row or two to a shard
         (image_source, {"max_bytes": 60_000, "columns": ("cls", "path")}),
     ],
 )

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -216,6 +217,29 @@ class TestLocal:
             expand_urls(str(tmp_path), storage)
         writer.abort()
         assert os.listdir(tmp_path) == []
+
+    def test_a_file_is_synced_before_its_name_is_there_and_its_directory_after(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What survives a power cut is whole, and stays: seen by the calls, in their order."""
+        calls: list[tuple[str, str]] = []
+        replace = os.replace
+
+        def synced(descriptor: int) -> None:
+            calls.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+
+        def replaced(source: str, target: str) -> None:
+            calls.append(("replace", source))
+            replace(source, target)
+
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "replace", replaced)
+        with Storage().open_write(str(tmp_path / "a")) as writer:
+            writer.write(b"abc")
+            assert calls == []
+        (_, temporary), *_ = calls
+        assert Path(temporary).parent == tmp_path
+        assert calls == [("sync", temporary), ("replace", temporary), ("sync", str(tmp_path))]
 
     def test_dangling_links_are_not_listed(self, tmp_path) -> None:
         (tmp_path / "a.tar").write_bytes(b"a")
