@@ -128,7 +128,6 @@ def convert_command(
 @click.option("--force", is_flag=True, help="Index anew what has an index.")
 @click.option("--prune", is_flag=True, help="Take shards that are gone out of the index.")
 @duplicates_option
-@click.option("--head-starts/--no-head-starts", default=True, help="Use and check sidecars of Energon, DALI and wids.")
 @json_option
 @with_storage_options
 def index_command(urls: tuple[str, ...], *, engine: str, workers: int | None, as_json: bool, **arguments: Any) -> None:

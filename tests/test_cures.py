@@ -69,7 +69,6 @@ NOT_RUN = {
     ("reshard", "--where"): "a filter by columns that the user has, tests/test_reshard.py",
     ("verify", ""): "lists what is damaged; the cures of what it lists are others of this table",
     ("verify", "--duplicate-keys"): "tests/test_duplicate_keys.py",
-    ("index", "--no-head-starts"): "tests/test_sidecars.py",
 }
 
 

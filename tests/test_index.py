@@ -1,4 +1,4 @@
-"""The chunk rule, chunk tables, sample tables, and the sidecars of other tools."""
+"""The chunk rule, chunk tables, sample tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMism
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule, cut_records
 from streaming.index.files import footer_bytes
-from streaming.index.headstart import parse_dali_idx, parse_energon_idx, parse_wids
 from streaming.index.layout import chunks_path, samples_path, shard_of_samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 
@@ -295,7 +294,7 @@ def test_an_empty_shard() -> None:
     assert (back.num_samples, back.chunks.num_chunks, back.record_starts.tolist()) == (0, 0, [0])
 
 
-# --- names and sidecars
+# --- names
 
 
 def test_paths() -> None:
@@ -304,61 +303,6 @@ def test_paths() -> None:
         assert shard_of_samples_path(samples_path(name)) == name
     assert samples_path("p/0.tar") == "_shardstream/samples/p/0.tar.parquet"
     assert shard_of_samples_path("_shardstream/chunks.parquet") is None
-
-
-def test_energon_index() -> None:
-    data = np.array([0, 1024, 3072], "<u8").tobytes()
-    assert parse_energon_idx(data, "i", 4096).tolist() == [0, 1024, 3072]
-    for bad in (b"", data[:-1], data[::-1], np.array([0, 5], "<u8").tobytes(), b"v1.2 1\njpg 512 5 a.jpg\n  "):
-        with pytest.raises(IndexFormatError, match=r"^i: "):
-            parse_energon_idx(bad, "i")
-    with pytest.raises(IndexFormatError, match="stale"):
-        parse_energon_idx(data, "i", 2048)
-
-
-def test_dali_index() -> None:
-    (first, second) = parse_dali_idx(b"v1.2 2\njpg 512 5 a.jpg cls 1536 1 a.cls\njpg 2560 6 b.jpg\n", "i")
-    assert [(field.extension, field.start, field.size, field.name) for field in first] == [
-        ("jpg", 512, 5, "a.jpg"), ("cls", 1536, 1, "a.cls"),
-    ]  # fmt: skip
-    assert second[0].start == 2560
-    assert parse_dali_idx(b"v1.1 1\njpg 512 5\n", "i")[0][0].name is None
-    for bad in (
-        b"",
-        b"v9 1\n",
-        b"v1.2 2\njpg 512 5 a.jpg\n",
-        b"v1.2 1\njpg 512 5 a b.jpg\n",
-        b"v1.2 1\njpg x 5 a.jpg\n",
-    ):
-        with pytest.raises(IndexFormatError, match=r"^i"):
-            parse_dali_idx(bad, "i")
-
-
-def test_wids_description() -> None:
-    good = {
-        "wids_version": 1,
-        "shardlist": [{"url": "a.tar", "nsamples": 3, "filesize": 9}, {"url": "b.tar", "nsamples": 0}],
-    }
-    rows = parse_wids(json.dumps(good).encode(), "w")
-    assert [(row.url, row.num_samples, row.size_bytes) for row in rows] == [("a.tar", 3, 9), ("b.tar", 0, None)]
-    for bad in (
-        b"{",
-        b"[]",
-        b'{"shardlist": "x"}',
-        b'{"shardlist": [1]}',
-        b'{"shardlist": [{"url": "a", "nsamples": -1}]}',
-    ):
-        with pytest.raises(IndexFormatError, match=r"^w"):
-            parse_wids(bad, "w")
-
-
-@given(data=st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
-def test_fuzzed_sidecars_raise_data_errors_only(data: bytes) -> None:
-    for parse in (parse_energon_idx, parse_dali_idx, parse_wids):
-        for noise in (data, b"v1.2 1\n" + data, b'{"shardlist": [' + data):
-            with contextlib.suppress(DataError):
-                parse(noise, "i")
 
 
 def test_opening_a_data_set_does_not_import_pandas(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ from shard_tools.convert import convert
 from streaming import DataLoader, StreamingDataset
 from streaming.cache import NodeCache
 from streaming.cache.paths import Layout
-from streaming.catalog.sidecars import MAX_SIDECAR_BYTES, Sidecars, find_sidecars
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, StorageError, TarError
 from streaming.index.chunk_table import ChunkTable
@@ -467,17 +466,6 @@ def test_deep_json_is_an_error_everywhere(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(IndexFormatError, match="journal"):
         convert(str(tmp_path / "good.jsonl"), str(tmp_path / "to"))
-
-
-def test_sidecars_beyond_their_limit_are_left_alone(tmp_path: Path) -> None:
-    write_set(tmp_path)
-    for name in ("00.tar.idx", "00.idx", "x.json"):
-        with open(tmp_path / name, "wb") as file:
-            file.truncate(MAX_SIDECAR_BYTES + 1)
-    url = f"{tmp_path}/00.tar"
-    assert find_sidecars(Storage(), [url]).get(url, Sidecars()) == Sidecars()
-    os.truncate(tmp_path / "00.tar.idx", 8)
-    assert find_sidecars(Storage(), [url])[url].energon is not None
 
 
 # --- bounds: what users and sources write ----------------------------------------------------------------------------

@@ -88,7 +88,6 @@ def index(
     workers: int = 8,
     force: bool = False,
     prune: bool = False,
-    head_starts: bool = True,
     duplicate_keys: DuplicateKeys = "error",
     executor: Executor | None = None,
     progress: Progress | None = None,
@@ -102,7 +101,6 @@ def index(
         workers: Shards scanned at a time.
         force: Read every shard anew.
         prune: Take shards that are in the index, but no longer in the store, out of it.
-        head_starts: Use what Energon, DALI and wids left beside new shards, and refuse it where it is stale.
         duplicate_keys: What a key is that comes twice in a shard; as in ``StreamingDataset``.
         executor: Scan there, on a cluster for example, instead of here.
         progress: Told of bytes read and shards begun.
@@ -127,7 +125,6 @@ def index(
         force=force,
         processes=total_bytes >= _PROCESSES_FROM_BYTES and len(shards) > 1,
         executor=executor,
-        head_starts=head_starts,
         duplicate_keys=duplicate_keys,
         progress=told,
     )

@@ -143,7 +143,7 @@ def repair(
         progress.advance(num_bytes=size_bytes, num=1)
     goals = [shard.target for shard in done if shard.target is not None]
     if goals:
-        index_shards(storage, goals, force=True, head_starts=False, duplicate_keys="keep")
+        index_shards(storage, goals, force=True, duplicate_keys="keep")
     return RepairReport(target=folder, shards=tuple(done))
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import TypeVar
 
-from streaming.catalog.scan import Progress, compressed_error
-from streaming.catalog.sidecars import Sidecars, find_sidecars, scan_with_sidecars
+from streaming.catalog.scan import Progress, compressed_error, scan_shard
 from streaming.errors import (
     AccessDeniedError,
     ConfigError,
@@ -58,7 +57,6 @@ def index_shards(
     force: bool = False,
     processes: bool = False,
     executor: Executor | None = None,
-    head_starts: bool = True,
     rule: ChunkRule = DEFAULT_RULE,
     duplicate_keys: DuplicateKeys = "error",
     progress: Progress | None = None,
@@ -80,7 +78,6 @@ def index_shards(
         processes: Scan in processes instead of threads: faster for small records, but a script needs its
             ``if __name__ == "__main__":`` guard.
         executor: Scan there: elsewhere, on a cluster. The caller shuts it down.
-        head_starts: Use and check what Energon, DALI and wids left beside shards that are scanned.
         rule: Where chunks are cut.
         duplicate_keys: As in :func:`streaming.scan.scan_shard`.
         progress: Told about scanned bytes from any thread; with ``processes`` or ``executor`` once per shard.
@@ -88,7 +85,6 @@ def index_shards(
     Raises:
         ConfigError: For a compressed shard, or two shards of one name in one index.
         DataError: For a damaged shard; see :func:`streaming.catalog.scan.scan_shard`.
-        IndexMismatchError: If a sidecar of another tool does not describe its shard.
         StorageError: If a shard cannot be read or the index not be written.
     """
     for url in urls:
@@ -97,14 +93,11 @@ def index_shards(
     known = {home: _read_chunks(storage, home, damaged_is_none=True) for home in _homes(urls, index_url)}
     rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
     todo = [(url, home, shard_name(url, index_url)) for home, group in _homes(urls, index_url).items() for url in group]
-    cpus = parallel or num_cores()
-    workers = min(cpus, max(1, len(todo)))
-    new = [url for url, home, name in todo if force or name not in rows_of[home]] if head_starts else []
-    sidecars = find_sidecars(storage, new)
+    workers = min(parallel or num_cores(), max(1, len(todo)))
     with ExitStack() as closing:
-        told, share = progress, cpus // workers
+        told = progress
         if executor is not None:
-            told, share = None, 1
+            told = None
         elif processes and workers > 1:
             told = None
             executor = closing.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("forkserver")))
@@ -117,13 +110,12 @@ def index_shards(
                 executor.submit(
                     _index_shard,
                     storage,
-                    _Todo(url=url, home=home, name=name, sidecars=sidecars.get(url, Sidecars())),
+                    _Todo(url=url, home=home, name=name),
                     None if force else rows,
                     force,
                     rule,
                     duplicate_keys,
                     told,
-                    share,
                 )
             )
         tables = _gather(futures, todo, progress if told is None else None)
@@ -155,12 +147,11 @@ def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Todo:
-    """A shard, the directory that holds its index, its name there, and what lies beside it."""
+    """A shard, the directory that holds its index, and its name there."""
 
     url: str
     home: str
     name: str
-    sidecars: Sidecars
 
 
 def _index_shard(
@@ -171,7 +162,6 @@ def _index_shard(
     rule: ChunkRule,
     duplicate_keys: DuplicateKeys,
     progress: Progress | None,
-    parallel: int,
 ) -> ChunkTable:
     """The chunk rows of one shard: those known, those of its sample file, or those of a scan."""
     url, name = todo.url, todo.name
@@ -185,16 +175,7 @@ def _index_shard(
         known = rows is not None and rows.shards[0].size_bytes == size_bytes and rows.shards[0].name == name
         if rows is not None and known and (footer or storage.exists(samples_url)):
             return rows
-    table = scan_with_sidecars(
-        storage,
-        url,
-        name,
-        todo.sidecars,
-        rule=rule,
-        duplicate_keys=duplicate_keys,
-        progress=progress,
-        parallel=parallel,
-    )
+    table = scan_shard(storage, url, name, rule=rule, duplicate_keys=duplicate_keys, progress=progress)
     storage.put(samples_url, table.to_parquet())
     return table.chunks
 

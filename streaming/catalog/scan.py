@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 from crc32c import crc32c
@@ -71,83 +70,32 @@ def scan_shard(
         StorageError: If it cannot be read.
     """
     size_bytes = storage.info(url).size_bytes
-    part = scan_part(
-        storage, url, 0, size_bytes, read_bytes=read_bytes, rule=rule, duplicate_keys=duplicate_keys, progress=progress
-    )
-    return join_parts([part], name, size_bytes, redact(url), duplicate_keys=duplicate_keys)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What the scan of a shard's bytes from ``start`` on found; offsets count from the start of the shard.
-
-    Attributes:
-        layouts: Not empty ones, in order.
-        bounds: The first sample of each chunk, counted within the part, and the number of samples.
-        crcs: CRC32C of each chunk.
-        span_ends: One past the last sample of each span, counted within the part.
-        span_crcs: CRC32C of its chunk's bytes up to the end of each span.
-        large_crcs: CRC32C of its chunk's bytes up to the start, and up to the end, of each large member, by offset.
-        stop: Where the last record ends.
-        first_header: Where the first header of the first sample begins; -1 without samples.
-    """
-
-    start: int
-    layouts: list[PackedLayout]
-    bounds: list[int]
-    crcs: list[int]
-    span_ends: list[int]
-    span_crcs: list[int]
-    large_crcs: dict[int, int]
-    stop: int
-    first_header: int
-
-
-def scan_part(
-    storage: Storage,
-    url: str,
-    start: int,
-    stop: int,
-    *,
-    whole: bool = True,
-    read_bytes: int | None = None,
-    rule: ChunkRule = DEFAULT_RULE,
-    duplicate_keys: DuplicateKeys = "error",
-    progress: Progress | None = None,
-) -> Part:
-    """Scan bytes ``[start, stop)`` of a shard, which begin at a header and, if ``whole``, end as an archive does.
-
-    Arguments and errors as :func:`scan_shard`. Where not ``whole``, a TarError says that the last member does not
-    end at ``stop``.
-    """
-    scan = _Scan(redact(url), start, rule, repeats=duplicate_keys == "keep")
+    scan = _Scan(redact(url), rule, duplicate_keys)
     step = read_bytes or (LOCAL_READ_BYTES if scheme_of(url) == "file" else READ_BYTES)
     with ThreadPoolExecutor(1, thread_name_prefix="scan-read") as helper:
-        for piece in _pieces(helper, storage, url, start, stop, step):
+        for piece in _pieces(helper, storage, url, size_bytes, step):
             for at in range(0, len(piece), _FEED_BYTES):
                 found = scan.feed(piece[at : at + _FEED_BYTES])
                 helper.submit(scan.sums.add, *found)
             if progress is not None:
                 progress(url, len(piece))
-    return scan.finish(whole=whole)
+    return scan.finish(name, size_bytes)
 
 
-def _pieces(
-    helper: Executor, storage: Storage, url: str, start: int, stop: int, read_bytes: int
-) -> Iterator[memoryview]:
+def _pieces(helper: Executor, storage: Storage, url: str, size_bytes: int, read_bytes: int) -> Iterator[memoryview]:
     """The bytes of ``url``, the next piece being read while one is used.
 
     A piece is valid until the next, and for what was handed to ``helper``, which has one thread, before that.
     """
-    buffers = [np.empty(min(read_bytes, stop - start), np.uint8).data for _ in range(2)]
+    buffers = [np.empty(min(read_bytes, size_bytes), np.uint8).data for _ in range(2)]
 
     def read(index: int) -> memoryview:
-        begin = start + index * read_bytes
-        out = buffers[index % 2][: min(read_bytes, stop - begin)]
+        begin = index * read_bytes
+        out = buffers[index % 2][: min(read_bytes, size_bytes - begin)]
         storage.read_into(url, begin, out)
         return out
 
-    num_pieces = -(-(stop - start) // read_bytes)
+    num_pieces = -(-size_bytes // read_bytes)
     ahead = helper.submit(read, 0) if num_pieces else None
     for index in range(1, num_pieces + 1):
         piece = ahead.result() if ahead else memoryview(b"")
@@ -162,13 +110,13 @@ Borders = tuple[list[int], set[int], list[int]]
 class _Sums:
     """CRC32C of chunk after chunk, noted on the way at borders of spans and large members; pieces come in order."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self) -> None:
         self.crcs: list[int] = []
         self.span_crcs: list[int] = []
         self.large_crcs: dict[int, int] = {}
         self.ahead: list[int] = []  # borders of large members that are beyond the bytes so far
         self.crc = 0  # of the open chunk, up to byte `summed`
-        self.summed = start
+        self.summed = 0
         self.kept = b""  # the bytes from `summed` on
 
     def add(self, piece: memoryview, start: int, borders: Borders, settled: int) -> None:
@@ -213,11 +161,11 @@ class _Sums:
 class _Scan:
     """The state of one scan: the layouts so far, and the cutter. The sums are another thread's."""
 
-    def __init__(self, shown_url: str, start: int, rule: ChunkRule, *, repeats: bool) -> None:
+    def __init__(self, shown_url: str, rule: ChunkRule, duplicate_keys: DuplicateKeys) -> None:
         self.url = shown_url
-        self.start = start
-        self.scanner = TarScanner(shown_url, verify_headers=True, start=start, repeats=repeats)
-        self.sums = _Sums(start)
+        self.duplicate_keys: DuplicateKeys = duplicate_keys
+        self.scanner = TarScanner(shown_url, verify_headers=True, repeats=duplicate_keys == "keep")
+        self.sums = _Sums()
         self.cutter = ChunkCutter(rule)
         self.span_cutter = SpanCutter()
         self.layouts: list[PackedLayout] = []
@@ -255,60 +203,34 @@ class _Scan:
         self.num_samples += len(layout.keys)
         return layout.record_starts[span_cuts].tolist(), set(layout.record_starts[cuts].tolist())
 
-    def finish(self, *, whole: bool) -> Part:
-        self._take(self.scanner.finish_packed(whole=whole))
+    def finish(self, name: str, size_bytes: int) -> SampleTable:
+        """Close the last chunk and span where the archive ends; the table of all records."""
+        self._take(self.scanner.finish_packed())
         if self.num_samples > self.bounds[-1]:
             self.bounds.append(self.num_samples)
-        crcs = self.sums.crcs
+        crcs, span_crcs, large_crcs = self.sums.crcs, self.sums.span_crcs, self.sums.large_crcs
         if len(crcs) < len(self.bounds) - 1:
             crcs.append(self.sums.crc)
-        span_crcs = self.sums.span_crcs
         if self.num_samples > (self.span_ends[-1] if self.span_ends else 0):
             self.span_ends.append(self.num_samples)
         if len(span_crcs) < len(self.span_ends):
             span_crcs.append(self.sums.crc)
-        return Part(
-            start=self.start,
-            layouts=self.layouts,
-            bounds=self.bounds,
-            crcs=crcs,
-            span_ends=self.span_ends,
-            span_crcs=span_crcs,
-            large_crcs=self.sums.large_crcs,
-            stop=self.scanner.settled if self.layouts else self.start,
-            first_header=self.layouts[0].first_header if self.layouts else -1,
+        stop = self.scanner.settled if self.layouts else 0
+        record_starts = np.concatenate([*(layout.record_starts[:-1] for layout in self.layouts), [stop]])
+        record_starts = record_starts.astype(np.int64)
+        span_starts = [0, *self.span_ends]
+        fields = _join_fields(self.layouts, self.url)
+        return SampleTable.build(
+            name=name,
+            size_bytes=size_bytes,
+            keys=_joined_keys([one.keys for one in self.layouts], record_starts, self.url, self.duplicate_keys),
+            record_starts=record_starts,
+            fields=fields,
+            chunk_bounds=np.array(self.bounds, np.int64),
+            crc32c=np.array(crcs, np.uint32),
+            spans=spans_of(record_starts, self.bounds, span_starts, span_crcs),
+            large=large_sums(record_starts, fields, self.bounds, span_starts, span_crcs, large_crcs),
         )
-
-
-def join_parts(
-    parts: Sequence[Part], name: str, size_bytes: int, shown_url: str, *, duplicate_keys: DuplicateKeys = "error"
-) -> SampleTable:
-    """The sample table of a shard from its parts, which follow each other.
-
-    Raises:
-        DuplicateKeyError: If a key comes twice, unless ``duplicate_keys`` says that they are kept.
-    """
-    layouts = [layout for part in parts for layout in part.layouts]
-    record_starts = np.concatenate([*(layout.record_starts[:-1] for layout in layouts), [parts[-1].stop]])
-    record_starts = record_starts.astype(np.int64)
-    bounds, span_starts = [0], [0]
-    for part in parts:
-        span_starts += [bounds[-1] + end for end in part.span_ends]
-        bounds += [bounds[-1] + bound for bound in part.bounds[1:]]
-    span_crcs = [crc for part in parts for crc in part.span_crcs]
-    large_crcs = {offset: crc for part in parts for offset, crc in part.large_crcs.items()}
-    fields = _join_fields(layouts, shown_url)
-    return SampleTable.build(
-        name=name,
-        size_bytes=size_bytes,
-        keys=_joined_keys([layout.keys for layout in layouts], record_starts, shown_url, duplicate_keys),
-        record_starts=record_starts,
-        fields=fields,
-        chunk_bounds=np.array(bounds, np.int64),
-        crc32c=np.array([crc for part in parts for crc in part.crcs], np.uint32),
-        spans=spans_of(record_starts, bounds, span_starts, span_crcs),
-        large=large_sums(record_starts, fields, bounds, span_starts, span_crcs, large_crcs),
-    )
 
 
 def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[Int64Array, Int64Array]]:

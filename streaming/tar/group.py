@@ -54,18 +54,13 @@ class ChunkLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """A :class:`ChunkLayout` whose keys may not be Python objects yet.
-
-    Attributes:
-        first_header: Where the headers of the first sample's first member begin; -1 if there is no sample.
-    """
+    """A :class:`ChunkLayout` whose keys may not be Python objects yet."""
 
     keys: KeyLines | list[str]
     fields: tuple[str, ...]
     starts: Int64Array
     sizes: Int64Array
     record_starts: Int64Array
-    first_header: int
 
     def unpacked(self) -> ChunkLayout:
         """The same with keys as text."""
@@ -107,7 +102,6 @@ def group_members(members: Members, where: Where, *, first: int, stop: int, repe
         starts=members.data.reshape(shape),
         sizes=members.sizes.reshape(shape),
         record_starts=record_starts,
-        first_header=int(members.headers[0]),
     )
 
 
@@ -225,7 +219,6 @@ def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int, 
     sizes = np.zeros((len(keys), len(fields)), np.int64)
     starts[rows, columns] = members.data[kept]
     sizes[rows, columns] = members.sizes[kept]
-    first_header = int(members.headers[heads[0]]) if heads else -1
     record_starts = np.append(members.headers[heads], stop)
     if keys:
         record_starts[0] = first
@@ -235,7 +228,6 @@ def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int, 
         starts=starts,
         sizes=sizes,
         record_starts=record_starts,
-        first_header=first_header,
     )
 
 

@@ -44,21 +44,20 @@ class TarScanner:
     Args:
         url: The shard, for messages.
         verify_headers: Check the checksum of every header.
-        start: Offset of the first byte fed, where a header must begin.
         repeats: A field that a sample holds already begins another sample of the same key; else that is an error.
     """
 
-    def __init__(self, url: str = "", *, verify_headers: bool = False, start: int = 0, repeats: bool = False) -> None:
+    def __init__(self, url: str = "", *, verify_headers: bool = False, repeats: bool = False) -> None:
         self.url = url
         self.repeats = repeats
         self.verify_headers = verify_headers
-        self.num_bytes = start
+        self.num_bytes = 0
         """Offset up to which bytes were fed."""
-        self.record_start = start
+        self.record_start = 0
         """Where the first record begins that is not complete: no later layout begins before it."""
         self.members: Members | None = None
         """The members that the last feed read the headers of, offsets as in the archive; None if there were none."""
-        self._settled = start
+        self._settled = 0
         self._tail = b""  # the bytes from _settled to num_bytes, if payload does not cover them
         self._open: Members | None = None  # the members of the unfinished sample; offsets from the archive's start
         self._ended = False
@@ -127,14 +126,9 @@ class TarScanner:
         """
         return self.finish_packed().unpacked()
 
-    def finish_packed(self, *, whole: bool = True) -> PackedLayout:
-        """As :meth:`finish`, without making a Python string of each key.
-
-        Unless ``whole``, the bytes fed are a part of an archive: they must end where a member does, and no
-        end-of-archive mark is asked for (nor taken, as it stands at the end of the archive only).
-        """
-        ends_well = self._ended if whole else not self._ended and self._settled == self.num_bytes
-        if not ends_well:
+    def finish_packed(self) -> PackedLayout:
+        """As :meth:`finish`, without making a Python string of each key."""
+        if not self._ended:
             self._fail_truncated()
         members, self._open = self._open, None
         return self._group(members, self._settled)

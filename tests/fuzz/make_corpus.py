@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import struct
 import tarfile
 from pathlib import Path
 
@@ -117,19 +116,12 @@ def tables() -> dict[str, bytes]:
 def others() -> dict[str, dict[str, bytes]]:
     state = LoaderState(epoch=3, samples_seen=40, order=OrderSettings(seed=1, lanes=4, window=100), fingerprint="f",
                         num_samples=100)  # fmt: skip
-    wids = {"shardlist": [{"url": "a.tar", "nsamples": 6, "filesize": 4096}, {"url": "../b.tar", "nsamples": 0}]}
     return {
         "pax": {
             "plain": b"12 path=a.b\n10 size=3\n",
             "time": b"20 mtime=1700000000\n",
             "hostile": b"999999999999999999 path=a\n",
             "digits": b"0 =\n00000000000000000005 \n",
-        },
-        "sidecars": {
-            "energon.idx": struct.pack("<4Q", 0, 1536, 3072, 4096),
-            "dali.idx": b"v1.2 2\njpg 512 100 a.jpg cls 1536 1 a.cls\njpg 2048 7 b.jpg\n",
-            "dali-old.idx": b"v1.0 1\njpg 512 100\n",
-            "wids.json": json.dumps(wids).encode(),
         },
         "state": {"state.json": json.dumps(state.to_dict()).encode()},
         "urls": {

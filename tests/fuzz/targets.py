@@ -15,13 +15,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
 from streaming.catalog import urls as expand
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, DataError, ShardstreamError, StateError, TarError
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.headstart import parse_dali_idx, parse_energon_idx, parse_wids
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 from streaming.plan.state import LoaderState
 from streaming.storage import Storage, redact
@@ -160,7 +157,7 @@ def pax(data: bytes) -> None:
         raise Disagreement("more came out than went in")
 
 
-# --- index and sidecars ----------------------------------------------------------------------------------------------
+# --- index ----------------------------------------------------------------------------------------------
 
 
 def index(data: bytes) -> None:
@@ -181,19 +178,6 @@ def index(data: bytes) -> None:
                     raise Disagreement(f"sample {number} leaves its record")
     with contextlib.suppress(DataError):
         chunk_rows_from_footer(data)
-
-
-def sidecars(data: bytes) -> None:
-    """Energon's and DALI's index, the description of wids."""
-    for shard_bytes in (None, 1 << 20):
-        with contextlib.suppress(DataError):
-            borders = parse_energon_idx(data, "e", shard_bytes)
-            if (np.diff(borders) <= 0).any():
-                raise Disagreement("borders that do not rise")
-    with contextlib.suppress(DataError):
-        parse_dali_idx(data, "d")
-    with contextlib.suppress(DataError):
-        parse_wids(data, "w")
 
 
 # --- what users pass on ----------------------------------------------------------------------------------------------
@@ -242,5 +226,5 @@ class _Nowhere(Storage):
 _NOWHERE = _Nowhere()
 
 TARGETS: dict[str, Target] = {
-    target.__name__: target for target in (headers, scanner, gzipped, pax, index, sidecars, state, urls)
+    target.__name__: target for target in (headers, scanner, gzipped, pax, index, state, urls)
 }
