@@ -22,8 +22,7 @@ from unittest import mock
 import common
 
 import streaming.fetch.read
-from streaming import DataLoader, StreamingDataset
-from streaming.dataset import ShuffleConfig
+from streaming import DataLoader, ShuffleConfig, StreamingDataset
 
 BATCH_SIZE = 256
 RECORD_BYTES = 4 << 10

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from common import arguments, machine, made_once, s3_copy, show, take_turns, write_shards
 
-import streaming.dataset as dataset_module
+import streaming.catalog.source as source_module
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
 from streaming.storage import Storage
@@ -35,16 +35,16 @@ def samples(count: int) -> Iterator[dict[str, object]]:
 
 def epoch(url: str, fields: tuple[str, ...], *, partial: bool, options: dict[str, str] | None = None) -> int:
     """One epoch; how many samples came."""
-    kept = dataset_module.LOCAL_GAP_BYTES, dataset_module.REMOTE_GAP_BYTES
+    kept = source_module.LOCAL_GAP_BYTES, source_module.REMOTE_GAP_BYTES
     if not partial:
-        dataset_module.LOCAL_GAP_BYTES = dataset_module.REMOTE_GAP_BYTES = NO_GAP
+        source_module.LOCAL_GAP_BYTES = source_module.REMOTE_GAP_BYTES = NO_GAP
     try:
         dataset = StreamingDataset(url, fields=fields, storage_options=options, decode=None)
         mesh = DeviceMesh.from_sizes(dp_size=1, rank=0, environ={})
         with DataLoader(dataset, batch_size=32, num_workers=0, device_mesh=mesh, last_batch="partial") as loader:
             return sum(len(batch["__key__"]) for batch in loader)
     finally:
-        dataset_module.LOCAL_GAP_BYTES, dataset_module.REMOTE_GAP_BYTES = kept
+        source_module.LOCAL_GAP_BYTES, source_module.REMOTE_GAP_BYTES = kept
 
 
 def contestants(url: str, options: dict[str, str] | None = None) -> dict[str, Any]:

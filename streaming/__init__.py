@@ -33,11 +33,12 @@ from streaming.types import VERSION as __version__  # noqa: F401, N811  a consta
 if TYPE_CHECKING:
     from streaming.batches.portion import StageFields
     from streaming.batches.sequence import SequenceSlice
-    from streaming.dataset import ShuffleConfig, StreamingDataset
+    from streaming.dataset import StreamingDataset
     from streaming.device.prefetcher import DevicePrefetcher
     from streaming.fetcher import DeviceMeshFetcher
     from streaming.loader import DataLoader
     from streaming.plan.schedule import Schedule
+    from streaming.plan.settings import ShuffleConfig
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
     from streaming.replicas.options import Broadcast
     from streaming.samplers.device_mesh import DeviceMeshSampler
@@ -57,7 +58,7 @@ _HOMES = {
     "RetrySampler": "streaming.samplers.retry",
     "Schedule": "streaming.plan.schedule",
     "SequenceSlice": "streaming.batches.sequence",
-    "ShuffleConfig": "streaming.dataset",
+    "ShuffleConfig": "streaming.plan.settings",
     "StageFields": "streaming.batches.portion",
     "StreamingDataset": "streaming.dataset",
     "TableDataset": "streaming.table_file",

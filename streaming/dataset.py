@@ -7,9 +7,6 @@ import copy
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from os import PathLike
 from typing import Any, Self, SupportsIndex, get_args, overload
 
@@ -33,27 +30,17 @@ from streaming.batches.build import OnError
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
 from streaming.catalog.open import OpenShards, check_decoded, check_fields, open_shards
-from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions
+from streaming.catalog.random_access import RandomAccess, Versions
+from streaming.catalog.source import ChunkSource, Window
 from streaming.decode import DecodeSpec, resolve_decoders
-from streaming.errors import ConfigError, DataError, DecodeError, IndexMissingError, StorageError
-from streaming.fetch.layout import TakeApart, UnitLayout
-from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.sample_table import SampleLocation, SampleTable
+from streaming.errors import ConfigError, DecodeError, IndexMissingError
 from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
 from streaming.job.store import job_peers
-from streaming.plan.order import MAX_LANES, MAX_WINDOW, Scope
-from streaming.storage import Storage, mirrors_of, redact, scheme_of
+from streaming.plan.settings import MAX_SEED, ShuffleConfig
+from streaming.storage import Storage, mirrors_of, redact
 from streaming.tar.samples import MAX_GZIP_RATIO
-from streaming.types import DuplicateKeys, Int64Array, Sample, Transform
+from streaming.types import DuplicateKeys, Sample, Transform
 
-LOCAL_GAP_BYTES = 128 << 10
-"""A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
-(benchmarks/bench_fields.py, 2026-11), to which the checksum and disks that are slower than memory come."""
-REMOTE_GAP_BYTES = 1 << 20
-"""A hole in an object that is worth another GET: 12 ms of the 85 MB/s that one GET brings by AWS's guidelines for S3.
-The same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
-_MAX_SEED = 2**64 - 1
 _AT_THE_LOADER = "it is an option of the loader; write DataLoader(dataset, {}=…)"
 _ELSEWHERE = {
     name: _AT_THE_LOADER.format(name)
@@ -80,52 +67,8 @@ _ELSEWHERE = {
 """What people look for at the data set and find elsewhere, or know by another library's name."""
 
 
-@checks_names()
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShuffleConfig:
-    """How an epoch is shuffled; all of it belongs to the order's identity and is saved with a checkpoint.
-
-    Attributes:
-        seed: Seed of the order; overrides the data set's ``seed`` if given.
-        window: W, in samples: how far a sample may move within its lane. None: twice the mean number of samples per
-            chunk, with which a lane draws from about five chunks at a time.
-        lanes: L: into how many equal parts an epoch is cut, each going through its chunks on its own. None: the largest
-            divisor of the global batch size up to max(16, an eighth of it).
-        scope: ``"global"``: every epoch permutes all chunks. ``"lane"``: every epoch permutes the chunks within each
-            lane, and a lane keeps its samples: while the number of ranks stays and divides the lanes, a rank reads the
-            same samples in every epoch, so that its node's cache serves all but the first. It mixes less: samples of
-            different lanes meet only in batches.
-
-    Raises:
-        ConfigError: One of them is no integer, or out of range.
-    """
-
-    seed: int | None = None
-    window: int | None = None
-    lanes: int | None = None
-    scope: Scope = "global"
-
-    def __post_init__(self) -> None:
-        if self.scope not in get_args(Scope):
-            raise ConfigError(f"ShuffleConfig: scope: expected one of {', '.join(get_args(Scope))}, got {self.scope!r}")
-        for name, low, high in (("seed", 0, _MAX_SEED), ("window", 0, MAX_WINDOW), ("lanes", 1, MAX_LANES)):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, checked_int(f"ShuffleConfig: {name}", value, low, high))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
-    """The part of the shards that a view shows: samples ``[first, stop)``, which begin in chunk ``first_chunk``."""
-
-    first: int
-    stop: int
-    first_chunk: int
-    table: ChunkTable
-
-
 @checks_names(_ELSEWHERE)
-class StreamingDataset:
+class StreamingDataset(ChunkSource):
     """WebDataset shards in a bucket or on disk, as a set of samples.
 
     Opening reads the index (one file per directory of shards). Small sets without an index are indexed in memory; large
@@ -204,7 +147,7 @@ class StreamingDataset:
             )
         as_chain(transform)
         if isinstance(shuffle, ShuffleConfig):
-            seed = checked_int("seed", seed, 0, _MAX_SEED) if shuffle.seed is None else shuffle.seed
+            seed = checked_int("seed", seed, 0, MAX_SEED) if shuffle.seed is None else shuffle.seed
         elif not isinstance(shuffle, bool):
             raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
         self.fields = checked_fields(fields)
@@ -213,7 +156,7 @@ class StreamingDataset:
         self.transform = transform
         self.shuffle = bool(shuffle)
         self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
-        self.seed = checked_int("seed", seed, 0, _MAX_SEED)
+        self.seed = checked_int("seed", seed, 0, MAX_SEED)
         self.duplicate_keys: DuplicateKeys = duplicate_keys
         self.max_gzip_ratio = checked_ratio("max_gzip_ratio", max_gzip_ratio)
         self.on_error: OnError = on_error
@@ -238,27 +181,11 @@ class StreamingDataset:
         if isinstance(decode, Mapping):
             check_decoded(self.storage, self.shards, list(decode), peers)
         self.cache = open_cache(cache_dir, cache_limit)
-        self._window: _Window | None = None
+        self._window = None
         self._unsharded = UnshardedWarning()
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
         self._recent = RandomAccess(self)
-
-    @property
-    def table(self) -> ChunkTable:
-        """The chunk table.
-
-        Raises:
-            IndexMissingError: If the set has no index and is too large to index on the fly.
-        """
-        if self.shards.table is None:
-            raise IndexMissingError(self.shards.missing_index)
-        return self.shards.table if self._window is None else self._window.table
-
-    @property
-    def indexed(self) -> bool:
-        """Whether there is a chunk table; without one the set can only be streamed."""
-        return self.shards.table is not None
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -323,7 +250,7 @@ class StreamingDataset:
             raise IndexMissingError(self.shards.missing_index)
         first_chunk, table = whole.between(first, stop)
         view = copy.copy(self)
-        view._window = _Window(first=first, stop=stop, first_chunk=first_chunk, table=table)
+        view._window = Window(first=first, stop=stop, first_chunk=first_chunk, table=table)
         return view
 
     def map(self, function: Transform) -> Self:
@@ -359,7 +286,7 @@ class StreamingDataset:
         parts = [self._spelt, f"{len(self.shards.urls)} shards"]
         if self.indexed:
             table = self.table
-            parts += [f"{len(self)} samples", format_bytes(int((table.byte_end - table.byte_start).sum()))]
+            parts += [f"{len(self)} samples", format_bytes(table.total_bytes)]
         else:
             parts.append("no index")
         if self._window is not None:
@@ -370,118 +297,6 @@ class StreamingDataset:
         if self.transform is not None:
             parts.append(f"transform {getattr(self.transform, '__qualname__', type(self.transform).__name__)}")
         return f"StreamingDataset({', '.join(parts)})"
-
-    # --- what the engine needs (streaming.engine.pipeline.Source) ---
-
-    @cached_property
-    def _shown_urls(self) -> list[str]:
-        return [redact(url) for url in self.shards.urls]
-
-    def urls_of(self, chunk_ids: Int64Array) -> list[str]:
-        """URL of the shard of each chunk, as samples and messages show it: without what may be secret."""
-        urls = self._shown_urls
-        return [urls[shard] for shard in self.table.shard[chunk_ids].tolist()]
-
-    def chunk(self, chunk_id: int) -> FetchRange:
-        """The bytes of a whole chunk; in a view, of one that crosses its border, with samples beside it."""
-        table, lead = self.table, 0
-        if self._window is not None and self.shards.table is not None:
-            first = int(table.first_sample[chunk_id])
-            table, chunk_id = self.shards.table, self._window.first_chunk + chunk_id
-            lead = first - int(table.first_sample[chunk_id])
-        shard = int(table.shard[chunk_id])
-        return FetchRange(
-            url=self.shards.urls[shard],
-            byte_start=int(table.byte_start[chunk_id]),
-            byte_end=int(table.byte_end[chunk_id]),
-            first_sample=int(table.first_sample[chunk_id]),
-            num_samples=int(table.num_samples[chunk_id]),
-            crc32c=int(table.crc32c[chunk_id]),
-            shard_bytes=table.shards[shard].size_bytes,
-            version="" if self.cache is None else self._versions.of(shard),
-            lead=lead,
-        )
-
-    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
-        """The bytes of samples ``[first, stop)`` of a chunk; less than the whole chunk needs a sample table.
-
-        What is fetched is made of whole spans, so that it can be checked: it begins with ``lead`` other samples, and
-        may end with some. A sample table of format 1.0 has no spans: then it is these samples alone, unchecked.
-        Where the table is lost, it is the whole chunk.
-        """
-        whole = self.chunk(chunk_id)
-        if first == 0 and stop == self.table.num_samples[chunk_id]:
-            return whole
-        samples = self._recent.table(int(self.table.shard[chunk_id]))
-        if samples is None:
-            self._recent.tell_lost(whole.shown_url)
-            return replace(whole, lead=first)
-        begin = int(self.table.first_sample[chunk_id])
-        low, high, spans = samples.widened(begin + first, begin + stop)
-        lead = begin + first - low
-        if high - low == whole.num_samples:
-            return replace(whole, lead=lead)
-        starts = samples.record_starts
-        return replace(
-            whole,
-            byte_start=int(starts[low]),
-            byte_end=int(starts[high]),
-            first_sample=low,
-            num_samples=high - low,
-            crc32c=None,
-            spans=spans,
-            lead=lead,
-        )
-
-    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
-        """Fill ``out`` and take it apart."""
-        return fetch_range(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
-
-    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
-        """Fill ``out``; taking it apart may be left to the caller."""
-        return fetch_unit(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
-
-    def reads_whole(self, wanted: FetchRange) -> bool:
-        """Whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
-        return reads_whole(wanted, self._fields_of(wanted.url))
-
-    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
-        """Bytes that each chunk takes with these ``fields``, int64; reads the sample tables of their shards."""
-
-        def size(chunk_id: int) -> int:
-            wanted = self.chunk(chunk_id)
-            return size_of_unit(wanted, self._fields_of(wanted.url))
-
-        with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
-            return np.fromiter(threads.map(size, chunk_ids.tolist()), np.int64, len(chunk_ids))
-
-    def _fields_of(self, url: str) -> FieldsOf:
-        gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
-        return FieldsOf(samples=partial(self.samples_at, url), fields=self.fields, gap_bytes=gap_bytes)
-
-    def locate(self, chunk_id: int, offset: int) -> SampleLocation | None:
-        """Where a sample of a chunk lies in its shard; None if the shard's sample table is missing or unreadable."""
-        try:
-            samples = self.samples_at(self.shards.urls[int(self.table.shard[chunk_id])])
-        except StorageError:
-            return None
-        return None if samples is None else samples.lookup(int(self.table.first_sample[chunk_id]) + offset)
-
-    def samples_at(self, url: str) -> SampleTable | None:
-        """The sample table of a shard; None if it is missing, or of no use."""
-        try:
-            return self._recent.table(self._numbers[url])
-        except DataError:
-            return None
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        """The number of each shard, by its URL."""
-        return {url: number for number, url in enumerate(self.shards.urls)}
-
-    def has_sample_tables(self) -> bool:
-        """Whether the first shard has a sample table (a data set is indexed as a whole)."""
-        return self._recent.table(0) is not None
 
 
 def _spelt(urls: Urls) -> str:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers import MiniS3Server
 
-import streaming.dataset as dataset_module
+import streaming.catalog.source as source_module
 from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
@@ -73,7 +73,7 @@ def whole_reads(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Nothing is ever worth a request more."""
 
     def switch() -> None:
-        monkeypatch.setattr(dataset_module, "LOCAL_GAP_BYTES", 1 << 40)
+        monkeypatch.setattr(source_module, "LOCAL_GAP_BYTES", 1 << 40)
 
     return switch
 

@@ -15,8 +15,7 @@ import pytest
 from data_sets import write_set
 
 from shard_tools import ShardWriter
-from streaming import DataLoader, StreamingDataset
-from streaming.dataset import ShuffleConfig
+from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.engine.memory import mapped
 from streaming.errors import DataError, ShardstreamError, TooManyBadSamplesError
 from streaming.loops import fetcher

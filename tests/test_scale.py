@@ -16,8 +16,8 @@ import pytest
 from infra import DeviceMesh
 from shard_tools.plan.report import PlanOptions, PlanReport, plan_table
 from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.plan import memory as budget
 from streaming.plan.plan import Plan
+from streaming.plan.settings import order_settings
 
 RANKS = 4096
 CHUNKS = 1_000_000
@@ -59,7 +59,7 @@ def report(ranks: int, *, global_batch_size: int = RANKS * BATCH, lanes: int | N
 
 def epoch_plan(ranks: int, *, lanes: int | None = None, global_batch_size: int = RANKS * BATCH) -> Plan:
     table = billion()
-    order = budget.order_settings(
+    order = order_settings(
         shuffle=True, seed=7, lanes=lanes, window=None, global_batch_size=global_batch_size,
         num_samples=table.total_samples, num_chunks=table.num_chunks,
     )  # fmt: skip

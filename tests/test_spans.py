@@ -243,7 +243,7 @@ def test_no_batch_takes_more_than_the_bound_that_is_checked(
     assert exact <= loose
     largest = 0
     for rank in range(plan.dp_world_size):
-        units, batches = BatchSlices(plan, rank, view.slice), Counter[int]()
+        units, batches = BatchSlices(plan, rank, view), Counter[int]()
         for need in units.needs():
             batches[need.first_batch] += int(budget.whole_pages(units.wanted(need.unit).num_bytes))
         largest = max(largest, *batches.values())

@@ -82,7 +82,7 @@ class Loads:
         """
         self.plan = plan
         self.memory_limit_bytes = memory_limit_bytes
-        self.chunk_bytes: Int64Array = table.byte_end - table.byte_start
+        self.chunk_bytes: Int64Array = table.chunk_bytes
         self.room_bytes = budget.whole_pages(self.chunk_bytes)
         self._mean_sample_bytes = table.total_bytes / table.total_samples
         self.sliced = sliced and budget.reads_slices(plan, self.chunk_bytes, memory_limit_bytes=memory_limit_bytes)

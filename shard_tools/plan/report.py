@@ -19,6 +19,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.plan import memory as budget
 from streaming.plan.plan import LastBatch, Plan
+from streaming.plan.settings import order_settings
 from streaming.storage import Storage
 
 MAX_SWEPT_RANKS = 4096
@@ -257,7 +258,7 @@ def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
 def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
     if not table.total_samples:
         raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
-    order = budget.order_settings(
+    order = order_settings(
         shuffle=options.shuffle,
         seed=options.seed,
         lanes=options.lanes,

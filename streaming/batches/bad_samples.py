@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.batches.build import BadSample, OnError
 from streaming.batches.losses import DROPPED, LossLog
 from streaming.errors import TooManyBadSamplesError
 from streaming.forks import in_children, renew_lock
-from streaming.index.chunk_table import ChunkTable
 from streaming.job.tally import Tally
 from streaming.metrics import Metrics
-from streaming.types import Int64Array
 
 _LISTED = 5
 _FATES: dict[OnError, str] = {
@@ -38,7 +34,7 @@ class BadSamples:
     Args:
         limit: A count (int) or a share of the epoch (float), beyond which the run stops.
         metrics: Where they are counted.
-        table: The data set's chunk table, if it has one.
+        sample_in_shard: Tells the number, within its shard, of a sample of the data set; None: nobody knows it.
         file: Where they are written down too, or None.
         rank: Of this process in the world.
         on_error: What becomes of them.
@@ -49,14 +45,14 @@ class BadSamples:
         limit: float,
         metrics: Metrics,
         *,
-        table: ChunkTable | None = None,
+        sample_in_shard: Callable[[int], int] | None = None,
         file: str | None = None,
         rank: int = 0,
         on_error: OnError = "substitute",
     ) -> None:
         self._limit = limit
         self._metrics = metrics
-        self._table = table
+        self._sample_in_shard = sample_in_shard
         self._rank = rank
         self._file = None if file is None else BadFile(file, rank)
         self._lock = threading.Lock()
@@ -144,7 +140,7 @@ class BadSamples:
             url=shown,
             key=bad.key,
             number=bad.number,
-            sample_in_shard=self._sample_in_shard(bad.number),
+            sample_in_shard=self._sample_in_shard(bad.number) if self._sample_in_shard and bad.number >= 0 else -1,
             byte_start=bad.byte_start,
             byte_end=bad.byte_end,
             stage=bad.stage,
@@ -153,18 +149,6 @@ class BadSamples:
             rank=self._rank,
             time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
-
-    def _sample_in_shard(self, number: int) -> int:
-        if self._table is None or number < 0:
-            return -1
-        chunk = int(np.searchsorted(self._chunk_starts, number, side="right")) - 1
-        return number - int(self._chunk_starts[chunk]) + int(self._table.first_sample[chunk])
-
-    @cached_property
-    def _chunk_starts(self) -> Int64Array:
-        """Number, in the data set, of the first sample of each chunk."""
-        counts = self._table.num_samples if self._table is not None else np.empty(0, np.int64)
-        return np.cumsum(counts) - counts
 
     def listing(self) -> list[dict[str, Any]]:
         """All of them, as plain dicts."""

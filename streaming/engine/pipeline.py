@@ -293,7 +293,8 @@ class Pipeline(Delivery):
         """Tell of a bad sample, by its key and place where they can be known."""
         if bad.number >= 0 and not bad.dropped:
             chunk = int(np.searchsorted(self._chunk_starts, bad.number, side="right")) - 1
-            place = self._source.locate(chunk, bad.number - int(self._chunk_starts[chunk]))
+            offset = np.array([bad.number - self._chunk_starts[chunk]])
+            place = self._source.locate(chunk, int(self._source.samples_of(np.array([chunk]), offset)[0]))
             if place is not None:
                 bad = replace(bad, key=place.key, byte_start=place.record_start, byte_end=place.record_end)
         super()._report(bad)

@@ -6,7 +6,7 @@ bytes come from the arena where they are there, else from the store.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
@@ -62,25 +62,26 @@ class Substitutes:
         """Single rows to try in place of a sample: its successors in its chunk, then the chunks before it."""
         order = self._plan.order(pass_number)
         size = int(self._plan.chunk_samples[chunk])
-        yield from self._rows(chunk, [(offset + step) % size for step in range(1, size)])
+        yield from self._rows(chunk, (offset + np.arange(1, size)) % size)
         for other in order.chunks_before(chunk):
-            yield from self._rows(other, range(int(self._plan.chunk_samples[other])))
+            yield from self._rows(other, np.arange(self._plan.chunk_samples[other]))
 
     def any(self) -> Iterator[Rows]:
         """Readable rows of the epoch, for the shape of a batch without rows."""
         for chunk in range(len(self._plan.chunk_samples)):
-            yield from self._rows(chunk, range(int(self._plan.chunk_samples[chunk])))
+            yield from self._rows(chunk, np.arange(self._plan.chunk_samples[chunk]))
 
-    def _rows(self, chunk: int, offsets: Iterable[int]) -> Iterator[Rows]:
-        """The intact samples of a chunk, as single rows."""
+    def _rows(self, chunk: int, offsets: Int64Array) -> Iterator[Rows]:
+        """The intact samples of a chunk at these offsets, as single rows."""
         wanted = self._source.chunk(chunk)
         units = self._hold(chunk)
         if any(unit.damage is not None and unit.wanted.key == wanted.key for unit in units):
             return
         arena, table = self._store.arena, self._store.rows
         lead = wanted.lead
-        for offset in offsets:
-            sample = wanted.first_sample + lead + offset
+        inside = self._source.samples_of(np.full(len(offsets), chunk), offsets)
+        for offset, place in zip(offsets.tolist(), inside.tolist(), strict=True):
+            sample = wanted.first_sample + lead + place
             unit = next((unit for unit in units if _has(unit, sample)), None)
             if unit is not None:
                 row = unit.first_row + sample - unit.wanted.first_sample
@@ -91,7 +92,7 @@ class Substitutes:
                     return
                 found = self._row(
                     apart.rows,
-                    apart.first_row + lead + offset,
+                    apart.first_row + lead + place,
                     chunk,
                     offset,
                     apart.data,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,9 +11,6 @@ import numpy as np
 from streaming.fetch.read import FetchRange
 from streaming.plan.plan import Plan, RankBatches
 from streaming.types import Int64Array
-
-RangeOf = Callable[[int, int, int], FetchRange]
-"""Chunk, first sample in it, one past the last: the bytes of these samples."""
 
 BLOCK_SAMPLES = 16_384
 """Rows planned at once: evaluating a block costs a few milliseconds, far less per row than a small one."""
@@ -47,6 +44,19 @@ class Block:
     within: Int64Array
 
 
+class Ranges(Protocol):
+    """What units need of a ``Source``."""
+
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Source``."""
+
+    def chunk(self, chunk_id: int) -> FetchRange:
+        """See ``Source``."""
+
+    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
+        """See ``Source``."""
+
+
 class Units(Protocol):
     """What is fetched in one piece for one rank's share of a plan. Not thread-safe.
 
@@ -66,15 +76,16 @@ class Units(Protocol):
 class WholeChunks:
     """Units are whole chunks, in the order in which the lanes come to them."""
 
-    def __init__(self, plan: Plan, dp_rank: int, range_of: RangeOf) -> None:
+    def __init__(self, plan: Plan, dp_rank: int, source: Ranges) -> None:
         self._plan = plan
         self._dp_rank = dp_rank
-        self._range_of = range_of
+        self._source = source
 
     def block(self, first: int, last: int) -> Block:
         """See ``Units``."""
         rows = self._plan.rank_batches(first, last, self._dp_rank)
-        return Block(first=first, last=last, rows=rows, units=rows.chunk_ids, within=rows.offsets)
+        return Block(first=first, last=last, rows=rows, units=rows.chunk_ids,
+                     within=self._source.samples_of(rows.chunk_ids, rows.offsets))  # fmt: skip
 
     def needs(self) -> Iterator[Need]:
         """See ``Units``."""
@@ -85,7 +96,7 @@ class WholeChunks:
 
     def wanted(self, unit: int) -> FetchRange:
         """See ``Units``."""
-        return self._range_of(unit, 0, int(self._plan.chunk_samples[unit]))
+        return self._source.chunk(unit)
 
 
 class BatchSlices:
@@ -94,10 +105,10 @@ class BatchSlices:
     For plans in storage order over several ranks, where whole chunks would be read by every rank that needs a slice.
     """
 
-    def __init__(self, plan: Plan, dp_rank: int, range_of: RangeOf) -> None:
+    def __init__(self, plan: Plan, dp_rank: int, source: Ranges) -> None:
         self._plan = plan
         self._dp_rank = dp_rank
-        self._range_of = range_of
+        self._source = source
         self._first_unit: dict[int, int] = {}
         self._runs: list[tuple[int, int, int]] = []
         rows_per_batch = max(1, plan.global_batch_size // plan.dp_world_size)
@@ -107,9 +118,10 @@ class BatchSlices:
         """See ``Units``."""
         rows = self._plan.rank_batches(first, last, self._dp_rank)
         units, within = np.empty_like(rows.chunk_ids), np.empty_like(rows.chunk_ids)
+        inside = self._source.samples_of(rows.chunk_ids, rows.offsets)
         for batch in range(first, last):
             span = slice(int(rows.row_splits[batch - first]), int(rows.row_splits[batch - first + 1]))
-            units[span], within[span] = self._slice(batch, rows.chunk_ids[span], rows.offsets[span])
+            units[span], within[span] = self._slice(batch, rows.chunk_ids[span], inside[span])
         return Block(first=first, last=last, rows=rows, units=units, within=within)
 
     def needs(self) -> Iterator[Need]:
@@ -123,16 +135,16 @@ class BatchSlices:
 
     def wanted(self, unit: int) -> FetchRange:
         """See ``Units``."""
-        return self._range_of(*self._runs[unit])
+        return self._source.slice(*self._runs[unit])
 
-    def _slice(self, batch: int, chunk_ids: Int64Array, offsets: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def _slice(self, batch: int, chunk_ids: Int64Array, inside: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Units and places within them of one batch's rows; a batch asked for again gets the same units."""
         known = self._first_unit.setdefault(batch, len(self._runs))
         chunks, inverse = np.unique(chunk_ids, return_inverse=True)
         lows = np.full(len(chunks), np.iinfo(np.int64).max)
         highs = np.zeros(len(chunks), np.int64)
-        np.minimum.at(lows, inverse, offsets)
-        np.maximum.at(highs, inverse, offsets + 1)
+        np.minimum.at(lows, inverse, inside)
+        np.maximum.at(highs, inverse, inside + 1)
         if known == len(self._runs):
             self._runs.extend(zip(chunks.tolist(), lows.tolist(), highs.tolist(), strict=True))
-        return known + inverse, offsets - lows[inverse]
+        return known + inverse, inside - lows[inverse]

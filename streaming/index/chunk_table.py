@@ -89,9 +89,16 @@ class ChunkTable:
         return int(self.num_samples.sum())
 
     @cached_property
+    def chunk_bytes(self) -> NDArray[np.int64]:
+        """int64 ``[C]``, bytes of each chunk; read-only."""
+        sizes = self.byte_end - self.byte_start
+        sizes.flags.writeable = False
+        return sizes
+
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes of all chunks."""
-        return int((self.byte_end - self.byte_start).sum())
+        return int(self.chunk_bytes.sum())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -194,9 +201,7 @@ class ChunkTable:
         self._refuse(self.first_sample != previous_sample, "chunks that do not tile the shard's samples", source)
         if self.num_chunks:
             self._refuse(self.byte_end > size[self.shard], "a chunk beyond the end of the shard", source)
-        self._refuse(
-            self.num_samples > (self.byte_end - self.byte_start) // BLOCK_BYTES, "more samples than headers fit", source
-        )
+        self._refuse(self.num_samples > self.chunk_bytes // BLOCK_BYTES, "more samples than headers fit", source)
         if sum(max(0, shard.size_bytes) for shard in self.shards) > _MAX_TOTAL_BYTES:
             raise IndexFormatError(f"{source}: shards of more than {_MAX_TOTAL_BYTES} bytes together")
         counted = np.zeros(len(self.shards), np.int64)

@@ -10,8 +10,8 @@ from typing import Any
 
 from infra import DeviceMesh
 from streaming.batches.bad_samples import BadSamples
-from streaming.dataset import StreamingDataset
 from streaming.engine.crew import Crew
+from streaming.engine.source import ShardSet
 from streaming.engine.standing import request_line
 from streaming.engine.workers.ring import PageLocker
 from streaming.forks import in_children
@@ -29,22 +29,23 @@ class BaseLoop(Loop):
     """
 
     def __init__(
-        self, dataset: StreamingDataset, order: OrderSettings, global_batch_size: int, mesh: DeviceMesh
-    ) -> None:
+        self, dataset: ShardSet, order: OrderSettings, global_batch_size: int, mesh: DeviceMesh,
+        sample_in_shard: Callable[[int], int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(global_batch_size)
-        self.dataset = dataset
+        self._read_set = dataset
         self.order = order
         self._crew: Crew | None = None
         self._locker: PageLocker | None = None
         self._bad = BadSamples(
             dataset.max_bad_samples,
             self.metrics,
-            table=dataset.table if dataset.indexed else None,
+            sample_in_shard=sample_in_shard,
             file=dataset.bad_samples_file,
             rank=mesh.rank,
             on_error=dataset.on_error,
         )
-        self._earlier = self._of_data_set()
+        self._earlier = dataset.counters()
         self._mesh = mesh
         self._tally: Tally | None = None
         in_children(self, BaseLoop._leave_behind)
@@ -66,7 +67,7 @@ class BaseLoop(Loop):
 
     def report(self) -> dict[str, Any]:
         """All metrics, and this epoch's bad samples by name."""
-        shared = {name: value - self._earlier.get(name, 0) for name, value in self._of_data_set().items()}
+        shared = {name: value - self._earlier.get(name, 0) for name, value in self._read_set.counters().items()}
         gauges = self._gauges()
         own = self.metrics.snapshot()
         gauges["consumer_thread_s_per_batch"] = own.get("consumer_thread_s", 0.0) / max(1.0, own.get("batches", 0))
@@ -77,7 +78,7 @@ class BaseLoop(Loop):
         running = self.running
         if running is None:
             return "not running"
-        return "\n".join([running.describe(), *map(request_line, self.dataset.storage.in_flight())])
+        return "\n".join([running.describe(), *map(request_line, self._read_set.in_flight())])
 
     def page_lock(self, locker: PageLocker | None) -> None:
         """Have batches page-locked from now on, or not any more."""
@@ -100,16 +101,11 @@ class BaseLoop(Loop):
         self._crew = crew
         self._end_of_crew = weakref.finalize(self, close)
 
-    def _of_data_set(self) -> dict[str, float]:
-        """What the data set has counted since it was opened; all its loaders count there."""
-        cache = {} if self.dataset.cache is None else self.dataset.cache.metrics.snapshot()
-        return {**self.dataset.storage.metrics.snapshot(), **cache}
-
     def _begin_account(self, num_samples: int, epoch: int) -> None:
         """Begin the account of bad samples of an epoch of so many, shared with the other ranks if they are known."""
         mesh = self._mesh
         if self._tally is None:
-            subject = "\n".join(["bad samples", *self.dataset.shards.urls])
+            subject = "\n".join(["bad samples", *self._read_set.urls])
             self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
         self._bad.start_epoch(num_samples, epoch, self._tally)
 

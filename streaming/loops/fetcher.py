@@ -15,18 +15,16 @@ from infra import DeviceMesh
 from streaming.arguments import is_whole, parse_bytes
 from streaming.batches.build import Recipe
 from streaming.batches.draw_names import named_draw
-from streaming.catalog.random_access import span_borders
-from streaming.dataset import StreamingDataset
 from streaming.engine.builders import is_surely_trivial
 from streaming.engine.crew import Crew
 from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.engine.memory.heap import keep_freed_memory
 from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
+from streaming.engine.source import Source
 from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.errors import ConfigError, StateError
 from streaming.fetch.read import UnitKey
-from streaming.index.sample_table import SampleTable
 from streaming.loops.base import BaseLoop
 from streaming.loops.iterator import Run
 from streaming.loops.position import Place
@@ -36,8 +34,7 @@ from streaming.plan.plan import LastBatch, Plan, num_batches
 from streaming.plan.state import LoaderState
 from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import CountedRun, Replicas
-from streaming.storage import redact, scheme_of
-from streaming.types import Int64Array
+from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
 
@@ -137,40 +134,31 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
 class EpochLoop(BaseLoop):
     """Plan and engine of one rank, over a set with an index."""
 
-    def __init__(self, dataset: StreamingDataset, config: LoopConfig) -> None:
-        table = dataset.table
-        if not table.total_samples:
+    def __init__(self, dataset: Source, config: LoopConfig) -> None:
+        self.dataset = dataset
+        self._num_samples = int(dataset.chunk_samples.sum())
+        if not self._num_samples:
             raise ConfigError(
-                f"no samples in {redact(dataset.shards.urls[0])} and {len(dataset.shards.urls) - 1} other shards. "
+                f"no samples in {redact(dataset.urls[0])} and {len(dataset.urls) - 1} other shards. "
                 f"Check the URLs, and look at what is there with `shard_tools info`"
             )
-        shuffle = dataset.shuffle_config
-        order = budget.order_settings(
-            shuffle=dataset.shuffle,
-            seed=dataset.seed,
-            lanes=shuffle.lanes,
-            window=shuffle.window,
-            scope=shuffle.scope,
-            global_batch_size=config.global_batch_size,
-            num_samples=table.total_samples,
-            num_chunks=table.num_chunks,
-        )
-        super().__init__(dataset, order, config.global_batch_size, config.mesh)
+        order = dataset.order_settings(config.global_batch_size)
+        super().__init__(dataset, order, config.global_batch_size, config.mesh, self._sample_in_shard)
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
         self.config, self._sharing = open_sharing(config)
         self._store: ChunkStore | None = None
         self._is_resumed = False
-        sizes = table.byte_end - table.byte_start
+        sizes = dataset.chunk_bytes
         if self._is_mapped:
-            sizes += np.where(sizes < LEAST_BYTES, 0, table.byte_start % budget.PAGE_BYTES)  # FileMaps.skew_bytes
-        self._chunk_bytes: Int64Array = budget.whole_pages(sizes)
+            sizes = sizes + np.where(sizes < LEAST_BYTES, 0, dataset.byte_starts % budget.PAGE_BYTES)  # skew_bytes
+        self._room_bytes = budget.whole_pages(sizes)
         self._check_enough_samples()
 
     @cached_property
     def samples_per_epoch(self) -> int:
         """Samples of an epoch, over all ranks; asked for at every batch."""
-        return self.config.epoch_size or self.dataset.table.total_samples
+        return self.config.epoch_size or self._num_samples
 
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``."""
@@ -183,8 +171,8 @@ class EpochLoop(BaseLoop):
             samples_seen=self.position.samples_seen,
             order=self.order,
             next_seed=self.position.next_seed,
-            fingerprint=self.dataset.table.fingerprint,
-            num_samples=self.dataset.table.total_samples,
+            fingerprint=self.dataset.fingerprint,
+            num_samples=self._num_samples,
             epoch_size=self.config.epoch_size,
         )
 
@@ -194,12 +182,12 @@ class EpochLoop(BaseLoop):
         Raises:
             StateError: It belongs to another data set, epoch size or kind of order.
         """
-        table = self.dataset.table
-        if (state.fingerprint, state.num_samples) != (table.fingerprint, table.total_samples):
+        fingerprint = self.dataset.fingerprint
+        if (state.fingerprint, state.num_samples) != (fingerprint, self._num_samples):
             raise StateError(
                 f"this state belongs to another data set: {state.num_samples} samples, fingerprint "
-                f"{state.fingerprint[:12]}; this one has {table.total_samples} samples, fingerprint "
-                f"{table.fingerprint[:12]}. Open the same shards in the same order, with the index they had"
+                f"{state.fingerprint[:12]}; this one has {self._num_samples} samples, fingerprint "
+                f"{fingerprint[:12]}. Open the same shards in the same order, with the index they had"
             )
         if state.epoch_size != self.config.epoch_size:
             raise StateError(
@@ -220,7 +208,7 @@ class EpochLoop(BaseLoop):
 
     def _plan(self, place: Place) -> Plan:
         return Plan(
-            self.dataset.table.num_samples,
+            self.dataset.chunk_samples,
             self.order,
             global_batch_size=self.config.global_batch_size,
             dp_world_size=self.config.mesh.data_world_size,
@@ -242,7 +230,7 @@ class EpochLoop(BaseLoop):
         """Begin to read this rank's share."""
         dp_rank = self.config.mesh.data_rank
         sliced = self._reads_slices(plan)
-        units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset.slice)
+        units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset)
         crew, store = self._open_store()
         store.limit_bytes, store.room = (self._slices_bytes(plan), {}) if sliced else self._arena_bytes(plan, dp_rank)
         store.retain = not sliced and store.limit_bytes >= self._rank_bytes(plan, dp_rank)
@@ -272,7 +260,7 @@ class EpochLoop(BaseLoop):
         if self._crew is None or self._store is None:
             limit = self.config.memory_limit_bytes
             keep_freed_memory()  # not for streamed sets: their window lies in that memory, and leaves it at random
-            room = min(budget.chunks_limit_bytes(limit), budget.most_room(int(self._chunk_bytes.sum())))
+            room = min(budget.chunks_limit_bytes(limit), budget.most_room(int(self._room_bytes.sum())))
             crew = open_crew(self.config, room, self.metrics)
             self._store = ChunkStore(
                 fetch=self.dataset.fetch_unit,
@@ -289,26 +277,22 @@ class EpochLoop(BaseLoop):
     @property
     def _is_mapped(self) -> bool:
         """Local shards are mapped, where nobody outside this process is to see the arena."""
-        return not self.config.num_workers and self._is_local and self.dataset.cache is None
-
-    @property
-    def _is_local(self) -> bool:
-        return all(scheme_of(url) == "file" for url in self.dataset.shards.urls)
+        return not self.config.num_workers and self.dataset.can_be_mapped
 
     def _fetch_threads(self) -> int:
-        return min(FETCH_THREADS, os.cpu_count() or 1) if self._is_local else FETCH_THREADS
+        return min(FETCH_THREADS, os.cpu_count() or 1) if self.dataset.is_local else FETCH_THREADS
 
     def _reads_slices(self, plan: Plan) -> bool:
         """Whether units are slices of chunks: ranks share a storage order, and it saves bytes."""
         if self.order.shuffle or plan.dp_world_size == 1:
             return False
-        table, limit = self.dataset.table, self.config.memory_limit_bytes
-        saves = budget.reads_slices(plan, table.byte_end - table.byte_start, memory_limit_bytes=limit)
+        limit = self.config.memory_limit_bytes
+        saves = budget.reads_slices(plan, self.dataset.chunk_bytes, memory_limit_bytes=limit)
         return saves and self.dataset.has_sample_tables()
 
     def _rank_bytes(self, plan: Plan, dp_rank: int) -> int:
         """Bytes of all the chunks that this rank needs in the epoch."""
-        return int(self._chunk_bytes[plan.rank_chunks(dp_rank)].sum())
+        return int(self._room_bytes[plan.rank_chunks(dp_rank)].sum())
 
     def _arena_bytes(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
         """What the arena uses of memory_limit, and ``ChunkStore.room``: all that is needed at once, and read-ahead.
@@ -317,22 +301,22 @@ class EpochLoop(BaseLoop):
             MemoryLimitError: The first does not fit.
         """
         limit = self.config.memory_limit_bytes
-        live = plan.live_bytes(self._chunk_bytes, dp_rank)
+        live = plan.live_bytes(self._room_bytes, dp_rank)
         room: dict[UnitKey, int] = {}
         if live > budget.chunks_limit_bytes(limit) and self.dataset.fields is not None:
             live, room = self._pieces(plan, dp_rank)
         budget.check_whole_chunks(
-            plan, self._chunk_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit, resumed=self._is_resumed
+            plan, self._room_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit, resumed=self._is_resumed
         )
         return budget.chunks_bytes(limit, live), room
 
     def _pieces(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
         """What is needed at once if ``fields`` leave out much, and ``ChunkStore.room``; by sample tables."""
-        table, needed = self.dataset.table, plan.rank_chunks(dp_rank)
+        needed = plan.rank_chunks(dp_rank)
         read_bytes = self.dataset.unit_bytes(needed)
-        in_pieces = read_bytes < (table.byte_end - table.byte_start)[needed]
+        in_pieces = read_bytes < self.dataset.chunk_bytes[needed]
         needed, read_bytes = needed[in_pieces], read_bytes[in_pieces]
-        sizes = self._chunk_bytes.copy()
+        sizes = self._room_bytes.copy()
         skew_bytes = budget.PAGE_BYTES if self._is_mapped else 0
         sizes[needed] = budget.whole_pages(np.maximum(read_bytes, 1)) + skew_bytes
         keys = (self.dataset.chunk(chunk_id).key for chunk_id in needed.tolist())
@@ -344,15 +328,19 @@ class EpochLoop(BaseLoop):
         Raises:
             MemoryLimitError: One batch does not fit.
         """
-        dataset, limit = self.dataset, self.config.memory_limit_bytes
-
-        def samples_of(shard: int) -> SampleTable | None:
-            return dataset.samples_at(dataset.shards.urls[shard])
-
-        spans = partial(span_borders, dataset.table, self._chunk_bytes, samples_of)
-        batch_bytes = budget.slices_bytes(plan, self._chunk_bytes, spans, memory_limit_bytes=limit)
+        limit = self.config.memory_limit_bytes
+        spans = partial(self.dataset.span_borders, self._room_bytes)
+        batch_bytes = budget.slices_bytes(plan, self._room_bytes, spans, memory_limit_bytes=limit)
         budget.check_slices(plan, batch_bytes, memory_limit_bytes=limit)
         return budget.chunks_limit_bytes(limit)
+
+    def _sample_in_shard(self, number: int) -> int:
+        """The number, within its shard, of a sample of the data set."""
+        ends = np.cumsum(self.dataset.chunk_samples)
+        chunk = int(np.searchsorted(ends, number, side="right"))
+        offset = np.array([number - ends[chunk] + self.dataset.chunk_samples[chunk]])
+        wanted = self.dataset.chunk(chunk)
+        return wanted.first_sample + wanted.lead + int(self.dataset.samples_of(np.array([chunk]), offset)[0])
 
     def _check_enough_samples(self) -> None:
         total = self.samples_per_epoch

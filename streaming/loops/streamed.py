@@ -58,6 +58,7 @@ class StreamedLoop(BaseLoop):
             shuffle=dataset.shuffle,
         )
         super().__init__(dataset, order, config.global_batch_size, config.mesh)
+        self.dataset = dataset
         self.config, self._sharing = open_sharing(config)
         self._size = config.epoch_size
         self._shape = Shape(

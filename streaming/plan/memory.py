@@ -22,7 +22,7 @@ import numpy.typing as npt
 from streaming.arguments import format_bytes
 from streaming.errors import MemoryLimitError
 from streaming.index.spans import SPAN_BYTES
-from streaming.plan.order import OrderSettings, Scope, default_lanes, default_window
+from streaming.plan.order import OrderSettings
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
@@ -35,39 +35,6 @@ CHUNKS_SHARE = 0.75
 """Of memory_limit; the rest is for batches that are built but not handed out."""
 EPOCHS_VARY = 0.9
 """Room that advice leaves: other epochs put other chunks side by side, and chunks differ in size."""
-
-
-def order_settings(
-    *,
-    shuffle: bool,
-    seed: int,
-    lanes: int | None,
-    window: int | None,
-    global_batch_size: int,
-    num_samples: int,
-    num_chunks: int,
-    scope: Scope = "global",
-) -> OrderSettings:
-    """The order of a data set under a loader: what the user chose, and defaults where he chose nothing.
-
-    Args:
-        shuffle: False: storage order, whatever ``lanes`` and ``window`` say.
-        seed: Seed of the order.
-        lanes: L, or None for the default of the global batch size.
-        window: W in samples, or None for twice the mean number of samples per chunk.
-        global_batch_size: G.
-        num_samples: Samples of the data set.
-        num_chunks: Its chunks.
-        scope: What a pass permutes.
-    """
-    if not shuffle:
-        return OrderSettings(seed=seed, lanes=1, window=0, shuffle=False)
-    return OrderSettings(
-        seed=seed,
-        lanes=lanes or default_lanes(global_batch_size),
-        window=default_window(num_samples, num_chunks) if window is None else window,
-        scope=scope,
-    )
 
 
 def whole_pages(sizes: npt.ArrayLike) -> Int64Array:

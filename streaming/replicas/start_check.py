@@ -8,7 +8,7 @@ from typing import Any
 
 from infra import DeviceMesh
 from streaming.batches.draws import Chain
-from streaming.dataset import StreamingDataset
+from streaming.engine.source import ShardSet
 from streaming.job.agreement import agree
 from streaming.job.store import job_store, job_world_size
 from streaming.plan.state import LoaderState
@@ -29,7 +29,7 @@ class StartCheck:
     """
 
     def __init__(
-        self, dataset: StreamingDataset, mesh: DeviceMesh, options: Mapping[str, Any], replicas: Replicas,
+        self, dataset: ShardSet, mesh: DeviceMesh, options: Mapping[str, Any], replicas: Replicas,
         timeout_s: float | None, state: Callable[[], LoaderState],
     ) -> None:  # fmt: skip
         self._state = state
@@ -54,7 +54,7 @@ class StartCheck:
         self._is_done = True
         # A mesh played in one process, or of other processes than torch.distributed's: nobody to ask.
         if 1 < self._mesh.world_size <= job_world_size() and job_store("")[0] == self._mesh.rank:
-            self._compare(f"start of {self._dataset.shards.urls}", self._timeout_s, required=False)
+            self._compare(f"start of {self._dataset.urls}", self._timeout_s, required=False)
 
     def now(self, timeout_s: float) -> None:
         """Compare with all ranks of the mesh.
@@ -80,7 +80,7 @@ class StartCheck:
             **told,
             **{f"order: {name}": value for name, value in order.items()},
             **self._options,
-            "shards": len(dataset.shards.urls),
+            "shards": len(dataset.urls),
             "fields": None if dataset.fields is None else list(dataset.fields),
             "decode": _described(dataset.decode),
             "transform": _described(dataset.transform),

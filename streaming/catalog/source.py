@@ -1,0 +1,265 @@
+"""``ChunkSource``: shards as loops and engines read them: chunk by chunk, or in slices, with their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from streaming.cache import NodeCache
+from streaming.catalog.open import OpenShards
+from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions, span_borders
+from streaming.decode.registry import FieldDecoder
+from streaming.errors import DataError, IndexMissingError, StorageError
+from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.sample_table import SampleLocation, SampleTable
+from streaming.plan.order import OrderSettings
+from streaming.plan.settings import ShuffleConfig, order_settings
+from streaming.storage import Storage, redact, scheme_of
+from streaming.storage.active import ActiveRequest
+from streaming.types import Int64Array
+
+LOCAL_GAP_BYTES = 128 << 10
+"""A hole in a file that is worth another read: one takes 20 us, and 256 KiB more of the page cache another 22 us
+(benchmarks/bench_fields.py, 2026-11), to which the checksum and disks that are slower than memory come."""
+REMOTE_GAP_BYTES = 1 << 20
+"""A hole in an object that is worth another GET: 12 ms of the 85 MB/s that one GET brings by AWS's guidelines for S3.
+The same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The part of the shards that a view shows: samples ``[first, stop)``, which begin in chunk ``first_chunk``."""
+
+    first: int
+    stop: int
+    first_chunk: int
+    table: ChunkTable
+
+
+class ChunkSource:
+    """Read shards with a chunk table, or a range of their samples: what a ``StreamingDataset`` is to the engine.
+
+    It is a ``streaming.engine.source.Source``. Thread-safe.
+
+    Attributes:
+        storage: Where the shards lie.
+        shards: The shards, and their chunk table if they have one.
+        cache: What keeps fetched chunks, or None.
+        fields: Fields to read; None: all.
+        shuffle: Whether epochs are shuffled.
+        shuffle_config: How.
+        seed: Seed of the order.
+    """
+
+    storage: Storage
+    shards: OpenShards
+    cache: NodeCache | None
+    fields: tuple[str, ...] | None
+    decoders: FieldDecoder
+    shuffle: bool
+    shuffle_config: ShuffleConfig
+    seed: int
+    _window: Window | None
+    _versions: Versions
+    _recent: RandomAccess
+
+    @property
+    def table(self) -> ChunkTable:
+        """The chunk table.
+
+        Raises:
+            IndexMissingError: If the set has no index and is too large to index on the fly.
+        """
+        if self.shards.table is None:
+            raise IndexMissingError(self.shards.missing_index)
+        return self.shards.table if self._window is None else self._window.table
+
+    @property
+    def indexed(self) -> bool:
+        """Whether there is a chunk table; without one the set can only be streamed."""
+        return self.shards.table is not None
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """URLs of the shards, as they are asked for: with what may be secret."""
+        return self.shards.urls
+
+    @property
+    def fingerprint(self) -> str:
+        """See ``ChunkTable.fingerprint``."""
+        return self.table.fingerprint
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See ``Source``: none."""
+        return ()
+
+    @property
+    def chunk_samples(self) -> Int64Array:
+        """int64[C], samples of each chunk."""
+        return self.table.num_samples
+
+    @property
+    def chunk_bytes(self) -> Int64Array:
+        """int64[C], bytes of each chunk."""
+        return self.table.chunk_bytes
+
+    @property
+    def byte_starts(self) -> Int64Array:
+        """int64[C], where each chunk begins in its shard."""
+        return self.table.byte_start
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards are files of this machine."""
+        return all(scheme_of(url) == "file" for url in self.shards.urls)
+
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether chunks can be mapped where they lie."""
+        return self.cache is None and self.is_local
+
+    def source_of(self, chunk_ids: Int64Array) -> Int64Array:
+        """See ``Source``: zeros."""
+        return np.zeros(len(chunk_ids), np.int64)
+
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  see Source
+        """See ``Source``: the offsets."""
+        return offsets
+
+    def order_settings(self, global_batch_size: int) -> OrderSettings:
+        """The order under a loader with batches of this size."""
+        chosen = self.shuffle_config
+        return order_settings(
+            shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
+            global_batch_size=global_batch_size, num_samples=self.table.total_samples, num_chunks=self.table.num_chunks,
+        )  # fmt: skip
+
+    def counters(self) -> dict[str, float]:
+        """What storage and cache counted since the set was opened; all its loaders count there."""
+        cache = {} if self.cache is None else self.cache.metrics.snapshot()
+        return {**self.storage.metrics.snapshot(), **cache}
+
+    def in_flight(self) -> list[ActiveRequest]:
+        """The storage's calls under way, oldest first."""
+        return self.storage.in_flight()
+
+    @cached_property
+    def _shown_urls(self) -> list[str]:
+        return [redact(url) for url in self.shards.urls]
+
+    def urls_of(self, chunk_ids: Int64Array) -> list[str]:
+        """URL of the shard of each chunk, as samples and messages show it: without what may be secret."""
+        urls = self._shown_urls
+        return [urls[shard] for shard in self.table.shard[chunk_ids].tolist()]
+
+    def chunk(self, chunk_id: int) -> FetchRange:
+        """The bytes of a whole chunk; in a view, of one that crosses its border, with samples beside it."""
+        table, lead = self.table, 0
+        if self._window is not None and self.shards.table is not None:
+            first = int(table.first_sample[chunk_id])
+            table, chunk_id = self.shards.table, self._window.first_chunk + chunk_id
+            lead = first - int(table.first_sample[chunk_id])
+        shard = int(table.shard[chunk_id])
+        return FetchRange(
+            url=self.shards.urls[shard],
+            byte_start=int(table.byte_start[chunk_id]),
+            byte_end=int(table.byte_end[chunk_id]),
+            first_sample=int(table.first_sample[chunk_id]),
+            num_samples=int(table.num_samples[chunk_id]),
+            crc32c=int(table.crc32c[chunk_id]),
+            shard_bytes=table.shards[shard].size_bytes,
+            version="" if self.cache is None else self._versions.of(shard),
+            lead=lead,
+        )
+
+    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
+        """The bytes of samples ``[first, stop)`` of a chunk; less than the whole chunk needs a sample table.
+
+        What is fetched is made of whole spans, so that it can be checked: it begins with ``lead`` other samples, and
+        may end with some. A sample table of format 1.0 has no spans: then it is these samples alone, unchecked.
+        Where the table is lost, it is the whole chunk.
+        """
+        whole = self.chunk(chunk_id)
+        if first == 0 and stop == self.table.num_samples[chunk_id]:
+            return whole
+        samples = self._recent.table(int(self.table.shard[chunk_id]))
+        if samples is None:
+            self._recent.tell_lost(whole.shown_url)
+            return replace(whole, lead=whole.lead + first)
+        begin = int(self.table.first_sample[chunk_id])
+        low, high, spans = samples.widened(begin + first, begin + stop)
+        lead = begin + first - low
+        if high - low == whole.num_samples:
+            return replace(whole, lead=lead)
+        starts = samples.record_starts
+        return replace(
+            whole,
+            byte_start=int(starts[low]),
+            byte_end=int(starts[high]),
+            first_sample=low,
+            num_samples=high - low,
+            crc32c=None,
+            spans=spans,
+            lead=lead,
+        )
+
+    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
+        """Fill ``out`` and take it apart."""
+        return fetch_range(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
+
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
+        """Fill ``out``; taking it apart may be left to the caller."""
+        return fetch_unit(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
+
+    def reads_whole(self, wanted: FetchRange) -> bool:
+        """Whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
+        return reads_whole(wanted, self._fields_of(wanted.url))
+
+    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
+        """Bytes that each chunk takes with these ``fields``, int64; reads the sample tables of their shards."""
+
+        def size(chunk_id: int) -> int:
+            wanted = self.chunk(chunk_id)
+            return size_of_unit(wanted, self._fields_of(wanted.url))
+
+        with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
+            return np.fromiter(threads.map(size, chunk_ids.tolist()), np.int64, len(chunk_ids))
+
+    def _fields_of(self, url: str) -> FieldsOf:
+        gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
+        return FieldsOf(samples=partial(self.samples_at, url), fields=self.fields, gap_bytes=gap_bytes)
+
+    def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
+        """Where a sample inside a chunk lies in its shard; None if the sample table is missing or unreadable."""
+        try:
+            samples = self.samples_at(self.shards.urls[int(self.table.shard[chunk_id])])
+        except StorageError:
+            return None
+        return None if samples is None else samples.lookup(int(self.table.first_sample[chunk_id]) + inside)
+
+    def samples_at(self, url: str) -> SampleTable | None:
+        """The sample table of a shard; None if it is missing, or of no use."""
+        try:
+            return self._recent.table(self._numbers[url])
+        except DataError:
+            return None
+
+    def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Where spans begin, in samples and in bytes of chunks laid end to end, ``room_bytes`` each."""
+        return span_borders(self.table, room_bytes, lambda shard: self.samples_at(self.shards.urls[shard]))
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """The number of each shard, by its URL."""
+        return {url: number for number, url in enumerate(self.shards.urls)}
+
+    def has_sample_tables(self) -> bool:
+        """Whether the first shard has a sample table (a data set is indexed as a whole)."""
+        return self._recent.table(0) is not None
