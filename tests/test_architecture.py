@@ -38,7 +38,6 @@ POINTS_UP = {
     ("engine.workers", "engine"): "`stacks` and `grace` lie in the engine",
     ("loops", "streaming"): "loops take a StreamingDataset, not a Source",
     ("replicas", "loops"): "a broadcast is a loop around loops",
-    ("replicas", "streaming"): "the check at the start takes a StreamingDataset, not a Source",
     ("samplers", "loops"): "samplers hold the loops' position",
     ("storage.adapters", "storage"): "what all adapters share lies beside the facade over them",
     ("storage.requests", "storage"): "what all requests share lies beside the facade over them",
