@@ -21,7 +21,7 @@ from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from streaming.index.columns import KEY
 from streaming.index.where import parse_where
 from streaming.storage import Storage, redact
-from streaming.types import Int64Array
+from streaming.types import DuplicateKeys, Int64Array
 
 _PLACE = re.compile(r"\{[^}]*\}?")
 _DUPLICATES_CURE = (
@@ -171,13 +171,8 @@ def reshard(
     place = Place.of(target)
     refuse_overlap(source, place)
     drop = load_bad_list(options.drop, storage)
-    shards = open_set(
-        [source],
-        storage,
-        options.index_url,
-        exclude=place.directory,
-        duplicate_keys="keep" if options.dedupe or options.key_prefix else "error",
-    )
+    twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
+    shards = open_set([source], storage, options.index_url, exclude=place.directory, duplicate_keys=twice)
     selection = select(
         shards,
         storage,
@@ -187,9 +182,7 @@ def reshard(
         progress=NoProgress(),
     )
     _check(selection, options, source)
-    order = _order(selection, options)
-    dedupe = deduplicated(selection, order) if options.dedupe else None
-    reader = _reader(selection, options, storage, order, dedupe, shards.chunks.fingerprint)
+    reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint)
     packing = Packing(
         max_bytes=options.max_bytes,
         max_samples=options.max_samples,
@@ -223,16 +216,13 @@ def reshard(
 
 
 def _reader(
-    selection: Selection,
-    options: ReshardOptions,
-    storage: Storage,
-    order: Int64Array | None,
-    dedupe: Deduplicated | None,
-    fingerprint: str,
-) -> ShardSource:
+    selection: Selection, options: ReshardOptions, storage: Storage, fingerprint: str
+) -> tuple[ShardSource, Deduplicated | None]:
     """Read the samples in the order wanted; those that stay in their order need no large window."""
+    order = _order(selection, options)
+    dedupe = deduplicated(selection, order) if options.dedupe else None
     in_order = order is None and (dedupe is None or not dedupe.num_joined)
-    return ShardSource(
+    reader = ShardSource(
         selection,
         order if dedupe is None else dedupe.order,
         storage,
@@ -243,6 +233,7 @@ def _reader(
         window_bytes=_SEQUENTIAL_WINDOW_BYTES if in_order else max(1, options.memory_bytes // 2),
         num_threads=options.workers,
     )
+    return reader, dedupe
 
 
 def _check(selection: Selection, options: ReshardOptions, source: str) -> None:
