@@ -95,9 +95,7 @@ class JoinedSource:
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """URL of the shard of each chunk, as samples and messages show it."""
         sources = self.source_of(chunk_ids)
-        used = np.unique(sources).tolist()
-        if len(used) == 1:
-            return self._joined[used[0]].urls_of(chunk_ids - self._starts[used[0]])
+        used: list[int] = np.unique(sources).tolist()
         found = np.empty(len(chunk_ids), object)
         for source in used:
             rows = sources == source

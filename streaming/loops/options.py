@@ -10,7 +10,7 @@ import torch
 
 from infra import DeviceMesh
 from streaming.arguments import is_whole, option_names
-from streaming.batches.build import Part, Recipe
+from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError
 from streaming.loops.fetcher import LoopConfig, checked_last_batch, checked_memory_limit
@@ -154,11 +154,8 @@ def streaming_config(  # noqa: PLR0913  as the loader got them
     prefetch_factor = _checked_count("prefetch_factor", prefetch_factor, 1)
     threads = min(4, os.cpu_count() or 1) if num_threads is None else _checked_count("num_threads", num_threads, 0)
     replicas.check(dataset.on_error)
-    part = Part(
-        decoders=dataset.decoders, transform=dataset.transform, on_error=dataset.on_error, fields=dataset.fields
-    )
     recipe = Recipe(
-        parts=(part,), collate_fn=collate_fn, portion=replicas.built(mesh),
+        parts=dataset.recipe_parts, collate_fn=collate_fn, portion=replicas.built(mesh),
         finish=pin if pin_memory and torch.cuda.is_available() else None,
     )  # fmt: skip
     return LoopConfig(
