@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import is_whole, option_names
+from streaming.arguments import checked_last_batch, checked_memory_limit, is_whole, option_names
 from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError
-from streaming.loops.fetcher import LoopConfig, checked_last_batch, checked_memory_limit
+from streaming.loops.fetcher import LoopConfig
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
 
@@ -102,21 +102,6 @@ def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset) -> No
         if value in _ALSO_HARMLESS.get(name, ()) or (own is not None and own == value):
             continue
         raise ConfigError(f"{name}: {_STREAMING[name].format(value=value, own=own)}")
-
-
-def merged_last_batch(last_batch: str, *, drop_last: bool | None) -> str:
-    """``last_batch``, as torch's ``drop_last`` changes it: True is ``"drop"``, False ``"partial"``.
-
-    Raises:
-        ConfigError: Both are given and differ, or ``drop_last`` is no bool.
-    """
-    if drop_last is None:
-        return last_batch
-    if not isinstance(drop_last, bool):
-        raise ConfigError(f"drop_last: expected True or False, got {drop_last!r}")
-    if drop_last and last_batch != "drop":
-        raise ConfigError(f"drop_last=True and last_batch={last_batch!r} contradict each other; give one of them")
-    return "partial" if last_batch == "drop" and not drop_last else last_batch
 
 
 _MAP_ONLY = {
