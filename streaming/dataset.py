@@ -6,7 +6,7 @@ import builtins
 import copy
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Self, SupportsIndex, get_args, overload
 
@@ -26,15 +26,18 @@ from streaming.arguments import (
     is_limit,
     is_whole,
 )  # fmt: skip
-from streaming.batches.build import OnError, Part
+from streaming.batches.build import OnError
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
+from streaming.catalog.filters import Condition, Filter, select
 from streaming.catalog.open import OpenShards, check_decoded, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.catalog.source import ChunkSource, Window
+from streaming.catalog.views import asked_filter
 from streaming.decode import DecodeSpec, resolve_decoders
 from streaming.errors import ConfigError, DecodeError, IndexMissingError
 from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
+from streaming.job.once import Peers
 from streaming.job.store import job_peers
 from streaming.plan.settings import MAX_SEED, ShuffleConfig
 from streaming.storage import Storage, mirrors_of, redact
@@ -86,6 +89,14 @@ class StreamingDataset(ChunkSource):
             follows ``on_error``. Runs on several threads. One that takes a second argument, or one named ``rng``, gets
             a ``numpy.random.Generator`` of (seed, epoch, the sample's position in the epoch): the same numbers on any
             ranks, workers and threads, and after a resume (docs/random.md).
+        where: Condition over the columns of the sample tables and late columns (docs/filters.md), such as
+            ``"tokens >= 512 and lang = 'en'"``, or a ``pyarrow.compute.Expression``: only samples that fit are in the
+            set. They are found once, when it is opened, by all ranks together.
+        view: Name of a filter that was saved beside the index (``shard_tools view save``). ``where`` and ``exclude``
+            narrow it further.
+        subset: Range of the samples as they are stored: two shares, ``(0.0, 0.8)``, or two numbers, ``(1000, 2000)``.
+            The samples in it stay the same whatever ``where`` says; a range of what is kept is ``dataset[a:b]``.
+        exclude: Keys of samples to leave out, or the path or URL of a text file that has one a line.
         shuffle: Whether epochs are shuffled, or a ``ShuffleConfig``.
         seed: Seed of the order.
         storage_options: ``endpoint_url``, ``region``, ``key``, ``secret``, ``token``, ``anon``, ``profile``, …
@@ -124,6 +135,10 @@ class StreamingDataset(ChunkSource):
         fields: Sequence[str] | None = None,
         decode: DecodeSpec = "auto",
         transform: Transform | None = None,
+        where: Condition | None = None,
+        view: str | None = None,
+        subset: tuple[float, float] | None = None,
+        exclude: str | PathLike[str] | Iterable[str] | None = None,
         shuffle: bool | ShuffleConfig = True,
         seed: int = 0,
         storage_options: Mapping[str, object] | None = None,
@@ -181,11 +196,27 @@ class StreamingDataset(ChunkSource):
         if isinstance(decode, Mapping):
             check_decoded(self.storage, self.shards, list(decode), peers)
         self.cache = open_cache(cache_dir, cache_limit)
-        self._window = None
+        self._window = self._selected = None
+        self._choose(
+            asked_filter(
+                self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
+            ),
+            peers,
+        )
         self._unsharded = UnshardedWarning()
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
         self._recent = RandomAccess(self)
+
+    def _choose(self, asked: Filter | None, peers: Peers | None) -> None:
+        """Keep the samples that a filter asks for."""
+        self._asked = "" if asked is None else asked.words
+        if asked is None or asked.keeps_all:
+            return
+        if asked.is_range:
+            self._window = self._window_of(*asked.bounds(self.table.total_samples))
+        else:
+            self._selected = select(self.storage, self.shards, asked, peers)
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -243,15 +274,20 @@ class StreamingDataset(ChunkSource):
         first, stop, step = wanted.indices(len(self))
         if step != 1:
             raise ConfigError(f"dataset[{first}:{stop}:{step}]: a view is a range, without a step; leave it out")
+        view = copy.copy(self)
+        if self._selected is not None:
+            view._selected = self._selected.between(first, stop)
+            return view
         before = 0 if self._window is None else self._window.first
-        first, stop = before + first, before + max(first, stop)
+        view._window = self._window_of(before + first, before + max(first, stop))
+        return view
+
+    def _window_of(self, first: int, stop: int) -> Window:
         whole = self.shards.table
         if whole is None:
             raise IndexMissingError(self.shards.missing_index)
         first_chunk, table = whole.between(first, stop)
-        view = copy.copy(self)
-        view._window = Window(first=first, stop=stop, first_chunk=first_chunk, table=table)
-        return view
+        return Window(first=first, stop=stop, first_chunk=first_chunk, table=table)
 
     def map(self, function: Transform) -> Self:
         """A data set of the same samples that calls ``function`` on each, after what ``transform`` and ``map`` call.
@@ -275,11 +311,6 @@ class StreamingDataset(ChunkSource):
         made.transform = Chain((*(before.functions if before is not None else ()), function))
         return made
 
-    @property
-    def recipe_parts(self) -> tuple[Part, ...]:
-        """How samples become objects, for loops."""
-        return (Part(decoders=self.decoders, transform=self.transform, on_error=self.on_error, fields=self.fields),)
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recent": None}
 
@@ -294,7 +325,11 @@ class StreamingDataset(ChunkSource):
             parts += [f"{len(self)} samples", format_bytes(table.total_bytes)]
         else:
             parts.append("no index")
-        if self._window is not None:
+        if self._asked:
+            parts.append(self._asked)
+        if self._selected is not None and self._selected.table.total_samples < self._selected.kept.total:
+            parts.append(f"a view of samples {self._selected.first} to {self._selected.stop}")
+        elif self._window is not None:
             parts.append(f"a view of samples {self._window.first} to {self._window.stop}")
         parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
         if self.fields is not None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
 from streaming.plan.order import EpochOrder, OrderSettings, default_lanes, default_window
-from streaming.plan.plan import Plan, RankBatches
-from streaming.types import LastBatch
+from streaming.plan.plan import LastBatch, Plan, RankBatches
 
 # A busy machine is no failure.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -48,6 +48,9 @@ class Readable(Protocol):
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """URL of the shard of each chunk, as messages show it."""
 
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
+        """The sample inside each chunk that stands at an offset."""
+
     def chunk(self, chunk_id: int) -> FetchRange:
         """The bytes of a whole chunk."""
 
@@ -101,9 +104,10 @@ class RandomAccess:
         """Sample number ``index``, decoded but not transformed."""
         starts = self._starts()
         chunk = int(np.searchsorted(starts, index, side="right")) - 1
-        offset = index - int(starts[chunk])
+        offset = np.array([index - starts[chunk]], np.int64)
+        inside = int(self._dataset.samples_of(np.array([chunk], np.int64), offset)[0])
         (url,) = self._dataset.urls_of(np.array([chunk]))
-        key, fields = self._fields(chunk, offset)
+        key, fields = self._fields(chunk, inside)
         return self._decode(url, key, fields)
 
     def table(self, shard: int) -> SampleTable | None:
@@ -143,7 +147,7 @@ class RandomAccess:
         return np.concatenate([[0], np.cumsum(counts)])
 
     def _fields(self, chunk: int, offset: int) -> tuple[str, dict[str, bytes]]:
-        """Key and raw fields of one sample."""
+        """Key and raw fields of the sample at this place inside a chunk."""
         with self._lock:
             known = self._chunks.get(chunk)
         if known is None and self.table(int(self._dataset.table.shard[chunk])) is not None:

@@ -17,6 +17,7 @@ from streaming.errors import DataError, IndexMissingError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
 from streaming.index.chunk_table import ChunkTable
+from streaming.index.kept import Selected
 from streaming.index.sample_table import SampleLocation, SampleTable
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import ShuffleConfig, order_settings
@@ -30,6 +31,11 @@ LOCAL_GAP_BYTES = 128 << 10
 REMOTE_GAP_BYTES = 1 << 20
 """A hole in an object that is worth another GET: 12 ms of the 85 MB/s that one GET brings by AWS's guidelines for S3.
 The same as in the Rust crate object_store (``OBJECT_STORE_COALESCE_DEFAULT``) and in zarr-python."""
+
+FILTER_GAP_BYTES = 128 << 10
+"""The same where samples are filtered out, in any store: what is read costs the network's rate, while the requests of
+other chunks are on their way; at 10 % kept of samples of 100 KB, holes of 1 MiB would be nearly all that there is
+(docs/design/0023-filters.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,7 @@ class ChunkSource:
     shuffle_config: ShuffleConfig
     seed: int
     _window: Window | None
+    _selected: Selected | None
     _versions: Versions
     _recent: RandomAccess
 
@@ -78,6 +85,8 @@ class ChunkSource:
         """
         if self.shards.table is None:
             raise IndexMissingError(self.shards.missing_index)
+        if self._selected is not None:
+            return self._selected.table
         return self.shards.table if self._window is None else self._window.table
 
     @property
@@ -92,8 +101,8 @@ class ChunkSource:
 
     @property
     def fingerprint(self) -> str:
-        """See ``ChunkTable.fingerprint``."""
-        return self.table.fingerprint
+        """See ``ChunkTable.fingerprint``, and ``Selected.fingerprint`` of a filtered set."""
+        return self.table.fingerprint if self._selected is None else self._selected.fingerprint
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,9 +138,9 @@ class ChunkSource:
         """See ``Source``: zeros."""
         return np.zeros(len(chunk_ids), np.int64)
 
-    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  see Source
-        """See ``Source``: the offsets."""
-        return offsets
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Source``: the offsets, but where a filter keeps less than all."""
+        return offsets if self._selected is None else self._selected.inside(chunk_ids, offsets)
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """The order under a loader with batches of this size."""
@@ -162,7 +171,9 @@ class ChunkSource:
     def chunk(self, chunk_id: int) -> FetchRange:
         """The bytes of a whole chunk; in a view, of one that crosses its border, with samples beside it."""
         table, lead = self.table, 0
-        if self._window is not None and self.shards.table is not None:
+        if self._selected is not None and self.shards.table is not None:
+            table, chunk_id = self.shards.table, int(self._selected.chunks[chunk_id])
+        elif self._window is not None and self.shards.table is not None:
             first = int(table.first_sample[chunk_id])
             table, chunk_id = self.shards.table, self._window.first_chunk + chunk_id
             lead = first - int(table.first_sample[chunk_id])
@@ -187,7 +198,8 @@ class ChunkSource:
         Where the table is lost, it is the whole chunk.
         """
         whole = self.chunk(chunk_id)
-        if first == 0 and stop == self.table.num_samples[chunk_id]:
+        there = whole.num_samples if self._selected is not None else self.table.num_samples[chunk_id]
+        if first == 0 and stop == there:
             return whole
         samples = self._recent.table(int(self.table.shard[chunk_id]))
         if samples is None:
@@ -234,7 +246,11 @@ class ChunkSource:
 
     def _fields_of(self, url: str) -> FieldsOf:
         gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES
-        return FieldsOf(samples=partial(self.samples_at, url), fields=self.fields, gap_bytes=gap_bytes)
+        samples = partial(self.samples_at, url)
+        if self._selected is None:
+            return FieldsOf(samples=samples, fields=self.fields, gap_bytes=gap_bytes)
+        kept = partial(self._selected.kept.rows, self._numbers[url])
+        return FieldsOf(samples=samples, fields=self.fields, gap_bytes=min(gap_bytes, FILTER_GAP_BYTES), kept=kept)
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
         """Where a sample inside a chunk lies in its shard; None if the sample table is missing or unreadable."""
@@ -252,7 +268,13 @@ class ChunkSource:
             return None
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where spans begin, in samples and in bytes of chunks laid end to end, ``room_bytes`` each."""
+        """Where spans begin, in samples and in bytes of chunks laid end to end, ``room_bytes`` each.
+
+        Of a filtered set, where chunks begin.
+        """
+        if self._selected is not None:
+            counts = self.table.num_samples
+            return np.cumsum(counts) - counts, np.cumsum(room_bytes) - room_bytes
         return span_borders(self.table, room_bytes, lambda shard: self.samples_at(self.shards.urls[shard]))
 
     @cached_property

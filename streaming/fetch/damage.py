@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.errors import ChecksumError, DataError
 from streaming.fetch.layout import UnitLayout
@@ -14,8 +15,9 @@ from streaming.index.sample_table import SampleTable
 
 
 def narrowed(
-    samples: SampleTable, rows: range, pieces: Pieces, data: memoryview, fields: Sequence[str] | None, url: str
-) -> UnitLayout | None:
+    samples: SampleTable, rows: range, pieces: Pieces, data: memoryview, fields: Sequence[str] | None, url: str,
+    *, kept: npt.NDArray[np.bool_] | None = None,
+) -> UnitLayout | None:  # fmt: skip
     """The layout of damaged bytes; its ``damage`` names the samples that no checksum vouches for.
 
     Whether a sample is bad depends on the bytes of its shard and on ``fields``, not on which pieces were read.
@@ -27,17 +29,19 @@ def narrowed(
         data: The bytes as they are.
         fields: Fields to deliver; None: all.
         url: The shard, for messages.
+        kept: Which of the samples are to be delivered, bool[n]; None: all.
 
     Returns:
         None where nothing can be told apart: the samples are not whole spans, or no sum differs.
     """
     damage: dict[int, DataError] = {}
-    for one in sums_of(samples, rows.start, rows.stop, fields):
+    for one in sums_of(samples, rows.start, rows.stop, fields, kept):
         got = one.found_in(pieces.parts(data, one.ranges))
         if got != one.crc32c:
             error = checksum_error(url, one.ranges[0][0], one.ranges[-1][1], got, one.crc32c)
             damage |= dict.fromkeys(range(one.first - rows.start, one.stop - rows.start), error)
-    if not damage and (fields is None or narrowed(samples, rows, pieces, data, None, url) is None):
+    is_part = fields is not None or kept is not None
+    if not damage and (not is_part or narrowed(samples, rows, pieces, data, None, url) is None):
         return None
     return layout_by_table(samples, rows, pieces, fields, damage)
 

@@ -9,6 +9,8 @@ from functools import partial
 from typing import TypeAlias
 
 import crc32c
+import numpy as np
+import numpy.typing as npt
 
 from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
@@ -21,8 +23,9 @@ from streaming.index.sample_table import SampleTable
 from streaming.storage import ChangedError, Storage, redact
 from streaming.tar import parse_chunk
 
-UnitKey: TypeAlias = tuple[str, int, int, int]
-"""URL, first byte, one past the last byte, source of a mixture."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+UnitKey: TypeAlias = tuple[str, int, int]
+"""URL, first byte, one past the last byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,6 @@ class FetchRange:
         spans: Where ``crc32c`` is None: end (relative to ``byte_start``) and CRC32C of each of the spans that make the
             range. Empty where the index has none; then the tar header checksums are verified instead.
         lead: Samples at the beginning that nobody asked for; they are here because a checksum covers them too.
-        source: Which of a mixture's it is of: two may read the same bytes in different ways.
     """
 
     url: str
@@ -54,7 +56,6 @@ class FetchRange:
     version: str = ""
     spans: tuple[tuple[int, int], ...] = ()
     lead: int = 0
-    source: int = 0
 
     @property
     def shown_url(self) -> str:
@@ -74,7 +75,7 @@ class FetchRange:
     @property
     def key(self) -> UnitKey:
         """What tells this range from any other."""
-        return self.url, self.byte_start, self.byte_end, self.source
+        return self.url, self.byte_start, self.byte_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +87,19 @@ class FieldsOf:
             bytes are damaged.
         fields: Fields to deliver; None: all.
         gap_bytes: Holes from this size on are left out: about what is read in the time of one more request.
+        kept: Which of samples ``[first, stop)`` of the shard a filter keeps, bool[n]; None: all. Of the others nothing
+            is to be delivered.
     """
 
     samples: Callable[[], SampleTable | None]
     fields: tuple[str, ...] | None
     gap_bytes: int
+    kept: Callable[[int, int], Mask] | None = None
+
+    def kept_rows(self, rows: range) -> Mask | None:
+        """Which of some samples are kept; None: all of them."""
+        mask = None if self.kept is None else self.kept(rows.start, rows.stop)
+        return None if mask is None or mask.all() else mask
 
 
 _NOTHING_KNOWN = FieldsOf(samples=lambda: None, fields=None, gap_bytes=0)
@@ -158,7 +167,10 @@ def fetch_unit(
         return _through_cache(read, out[: read.plan.pieces.num_bytes], cache, layout)
     except ChecksumError:
         table = known.samples() if part is None else part.samples
-        found = None if table is None else narrowed(table, rows, read.plan.pieces, out, known.fields, wanted.shown_url)
+        kept = known.kept_rows(rows)
+        found = None
+        if table is not None:
+            found = narrowed(table, rows, read.plan.pieces, out, known.fields, wanted.shown_url, kept=kept)
         if found is None:
             raise
         return found
@@ -186,18 +198,26 @@ class _Part(_Plan):
 
 
 def _part_of(wanted: FetchRange, rows: range, known: FieldsOf) -> _Part | None:
-    """The plan for the fields that are wanted; None: read all of the range.
+    """The plan for the fields and samples that are wanted; None: read all of the range.
 
-    The sample table is not even looked at where samples are small on average.
+    The sample table is not even looked at where samples are small on average, and no long run of them is filtered out.
     """
-    if known.fields is None or wanted.num_bytes < max(known.gap_bytes, LARGE_BYTES * len(rows)):
+    kept, mean_bytes = known.kept_rows(rows), wanted.num_bytes / len(rows)
+    has_large = known.fields is not None and wanted.num_bytes >= known.gap_bytes and mean_bytes >= LARGE_BYTES
+    if not has_large and (kept is None or _longest_run(~kept) * mean_bytes < known.gap_bytes):
         return None
     table = known.samples()
-    if table is None or not table.large.fields:
+    if table is None or not (table.large.fields if kept is None else table.num_spans):
         return None
-    sums = sums_of(table, rows.start, rows.stop, known.fields)
+    sums = sums_of(table, rows.start, rows.stop, known.fields, kept)
     pieces = pieces_of(sums, wanted.byte_start, wanted.byte_end, known.gap_bytes)
     return None if pieces is None else _Part(pieces=pieces, sums=sums, samples=table)
+
+
+def _longest_run(mask: Mask) -> int:
+    """How many values that follow each other are all true, at most."""
+    edges = np.flatnonzero(np.concatenate(([True], ~mask, [True])))
+    return int(np.diff(edges).max()) - 1
 
 
 def _whole_of(wanted: FetchRange) -> _Plan:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import crc32c
 import numpy as np
+import numpy.typing as npt
 
 from streaming.index.sample_table import SampleTable
+from streaming.types import Int64Array
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +41,14 @@ class Sum:
         return int(crc)
 
 
-def sums_of(samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None = None) -> tuple[Sum, ...]:
+def sums_of(
+    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None = None, kept: Mask | None = None
+) -> tuple[Sum, ...]:
     """The sums by which samples ``[first, stop)`` are checked, in order of their first bytes.
 
     With ``fields``, only those that these fields need: the large members among them, and for the others the rest of
-    their spans; spans in which no sample has any of the fields are left out.
+    their spans; spans in which no sample has any of the fields are left out. With ``kept``, bool[stop - first],
+    likewise those that these samples need.
 
     Empty where the index has no spans, and where these samples are not whole spans.
     """
@@ -51,8 +59,8 @@ def sums_of(samples: SampleTable, first: int, stop: int, fields: Sequence[str] |
     offsets = samples.record_starts[borders].tolist()
     sums = samples.span_crc32c[low:high].tolist()
     rest = samples.large.rest[low:high].tolist() or [-1] * len(sums)
-    large = _large_members(samples, first, stop, fields)
-    beside = _has_small(samples, borders, fields)
+    large = _large_members(samples, first, stop, fields, kept)
+    beside = _has_small(samples, borders, fields, kept)
     found: list[Sum] = []
     at = 0
     for place, (head, tail) in enumerate(pairwise(borders.tolist())):
@@ -76,7 +84,7 @@ def sums_of(samples: SampleTable, first: int, stop: int, fields: Sequence[str] |
 
 
 def _large_members(
-    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None
+    samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None, kept: Mask | None
 ) -> list[tuple[int, int, int, int, bool]]:
     """Start, end, sample, CRC32C of every large member of some samples, and whether it is asked for; by start."""
     members = []
@@ -85,23 +93,24 @@ def _large_members(
         asked = fields is None or name in fields
         for row in (np.flatnonzero(sums[first:stop] >= 0) + first).tolist():
             start = int(starts[row])
-            members.append((start, start + int(sizes[row]), row, int(sums[row]), asked))
+            wanted = asked and (kept is None or bool(kept[row - first]))
+            members.append((start, start + int(sizes[row]), row, int(sums[row]), wanted))
     return sorted(members)
 
 
 def _has_small(
-    samples: SampleTable, borders: np.ndarray[tuple[int], np.dtype[np.int64]], fields: Sequence[str] | None
+    samples: SampleTable, borders: Int64Array, fields: Sequence[str] | None, kept: Mask | None
 ) -> list[bool]:
     """Whether each span has bytes that are asked for beside its large members."""
-    if fields is None:
-        return [True] * (len(borders) - 1)
     first, stop = borders[[0, -1]].tolist()
-    there = np.zeros(stop - first, np.bool_)
-    for name in fields:
+    there = np.full(stop - first, fields is None)
+    for name in fields or ():
         if name in samples.fields:
             small = samples.fields[name][0][first:stop] >= 0
             if name in samples.large.fields:
                 small &= samples.large.fields[name][first:stop] < 0
             there |= small
+    if kept is not None:
+        there &= kept
     found: list[bool] = np.logical_or.reduceat(there, borders[:-1] - first).tolist()
     return found

@@ -143,6 +143,16 @@ class ChunkTable:
         columns["shard"] = np.repeat(np.arange(wanted.size), counts)
         return ChunkTable(shards=tuple(self.shards[index] for index in wanted.tolist()), **columns)
 
+    def rows(self, chunks: NDArray[np.int64], num_samples: NDArray[np.int64]) -> ChunkTable:
+        """Some chunks, of which only so many samples count: their bytes stay whole, as in :meth:`between`."""
+        columns = {name: getattr(self, name)[chunks] for name in _COLUMNS}
+        return ChunkTable(shards=self.shards, **{**columns, "num_samples": num_samples})
+
+    def alone(self, shard: int) -> ChunkTable:
+        """These chunks, all of one shard, as the table of this shard."""
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        return ChunkTable(shards=(self.shards[shard],), **{**columns, "shard": np.zeros(self.num_chunks, np.int32)})
+
     def between(self, first: int, stop: int) -> tuple[int, ChunkTable]:
         """The chunks of samples ``[first, stop)`` of all, and which chunk here is the first of them.
 

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.acero as ac
 import pyarrow.compute as pc
 
 from streaming.errors import ConfigError, IndexFormatError
@@ -18,7 +17,7 @@ from streaming.index.files import read_table, write_table
 from streaming.index.keys import Keys
 from streaming.index.sample_table import KIND as SAMPLES
 from streaming.index.sample_table import SampleTable
-from streaming.index.where import Types, Where, hash_column, is_comparable, unknown_column
+from streaming.index.where import Where, hash_column, is_comparable, unknown_column
 
 KEY = "__key__"
 """The name under which a condition asks for the samples' keys."""
@@ -27,6 +26,8 @@ _VALUE = "value"
 _NO_FIELD = re.compile(r"No match for FieldRef\.Name\((.*?)\) in ", re.DOTALL)
 _MAX_NAMES = 1000
 
+Values: TypeAlias = pa.Array
+"""A column's values, for modules that hand them on without knowing Arrow."""
 Bits: TypeAlias = npt.NDArray[np.uint8]
 """A bit for each of ``n`` rows, eight in a byte, the first in the lowest bit; those beyond ``n`` are 0."""
 _U64 = npt.NDArray[np.uint64]
@@ -114,6 +115,8 @@ def _unfit(where: Where, error: pa.ArrowException) -> ConfigError:
 
 def _project(expression: pc.Expression, columns: Mapping[str, pa.Array], num_rows: int) -> pa.Array:
     """The values of an expression; Arrow knows no other way to evaluate one than a plan of a single step."""
+    import pyarrow.acero as ac  # noqa: PLC0415  it imports pandas, wherever that is installed
+
     table = pa.table({**columns, "": pa.nulls(num_rows)})
     source = ac.Declaration("table_source", ac.TableSourceNodeOptions(table))
     step = ac.Declaration("project", ac.ProjectNodeOptions([expression], [_VALUE]), [source])
@@ -134,6 +137,13 @@ def _bits(mask: pa.Array) -> Bits:
     if len(mask) % 8:
         found[-1] &= (1 << len(mask) % 8) - 1
     return found
+
+
+def without(keys: Values, excluded: Values) -> Bits:
+    """Which rows have none of the ``excluded`` keys; both as :func:`key_array` makes them."""
+    if keys.type != excluded.type:
+        keys, excluded = keys.cast(pa.binary()), excluded.cast(pa.binary())
+    return _bits(pc.invert(pc.is_in(keys, value_set=excluded)))
 
 
 def kept_rows(bits: Bits, num_rows: int) -> npt.NDArray[np.bool_]:
@@ -294,8 +304,3 @@ def type_named(name: str) -> pa.DataType:
 def no_values(num_rows: int, kind: pa.DataType | None = None) -> pa.Array:
     """A column without any value: what a shard has in the place of a column of other shards."""
     return pa.nulls(num_rows, kind or pa.null())
-
-
-def types_of(columns: Mapping[str, pa.Array]) -> Types:
-    """The type of each column."""
-    return {name: array.type for name, array in columns.items()}

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
+from streaming.errors import ConfigError
+
 INDEX_DIRECTORY = "_shardstream"
 CHUNKS_FILE = f"{INDEX_DIRECTORY}/chunks.parquet"
 _SAMPLES_DIRECTORY = f"{INDEX_DIRECTORY}/samples"
+_COLUMNS_DIRECTORY = f"{INDEX_DIRECTORY}/columns"
+_COLUMN_DOCUMENT = "column.json"
+_VIEWS_DIRECTORY = f"{INDEX_DIRECTORY}/views"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+_MAX_NAME = 100
 
 
 def chunks_path() -> str:
@@ -27,3 +36,49 @@ def shard_of_samples_path(path: str) -> str | None:
     if not path.startswith(prefix) or not path.endswith(suffix):
         return None
     return path[len(prefix) : -len(suffix)] or None
+
+
+def checked_name(name: str, what: str) -> str:
+    """Return ``name``, which becomes a part of paths and of conditions.
+
+    Raises:
+        ConfigError: It is not letters, digits, ``_``, ``-`` and single dots, at most 100 of them.
+    """
+    if not isinstance(name, str) or len(name) > _MAX_NAME or _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{what} {str(name)[:120]!r}: expected letters, digits, '_', '-' and single dots between them, at most "
+            f"{_MAX_NAME} in all, and a letter at the beginning"
+        )
+    return name
+
+
+def columns_directory() -> str:
+    """Path of the folder of all late columns."""
+    return _COLUMNS_DIRECTORY
+
+
+def column_document_path(name: str) -> str:
+    """Path of what there is to say about a late column as a whole; written last."""
+    return f"{_COLUMNS_DIRECTORY}/{name}/{_COLUMN_DOCUMENT}"
+
+
+def column_of_document_path(path: str) -> str | None:
+    """The inverse of :func:`column_document_path`; None for any other path."""
+    prefix, suffix = f"{_COLUMNS_DIRECTORY}/", f"/{_COLUMN_DOCUMENT}"
+    name = path[len(prefix) : -len(suffix)] if path.startswith(prefix) and path.endswith(suffix) else ""
+    return name if name and "/" not in name else None
+
+
+def column_path(name: str, shard_name: str) -> str:
+    """Path of the values of a late column for one shard."""
+    return f"{_COLUMNS_DIRECTORY}/{name}/{shard_name}.parquet"
+
+
+def views_directory() -> str:
+    """Path of the folder of all saved views."""
+    return _VIEWS_DIRECTORY
+
+
+def view_path(name: str) -> str:
+    """Path of a saved view."""
+    return f"{_VIEWS_DIRECTORY}/{name}.json"

@@ -53,6 +53,8 @@ _COMPARE = {
 _ARITHMETIC = {"+": pc.add_checked, "-": pc.subtract_checked, "*": pc.multiply_checked}
 
 Types: TypeAlias = Mapping[str, pa.DataType]
+Condition: TypeAlias = str | pc.Expression
+"""What users give as ``where=``."""
 
 
 def hash_column(name: str) -> str:
@@ -86,6 +88,22 @@ class Where:
             ConfigError: A column is not there, or of a kind that cannot be compared so.
         """
         return self.compiled(types)
+
+    def also(self, other: Where) -> Where:
+        """Both conditions together.
+
+        Raises:
+            ConfigError: One is text, the other an expression of pyarrow's.
+        """
+        if (self.names is None) != (other.names is None):
+            raise ConfigError(f"where: {self} and {other}: give both as text, or both as pyarrow expressions")
+        names = None if self.names is None or other.names is None else self.names | other.names
+        return Where(
+            text=f"({self.text}) AND ({other.text})",
+            names=names,
+            hashed=self.hashed | other.hashed,
+            compiled=lambda types: pc.and_kleene(self.compiled(types), other.compiled(types)),
+        )
 
 
 def parse_where(text: str) -> Where:

@@ -61,15 +61,42 @@ def shared(peers: Peers, name: str, make: Callable[[], bytes]) -> bytes:
     if peers.find(f"{place}/begun", PEER_WAIT_S) is None:
         _log.warning("rank 0 has not opened this data set within %g s; rank %d opens it alone", PEER_WAIT_S, peers.rank)
         return make()
+    data = _told(peers, place, "raised on rank 0, which opens the data set for all ranks")
+    return make() if data is None else data
+
+
+def shared_parts(peers: Peers, name: str, make: Callable[[int], bytes]) -> list[bytes]:
+    """What ``make`` returns for each rank: called here for this rank, the others' results come from them.
+
+    What a rank has not begun in time is made here, and so is what comes after it, unless it is there already.
+
+    Raises:
+        Exception: What ``make`` raised, here or on the rank whose part it was.
+    """
+    place = f"{name}/{peers.turn(name)}"
+    parts = {peers.rank: _made(peers, f"{place}/{peers.rank}", lambda: make(peers.rank))}
+    wait_s = PEER_WAIT_S
+    for rank in range(peers.world_size):
+        if rank in parts:
+            continue
+        begun = peers.find(f"{place}/{rank}/begun", wait_s) is not None
+        wait_s = wait_s if begun else 0.0
+        data = _told(peers, f"{place}/{rank}", f"raised on rank {rank}") if begun else None
+        parts[rank] = make(rank) if data is None else data
+    return [parts[rank] for rank in range(peers.world_size)]
+
+
+def _told(peers: Peers, place: str, raised: str) -> bytes | None:
+    """What a rank that has begun leaves; None if that did not come, or was too large."""
     told = peers.find(f"{place}/told", RESULT_WAIT_S)
     if told is None:
-        return make()
+        return None
     head = json.loads(told)
     if head["error"] is not None:
-        raise error_from_json(head["error"].encode(), "raised on rank 0, which opens the data set for all ranks")
+        raise error_from_json(head["error"].encode(), raised)
     pieces = [peers.find(f"{place}/{number}", PEER_WAIT_S) for number in range(head["pieces"])]
     found = [piece for piece in pieces if piece is not None]
-    return zlib.decompress(b"".join(found)) if len(found) == head["pieces"] and found else make()
+    return zlib.decompress(b"".join(found)) if len(found) == head["pieces"] and found else None
 
 
 def _made(peers: Peers, place: str, make: Callable[[], bytes]) -> bytes:

@@ -112,3 +112,59 @@ class LoaderState:
         given = {**data, "order": OrderSettings.from_dict(data["order"])}
         del given["version"]
         return cls(**given if version == 1 else {**given, "ledger": Ledger.from_list(data["ledger"])})
+
+
+# ---------------------------------------------------------------------------------------------------- fingerprints
+
+
+def filter_fingerprint(base: str, parts: Mapping[str, str]) -> str:
+    """What tells a filtered set from every other one, and what it was made of, for messages.
+
+    The fingerprint of the shards, then ``;name=value`` of what was asked for, ``%`` and ``;`` as ``%25`` and ``%3B``.
+    """
+    return ";".join([base, *(f"{name}={_escaped(value)}" for name, value in parts.items())])
+
+
+def _escaped(value: str) -> str:
+    return value.replace("%", "%25").replace(";", "%3B")
+
+
+def why_differs(saved: str, own: str) -> str | None:
+    """Say in which part of a filter two fingerprints of the same shards differ; None if the shards do.
+
+    Args:
+        saved: That of a state.
+        own: That of the data set at hand.
+    """
+    (base, was), (other, now) = _taken_apart(saved), _taken_apart(own)
+    if base != other or saved == own:
+        return None
+    for name in dict.fromkeys([*was, *now]):
+        if was.get(name) == now.get(name):
+            continue
+        if name.startswith("column "):
+            column = name.removeprefix("column ")
+            if column and name in was and name in now:
+                return (
+                    f"column {column!r} is another one than when the state was saved: version {was[name]} then, "
+                    f"{now[name]} now. Give the column a new name, and go on with the one that the run began with"
+                )
+            continue
+        if name != "kept":
+            return (
+                f"{name}: the state was saved with {_shown(was.get(name))}, this data set has {_shown(now.get(name))}"
+            )
+    return (
+        "the same filter keeps other samples than when the state was saved: the columns of the sample tables that it "
+        "asks for were changed"
+    )
+
+
+def _shown(value: str | None) -> str:
+    return "none" if value is None else repr(value)
+
+
+def _taken_apart(fingerprint: str) -> tuple[str, dict[str, str]]:
+    base, *parts = fingerprint.split(";")
+    named = (part.partition("=") for part in parts)
+    return base, {name: value.replace("%3B", ";").replace("%25", "%") for name, _, value in named}

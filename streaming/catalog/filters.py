@@ -1,0 +1,451 @@
+"""Filters: which samples of a data set are kept, worked out once over sample tables and late columns, by all ranks.
+
+A sample is kept if it lies in the ``subset``, fits ``where``, and its key is not excluded. All three are about samples
+as they are stored, so it does not matter in which order they are looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike, fspath
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from streaming.catalog.build import shard_name
+from streaming.catalog.late_columns import (
+    LateColumn,
+    documents_as_json,
+    documents_of_json,
+    find_columns,
+    homes_of,
+    list_columns,
+    read_values,
+)
+from streaming.catalog.open import OpenShards, digest_of
+from streaming.errors import ConfigError, DataError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import (
+    KEY,
+    Bits,
+    Values,
+    fitting,
+    key_array,
+    names_of,
+    no_values,
+    read_sample_columns,
+    sample_columns,
+    type_named,
+    without,
+)
+from streaming.index.kept import Kept, Selected
+from streaming.index.layout import samples_path
+from streaming.index.where import Condition, Where, unknown_column
+from streaming.job.once import Peers, shared, shared_parts
+from streaming.plan.state import filter_fingerprint
+from streaming.storage import Storage, join_url, redact
+
+__all__ = ["Condition", "Filter", "Subset", "checked_subset", "excluded_keys", "filter_hash", "select"]
+
+Subset: TypeAlias = tuple[float, float]
+_log = logging.getLogger(__name__)
+_REQUESTS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """What a user asks for.
+
+    Attributes:
+        where: A condition, or None.
+        subset: Two shares (floats) or two sample numbers (ints), or None.
+        excluded: Keys to leave out; sorted, each once.
+        versions: Versions that late columns must have, by name: those of a saved view.
+        view: Name and hash of the view, or "".
+    """
+
+    where: Where | None = None
+    subset: Subset | None = None
+    excluded: tuple[str, ...] = field(default=(), repr=False)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    view: str = ""
+
+    @property
+    def is_range(self) -> bool:
+        """Whether it is nothing but a range: then no sample table is needed."""
+        return self.where is None and not self.excluded
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether it asks for nothing."""
+        return self.is_range and self.subset is None
+
+    def bounds(self, num_samples: int) -> tuple[int, int]:
+        """The samples of the subset, ``[first, stop)``.
+
+        Raises:
+            ConfigError: There are not so many samples, or none in it.
+        """
+        if self.subset is None:
+            return 0, num_samples
+        low, high = self.subset
+        if any(isinstance(one, float) for one in self.subset):
+            low, high = (math.floor(share * num_samples + 0.5) for share in (low, high))
+        if high > num_samples or low >= high:
+            raise ConfigError(f"subset={self.subset}: no such samples; the data set has {num_samples:,} of them")
+        return int(low), int(high)
+
+    @property
+    def words(self) -> str:
+        """What it asks for, for messages."""
+        said = [f'view "{self.view.partition("@")[0]}"'] if self.view else []
+        said += [f"where={str(self.where)!r}"] if self.where is not None else []
+        said += [f"subset={self.subset}"] if self.subset is not None else []
+        said += [f"exclude= of {len(self.excluded):,} keys"] if self.excluded else []
+        return ", ".join(said)
+
+    def parts(self, columns: Mapping[str, LateColumn], kept: Kept) -> dict[str, str]:
+        """What goes into the fingerprint."""
+        found = {"view": self.view} if self.view else {}
+        found |= {} if self.where is None else {"where": self.where.text}
+        found |= {} if self.subset is None else {"subset": f"{self.subset[0]!r} to {self.subset[1]!r}"}
+        if self.excluded:
+            found["exclude"] = f"{len(self.excluded)} keys, {digest_of(list(self.excluded))[:16]}"
+        found |= {f"column {name}": column.version for name, column in sorted(columns.items())}
+        return {**found, "kept": kept.digest}
+
+
+def checked_subset(subset: Any) -> Subset | None:
+    """``subset`` itself, two floats or two ints.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if subset is None:
+        return None
+    wrong = ConfigError(
+        f"subset: expected two shares such as (0.0, 0.8) or two sample numbers such as (1000, 2000), got {subset!r}"
+    )
+    if not isinstance(subset, (tuple, list)) or len(subset) != 2:
+        raise wrong
+    numbers = [one.item() if isinstance(one, np.generic) else one for one in subset]
+    if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in numbers):
+        raise wrong
+    low, high = numbers
+    if isinstance(low, float) or isinstance(high, float):
+        low, high = float(low), float(high)
+        if not 0 <= low < high <= 1:
+            raise wrong
+    elif not 0 <= low < high:
+        raise wrong
+    return low, high
+
+
+def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]) -> tuple[str, ...]:
+    """The keys to leave out; sorted, each once.
+
+    Args:
+        storage: To read them with.
+        exclude: Keys; or the path or URL of a text file that has one a line, as text or in an object of JSON with the
+            member ``key`` (as ``bad_samples_file`` has them, of which the shard is not looked at).
+
+    Raises:
+        ConfigError: A line, or an entry, is no key.
+        NotFoundError: There is no such file.
+    """
+    if not isinstance(exclude, (str, PathLike)):
+        keys = list(exclude)
+        odd = [key for key in keys if not isinstance(key, str)]
+        if odd:
+            raise ConfigError(f"exclude: expected keys (str), or the path of a file of them, got {odd[0]!r}")
+        return tuple(sorted(set(keys)))
+    lines = bytes(storage.read(fspath(exclude))).decode("utf-8", "surrogateescape").splitlines()
+    found = set()
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("{"):
+            try:
+                key = json.loads(line)["key"]
+            except (ValueError, KeyError, RecursionError) as error:
+                raise ConfigError(
+                    f"exclude: {redact(fspath(exclude))}, line {number}: no member key: {error}"
+                ) from error
+            found.add(str(key))
+        elif line:
+            found.add(line)
+    return tuple(sorted(found))
+
+
+def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | None = None) -> Selected:
+    """What a filter keeps; with peers, each rank looks at a part of the shards.
+
+    Raises:
+        IndexMissingError: There is no index, or no sample table of a shard.
+        ConfigError: The condition cannot be worked out, or nothing is kept.
+        IndexMismatchError: A late column is not of these shards, or not of the version that the view saw.
+    """
+    table = shards.table
+    if table is None:
+        raise IndexMissingError(f"{asked.words} needs an index; {shards.missing_index}")
+
+    def look() -> bytes:
+        return json.dumps(_needed(storage, shards, asked)).encode()
+
+    name = digest_of([list(shards.urls), shards.index, asked.words, list(asked.excluded)])
+    needed = json.loads(look() if peers is None else shared(peers, f"filter/{name}", look))
+    columns = documents_of_json(needed["columns"])
+    work = _Work(storage, shards, table, asked, frozenset(needed["names"]), columns)
+    parts = [work.part(0, 1)] if peers is None else shared_parts(
+        peers, f"kept/{name}", lambda rank: work.part(rank, peers.world_size)
+    )  # fmt: skip
+    kept = work.joined(parts)
+    selected = Selected.of(table, kept, filter_fingerprint(table.fingerprint, asked.parts(columns, kept)))
+    if not kept.total:
+        raise ConfigError(
+            f"{asked.words} keeps none of the {table.total_samples:,} samples of {redact(shards.urls[0])}"
+            f"{f' and {len(shards.urls) - 1} other shards' if len(shards.urls) > 1 else ''}. Look at the values with "
+            f"`shard_tools ls URL`"
+        )
+    _log.info(
+        "%s keeps %s of %s samples (%.2f %%), in %s of %s chunks",
+        asked.words, f"{kept.total:,}", f"{table.total_samples:,}", 100 * kept.total / table.total_samples,
+        f"{selected.table.num_chunks:,}", f"{table.num_chunks:,}",
+    )  # fmt: skip
+    return selected
+
+
+def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, Any]:
+    """Columns that the condition asks for, and which of them are late."""
+    homes = homes_of(shards.urls, shards.index)
+    late: dict[str, LateColumn] = {}
+    names: frozenset[str] = frozenset()
+    if asked.where is not None:
+        first = _Lifted(storage, shards, 0) if asked.where.names is None else None
+
+        def type_of(name: str) -> Any:
+            """Of a column that an expression of pyarrow's asks for: the first shard's."""
+            late.update(find_columns(storage, homes, [name]))
+            if name in late:
+                return type_named(late[name].type)
+            values = {} if first is None else first.columns([name])[0]
+            if name not in values:
+                raise unknown_column(name, {*([] if first is None else first.there), *_late_names(storage, homes)})
+            return values[name].type
+
+        names = names_of(asked.where, type_of)
+        late.update(find_columns(storage, homes, names - late.keys() - {KEY}))
+    _check_once(storage, shards, sorted(late))
+    for name, version in asked.versions.items():
+        if name in late and late[name].version != version:
+            raise IndexMismatchError(
+                f"column {name!r} is newer than {asked.words}: version {late[name].version}, the view was saved with "
+                f"{version}. Save the view again under a new name: shard_tools view save"
+            )
+    return {"names": sorted(names), "columns": documents_as_json(late)}
+
+
+def _check_once(storage: Storage, shards: OpenShards, late: Sequence[str]) -> None:
+    """No late column may have the name of one in the sample tables; looks at the first shard's.
+
+    Raises:
+        DataError: One has.
+    """
+    twice = sorted(_Lifted(storage, shards, 0).columns(late)[0]) if late and shards.urls else []
+    if twice:
+        raise DataError(
+            f"column {twice[0]!r} is both a late column and one of the sample table of {redact(shards.urls[0])}; drop "
+            f"the late one (shard_tools column drop), or lift the other under another name"
+        )
+
+
+def _late_names(storage: Storage, homes: Sequence[str]) -> list[str]:
+    """For messages; stores that cannot list have none to show."""
+    try:
+        return [document.name for document in list_columns(storage, homes[0])]
+    except StorageError:
+        return []
+
+
+class _Lifted:
+    """What the sample table of one shard has of columns."""
+
+    def __init__(self, storage: Storage, shards: OpenShards, shard: int) -> None:
+        self._storage, self._shards, self._shard = storage, shards, shard
+        self.there: list[str] = []
+
+    def columns(self, names: Iterable[str]) -> tuple[dict[str, Values], Mapping[str, Any]]:
+        """Those of ``names`` that are there, and the facts of the file.
+
+        Raises:
+            IndexMissingError: The shard has no sample table.
+        """
+        wanted = list(names)
+        if self._shards.scanned is not None:
+            samples = self._shards.scanned[self._shard]
+            self.there = list(samples.columns)
+            return sample_columns(samples, wanted), {}
+        url = self._shards.urls[self._shard]
+        (home,) = homes_of([url], self._shards.index)
+        path = join_url(home, samples_path(shard_name(url, self._shards.index)))
+        try:
+            found, facts = read_sample_columns(self._storage.read(path), wanted, redact(path))
+        except NotFoundError as error:
+            raise IndexMissingError(
+                f"{redact(url)}: the index has no sample table of it, which where= and exclude= need; run "
+                f"`shard_tools index --force {redact(url)}`"
+            ) from error
+        self.there = list(facts.get("columns", ()))
+        return found, facts
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Works out bits, shard by shard; a part of them travels as bytes."""
+
+    storage: Storage
+    shards: OpenShards
+    table: ChunkTable
+    asked: Filter
+    names: frozenset[str]
+    late: Mapping[str, LateColumn]
+
+    @cached_property
+    def _samples(self) -> tuple[int, int]:
+        return self.asked.bounds(self.table.total_samples)
+
+    @cached_property
+    def _excluded(self) -> Values:
+        return key_array(self.asked.excluded)
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [shard.num_samples for shard in self.table.shards]
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        sizes = np.array(self._sizes, np.int64)
+        firsts: list[int] = (np.cumsum(sizes) - sizes).tolist()
+        return firsts
+
+    @cached_property
+    def _chunk_rows(self) -> list[int]:
+        rows: list[int] = np.searchsorted(self.table.shard, np.arange(len(self._sizes) + 1)).tolist()
+        return rows
+
+    def part(self, rank: int, world_size: int) -> bytes:
+        """The bits of the ``rank``-th run of shards, and which columns were found in them."""
+        mine = self._range(rank, world_size)
+        with ThreadPoolExecutor(_REQUESTS, "shardstream-filter") as threads:
+            found = list(threads.map(self._shard, mine))
+        head = {
+            "found": sorted({name for _, names, _ in found for name in names}),
+            "there": sorted({name for _, _, there in found for name in there}),
+        }
+        text = json.dumps(head).encode()
+        return len(text).to_bytes(8, "little") + text + b"".join(bits.tobytes() for bits, _, _ in found)
+
+    def joined(self, parts: Sequence[bytes]) -> Kept:
+        """All parts as one.
+
+        Raises:
+            ConfigError: No shard has one of the columns.
+        """
+        found, there, bits = set[str](), set[str](), list[Bits]()
+        for rank, part in enumerate(parts):
+            size = int.from_bytes(part[:8], "little")
+            head = json.loads(part[8 : 8 + size])
+            found, there, at = found | set(head["found"]), there | set(head["there"]), 8 + size
+            for shard in self._range(rank, len(parts)):
+                num_bytes = -(-self._sizes[shard] // 8)
+                bits.append(np.frombuffer(part, np.uint8, num_bytes, at))
+                at += num_bytes
+        missing = sorted(self.names - found - self.late.keys())
+        if missing and any(self._is_asked(shard) for shard in range(len(self._sizes))):
+            raise unknown_column(missing[0], {*there, KEY, *_late_names(self.storage, self._homes())})
+        return Kept(self.table, bits)
+
+    def _homes(self) -> list[str]:
+        return homes_of(self.shards.urls, self.shards.index)
+
+    def _range(self, rank: int, world_size: int) -> range:
+        count = len(self._sizes)
+        return range(count * rank // world_size, count * (rank + 1) // world_size)
+
+    def _is_asked(self, shard: int) -> bool:
+        """Whether a shard has samples in the subset."""
+        first, (low, high) = self._firsts[shard], self._samples
+        return bool(self._sizes[shard]) and first < high and first + self._sizes[shard] > low
+
+    def _shard(self, shard: int) -> tuple[Bits, list[str], list[str]]:
+        """The bits of one shard; which columns it has of those asked for, and which there are."""
+        count = self._sizes[shard]
+        if not self._is_asked(shard):
+            return np.zeros(-(-count // 8), np.uint8), [], []
+        first, (low, high) = self._firsts[shard], self._samples
+        inside = np.zeros(count, np.bool_)
+        inside[max(0, low - first) : max(0, high - first)] = True
+        bits: Bits = np.packbits(inside, bitorder="little")
+        columns, there = self._columns(shard)
+        if self.asked.where is not None:
+            found = {**self._lacking(columns, shard), **columns}
+            bits = bits & fitting(self.asked.where, {name: found[name] for name in self.names}, count)
+        if self.asked.excluded:
+            bits = bits & without(columns[KEY], self._excluded)
+        return bits, sorted(columns), there
+
+    def _lacking(self, columns: Mapping[str, Values], shard: int) -> dict[str, Values]:
+        """Columns that other shards have: NULL here.
+
+        Raises:
+            ConfigError: For an expression of pyarrow's, which knows no column without a type.
+        """
+        lacking = sorted(self.names - columns.keys())
+        if lacking and self.asked.where is not None and self.asked.where.names is None:
+            raise ConfigError(
+                f"where: column {lacking[0]!r} is missing in the sample table of {redact(self.shards.urls[shard])}; a "
+                f"condition in text would take it as NULL there"
+            )
+        return {name: no_values(self._sizes[shard]) for name in lacking}
+
+    def _columns(self, shard: int) -> tuple[dict[str, Values], list[str]]:
+        lifted = _Lifted(self.storage, self.shards, shard)
+        asked = {*(self.names - self.late.keys()), *([KEY] if self.asked.excluded else [])}
+        found: dict[str, Values] = {}
+        if asked:
+            found, facts = lifted.columns(asked)
+            self._check(shard, facts)
+        url = self.shards.urls[shard]
+        for name, column in self.late.items():
+            found[name] = read_values(self.storage, url, self.shards.index, self._rows_of(shard), column)
+        return found, lifted.there
+
+    def _rows_of(self, shard: int) -> ChunkTable:
+        low, high = self._chunk_rows[shard : shard + 2]
+        rows = self.table.rows(np.arange(low, high), self.table.num_samples[low:high])
+        return rows.alone(shard)
+
+    def _check(self, shard: int, facts: Mapping[str, Any]) -> None:
+        """The sample table must be that of the shard in the chunk table."""
+        if not facts:
+            return
+        low, high = self._chunk_rows[shard : shard + 2]
+        info, chunks = self.table.shards[shard], facts.get("chunks") or {}
+        if facts.get("shard", [])[1:] != [info.size_bytes, info.num_samples] or (
+            chunks.get("crc32c") != self.table.crc32c[low:high].tolist()
+        ):
+            raise IndexMismatchError(
+                f"{redact(self.shards.urls[shard])}: its sample table is not of the shard that the chunk table "
+                f"describes; one of them is out of date. Rebuild both: shard_tools index --force "
+                f"{redact(self.shards.urls[shard])}"
+            )
+
+
+def filter_hash(content: Mapping[str, Any]) -> str:
+    """Tells a saved view from every other one."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,210 @@
+"""Late columns: values that came after the shards, in files of their own beside the index (``docs/format.md``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from streaming.catalog.build import shard_name
+from streaming.errors import IndexFormatError, IndexMismatchError, NotFoundError
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import Values, read_column, type_named
+from streaming.index.layout import (
+    checked_name,
+    column_document_path,
+    column_of_document_path,
+    column_path,
+    columns_directory,
+)
+from streaming.storage import Storage, join_url, redact, split_url
+
+_REQUESTS = 16
+_MAJOR = "1"
+_VERSION = f"{_MAJOR}.0"
+_KIND = "late column"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnDocument:
+    """What there is to say about a late column of the shards of one index; ``column.json``.
+
+    Attributes:
+        name: Its name.
+        type: Of its values, by Arrow's name, such as ``double``.
+        column_version: Tells it from every other column that ever had this name.
+        made_from: Where the values came from, for people.
+        num_shards: Shards that have values, or NULLs.
+        num_samples: Their samples.
+        num_missing: Samples without a value.
+    """
+
+    name: str
+    type: str
+    column_version: str
+    made_from: str
+    num_shards: int
+    num_samples: int
+    num_missing: int
+
+    def to_bytes(self) -> bytes:
+        """JSON, with kind and version."""
+        return json.dumps({"kind": _KIND, "version": _VERSION, **asdict(self)}, indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: str) -> ColumnDocument:
+        """The inverse of :meth:`to_bytes`; members that this release does not know are left out.
+
+        Raises:
+            IndexFormatError: It is no such document, or of a newer major version.
+        """
+        try:
+            content = json.loads(data)
+            if content["kind"] != _KIND or str(content["version"]).partition(".")[0] != _MAJOR:
+                raise ValueError(f"kind {content['kind']!r}, version {content['version']!r}")  # noqa: TRY301
+            document = cls(**{name: content[name] for name in cls.__dataclass_fields__})
+            type_named(document.type)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise IndexFormatError(
+                f"{redact(source)}: not the document of a late column that this release reads ({error}); add the "
+                f"column again with `shard_tools column add`"
+            ) from error
+        return document
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateColumn:
+    """A late column of a data set, whose shards may have several indexes.
+
+    Attributes:
+        name: Its name.
+        documents: By the directory of the index.
+    """
+
+    name: str
+    documents: Mapping[str, ColumnDocument]
+
+    @cached_property
+    def version(self) -> str:
+        """Tells it from every other column of this name."""
+        versions = [document.column_version for document in self.documents.values()]
+        return versions[0] if len(versions) == 1 else hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
+
+    @property
+    def type(self) -> str:
+        """Of its values, in the first index."""
+        return next(iter(self.documents.values())).type
+
+
+def homes_of(urls: Sequence[str], index: str | None) -> list[str]:
+    """The directories in which the indexes of some shards lie."""
+    return list(dict.fromkeys(split_url(url)[0] for url in urls)) if index is None else [index]
+
+
+def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -> dict[str, LateColumn]:
+    """Those of ``names`` that are late columns.
+
+    Raises:
+        IndexMismatchError: A column is there for some of the shards' directories only.
+    """
+    wanted = [(name, home) for name in sorted(set(names)) if _is_name(name) for home in homes]
+    with ThreadPoolExecutor(_REQUESTS, "shardstream-columns") as threads:
+        documents = list(threads.map(lambda one: _document(storage, *one), wanted))
+    found: dict[str, dict[str, ColumnDocument]] = {}
+    for (name, home), document in zip(wanted, documents, strict=True):
+        if document is not None:
+            found.setdefault(name, {})[home] = document
+    for name, there in found.items():
+        lacking = [home for home in homes if home not in there]
+        if lacking:
+            raise IndexMismatchError(
+                f"column {name!r} is missing in {redact(lacking[0])} ({len(lacking)} of {len(homes)} directories are "
+                f"like that), but there in {redact(next(iter(there)))}. Add it to all of them: "
+                f"shard_tools column add URL… {name} --from FILE --on KEY"
+            )
+    return {name: LateColumn(name=name, documents=there) for name, there in found.items()}
+
+
+def _is_name(name: str) -> bool:
+    try:
+        checked_name(name, "column")
+    except ValueError:
+        return False
+    return True
+
+
+def _document(storage: Storage, name: str, home: str) -> ColumnDocument | None:
+    url = join_url(home, column_document_path(name))
+    try:
+        return ColumnDocument.from_bytes(bytes(storage.read(url)), url)
+    except NotFoundError:
+        return None
+
+
+def list_columns(storage: Storage, home: str) -> list[ColumnDocument]:
+    """All late columns beside one index, by name."""
+    below = home.rstrip("/") + "/" if home else ""
+    paths = (info.url.removeprefix(below) for info in storage.list(join_url(home, columns_directory())))
+    names = [name for name in map(column_of_document_path, paths) if name is not None]
+    found = (_document(storage, name, home) for name in sorted(names))
+    return [document for document in found if document is not None]
+
+
+def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable, column: LateColumn) -> Values:
+    """The values of a late column for the shard at ``url``.
+
+    Args:
+        storage: Where they lie.
+        url: The shard.
+        index: Where its index lies, if not beside it.
+        rows: The chunk table of this shard alone.
+        column: The column.
+
+    Raises:
+        IndexMismatchError: There are none of this shard, or of another version of it or of the column.
+    """
+    (home,) = homes_of([url], index)
+    name = shard_name(url, index)
+    source = join_url(home, column_path(column.name, name))
+    again = f"run the command that added it again: shard_tools column add {redact(home) or '.'} {column.name} …"
+    try:
+        values, facts = read_column(storage.read(source), redact(source))
+    except NotFoundError as error:
+        raise IndexMismatchError(
+            f"column {column.name!r} has no values for shard {redact(url)}, which was added after it; {again}"
+        ) from error
+    if facts["fingerprint"] != rows.fingerprint:
+        raise IndexMismatchError(
+            f"column {column.name!r}: its values for shard {redact(url)} are those of another shard, which was there "
+            f"when the column was added; {again}"
+        )
+    if facts["column_version"] != column.documents[home].column_version:
+        raise IndexMismatchError(
+            f"column {column.name!r}: its values for shard {redact(url)} are of another version "
+            f"({facts['column_version']}) than the column ({column.documents[home].column_version}): it was being "
+            f"added again, and that was stopped; {again}"
+        )
+    return values
+
+
+def documents_as_json(columns: Mapping[str, LateColumn]) -> dict[str, Any]:
+    """Late columns as JSON-able values, for other ranks."""
+    return {
+        name: {home: document.to_bytes().decode() for home, document in column.documents.items()}
+        for name, column in columns.items()
+    }
+
+
+def documents_of_json(content: Mapping[str, Mapping[str, str]]) -> dict[str, LateColumn]:
+    """The inverse of :func:`documents_as_json`."""
+    return {
+        name: LateColumn(
+            name=name,
+            documents={home: ColumnDocument.from_bytes(text.encode(), home) for home, text in documents.items()},
+        )
+        for name, documents in content.items()
+    }

@@ -1,0 +1,178 @@
+"""Saved views: filters with a name, in a small file beside the index (``docs/format.md``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from os import PathLike
+from typing import Any
+
+from streaming.catalog.filters import Filter, checked_subset, excluded_keys, filter_hash
+from streaming.catalog.late_columns import homes_of
+from streaming.catalog.open import OpenShards, digest_of
+from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError
+from streaming.index.layout import checked_name, view_path, views_directory
+from streaming.index.where import as_where
+from streaming.job.once import Peers, shared
+from streaming.storage import Storage, join_url, redact
+
+_MAJOR = "1"
+_VERSION = f"{_MAJOR}.0"
+_KIND = "view"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A saved filter.
+
+    Attributes:
+        name: Its name.
+        where: A condition as text, or None.
+        subset: As ``StreamingDataset`` takes it, or None.
+        excluded: Keys that it leaves out; sorted, each once.
+        columns: Versions of the late columns that the condition asks for.
+        num_kept: Samples that it kept when it was saved.
+        num_samples: Samples that there were then.
+    """
+
+    name: str
+    where: str | None = None
+    subset: tuple[float, float] | None = None
+    excluded: tuple[str, ...] = field(default=(), repr=False)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    num_kept: int = 0
+    num_samples: int = 0
+
+    @property
+    def hash(self) -> str:
+        """Tells what it keeps from what other views keep; 16 hex digits. Goes into the fingerprint."""
+        parts = {"where": self.where, "subset": self.subset, "excluded": self.excluded, "columns": dict(self.columns)}
+        return filter_hash(parts)
+
+    def filter(self) -> Filter:
+        """What it asks for."""
+        return Filter(
+            where=as_where(self.where), subset=checked_subset(self.subset), excluded=self.excluded,
+            versions=self.columns, view=f"{self.name}@{self.hash}",
+        )  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {**asdict(self), "hash": self.hash}
+
+    def to_bytes(self) -> bytes:
+        """JSON, with kind and version."""
+        return json.dumps({"kind": _KIND, "version": _VERSION, **self.as_dict()}, indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: str) -> View:
+        """The inverse of :meth:`to_bytes`; members that this release does not know are left out.
+
+        Raises:
+            IndexFormatError: It is no such document, of a newer major version, or its hash is not that of its content.
+        """
+        try:
+            content = json.loads(data)
+            if content["kind"] != _KIND or str(content["version"]).partition(".")[0] != _MAJOR:
+                raise ValueError(f"kind {content['kind']!r}, version {content['version']!r}")  # noqa: TRY301
+            subset = checked_subset(content["subset"])
+            values = {name: content[name] for name in cls.__dataclass_fields__}
+            view = cls(**{**values, "subset": subset, "excluded": tuple(map(str, content["excluded"]))})
+            as_where(view.where)
+            if view.hash != content["hash"]:
+                raise ValueError("its hash is not that of its content: it was changed by hand")  # noqa: TRY301
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise IndexFormatError(
+                f"{redact(source)}: not a saved view that this release reads ({error}); save it again with "
+                f"`shard_tools view save`"
+            ) from error
+        return view
+
+
+def save_view(storage: Storage, home: str, view: View, *, overwrite: bool = False) -> str:
+    """Write a view beside the index in ``home``; returns its URL.
+
+    Raises:
+        ConfigError: There is one of this name that keeps something else.
+    """
+    url = join_url(home, view_path(checked_name(view.name, "view")))
+    if not overwrite and storage.exists(url) and load_view(storage, home, view.name).hash != view.hash:
+        raise ConfigError(
+            f"{redact(url)}: there is another view of this name. Runs may have been trained on it: choose another "
+            f"name, or give --overwrite"
+        )
+    storage.put(url, view.to_bytes())
+    return url
+
+
+def load_view(storage: Storage, home: str, name: str) -> View:
+    """The view of this name beside the index in ``home``.
+
+    Raises:
+        ConfigError: There is none.
+        IndexFormatError: It is damaged.
+    """
+    url = join_url(home, view_path(checked_name(name, "view")))
+    try:
+        return View.from_bytes(bytes(storage.read(url)), url)
+    except NotFoundError as error:
+        try:
+            there = ", ".join(view.name for view in list_views(storage, home)) or "none"
+        except StorageError:
+            there = "nobody knows which: the store cannot list"
+        raise ConfigError(
+            f"view: no view {name!r} beside the index in {redact(home) or '.'}; there are: {there}. Save one with "
+            f"`shard_tools view save`"
+        ) from error
+
+
+def list_views(storage: Storage, home: str) -> list[View]:
+    """All views beside one index, by name."""
+    folder = join_url(home, views_directory())
+    urls = [info.url for info in storage.list(folder) if info.url.endswith(".json")]
+    return [View.from_bytes(bytes(storage.read(url)), url) for url in urls]
+
+
+def asked_filter(
+    storage: Storage,
+    shards: OpenShards,
+    *,
+    where: Any,
+    view: str | None,
+    subset: Any,
+    exclude: str | PathLike[str] | Iterable[str] | None,
+    peers: Peers | None,
+) -> Filter | None:
+    """What the options of a data set ask for; None: all samples. With peers, rank 0 reads what is to be read.
+
+    ``where`` and ``exclude`` narrow a view further.
+
+    Raises:
+        ConfigError: One of them cannot work, or both a view and ``subset`` name a range.
+    """
+    own = Filter(where=as_where(where), subset=checked_subset(subset))
+    if view is None and exclude is None:
+        return None if own.where is None and own.subset is None else own
+    if view is not None and not isinstance(view, str):
+        raise ConfigError(f"view: expected the name of a saved view, got {view!r}")
+
+    def look() -> bytes:
+        keys = [] if exclude is None else list(excluded_keys(storage, exclude))
+        saved = None if view is None else load_view(storage, homes_of(shards.urls, shards.index)[0], view)
+        return json.dumps([keys, None if saved is None else saved.to_bytes().decode()]).encode()
+
+    listed = str(exclude) if isinstance(exclude, (str, PathLike)) else ""
+    name = digest_of([list(shards.urls), shards.index, view, listed])
+    keys, saved = json.loads(look() if peers is None else shared(peers, f"view/{name}", look))
+    if saved is None:
+        return replace(own, excluded=tuple(keys))
+    found = View.from_bytes(saved.encode(), str(view)).filter()
+    if found.subset is not None and own.subset is not None:
+        raise ConfigError(
+            f"subset={own.subset}: view {view!r} has subset={found.subset} already; leave one out, or take a range of "
+            f"what the view keeps with dataset[a:b]"
+        )
+    both = found.where if own.where is None else own.where if found.where is None else found.where.also(own.where)
+    excluded = tuple(sorted({*found.excluded, *keys}))
+    return replace(found, where=both, subset=found.subset or own.subset, excluded=excluded)

@@ -1,0 +1,151 @@
+"""Which samples of some shards are kept by a filter: a bit for each, and the chunk table of what is left."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import Bits, kept_rows
+from streaming.types import Int64Array
+
+_BLOCK = 32  # bytes; a block of them is counted once and for all
+_AT_ONCE = 1 << 16  # rows looked at in one go: 2 MiB of bits
+_POPCOUNT = np.array([byte.bit_count() for byte in range(256)], np.uint8)
+
+
+class Kept:
+    """The bits of all shards, one shard after the other, each from a byte of its own on; immutable.
+
+    A bit has a *place* (its number among all bits) and, where it is set, a *rank* (how many set ones stand before it).
+
+    Args:
+        table: The chunk table of the shards, whole.
+        bits: Those of each shard, ``ceil(n / 8)`` bytes of ``n`` samples; see ``columns.Bits``.
+    """
+
+    def __init__(self, table: ChunkTable, bits: Sequence[Bits]) -> None:
+        sizes = np.array([-(-shard.num_samples // 8) for shard in table.shards], np.int64)
+        if [one.size for one in bits] != sizes.tolist():
+            raise ValueError("bits of other shards")
+        self.shard_places: Int64Array = (np.cumsum(sizes) - sizes) * 8
+        padding = np.zeros(_BLOCK - int(sizes.sum()) % _BLOCK, np.uint8)
+        self._bits = np.concatenate([*bits, padding]).reshape(-1, _BLOCK)
+        counts = [_POPCOUNT[part].sum(axis=1, dtype=np.int64) for part in _parts(self._bits)]
+        self._before: Int64Array = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+        self.chunk_places: Int64Array = self.shard_places[table.shard] + table.first_sample
+        ends = self.ranks(self.chunk_places + table.num_samples)
+        self.chunk_ranks: Int64Array = self.ranks(self.chunk_places)
+        """int64[C], samples kept before each chunk."""
+        self.chunk_counts: Int64Array = ends - self.chunk_ranks
+        """int64[C], samples kept of each chunk."""
+
+    @property
+    def total(self) -> int:
+        """Samples kept."""
+        return int(self._before[-1])
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells this choice from every other one of the same shards; 32 hex digits."""
+        return hashlib.blake2b(self._bits.tobytes(), digest_size=16).hexdigest()
+
+    def ranks(self, places: Int64Array) -> Int64Array:
+        """How many kept samples stand before each place, int64[n]."""
+        found = np.empty(len(places), np.int64)
+        for at in range(0, len(places), _AT_ONCE):
+            some = places[at : at + _AT_ONCE]
+            blocks, inside = np.divmod(some, 8 * _BLOCK)
+            room = np.arange(_BLOCK) * 8
+            # uint8[m, _BLOCK]: the bits of each place's block, those from the place on cleared.
+            left = np.clip(inside[:, None] - room, 0, 8)
+            masked = self._bits[np.minimum(blocks, len(self._bits) - 1)] & ((1 << left) - 1).astype(np.uint8)
+            found[at : at + _AT_ONCE] = self._before[blocks] + _POPCOUNT[masked].sum(axis=1, dtype=np.int64)
+        return found
+
+    def places(self, ranks: Int64Array) -> Int64Array:
+        """The place of each rank, int64[n]."""
+        found = np.empty(len(ranks), np.int64)
+        for at in range(0, len(ranks), _AT_ONCE):
+            some = ranks[at : at + _AT_ONCE]
+            blocks = np.searchsorted(self._before, some, side="right") - 1
+            left = some - self._before[blocks]
+            rows = np.arange(len(some))
+            # uint16[m, _BLOCK]: set bits up to the end of each byte of the block.
+            counts = _POPCOUNT[self._bits[blocks]].cumsum(axis=1, dtype=np.uint16)
+            byte = (counts <= left[:, None]).sum(axis=1)
+            left = left - np.where(byte > 0, counts[rows, byte - 1], 0)
+            # bool[m, 8]: of each rank's byte, then where its set bits begin to be more than are left.
+            bit = np.unpackbits(self._bits[blocks, byte][:, None], axis=1, bitorder="little").cumsum(axis=1)
+            found[at : at + _AT_ONCE] = blocks * (8 * _BLOCK) + byte * 8 + (bit <= left[:, None]).sum(axis=1)
+        return found
+
+    def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of samples ``[first, stop)`` of a shard are kept, bool[n]."""
+        place = int(self.shard_places[shard])
+        low, high = (place + first) // 8, -(-(place + stop) // 8)
+        some = kept_rows(self._bits.reshape(-1)[low:high], 8 * (high - low))
+        return some[place + first - 8 * low :][: stop - first]
+
+
+def _parts(bits: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
+    return [bits[at : at + _AT_ONCE] for at in range(0, len(bits), _AT_ONCE)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Selected:
+    """The chunks of which a filter keeps samples, or a range of the kept samples.
+
+    Attributes:
+        kept: Which samples.
+        table: Their rows of the whole chunk table, but ``num_samples`` counts the samples that are given. It is no
+            table to be written.
+        chunks: int64[C], number of each chunk in the whole table.
+        ranks: int64[C], rank of the first sample that each chunk gives.
+        first: Rank of the first sample.
+        stop: One past the rank of the last one.
+        fingerprint: Of the filter; see ``streaming.plan.state.filter_fingerprint``.
+    """
+
+    kept: Kept = field(repr=False)
+    table: ChunkTable = field(repr=False)
+    chunks: Int64Array = field(repr=False)
+    ranks: Int64Array = field(repr=False)
+    first: int
+    stop: int
+    fingerprint: str
+
+    @classmethod
+    def of(cls, whole: ChunkTable, kept: Kept, fingerprint: str) -> Selected:
+        """All that is kept of the shards of a chunk table."""
+        chunks = np.flatnonzero(kept.chunk_counts)
+        rows = whole.rows(chunks, kept.chunk_counts[chunks])
+        return cls(
+            kept=kept, table=rows, chunks=chunks, ranks=kept.chunk_ranks[chunks], first=0, stop=kept.total,
+            fingerprint=fingerprint,
+        )  # fmt: skip
+
+    def between(self, first: int, stop: int) -> Selected:
+        """Samples ``[first, stop)`` of these."""
+        low, high = self.first + first, self.first + max(first, stop)
+        ends = self.ranks + self.table.num_samples
+        rows = slice(int(np.searchsorted(ends, low, side="right")), int(np.searchsorted(self.ranks, high)))
+        ranks = np.maximum(self.ranks[rows], low)
+        counts = np.minimum(ends[rows], high) - ranks
+        table = self.table.rows(np.arange(len(ends))[rows], counts)
+        whole = self.fingerprint.partition(";samples=")[0]
+        fingerprint = whole if (low, high) == (0, self.kept.total) else f"{whole};samples={low} to {high}"
+        return replace(
+            self, table=table, chunks=self.chunks[rows], ranks=ranks, first=low, stop=high, fingerprint=fingerprint
+        )
+
+    def inside(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
+        """The sample inside each chunk's bytes that stands at an offset, int64[n]."""
+        places = self.kept.places(self.ranks[chunk_ids] + offsets)
+        found: Int64Array = places - self.kept.chunk_places[self.chunks[chunk_ids]]
+        return found
