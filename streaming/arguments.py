@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar, get_args
 
 from streaming.errors import ConfigError, OptionError
+from streaming.types import LastBatch
 
 _Class = TypeVar("_Class", bound=type)
 _FACTORS = {
@@ -109,6 +110,63 @@ def no_option(owner: str, name: str, known: tuple[str, ...], elsewhere: Mapping[
     if far:
         return f"{owner}: no option {name!r}; did you mean {far[0]!r}? Of that: {elsewhere[far[0]]}"
     return f"{owner}: no option {name!r}; there are {', '.join(known)}"
+
+
+def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, num_ranks: int) -> int:
+    """Return the global batch size of ``num_ranks`` data-parallel ranks; exactly one of the two sizes is to be given.
+
+    Raises:
+        ConfigError: None or both are given, or the one given is no positive integer, or less than a sample per rank.
+    """
+    if (batch_size is None) == (global_batch_size is None):
+        raise ConfigError(
+            "give exactly one of batch_size (samples per data-parallel rank) and global_batch_size (over all ranks); "
+            f"got batch_size={batch_size!r}, global_batch_size={global_batch_size!r}"
+        )
+    name = "batch_size" if batch_size is not None else "global_batch_size"
+    value = batch_size if batch_size is not None else global_batch_size
+    if not is_whole(value) or int(value) < 1:
+        raise ConfigError(f"{name}: expected a positive integer, got {value!r}")
+    size = int(value)  # not of NumPy: states are JSON
+    if batch_size is not None:
+        return size * num_ranks
+    if size < num_ranks:
+        raise ConfigError(
+            f"global_batch_size: {size} samples cannot be dealt to {num_ranks} data-parallel ranks; "
+            f"use at least {num_ranks}, or fewer ranks"
+        )
+    return size
+
+
+def merged_last_batch(last_batch: str, *, drop_last: bool | None) -> str:
+    """Return ``last_batch`` as torch's ``drop_last`` changes it: True is ``"drop"``, False ``"partial"``.
+
+    Raises:
+        ConfigError: Both are given and differ, or ``drop_last`` is no bool.
+    """
+    if drop_last is None:
+        return last_batch
+    if not isinstance(drop_last, bool):
+        raise ConfigError(f"drop_last: expected True or False, got {drop_last!r}")
+    if drop_last and last_batch != "drop":
+        raise ConfigError(f"drop_last=True and last_batch={last_batch!r} contradict each other; give one of them")
+    return "partial" if last_batch == "drop" and not drop_last else last_batch
+
+
+def checked_last_batch(last_batch: str) -> LastBatch:
+    """Return ``last_batch`` itself.
+
+    Raises:
+        ConfigError: It is none of the three.
+    """
+    if last_batch not in get_args(LastBatch):
+        raise ConfigError(f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {last_batch!r}")
+    return last_batch  # type: ignore[return-value]
+
+
+def checked_memory_limit(memory_limit: int | str) -> int:
+    """Return ``memory_limit`` in bytes."""
+    return parse_bytes(memory_limit, name="memory_limit")
 
 
 def checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -26,7 +26,7 @@ from streaming.arguments import (
     is_limit,
     is_whole,
 )  # fmt: skip
-from streaming.batches.build import OnError
+from streaming.batches.build import OnError, Part
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
 from streaming.catalog.filters import Condition, Filter, select
@@ -310,6 +310,11 @@ class StreamingDataset(ChunkSource):
         before = as_chain(self.transform)
         made.transform = Chain((*(before.functions if before is not None else ()), function))
         return made
+
+    @property
+    def recipe_parts(self) -> tuple[Part, ...]:
+        """How samples become objects, for loops."""
+        return (Part(decoders=self.decoders, transform=self.transform, on_error=self.on_error, fields=self.fields),)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recent": None}

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 
 from infra import DeviceMesh, MeshFinder, as_device_mesh
-from streaming.arguments import checks_names
+from streaming.arguments import checked_last_batch, checks_names, merged_last_batch, resolve_batch_size
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
 from streaming.dataset import StreamingDataset
@@ -25,8 +25,6 @@ from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
 from streaming.loops.base import BaseLoop
 from streaming.loops.fetcher import (
     EpochLoop,
-    checked_last_batch,
-    resolve_batch_size,
 )  # fmt: skip
 from streaming.loops.iterator import Batches
 from streaming.loops.map_style import OrdinaryLoop, is_iterable, open_ordinary, resolve_dataset
@@ -35,7 +33,6 @@ from streaming.loops.options import (
     check_ordinary,
     check_streaming,
     given,
-    merged_last_batch,
     refuse_torch_names,
     streaming_config,
 )  # fmt: skip
@@ -192,7 +189,7 @@ class DataLoader:
         self._check: StartCheck | None = None
         self._finder = MeshFinder(as_device_mesh(device_mesh) if remote_group is not None else device_mesh)
         mesh = self._finder.mesh
-        common["global_batch_size"] = resolve_batch_size(batch_size, global_batch_size, mesh)
+        common["global_batch_size"] = resolve_batch_size(batch_size, global_batch_size, mesh.data_world_size)
         self._loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop
         if remote_group is not None:
             self.dataset = dataset

@@ -11,11 +11,10 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from infra import DeviceMesh, MeshFinder
-from streaming.arguments import checked_int, checks_names
+from streaming.arguments import checked_int, checked_last_batch, checks_names
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError, StateError
 from streaming.fetcher import DeviceMeshFetcher
-from streaming.loops.fetcher import checked_last_batch
 from streaming.samplers.retry import SharedLog
 from streaming.types import Sample
 

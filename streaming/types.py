@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-import numpy as np
-from numpy import typing as npt
+if TYPE_CHECKING:  # `import streaming` needs no NumPy
+    import numpy as np
+    from numpy import typing as npt
 
 VERSION = "0.1.0"
 """Of this package; what is installed, the command line and the ranks of a job tell is taken from here."""
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
+Int64Array: TypeAlias = "npt.NDArray[np.int64]"
 """Offsets, sizes and numbers of samples and chunks: everywhere 64 bits."""
 
 Sample: TypeAlias = dict[str, object]
@@ -28,11 +29,11 @@ Transform: TypeAlias = Callable[..., Sample | None]
 """A user's function over one decoded sample, or over a sample and a ``numpy.random.Generator`` of its own; ``None``
 drops it. Runs in workers: pure, and picklable with processes."""
 
+LastBatch: TypeAlias = Literal["drop", "pad", "partial"]
+"""What becomes of the samples at the end of an epoch that do not fill a global batch."""
+
 DuplicateKeys: TypeAlias = Literal["error", "keep"]
 """What a key that comes twice in a shard is: an error, or (``"keep"``, as webdataset has it) a sample of its own."""
-
-Predicate: TypeAlias = Callable[[Mapping[str, object]], bool]
-"""A user's yes or no about one sample."""
 
 
 class Decoder(Protocol):
@@ -49,10 +50,3 @@ class Decoder(Protocol):
 
     def __call__(self, data: ReadBuffer, /) -> object:
         """The decoded object."""
-
-
-class CollateFn(Protocol):
-    """Makes one batch of a list of samples; runs in workers: pure, and picklable with processes."""
-
-    def __call__(self, samples: Sequence[Sample], /) -> object:
-        """The batch: a dict for the default, whatever the user likes for their own."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import fsspec.asyn
 import pytest
+from forked import Forked
 from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
 from streaming.engine.memory import mapped
@@ -107,6 +108,14 @@ def azurite() -> Iterator[AzuriteServer]:
 def azure_container(azurite: AzuriteServer) -> str:
     """URL of a new container in azurite."""
     return azurite.create_container(fresh_name())
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Starts processes that have imported what we have."""
+    names = ("streaming.loader", "streaming.dataset", "shard_tools.convert", "data_sets", "torch.distributed.tensor")
+    with Forked(*names) as origin:
+        yield origin
 
 
 @pytest.fixture

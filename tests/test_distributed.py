@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from data_sets import WORLD_SIZES, Batches, SampleSet, data_gets, loaders, merged, play, total, write_set
+from forked import Forked, ForkedProcess, all_end
 from servers import MiniS3Server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -37,62 +40,74 @@ def job(name: str, loader: dict[str, Any], **changed: Any) -> dict[str, Any]:
     return {"name": name, "loader": loader, "state": None, "epochs": 1, "mesh": None, "freeze_after": None, **changed}
 
 
-class Torchrun:
-    """``torchrun`` with the jobs, in a session of its own; killed with all its workers when left."""
+@dataclass
+class Ranks:
+    """The processes of a job, and what they wrote."""
 
-    def __init__(self, folder: Path, samples: SampleSet, world_size: int, jobs: list[dict[str, Any]]) -> None:
-        self.folder, self.world_size, self.jobs = folder, world_size, jobs
-        config = {"url": samples.url, "storage_options": dict(samples.storage_options or {}), "dataset": DATASET}
-        config |= {"folder": str(folder), "jobs": jobs}
-        path = folder / "config.json"
-        path.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
-        }
-        self.errors = folder / "stderr"
-        with open(self.errors, "wb") as errors:
-            self.process = subprocess.Popen(
-                [*command, str(HERE / "torchrun_worker.py"), str(path)],
-                env=environment,
-                stdout=errors,
-                stderr=errors,
-                start_new_session=True,
-            )
+    folder: Path
+    world_size: int
+    processes: Sequence[ForkedProcess]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
 
     def results(self, name: str) -> list[dict[str, Any]]:
         """What each rank wrote for a job."""
         return [json.loads((self.folder / f"{name}-{rank}.json").read_text()) for rank in range(self.world_size)]
 
     def finish(self) -> None:
-        assert self.process.wait(timeout=240) == 0, self.errors.read_text()[-4000:]
+        assert set(all_end(self.processes)) == {0}, self.output.read_text()[-4000:]
 
     def wait_until_frozen(self, name: str) -> list[dict[str, Any]]:
         """Until every rank has written its file and stands still."""
         paths = [self.folder / f"{name}-{rank}.json" for rank in range(self.world_size)]
         deadline_s = time.monotonic() + 120
         while not all(path.exists() for path in paths):
-            assert self.process.poll() is None, self.errors.read_text()[-4000:]
+            assert all(one.poll() is None for one in self.processes), self.output.read_text()[-4000:]
             assert time.monotonic() < deadline_s
             time.sleep(0.05)  # another process's progress has no event to wait for
         return self.results(name)
 
 
-@contextlib.contextmanager
-def torchrun(folder: Path, samples: SampleSet, world_size: int, *jobs: dict[str, Any]) -> Iterator[Torchrun]:
+def configured(folder: Path, samples: SampleSet, jobs: Sequence[dict[str, Any]]) -> str:
+    """Path of the file that tells ranks what to do."""
     folder.mkdir()
-    with Torchrun(folder, samples, world_size, list(jobs)) as running:
-        yield running
+    config = {"url": samples.url, "storage_options": dict(samples.storage_options or {}), "dataset": DATASET}
+    path = folder / "config.json"
+    path.write_text(json.dumps({**config, "folder": str(folder), "jobs": jobs}))
+    return str(path)
+
+
+@contextlib.contextmanager
+def ranks(forked: Forked, folder: Path, samples: SampleSet, world_size: int, *jobs: dict[str, Any]) -> Iterator[Ranks]:
+    """Ranks as torchrun would start them; killed when left."""
+    config = configured(folder, samples, jobs)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environ["TORCHELASTIC_RUN_ID"] = "test"
+    processes = forked.start_ranks(
+        HERE / "torchrun_worker.py", config, world_size=world_size, output=folder / "output", environ=environ
+    )
+    try:
+        yield Ranks(folder, world_size, processes)
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+
+
+def torchrun(folder: Path, samples: SampleSet, world_size: int, *jobs: dict[str, Any]) -> Ranks:
+    """The same, by ``torchrun``, to the end."""
+    config = configured(folder, samples, jobs)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    ran = subprocess.run(
+        [*command, str(HERE / "torchrun_worker.py"), config],
+        env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return Ranks(folder, world_size, ())
 
 
 def check_ranks(results: list[dict[str, Any]], world_size: int) -> None:
@@ -104,19 +119,26 @@ def check_ranks(results: list[dict[str, Any]], world_size: int) -> None:
     assert all(one["states"] == results[0]["states"] for one in results)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_promises_under_torchrun(samples: SampleSet, mini_s3: MiniS3Server, tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "world_size"), [("torchrun", 2), *(("forked", world_size) for world_size in WORLD_SIZES)]
+)
+def test_promises_of_real_ranks(
+    samples: SampleSet, mini_s3: MiniS3Server, tmp_path: Path, forked: Forked, launcher: str, world_size: int
+) -> None:
     """P1 to P4 of real processes; what each rank got is, row by row, what one process says that it gets."""
     dataset = samples.open(**DATASET)
     state = _state_after(samples, 4)
     mini_s3.clear_log()
     jobs = [
         job("shuffled", SHUFFLED, epochs=2),
-        job("sparse", SPARSE),
+        job("sparse", SPARSE if launcher == "torchrun" else {**SPARSE, "num_workers": 0}),
         job("resumed", SHUFFLED, state=state),
     ]
-    with torchrun(tmp_path / "run", samples, world_size, *jobs) as running:
-        running.finish()
+    if launcher == "torchrun":
+        running = torchrun(tmp_path / "run", samples, world_size, *jobs)
+    else:
+        with ranks(forked, tmp_path / "run", samples, world_size, *jobs) as running:
+            running.finish()
     assert not [entry for entry in mini_s3.log() if entry["status"] not in {200, 206}
                 and not str(entry["path"]).endswith(".parquet")]  # fmt: skip
     assert data_gets(mini_s3.log(), samples.url)
@@ -142,7 +164,7 @@ def _state_after(samples: SampleSet, num_batches: int) -> dict[str, Any]:
     return state
 
 
-def test_replicas_agree_on_a_real_torch_mesh(samples: SampleSet, tmp_path: Path) -> None:
+def test_replicas_agree_on_a_real_torch_mesh(samples: SampleSet, tmp_path: Path, forked: Forked) -> None:
     """P5: tensor and pipeline ranks get the same bytes, for two orders of the axes, over a real process group."""
     axes = {"tp": 2, "dp_shard": 2, "pp": 2}
     orders = [("pp", "dp_shard", "tp"), ("tp", "dp_shard", "pp")]
@@ -151,7 +173,7 @@ def test_replicas_agree_on_a_real_torch_mesh(samples: SampleSet, tmp_path: Path)
             mesh={"shape": [axes[name] for name in names], "names": names, "data_axes": ["dp_shard"]})
         for number, names in enumerate(orders)
     ]  # fmt: skip
-    with torchrun(tmp_path / "run", samples, 8, *jobs) as running:
+    with ranks(forked, tmp_path / "run", samples, 8, *jobs) as running:
         running.finish()
     expected = play(samples.open(**DATASET), 2, **SHUFFLED)
     for number in range(len(orders)):
@@ -163,23 +185,24 @@ def test_replicas_agree_on_a_real_torch_mesh(samples: SampleSet, tmp_path: Path)
             assert one["digests"] == twin["digests"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after", "num_workers"), [(4, 3, 0), (3, 1, 2)])
 def test_killed_in_mid_epoch_and_resumed_on_another_world_size(
-    samples: SampleSet, tmp_path: Path, before: int, after: int
+    samples: SampleSet, tmp_path: Path, forked: Forked, before: int, after: int, num_workers: int
 ) -> None:
     """SIGKILL to every process while readers run ahead; nothing of it stays, and prefix plus rest is the epoch."""
     shared_before = set(os.listdir("/dev/shm"))
-    first = job("killed", {**SHUFFLED, "num_workers": 2}, freeze_after=4)
-    with torchrun(tmp_path / "first", samples, before, first) as running:
+    first = job("killed", {**SHUFFLED, "num_workers": num_workers}, freeze_after=4)
+    with ranks(forked, tmp_path / "first", samples, before, first) as running:
         results = running.wait_until_frozen("killed")
-        os.kill(running.process.pid, signal.SIGKILL)
-        for one in results:
-            os.kill(one["pid"], signal.SIGKILL)
+        assert [one["pid"] for one in results] == [one.pid for one in running.processes]
+        for one in running.processes:
+            one.kill()
+        assert {one.wait() for one in running.processes} == {-signal.SIGKILL}
     check_ranks(results, before)
     prefix: Batches = merged([one["batches"] for one in results])
     assert len(prefix) == 4
     state = results[-1]["states"][-1]
-    with torchrun(tmp_path / "second", samples, after, job("rest", SHUFFLED, state=state, epochs=2)) as running:
+    with ranks(forked, tmp_path / "second", samples, after, job("rest", SHUFFLED, state=state, epochs=2)) as running:
         running.finish()
     rest = merged([one["batches"] for one in running.results("rest")])
     assert prefix + rest == merged(play(samples.open(**DATASET), 1, epochs=2, **SHUFFLED))

@@ -101,6 +101,29 @@ def test_imports_have_no_side_effects() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+LOADED = """
+import sys
+import streaming
+print(*sorted(name.split(".")[0] for name in sys.modules if "." not in name))
+from streaming import DeviceMeshSampler, RetrySampler
+print(*sorted(sys.modules))
+"""
+
+
+def test_an_import_loads_what_it_needs() -> None:
+    """The package next to nothing, the samplers torch, NumPy, infra and the plan: no reader, no store, no decoder."""
+    command = [sys.executable, "-c", LOADED]
+    lines = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=200, cwd=ROOT
+    ).stdout.splitlines()
+    package, samplers = (set(line.split()) for line in lines)
+    assert package & {"torch", "numpy", "obstore", "pyarrow"} == set(), "import streaming"
+    unneeded = {"obstore", "pyarrow", "fsspec", "PIL", "crc32c", "cloudpickle", "braceexpand"}
+    assert samplers & unneeded == set(), "from streaming import DeviceMeshSampler"
+    own = {name for name in samplers if is_under(name, ("streaming",))}
+    assert len(own) <= 35, sorted(own)  # 25 in November 2026; it was 135
+
+
 def test_public_names_are_there_and_coming_ones_are_not() -> None:
     findings = []
     for package, names in PUBLIC.items():

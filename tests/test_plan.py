@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
 from streaming.plan.order import EpochOrder, OrderSettings, default_lanes, default_window
-from streaming.plan.plan import LastBatch, Plan, RankBatches
+from streaming.plan.plan import Plan, RankBatches
+from streaming.types import LastBatch
 
 # A busy machine is no failure.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

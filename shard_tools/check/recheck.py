@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shard_tools.convert.records import map_ordered
+from shard_tools.running.engine import map_ordered
 from shard_tools.running.findings import Finding
 from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.sets.pieces import ShardPieces, read_pieces
 from shard_tools.sets.tables import load_samples
@@ -35,7 +36,7 @@ _KINDS = ((ChecksumError, "checksum"), (IndexMismatchError, "size"), (DataError,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecheckReport:
+class RecheckReport(Report):
     """What became of the samples on a list.
 
     Attributes:
@@ -57,20 +58,6 @@ class RecheckReport:
     num_unreadable: int
     num_bytes: int
     seconds: float
-
-    def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
-        return {
-            "ok": not self.findings,
-            "num_listed": self.num_listed,
-            "num_samples": self.num_samples,
-            "num_good": self.num_good,
-            "num_elsewhere": self.num_elsewhere,
-            "num_unreadable": self.num_unreadable,
-            "num_bytes": self.num_bytes,
-            "seconds": round(self.seconds, 3),
-            "findings": [finding.as_dict() for finding in self.findings],
-        }
 
 
 def recheck(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
+from shard_tools.running.engine import map_ordered
 from shard_tools.running.findings import Finding
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.sets.tables import home_of, load_samples, place_of
+from shard_tools.running.report import Report
+from shard_tools.sets.tables import home_of, load_samples, names_shards, place_of
 from streaming.catalog.build import shard_name
 from streaming.catalog.urls import expand_urls
 from streaming.decode import FieldDecoder, resolve_decoders
@@ -23,12 +24,11 @@ from streaming.index.layout import chunks_path
 from streaming.storage import Storage, join_url, split_url
 from streaming.types import DuplicateKeys
 
-_SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _MAX_DUPLICATES = 1000  # findings; beyond it the sum is told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
+class VerifyReport(Report):
     """What was checked and what was found, in the order of the shards; fields that have no safe decoder."""
 
     findings: tuple[Finding, ...]
@@ -37,18 +37,6 @@ class VerifyReport:
     num_bytes: int
     seconds: float
     not_decoded: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
-        return {
-            "ok": not self.findings,
-            "num_shards": self.num_shards,
-            "num_samples": self.num_samples,
-            "num_bytes": self.num_bytes,
-            "seconds": round(self.seconds, 3),
-            "not_decoded": list(self.not_decoded),
-            "findings": [finding.as_dict() for finding in self.findings],
-        }
 
 
 def verify(
@@ -86,7 +74,7 @@ def verify(
     started = time.monotonic()
     progress = progress or NoProgress()
     shards = expand_urls(list(urls), storage)
-    whole = not any(url.partition("?")[0].endswith(_SHARD_SUFFIXES) for url in urls)
+    whole = not names_shards(urls)
     tasks, findings = _plan(shards, storage, index_url, whole=whole)
     progress.start(total_bytes=sum(task.chunks.shards[0].size_bytes for task in tasks), total=len(tasks))
     outcomes = _check_all(tasks, storage, resolve_decoders("auto") if decode else None, workers, progress)
@@ -160,11 +148,7 @@ def _check_all(
         progress.advance(num=1)
         return outcome
 
-    pool = ThreadPoolExecutor(max(1, min(workers, len(tasks))), thread_name_prefix="shard_tools-verify")
-    try:
-        return list(pool.map(check, tasks))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    return list(map_ordered(check, tasks, min(workers, len(tasks))))
 
 
 def repeated_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:

@@ -15,12 +15,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from shard_tools.convert.records import Source
+from shard_tools.convert.records import Source, refuse_known
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import SeenKeys, check_key
 from shard_tools.write.writer import ShardWriter, is_full, make_record
-from streaming.errors import ConfigError, DuplicateKeyError
+from streaming.errors import ConfigError
 
 _AHEAD = 256  # calls under way or done ahead; an executor of fewer workers makes them wait
 _MIN_RANGE, _MAX_RANGE, _RANGES = 64, 100_000, 256
@@ -99,11 +99,7 @@ def _measured(work: Work, executor: Executor, numbers: range, known_keys: Collec
     ranges = (numbers[first : first + length] for first in range(0, len(numbers), length))
     for part in ordered(executor, partial(_measure, work), ranges, _AHEAD):
         for key, num_bytes in part:
-            if key in known_keys:
-                raise DuplicateKeyError(
-                    f"the key {key!r} was given to an earlier record; keys must be unique: take another --key, or "
-                    "number the records with --key number"
-                )
+            refuse_known(key, known_keys)
             yield key, num_bytes
 
 

@@ -16,10 +16,10 @@ from shard_tools.convert.records import (
     NUMBER_KEYS,
     Record,
     Skipped,
-    map_ordered,
     number_key,
     permutation,
 )
+from shard_tools.running.engine import map_ordered
 from shard_tools.write.keys import check_key
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage, join_url, split_url

@@ -13,8 +13,9 @@ from typing import BinaryIO
 import numpy as np
 
 from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
-from shard_tools.convert.records import Record, map_ordered, permutation, refuse_shuffle
+from shard_tools.convert.records import Record, permutation, refuse_shuffle
 from shard_tools.convert.rows import RowMapper
+from shard_tools.running.engine import map_ordered
 from streaming.catalog.lines import MAX_LINE_BYTES, scan_lines
 from streaming.errors import ConfigError, DataError
 from streaming.storage import Storage

@@ -17,9 +17,9 @@ from functools import partial
 from shard_tools.convert.elsewhere import Work, write_elsewhere
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import Journal, TargetNotEmptyError, load_journal, save_journal
-from shard_tools.convert.records import Source
+from shard_tools.convert.records import Source, refuse_known
 from shard_tools.running.progress import Progress
-from streaming.errors import ConfigError, DataError, DuplicateKeyError
+from streaming.errors import ConfigError, DataError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
@@ -248,11 +248,7 @@ def _write(work: Work, start: int, first_shard: int, known_keys: Collection[str]
     number = start
     with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
         for record in records:
-            if record.key in known_keys:
-                raise DuplicateKeyError(
-                    f"record {number}: the key {record.key!r} was given to an earlier record; keys must be unique: "
-                    "take another --key, or number the records with --key number"
-                )
+            refuse_known(record.key, known_keys)
             writer.write({**record.fields, "__key__": record.key, "__metadata__": record.metadata})
             progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
             number += 1

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, DuplicateKeyError
 from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 _NUMBER_DIGITS = 9
 _MASK = 0xFFFFFFFFFFFFFFFF
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +84,17 @@ def permutation(num_items: int, seed: int) -> Int64Array:
     return np.argsort(key ^ (key >> np.uint64(31)), kind="stable").astype(np.int64)
 
 
-def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: int) -> Generator[_R, None, None]:
-    """``map`` on threads: results in the order of ``items``, at most ``2 * num_threads`` ahead of the consumer."""
-    if num_threads <= 1:
-        yield from map(function, items)
-        return
-    pending: deque[Future[_R]] = deque()
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shard_tools-read")
-    try:
-        for item in items:
-            pending.append(pool.submit(function, item))
-            if len(pending) >= 2 * num_threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+def refuse_known(key: str, known_keys: Collection[str]) -> None:
+    """Refuse a key that an earlier run of the same conversion has written.
+
+    Raises:
+        DuplicateKeyError: It has.
+    """
+    if key in known_keys:
+        raise DuplicateKeyError(
+            f"the key {key!r} was given to an earlier record; keys must be unique: take another --key, or number the "
+            "records with --key number"
+        )
 
 
 def refuse_shuffle(kind: str, seed: int | None) -> None:

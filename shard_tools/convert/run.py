@@ -16,8 +16,9 @@ from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
 from shard_tools.convert.records import Skipped, Source
 from shard_tools.convert.sources import open_source
 from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
 from streaming.errors import ConfigError
-from streaming.storage import Storage, redact
+from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
 
 _LOOKED_AT = 1000  # records, where each may have columns of its own
@@ -67,7 +68,7 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertReport:
+class ConvertReport(Report):
     """What a conversion did.
 
     Attributes:
@@ -93,21 +94,6 @@ class ConvertReport:
     classes_from: str
     skipped: tuple[Skipped, ...]
     seconds: float
-
-    def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
-        return {
-            "kind": self.kind,
-            "target": redact(self.target),
-            "num_shards": self.num_shards,
-            "num_samples": self.num_samples,
-            "num_bytes": self.num_bytes,
-            "num_resumed_samples": self.num_resumed_samples,
-            "classes": dict(self.classes),
-            "classes_from": redact(self.classes_from),
-            "skipped": [entry.as_dict() for entry in self.skipped],
-            "seconds": round(self.seconds, 3),
-        }
 
 
 def convert(
@@ -141,7 +127,6 @@ def convert(
     """
     started = time.monotonic()
     options = options or ConvertOptions()
-    progress = progress or NoProgress()
     storage = Storage(storage_options)
     place = Place.of(target)
     reader = open_source(
@@ -159,23 +144,19 @@ def convert(
     refuse_overlap(source, place)
     _check_columns(reader, options)
     classes: dict[str, int] = getattr(reader, "classes", {})
-    what = {**options.identity(), "pattern": place.name}
-    if list(classes) != sorted(getattr(reader, "class_names", classes)):
-        what["classes"] = sorted(classes, key=classes.__getitem__)
-    packing = Packing(
-        max_bytes=options.max_bytes,
-        max_samples=options.max_samples,
-        columns=options.columns,
-        overwrite=options.overwrite,
-    )
     packed = pack(
         reader,
         place,
-        packing,
-        options=what,
+        Packing(
+            max_bytes=options.max_bytes,
+            max_samples=options.max_samples,
+            columns=options.columns,
+            overwrite=options.overwrite,
+        ),
+        options={**options.identity(), "pattern": place.name, **_numbers_of(reader, classes)},
         storage_options=storage_options,
         executor=executor,
-        progress=progress,
+        progress=progress or NoProgress(),
     )
     if classes:
         save_classes(place.directory, classes, storage)
@@ -191,6 +172,13 @@ def convert(
         skipped=reader.skipped,
         seconds=time.monotonic() - started,
     )
+
+
+def _numbers_of(reader: Source, classes: Mapping[str, int]) -> dict[str, object]:
+    """What the numbers of classes add to the options that the result depends on; nothing, if names alone say them."""
+    if list(classes) == sorted(getattr(reader, "class_names", classes)):
+        return {}
+    return {"classes": sorted(classes, key=classes.__getitem__)}
 
 
 def _check_columns(reader: Source, options: ConvertOptions) -> None:

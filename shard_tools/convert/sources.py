@@ -9,6 +9,7 @@ from shard_tools.convert.files import find_files, is_local
 from shard_tools.convert.images import IMAGE_EXTENSIONS, ImageFolder
 from shard_tools.convert.records import Source
 from shard_tools.convert.rows import RowMapper
+from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage
 from streaming.storage.urls import local_path
@@ -18,7 +19,7 @@ SOURCE_KINDS = ("auto", "images", "jsonl", "parquet", "csv", "text", "tars")
 _SUFFIXES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("jsonl", lines.SUFFIXES["jsonl"]),
     ("parquet", parquet.SUFFIXES),
-    ("tars", tars.SUFFIXES),
+    ("tars", SHARD_SUFFIXES),
     ("csv", lines.SUFFIXES["csv"]),
     ("images", tuple(f".{extension}" for extension in sorted(IMAGE_EXTENSIONS))),
     ("text", lines.SUFFIXES["text"]),

@@ -7,11 +7,11 @@ from collections.abc import Generator, Iterator
 from shard_tools.convert.files import FileSource, SourceFile, find_files
 from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, number_key, refuse_shuffle
 from streaming.arguments import checked_ratio
+from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import ConfigError
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO, iter_samples
 
-SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _PIECE_BYTES = 8 << 20  # one request
 _MAX_SKIPPED = 10_000  # entries kept for the report
 
@@ -38,7 +38,7 @@ class TarFiles(FileSource):
         refuse_shuffle("tars", shuffle_seed)
         if key_field not in {None, NUMBER_KEYS}:
             raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {key_field!r}")
-        super().__init__("tars", find_files(spec, storage, SUFFIXES, exclude=exclude), storage)
+        super().__init__("tars", find_files(spec, storage, SHARD_SUFFIXES, exclude=exclude), storage)
         self._max_gzip_ratio = checked_ratio("max_gzip_ratio", max_gzip_ratio)
         self._numbered = key_field == NUMBER_KEYS
         self._skipped: dict[str, Skipped] = {}

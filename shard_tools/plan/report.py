@@ -18,9 +18,10 @@ from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.plan import memory as budget
-from streaming.plan.plan import LastBatch, Plan
+from streaming.plan.plan import Plan
 from streaming.plan.settings import order_settings
 from streaming.storage import Storage
+from streaming.types import LastBatch
 
 MAX_SWEPT_RANKS = 4096
 """Data ranks worked out one by one; of more, so many are taken at equal distances. Some milliseconds each."""

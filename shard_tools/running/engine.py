@@ -1,4 +1,4 @@
-"""Where the work of ``convert`` and ``index`` runs: here, or on a Ray cluster.
+"""Run the calls of long verbs: on threads of this process, or by an executor, on a Ray cluster for example.
 
 The seam is the standard ``concurrent.futures.Executor``: a library function that is given one runs its calls there.
 Results are the same bytes either way.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -45,3 +45,12 @@ def ordered(
     finally:
         for future in pending:
             future.cancel()
+
+
+def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: int) -> Generator[_R, None, None]:
+    """``map`` on threads: results in the order of ``items``, at most ``2 * num_threads`` ahead of the consumer."""
+    if num_threads <= 1:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="shard_tools") as pool:
+        yield from ordered(pool, function, items, 2 * num_threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import crc32c
 import numpy as np
@@ -12,8 +12,9 @@ import numpy as np
 from shard_tools.convert.images import carry_classes
 from shard_tools.convert.journal import TargetNotEmptyError
 from shard_tools.convert.pack import Place, refuse_overlap
-from shard_tools.convert.records import map_ordered
+from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
 from shard_tools.sets.open_set import shards_beside
 from shard_tools.sets.tables import home_of
 from streaming.catalog.build import load_index, shard_name
@@ -30,7 +31,7 @@ _TABLE_THREADS = 16  # sample tables are small files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyReport:
+class CopyReport(Report):
     """What copying did.
 
     Attributes:
@@ -52,10 +53,6 @@ class CopyReport:
     num_copied_bytes: int
     num_without_samples: int
     seconds: float
-
-    def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
-        return {item.name: getattr(self, item.name) for item in fields(self)} | {"seconds": round(self.seconds, 3)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shard_tools.convert.records import map_ordered
+from shard_tools.running.engine import map_ordered
 from shard_tools.running.findings import Finding
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
-from shard_tools.sets.tables import home_of, place_of
-from streaming.catalog.urls import SHARD_SUFFIXES
+from shard_tools.sets.tables import home_of, names_shards, place_of
 from streaming.errors import NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path
@@ -171,7 +170,7 @@ def _compare(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator
             return None
 
     promised = {url: shard.size_bytes for url, shard in zip(shards.urls, shards.chunks.shards, strict=True)}
-    if not any(url.partition("?")[0].endswith(SHARD_SUFFIXES) for url in urls):  # folders stand for all that is listed
+    if not names_shards(urls):  # folders stand for all that is listed
         folders = {home_of(url, shards.index_url): split_url(url)[0] for url in reversed(shards.urls)}
         for home, folder in folders.items():
             source = join_url(home, chunks_path())

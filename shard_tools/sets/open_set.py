@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from shard_tools.convert.records import map_ordered
-from shard_tools.sets.tables import load_samples
+from shard_tools.running.engine import map_ordered
+from shard_tools.sets.tables import load_samples, sizes_of
 from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
 from streaming.catalog.build import load_index
@@ -75,17 +74,16 @@ def shards_beside(urls: Sequence[str], storage: Storage, exclude: str | None) ->
 def _read_all(
     shards: Sequence[str], storage: Storage, missing: IndexMissingError, duplicate_keys: DuplicateKeys
 ) -> tuple[SampleTable, ...]:
-    with ThreadPoolExecutor(min(16, len(shards)), thread_name_prefix="shard_tools-read") as pool:
-        total_bytes = sum(pool.map(lambda url: storage.info(url).size_bytes, shards))
-        if total_bytes > _MAX_READ_BYTES:
-            raise IndexMissingError(
-                f"{missing}; without an index all {format_bytes(total_bytes)} would have to be read"
-            ) from missing
+    total_bytes = sum(sizes_of(storage, shards))
+    if total_bytes > _MAX_READ_BYTES:
+        raise IndexMissingError(
+            f"{missing}; without an index all {format_bytes(total_bytes)} would have to be read"
+        ) from missing
 
-        def scan(url: str) -> SampleTable:
-            return scan_shard(storage, url, split_url(url)[1], duplicate_keys=duplicate_keys)
+    def scan(url: str) -> SampleTable:
+        return scan_shard(storage, url, split_url(url)[1], duplicate_keys=duplicate_keys)
 
-        return tuple(pool.map(scan, shards))
+    return tuple(map_ordered(scan, shards, READ_THREADS))
 
 
 def tables_of(

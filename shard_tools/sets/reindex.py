@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from threading import Lock
 
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.sets.tables import home_of, place_of
+from shard_tools.running.report import Report
+from shard_tools.sets.tables import home_of, place_of, sizes_of
 from streaming.catalog.build import index_shards, shard_name
 from streaming.catalog.urls import expand_urls
 from streaming.index.chunk_table import ChunkTable
@@ -17,12 +18,11 @@ from streaming.index.layout import chunks_path, samples_path
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import DuplicateKeys
 
-_PARALLEL_REQUESTS = 32
 _PROCESSES_FROM_BYTES = 2 << 30  # below this, starting processes (about a second) costs more than they save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexReport:
+class IndexReport(Report):
     """What there is after indexing, and how long it took.
 
     Attributes:
@@ -49,18 +49,7 @@ class IndexReport:
 
     def as_dict(self) -> dict[str, object]:
         """JSON-able form."""
-        return {
-            "num_shards": self.num_shards,
-            "num_samples": self.num_samples,
-            "num_chunks": self.num_chunks,
-            "num_bytes": self.num_bytes,
-            "num_scanned_bytes": self.num_scanned_bytes,
-            "num_pruned": self.num_pruned,
-            "index_urls": list(self.index_urls),
-            "fingerprint": self.fingerprint,
-            "seconds": round(self.seconds, 3),
-            "bytes_per_s": round(self.num_scanned_bytes / max(self.seconds, 1e-9)),
-        }
+        return Report.as_dict(self) | {"bytes_per_s": round(self.num_scanned_bytes / max(self.seconds, 1e-9))}
 
 
 class _Told:
@@ -113,8 +102,7 @@ def index(
     started = time.monotonic()
     progress = progress or NoProgress()
     shards = expand_urls(list(urls), storage)
-    with ThreadPoolExecutor(_PARALLEL_REQUESTS, thread_name_prefix="shard_tools-info") as pool:
-        total_bytes = sum(pool.map(lambda url: storage.info(url).size_bytes, shards))
+    total_bytes = sum(sizes_of(storage, shards))
     progress.start(total_bytes=total_bytes, total=len(shards))
     told = _Told(progress)
     table = index_shards(

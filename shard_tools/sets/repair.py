@@ -11,7 +11,7 @@ from crc32c import crc32c
 
 from shard_tools.convert.pack import Place, refuse_overlap
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.sets.tables import load_samples
+from shard_tools.sets.tables import load_samples, sizes_of
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, DataError, TarError
@@ -124,7 +124,7 @@ def repair(
         refuse_overlap(split_url(url)[0], Place.of(target))
         if not url.endswith(".tar"):
             raise ConfigError(f"{redact(url)}: only plain tars are repaired; decompress it first (`gunzip`)")
-    sizes = [storage.info(url).size_bytes for url in shards]
+    sizes = sizes_of(storage, shards)
     progress.start(total_bytes=sum(sizes), total=len(shards))
     done = []
     for url, size_bytes in zip(shards, sizes, strict=True):

@@ -11,16 +11,17 @@ from shard_tools.convert.images import carry_classes
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
 from shard_tools.convert.records import permutation
 from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
 from shard_tools.sets.bad_list import load_bad_list
 from shard_tools.sets.open_set import open_set
-from shard_tools.sets.selection import Selection, deduplicated, select, sorted_order
+from shard_tools.sets.selection import Deduplicated, Selection, deduplicated, select, sorted_order
 from shard_tools.sets.shard_source import ShardSource
 from shard_tools.sets.tables import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from streaming.index.columns import KEY
 from streaming.index.where import parse_where
 from streaming.storage import Storage, redact
-from streaming.types import Int64Array
+from streaming.types import DuplicateKeys, Int64Array
 
 _PLACE = re.compile(r"\{[^}]*\}?")
 _DUPLICATES_CURE = (
@@ -80,6 +81,12 @@ class ReshardOptions:
                 f"--key-prefix: {min(unknown)} is not known; it is text with {{shard}} or {{number}} in it, or neither"
             )
 
+    def packing(self, columns: tuple[str, ...]) -> Packing:
+        """How the records become shards."""
+        return Packing(
+            max_bytes=self.max_bytes, max_samples=self.max_samples, columns=columns, overwrite=self.overwrite
+        )
+
     def identity(self) -> dict[str, object]:
         """What the bytes of the result depend on, but the samples taken."""
         more = {"dedupe": True} if self.dedupe else {}
@@ -97,7 +104,7 @@ class ReshardOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardReport:
+class ReshardReport(Report):
     """What resharding did.
 
     Attributes:
@@ -130,11 +137,6 @@ class ReshardReport:
     num_bytes: int
     seconds: float
 
-    def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
-        names = self.__dataclass_fields__
-        return {name: getattr(self, name) for name in names} | {"seconds": round(self.seconds, 3)}
-
 
 def reshard(
     source: str,
@@ -165,37 +167,22 @@ def reshard(
     """
     started = time.monotonic()
     options = options or ReshardOptions()
-    progress = progress or NoProgress()
     storage = Storage(storage_options)
     place = Place.of(target)
     refuse_overlap(source, place)
-    where = None if options.where is None else parse_where(options.where)
     drop = load_bad_list(options.drop, storage)
-    tolerant = options.dedupe or options.key_prefix
-    shards = open_set(
-        [source],
+    twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
+    shards = open_set([source], storage, options.index_url, exclude=place.directory, duplicate_keys=twice)
+    selection = select(
+        shards,
         storage,
-        options.index_url,
-        exclude=place.directory,
-        duplicate_keys="keep" if tolerant else "error",
+        where=None if options.where is None else parse_where(options.where),
+        drop=drop,
+        with_keys=options.dedupe or options.sort == KEY,
+        progress=NoProgress(),
     )
-    with_keys = options.dedupe or options.sort == KEY
-    selection = select(shards, storage, where=where, drop=drop, with_keys=with_keys, progress=NoProgress())
     _check(selection, options, source)
-    order = _order(selection, options)
-    dedupe = deduplicated(selection, order) if options.dedupe else None
-    in_order = order is None and (dedupe is None or not dedupe.num_joined)
-    reader = ShardSource(
-        selection,
-        order if dedupe is None else dedupe.order,
-        storage,
-        firsts=None if dedupe is None else dedupe.firsts,
-        key_prefix=options.key_prefix,
-        fingerprint=shards.chunks.fingerprint,
-        fields=options.fields,
-        window_bytes=_SEQUENTIAL_WINDOW_BYTES if in_order else max(1, options.memory_bytes // 2),
-        num_threads=options.workers,
-    )
+    reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint)
     packing = Packing(
         max_bytes=options.max_bytes,
         max_samples=options.max_samples,
@@ -204,7 +191,9 @@ def reshard(
     )
     what = {**options.identity(), "pattern": place.name}
     try:
-        packed = pack(reader, place, packing, options=what, storage_options=storage_options, progress=progress)
+        packed = pack(
+            reader, place, packing, options=what, storage_options=storage_options, progress=progress or NoProgress()
+        )
     except DuplicateKeyError as error:
         error.add_note(f"The shards written so far are begun anew with --overwrite. {_DUPLICATES_CURE}")
         raise
@@ -224,6 +213,27 @@ def reshard(
         num_bytes=packed.num_bytes,
         seconds=time.monotonic() - started,
     )
+
+
+def _reader(
+    selection: Selection, options: ReshardOptions, storage: Storage, fingerprint: str
+) -> tuple[ShardSource, Deduplicated | None]:
+    """Read the samples in the order wanted; those that stay in their order need no large window."""
+    order = _order(selection, options)
+    dedupe = deduplicated(selection, order) if options.dedupe else None
+    in_order = order is None and (dedupe is None or not dedupe.num_joined)
+    reader = ShardSource(
+        selection,
+        order if dedupe is None else dedupe.order,
+        storage,
+        firsts=None if dedupe is None else dedupe.firsts,
+        key_prefix=options.key_prefix,
+        fingerprint=fingerprint,
+        fields=options.fields,
+        window_bytes=_SEQUENTIAL_WINDOW_BYTES if in_order else max(1, options.memory_bytes // 2),
+        num_threads=options.workers,
+    )
+    return reader, dedupe
 
 
 def _check(selection: Selection, options: ReshardOptions, source: str) -> None:

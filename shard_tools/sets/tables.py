@@ -1,12 +1,18 @@
-"""Where the index files of a shard lie, and reading them one by one."""
+"""Find the files of a data set one by one: a shard's index, its size, the tables in it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from shard_tools.running.engine import map_ordered
 from streaming.catalog.build import shard_name
+from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import NotFoundError
 from streaming.index.layout import samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
+
+_REQUESTS = 32  # at once; they wait for the store, not for the CPU
 
 
 def home_of(url: str, index_url: str | None) -> str:
@@ -17,6 +23,20 @@ def home_of(url: str, index_url: str | None) -> str:
 def place_of(name: str, folder: str, index_url: str | None) -> str:
     """The URL of the shard that an index calls ``name``; ``folder`` is where its neighbours lie."""
     return join_url(index_url, name) if index_url is not None and "/" in name else join_url(folder, name)
+
+
+def names_shards(urls: Sequence[str]) -> bool:
+    """Whether ``urls`` name shards; folders and prefixes stand for all that lies below them."""
+    return any(url.partition("?")[0].endswith(SHARD_SUFFIXES) for url in urls)
+
+
+def sizes_of(storage: Storage, urls: Sequence[str]) -> list[int]:
+    """The size of each shard in bytes.
+
+    Raises:
+        NotFoundError: One is not there.
+    """
+    return list(map_ordered(lambda url: storage.info(url).size_bytes, urls, min(_REQUESTS, len(urls))))
 
 
 def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTable | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
@@ -58,6 +59,8 @@ class BadSamples:
         self._lock = threading.Lock()
         in_children(self, renew_lock)
         self._allowed = 0
+        self._allowed_of: dict[str, int] = {}
+        self._found_in: Counter[str] = Counter()
         self._epoch = 0
         self._tally: Tally | None = None
         self._log = LossLog(
@@ -67,13 +70,16 @@ class BadSamples:
             metrics.add(name, 0)
         self._seen: dict[tuple[str, str, int], BadRecord] = {}
 
-    def start_epoch(self, num_samples: int, epoch: int, tally: Tally | None = None) -> None:
+    def start_epoch(
+        self, num_samples: int, epoch: int, tally: Tally | None = None, allowed_of: Mapping[str, int] | None = None
+    ) -> None:
         """Begin anew.
 
         Args:
             num_samples: Samples of the epoch over all ranks; a share of them is rounded up.
             epoch: The epoch.
             tally: Over all ranks; None: nobody knows of others, and the limit is that of this rank alone.
+            allowed_of: How many this rank may find in each source of a mixture.
         """
         self._log.start(epoch)
         self._tally = tally
@@ -81,6 +87,8 @@ class BadSamples:
             tally.begin()
         with self._lock:
             self._seen.clear()
+            self._found_in.clear()
+            self._allowed_of = dict(allowed_of or {})
             self._epoch = epoch
             self._allowed = self._limit if isinstance(self._limit, int) else math.ceil(self._limit * num_samples)
 
@@ -104,6 +112,9 @@ class BadSamples:
             self._log.lost(shown, bad.stage, record.reason, bad.trace)
             if self._file is not None:
                 self._file.add(record)
+            self._found_in[bad.source] += 1
+            if bad.source in self._allowed_of and self._found_in[bad.source] > self._allowed_of[bad.source]:
+                raise self._too_many_in(bad.source)
             if len(self._seen) > self._allowed:
                 raise self._too_many(len(self._seen), "on this rank")
 
@@ -132,6 +143,16 @@ class BadSamples:
             f"{count} bad samples in this epoch {where}, max_bad_samples={self._limit} allows {self._allowed}."
             f"{' The last ones:' if listing else ''}{listing}\n"
             f"Check the shards with `shard_tools verify`, or raise max_bad_samples"
+        )
+
+    def _too_many_in(self, source: str) -> TooManyBadSamplesError:
+        """Under the lock."""
+        last = list(self._seen.values())[-1]
+        return TooManyBadSamplesError(
+            f"{self._found_in[source]} bad samples of the source {source!r} in this epoch on this rank, its "
+            f"max_bad_samples allows {self._allowed_of[source]}. The last one:\n"
+            f"  {last.url} {last.key or last.number!r} ({last.stage}): {last.reason}\n"
+            f"Check its shards with `shard_tools verify`, or raise max_bad_samples of its StreamingDataset"
         )
 
     def _record(self, bad: BadSample) -> BadRecord:

@@ -287,7 +287,10 @@ class Pipeline(Delivery):
             return self._builder.build(rows, valid, substitutes, self._report, seed=self._draw_key, batch=batch)
 
     def _stand_ins(self) -> Substitutes:
-        return Substitutes(self._plan, self._chunk_starts, self._source, self._store, self._settings.fields)
+        settings = self._settings
+        return Substitutes(
+            self._plan, self._chunk_starts, self._source, self._store, settings.fields, settings.recipe.narrowed
+        )
 
     def _report(self, bad: BadSample) -> None:
         """Tell of a bad sample, by its key and place where they can be known."""
@@ -304,6 +307,7 @@ class Pipeline(Delivery):
     ) -> Rows:
         """The rows of a batch; of those ``lost`` nothing is in the arena, and nothing stands in the row table."""
         numbers = self._chunk_starts[chunk_ids] + offsets
+        sources = self._source.source_of(chunk_ids) if self._source.names else None
         arena = self._store.arena
         if lost:
             row_numbers = row_numbers.copy()
@@ -312,11 +316,12 @@ class Pipeline(Delivery):
             if not good:
                 keys = [""] * len(row_numbers)
                 return Rows(memory=b"", view=memoryview(b""), keys=keys, urls=self._source.urls_of(chunk_ids),
-                            fields={}, damage=lost, numbers=numbers)  # fmt: skip
+                            fields={}, damage=lost, numbers=numbers, sources=sources)  # fmt: skip
         keys, fields = self._store.rows.select(row_numbers, self._settings.fields)
         for row in lost:
             keys[row] = ""
         damage = self._store.rows.damage(row_numbers) | lost
         urls = self._source.urls_of(chunk_ids)
-        return Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage,
-                    numbers=numbers)  # fmt: skip
+        rows = Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage,
+                    numbers=numbers, sources=sources)  # fmt: skip
+        return self._settings.recipe.narrowed(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from streaming.batches.build import OnError
+from streaming.batches.build import OnError, Part
 from streaming.batches.draws import Chain
 from streaming.decode import DecodeSpec
 from streaming.decode.registry import FieldDecoder
@@ -85,6 +85,10 @@ class Source(ShardSet, Protocol):
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Choose the order under a loader with batches of this size: as the user did, else by default."""
+
+    @property
+    def recipe_parts(self) -> tuple[Part, ...]:
+        """How the samples of each source become objects; one for a single set."""
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """Name the shard of each chunk, as samples and messages show it."""

@@ -6,7 +6,7 @@ bytes come from the arena where they are there, else from the store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -31,17 +31,19 @@ class Substitutes:
         source: The data set.
         store: The arena's contents.
         fields: Fields to read; None: all.
+        narrowed: Leaves out of rows what their sources do not read.
     """
 
     def __init__(
         self, plan: Plan, chunk_starts: Int64Array, source: Source, store: ChunkStore,
-        fields: tuple[str, ...] | None,
+        fields: tuple[str, ...] | None, narrowed: Callable[[Rows], Rows],
     ) -> None:  # fmt: skip
         self._plan = plan
         self._chunk_starts = chunk_starts
         self._source = source
         self._store = store
         self._fields = fields
+        self._narrowed = narrowed
         self._held: dict[int, list[Unit]] = {}
         self._apart: tuple[int, _Apart | None] = (-1, None)
 
@@ -108,8 +110,10 @@ class Substitutes:
         keys, fields = table.select(where, self._fields)
         chunk_ids = np.array([chunk])
         number = int(self._chunk_starts[chunk]) + offset
-        return Rows(memory=memory, view=view, keys=keys, urls=self._source.urls_of(chunk_ids), fields=fields,
-                    damage={}, numbers=np.array([number]))  # fmt: skip
+        sources = self._source.source_of(chunk_ids) if self._source.names else None
+        rows = Rows(memory=memory, view=view, keys=keys, urls=self._source.urls_of(chunk_ids), fields=fields,
+                    damage={}, numbers=np.array([number]), sources=sources)  # fmt: skip
+        return self._narrowed(rows)
 
     def _hold(self, chunk: int) -> list[Unit]:
         if chunk not in self._held:

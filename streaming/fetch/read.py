@@ -24,8 +24,8 @@ from streaming.storage import ChangedError, Storage, redact
 from streaming.tar import parse_chunk
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
-UnitKey: TypeAlias = tuple[str, int, int]
-"""URL, first byte, one past the last byte."""
+UnitKey: TypeAlias = tuple[str, int, int, int]
+"""URL, first byte, one past the last byte, source of a mixture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class FetchRange:
         spans: Where ``crc32c`` is None: end (relative to ``byte_start``) and CRC32C of each of the spans that make the
             range. Empty where the index has none; then the tar header checksums are verified instead.
         lead: Samples at the beginning that nobody asked for; they are here because a checksum covers them too.
+        source: Which of a mixture's it is of: two may read the same bytes in different ways.
     """
 
     url: str
@@ -56,6 +57,7 @@ class FetchRange:
     version: str = ""
     spans: tuple[tuple[int, int], ...] = ()
     lead: int = 0
+    source: int = 0
 
     @property
     def shown_url(self) -> str:
@@ -75,7 +77,7 @@ class FetchRange:
     @property
     def key(self) -> UnitKey:
         """What tells this range from any other."""
-        return self.url, self.byte_start, self.byte_end
+        return self.url, self.byte_start, self.byte_end, self.source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,10 @@ import os
 import threading
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import get_args
 
 import numpy as np
 
 from infra import DeviceMesh
-from streaming.arguments import is_whole, parse_bytes
 from streaming.batches.build import Recipe
 from streaming.batches.draw_names import named_draw
 from streaming.engine.builders import is_surely_trivial
@@ -30,11 +28,12 @@ from streaming.loops.iterator import Run
 from streaming.loops.position import Place
 from streaming.metrics import Metrics
 from streaming.plan import memory as budget
-from streaming.plan.plan import LastBatch, Plan, num_batches
+from streaming.plan.plan import Plan, num_batches
 from streaming.plan.state import LoaderState, why_differs
 from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import CountedRun, Replicas
 from streaming.storage import redact
+from streaming.types import LastBatch
 
 _log = logging.getLogger(__name__)
 
@@ -70,32 +69,6 @@ class LoopConfig:
     depth: int
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
-
-
-def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, mesh: DeviceMesh) -> int:
-    """The global batch size; exactly one of the two is to be given.
-
-    Raises:
-        ConfigError: None or both are given, or the one given is no positive integer, or less than a sample per rank.
-    """
-    if (batch_size is None) == (global_batch_size is None):
-        raise ConfigError(
-            "give exactly one of batch_size (samples per data-parallel rank) and global_batch_size (over all ranks); "
-            f"got batch_size={batch_size!r}, global_batch_size={global_batch_size!r}"
-        )
-    name = "batch_size" if batch_size is not None else "global_batch_size"
-    value = batch_size if batch_size is not None else global_batch_size
-    if not is_whole(value) or int(value) < 1:
-        raise ConfigError(f"{name}: expected a positive integer, got {value!r}")
-    size = int(value)  # not of NumPy: states are JSON
-    if batch_size is not None:
-        return size * mesh.data_world_size
-    if size < mesh.data_world_size:
-        raise ConfigError(
-            f"global_batch_size: {size} samples cannot be dealt to {mesh.data_world_size} data-parallel ranks; "
-            f"use at least {mesh.data_world_size}, or fewer ranks"
-        )
-    return size
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
@@ -359,22 +332,6 @@ class EpochLoop(BaseLoop):
                 f'out what does not: the epoch would be empty. Use last_batch="pad" or "partial", a smaller batch, or '
                 f"epoch_size to repeat the data"
             )
-
-
-def checked_last_batch(last_batch: str) -> LastBatch:
-    """``last_batch`` itself.
-
-    Raises:
-        ConfigError: It is none of the three.
-    """
-    if last_batch not in get_args(LastBatch):
-        raise ConfigError(f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {last_batch!r}")
-    return last_batch  # type: ignore[return-value]
-
-
-def checked_memory_limit(memory_limit: int | str) -> int:
-    """``memory_limit`` in bytes."""
-    return parse_bytes(memory_limit, name="memory_limit")
 
 
 def _close_all(crew: Crew, store: ChunkStore) -> None:

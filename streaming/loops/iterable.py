@@ -88,7 +88,7 @@ class IterableState(LoaderState):
         if not isinstance(data, Mapping) or not set(_EXTRA) <= set(data):
             raise StateError("state: expected that of an iterable data set, with the positions of its workers")
         base = LoaderState.from_dict({name: value for name, value in data.items() if name not in _EXTRA})
-        names = ("version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size")
+        names = ("epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size")
         return cls(
             **{name: getattr(base, name) for name in names},
             cursors=tuple(Cursor.from_dict(cursor) for cursor in data["cursors"]),

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import is_whole, option_names
-from streaming.batches.build import Part, Recipe
+from streaming.arguments import checked_last_batch, checked_memory_limit, is_whole, option_names
+from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError
-from streaming.loops.fetcher import LoopConfig, checked_last_batch, checked_memory_limit
+from streaming.loops.fetcher import LoopConfig
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
 
@@ -104,21 +104,6 @@ def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset) -> No
         raise ConfigError(f"{name}: {_STREAMING[name].format(value=value, own=own)}")
 
 
-def merged_last_batch(last_batch: str, *, drop_last: bool | None) -> str:
-    """``last_batch``, as torch's ``drop_last`` changes it: True is ``"drop"``, False ``"partial"``.
-
-    Raises:
-        ConfigError: Both are given and differ, or ``drop_last`` is no bool.
-    """
-    if drop_last is None:
-        return last_batch
-    if not isinstance(drop_last, bool):
-        raise ConfigError(f"drop_last: expected True or False, got {drop_last!r}")
-    if drop_last and last_batch != "drop":
-        raise ConfigError(f"drop_last=True and last_batch={last_batch!r} contradict each other; give one of them")
-    return "partial" if last_batch == "drop" and not drop_last else last_batch
-
-
 _MAP_ONLY = {
     "shuffle": "an iterable data set comes in its own order; shuffle inside it, as with a buffer, and leave this out",
     "on_error": "an iterable data set that raises ends the epoch; let it catch its own errors",
@@ -154,11 +139,8 @@ def streaming_config(  # noqa: PLR0913  as the loader got them
     prefetch_factor = _checked_count("prefetch_factor", prefetch_factor, 1)
     threads = min(4, os.cpu_count() or 1) if num_threads is None else _checked_count("num_threads", num_threads, 0)
     replicas.check(dataset.on_error)
-    part = Part(
-        decoders=dataset.decoders, transform=dataset.transform, on_error=dataset.on_error, fields=dataset.fields
-    )
     recipe = Recipe(
-        parts=(part,), collate_fn=collate_fn, portion=replicas.built(mesh),
+        parts=dataset.recipe_parts, collate_fn=collate_fn, portion=replicas.built(mesh),
         finish=pin if pin_memory and torch.cuda.is_available() else None,
     )  # fmt: skip
     return LoopConfig(

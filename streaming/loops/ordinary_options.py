@@ -20,9 +20,9 @@ from streaming.batches.collate import default_collate, without_rows
 from streaming.engine.workers.context import ServerContext
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.errors import ConfigError
-from streaming.plan.plan import LastBatch
 from streaming.replicas.options import Broadcast
 from streaming.samplers.retry import NoRow
+from streaming.types import LastBatch
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
 """How an iterable data set is cut into parts (``streaming.loops.parts``), or dealt out (``replicas.dispatch``)."""

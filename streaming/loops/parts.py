@@ -32,7 +32,7 @@ from streaming.batches.draws import ALL_GENERATORS, seed_generators
 from streaming.errors import ConfigError, DataError, StateError
 from streaming.loops.ordinary_options import Collate, Sharding, with_valid
 from streaming.plan.permutation import hash_words
-from streaming.plan.plan import LastBatch
+from streaming.types import LastBatch
 
 _MAX_COUNT = 2**62
 

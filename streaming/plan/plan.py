@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,7 @@ from streaming.plan.order import (
     OrderSettings,
     deal_by_lane,
 )
-from streaming.types import Int64Array
-
-LastBatch = Literal["drop", "pad", "partial"]
+from streaming.types import Int64Array, LastBatch
 
 _MAX_COUNT = 2**62
 PASSES_LOOKED_AT = 8

@@ -30,8 +30,8 @@ from streaming.loops.ordinary_options import Collate, OrdinaryConfig, with_valid
 from streaming.loops.parts import Cursor
 from streaming.loops.position import Place
 from streaming.plan.order import OrderSettings
-from streaming.plan.plan import LastBatch
 from streaming.replicas.broadcast import Sharing
+from streaming.types import LastBatch
 
 _KEPT = 3
 """Batches read last: what the training received last, and the two that may be read but not handed out."""

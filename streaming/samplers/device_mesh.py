@@ -25,10 +25,15 @@ import torch
 from torch.utils.data import Sampler
 
 from infra import DeviceMesh, MeshFinder
-from streaming.arguments import checked_int, checks_names, is_whole
+from streaming.arguments import (
+    checked_int,
+    checked_last_batch,
+    checks_names,
+    is_whole,
+    merged_last_batch,
+    resolve_batch_size,
+)
 from streaming.errors import ConfigError, StateError
-from streaming.loops.fetcher import checked_last_batch, resolve_batch_size
-from streaming.loops.options import merged_last_batch
 from streaming.loops.position import Lasting, Place, Position, Turn
 from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import Permutation, substitutes
@@ -334,7 +339,7 @@ class DeviceMeshSampler(Sampler[Any]):
     def _deal_to(self, mesh: DeviceMesh) -> None:
         """Plan for the ranks of ``mesh``; positions count samples over all ranks, and hold on any mesh."""
         self.mesh = mesh
-        self.global_batch_size = resolve_batch_size(*self._sizes, mesh)
+        self.global_batch_size = resolve_batch_size(*self._sizes, mesh.data_world_size)
         whole = self.plan(Place(epoch=0, samples_seen=0))
         self._num_batches, self.epoch_samples = whole.num_batches, whole.num_samples
         self._check_enough_samples()

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import pytest
 import torch.distributed as dist
 from data_sets import SampleSet, write_set
+from forked import Forked, all_end
 from test_readme import blocks
 
 from streaming import DataLoader
@@ -100,44 +101,41 @@ def expected(samples: SampleSet) -> list[Counter[str]]:
     return [batch for epoch in found for batch in epoch]
 
 
+TRAINERS = ("accelerate", "lightning", "torch.distributed.checkpoint", "transformers.trainer", "streaming.loader")
+ENVIRON = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` has it
+    "PYTHONPATH": os.pathsep.join([str(HERE), *map(str, HERE.parents[:2])]),
+}
+
+
 class Ranks:
     """Starts the ranks of a leg and waits for their end."""
 
     def __init__(self) -> None:
-        self.environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-        self.environ |= {
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "ACCELERATE_USE_CPU": "true",  # as `accelerate launch --cpu` has it
-        }
-        self.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *map(str, HERE.parents[:2])])
-        self._forker: subprocess.Popen[str] | None = None
+        self._forked: Forked | None = None
 
     def fork(self, script: Path, ranks: int, errors: Path, environ: dict[str, str]) -> int:
         """With the variables that torchrun sets, and a store for the rendezvous such as it has."""
-        if self._forker is None:
-            self._forker = subprocess.Popen(
-                [sys.executable, str(HERE / "rank_forker.py")],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=self.environ,
-            )  # fmt: skip
-        assert self._forker.stdin is not None
-        assert self._forker.stdout is not None
+        if self._forked is None:
+            self._forked = Forked(*TRAINERS, environ=ENVIRON)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environ = environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
-        job = {"script": str(script), "ranks": ranks, "errors": str(errors), "environ": environ}
-        print(json.dumps(job), file=self._forker.stdin, flush=True)
-        statuses: list[int] = json.loads(self._forker.stdout.readline())
-        return statuses[0] or max(map(abs, statuses))
+        environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        started = self._forked.start_ranks(script, world_size=ranks, output=errors, environ=environ)
+        codes = all_end(started, DEADLINE_S + 60)
+        return codes[0] or max(map(abs, codes))
 
     def start(self, command: list[str], errors: Path, environ: dict[str, str]) -> int:
         """As a program of its own; whatever it leaves behind when it was killed is killed, too."""
         with open(errors, "ab") as file:
             process = subprocess.Popen(
-                [sys.executable, *command], stdout=file, stderr=file, env=self.environ | environ, start_new_session=True
-            )
+                [sys.executable, *command],
+                stdout=file, stderr=file, env={**os.environ, **ENVIRON, **environ}, start_new_session=True,
+            )  # fmt: skip
         try:
             return process.wait(DEADLINE_S + 60)
         finally:
@@ -145,8 +143,8 @@ class Ranks:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        if self._forker is not None:
-            self._forker.communicate(timeout=60)
+        if self._forked is not None:
+            self._forked.close()
 
 
 @pytest.fixture(scope="module")

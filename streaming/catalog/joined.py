@@ -1,0 +1,183 @@
+"""``JoinedSource``: several data sets as one table of chunks, for loops and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from streaming.catalog.source import ChunkSource
+from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.read import FetchRange
+from streaming.index.sample_table import SampleLocation
+from streaming.storage.active import ActiveRequest
+from streaming.types import Int64Array
+
+
+class JoinedSource:
+    """Read several data sets chunk by chunk: their chunks stand one set after the other, in the order of their names.
+
+    What it is asked of a chunk it asks of the chunk's set, with that set's storage, cache and fields. It is a
+    ``streaming.engine.source.Source``. Thread-safe.
+
+    Args:
+        sets: The data sets by name.
+    """
+
+    def __init__(self, sets: Mapping[str, ChunkSource]) -> None:
+        self._joined = [sets[name] for name in sorted(sets)]
+        self._names = tuple(sorted(sets))
+        self._starts: Int64Array = np.cumsum([0, *(len(one.chunk_samples) for one in self._joined)])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sources, sorted."""
+        return self._names
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """The fingerprint of each source."""
+        return {name: one.fingerprint for name, one in zip(self._names, self._joined, strict=True)}
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells the sources, and their names, from others."""
+        lines = "\n".join(f"{len(name)} {name} {found}" for name, found in self.fingerprints.items())
+        return sha256(lines.encode()).hexdigest()
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """URLs of the shards of all sources, as they are asked for: with what may be secret."""
+        return [url for one in self._joined for url in one.urls]
+
+    @cached_property
+    def chunk_samples(self) -> Int64Array:
+        """int64[C], samples of each chunk."""
+        return self._column(lambda one: one.chunk_samples)
+
+    @cached_property
+    def chunk_bytes(self) -> Int64Array:
+        """int64[C], bytes of each chunk."""
+        return self._column(lambda one: one.chunk_bytes)
+
+    @cached_property
+    def byte_starts(self) -> Int64Array:
+        """int64[C], where each chunk begins in its shard."""
+        return self._column(lambda one: one.byte_starts)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards are files of this machine."""
+        return all(one.is_local for one in self._joined)
+
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether chunks can be mapped where they lie."""
+        return all(one.can_be_mapped for one in self._joined)
+
+    def source_of(self, chunk_ids: Int64Array) -> Int64Array:
+        """Which of ``names`` each chunk belongs to."""
+        return np.searchsorted(self._starts, chunk_ids, side="right") - 1
+
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Source``."""
+        found = np.empty_like(offsets)
+        sources = self.source_of(chunk_ids)
+        for source in np.unique(sources).tolist():
+            rows = sources == source
+            found[rows] = self._joined[source].samples_of(chunk_ids[rows] - self._starts[source], offsets[rows])
+        return found
+
+    def urls_of(self, chunk_ids: Int64Array) -> list[str]:
+        """URL of the shard of each chunk, as samples and messages show it."""
+        sources = self.source_of(chunk_ids)
+        used: list[int] = np.unique(sources).tolist()
+        found = np.empty(len(chunk_ids), object)
+        for source in used:
+            rows = sources == source
+            found[rows] = self._joined[source].urls_of(chunk_ids[rows] - self._starts[source])
+        urls: list[str] = found.tolist()
+        return urls
+
+    def chunk(self, chunk_id: int) -> FetchRange:
+        """The bytes of a whole chunk."""
+        source, within = self._place(chunk_id)
+        return replace(self._joined[source].chunk(within), source=source)
+
+    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
+        """The bytes of samples ``[first, stop)`` of a chunk."""
+        source, within = self._place(chunk_id)
+        return replace(self._joined[source].slice(within, first, stop), source=source)
+
+    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
+        """Fill ``out`` and take it apart."""
+        return self._joined[wanted.source].fetch(wanted, out)
+
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
+        """Fill ``out``; taking it apart may be left to the caller."""
+        return self._joined[wanted.source].fetch_unit(wanted, out)
+
+    def reads_whole(self, wanted: FetchRange) -> bool:
+        """Whether :meth:`fetch_unit` reads all of a range."""
+        return self._joined[wanted.source].reads_whole(wanted)
+
+    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
+        """Bytes that each chunk takes with its source's ``fields``."""
+        found = np.empty(len(chunk_ids), np.int64)
+        sources = self.source_of(chunk_ids)
+        for source in np.unique(sources).tolist():
+            rows = sources == source
+            found[rows] = self._joined[source].unit_bytes(chunk_ids[rows] - self._starts[source])
+        return found
+
+    def has_sample_tables(self) -> bool:
+        """Whether parts of chunks of every source can be read."""
+        return all(one.has_sample_tables() for one in self._joined)
+
+    def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """See ``Source``."""
+        samples, begins = [], []
+        num_samples = num_bytes = 0
+        for source, one in enumerate(self._joined):
+            room = room_bytes[self._starts[source] : self._starts[source + 1]]
+            found = one.span_borders(room)
+            samples.append(found[0] + num_samples)
+            begins.append(found[1] + num_bytes)
+            num_samples += int(one.chunk_samples.sum())
+            num_bytes += int(room.sum())
+        return np.concatenate(samples), np.concatenate(begins)
+
+    def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
+        """Where a sample inside a chunk lies in its shard."""
+        source, within = self._place(chunk_id)
+        return self._joined[source].locate(within, inside)
+
+    def counters(self) -> dict[str, float]:
+        """What the storages and caches of all sources counted since they were opened, added up."""
+        counted: dict[str, float] = {}
+        for one in self._apart():
+            for name, value in one.counters().items():
+                counted[name] = counted.get(name, 0) + value
+        return counted
+
+    def in_flight(self) -> list[ActiveRequest]:
+        """All storages' calls under way, oldest first."""
+        calls = [call for one in self._apart() for call in one.in_flight()]
+        return sorted(calls, key=lambda call: -call.age_s)
+
+    def _apart(self) -> list[ChunkSource]:
+        """The sets without those that share the storage of one before: views, and sets that are named twice."""
+        return list({(id(one.storage), id(one.cache)): one for one in self._joined}.values())
+
+    def _place(self, chunk_id: int) -> tuple[int, int]:
+        source = int(np.searchsorted(self._starts, chunk_id, side="right")) - 1
+        return source, chunk_id - int(self._starts[source])
+
+    def _column(self, of: Callable[[Any], Int64Array]) -> Int64Array:
+        column = np.concatenate([of(one) for one in self._joined])
+        column.setflags(write=False)
+        return column

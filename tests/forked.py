@@ -1,0 +1,233 @@
+"""Processes forked from one that has imported what they need: an interpreter of its own takes each a second or three.
+
+They run programs as their main programs and end by ``os._exit``. What is said of an interpreter's start or end, of its
+imports or of a launcher needs the true ones: see test_shutdown_processes.py, test_demo.py and the like.
+
+Run as a program with modules to import, this file is the process that forks. It reads lines of JSON (see
+:meth:`Forked.start`), and writes ``{"pid"}`` for each, and ``{"ended", "status"}`` when one has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+
+HERE = Path(__file__).resolve().parent
+
+
+class ForkedProcess:
+    """One of them."""
+
+    def __init__(self, origin: Forked, pid: int, output: Path) -> None:
+        self._origin, self.pid, self.output = origin, pid, output
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._origin.poll(self.pid, 0)
+
+    def wait(self, timeout: float = 240) -> int:
+        """The exit code.
+
+        Raises:
+            AssertionError: It runs too long; what it has written is in the message.
+        """
+        code = self._origin.poll(self.pid, timeout)
+        assert code is not None, f"runs for more than {timeout} s: {self.output.read_text()[-4000:]}"
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Forked:
+    """Starts them. Use it as a context; at its end they are gone.
+
+    Args:
+        imports: Modules that are imported before the first fork. None may start threads, which a fork would lose.
+        command: What comes before the interpreter, such as ``ip netns exec``.
+        environ: Variables of all of them.
+    """
+
+    def __init__(self, *imports: str, command: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+        environment |= environ or {}
+        self._process = subprocess.Popen(
+            [*command, sys.executable, str(Path(__file__).resolve()), *imports],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        self._said = b""
+        self._ended: dict[int, int] = {}
+        self._pids: list[int] = []
+
+    def start(
+        self, program: str | Path, *arguments: str, output: Path, environ: Mapping[str, str] | None = None
+    ) -> ForkedProcess:
+        """Fork a process for a script, or for the text of a program; what it prints is added to the file ``output``."""
+        job = {"path": str(program)} if isinstance(program, Path) else {"code": program}
+        job |= {"arguments": list(arguments), "output": str(output), "environ": dict(environ or {})}  # type: ignore[dict-item]
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process.stdin.flush()
+        count = len(self._pids)
+        while len(self._pids) == count:
+            assert self._hear(120), "the process that forks is gone"
+        return ForkedProcess(self, self._pids[-1], output)
+
+    def start_ranks(
+        self, program: Path, *arguments: str, world_size: int, output: Path, environ: Mapping[str, str] | None = None
+    ) -> list[ForkedProcess]:
+        """Start all ranks of a job, with torchrun's variables; ``MASTER_ADDR`` and the like are the caller's."""
+        ranks = []
+        for rank in range(world_size):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+            place |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)) | dict(environ or {})
+            ranks.append(self.start(program, *arguments, output=output, environ=place))
+        return ranks
+
+    def poll(self, pid: int, timeout: float) -> int | None:
+        """The exit code of a process, if it ends in time."""
+        end_s = time.monotonic() + timeout
+        while pid not in self._ended:
+            if not self._hear(max(0, end_s - time.monotonic())):
+                return None
+        return self._ended[pid]
+
+    def _hear(self, timeout: float) -> bool:
+        """Take in what the process that forks has said; whether it said anything in time."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            return False
+        piece = os.read(self._process.stdout.fileno(), 1 << 16)
+        *lines, self._said = (self._said + piece).split(b"\n")
+        for line in map(json.loads, lines):
+            if "pid" in line:
+                self._pids.append(line["pid"])
+            else:
+                self._ended[line["ended"]] = line["status"]
+        return bool(piece)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill those that run, and wait until they are gone."""
+        self._process.communicate(timeout=60)
+
+
+def all_end(processes: Sequence[ForkedProcess], timeout: float = 240) -> list[int]:
+    """The exit codes of ranks; as soon as one fails, the others are killed, as launchers do."""
+    end_s = time.monotonic() + timeout
+    running = list(processes)
+    while running:
+        running[0]._origin.poll(running[0].pid, 0.1)
+        codes = {one.pid: one.poll() for one in running}
+        if any(codes.values()) or time.monotonic() > end_s:
+            for one in running:
+                one.kill()
+        running = [one for one in running if codes[one.pid] is None]
+    return [one.wait(0) for one in processes]
+
+
+# --- the process that forks ---
+
+
+def become(job: dict[str, Any]) -> None:
+    """Run the program. Never returns."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ |= job["environ"]
+        sys.argv = [job.get("path", "-c"), *job["arguments"]]
+        # What the program makes stays alive: some objects of torch's, dying late, wait for others for ever.
+        if "path" in job:
+            alive = runpy.run_path(job["path"], run_name="__main__")
+        else:
+            sys.modules["__main__"] = main_module = ModuleType("__main__")
+            alive = vars(main_module)
+            exec(compile(job["code"], "<program>", "exec"), alive)
+        status = int(not alive)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def say(said: dict[str, int]) -> None:
+    os.write(1, json.dumps(said).encode() + b"\n")
+
+
+def reap(running: set[int]) -> None:
+    """Say which of them have ended."""
+    for pid in list(running):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            running.remove(pid)
+            say({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+
+
+def main(imports: list[str]) -> None:
+    for name in imports:
+        import_module(name)
+    tasks = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    others = [name for name in tasks[1:] if name != "jemalloc_bg_thd"]  # which jemalloc starts anew
+    assert others == [], "imports have started threads, which a fork would lose"
+    woken, wake = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: set[int] = set()
+    text = b""
+    while True:
+        ready, _, _ = select.select([0, woken], [], [])
+        if woken in ready:
+            os.read(woken, 1 << 12)
+        reap(running)
+        if 0 not in ready:
+            continue
+        piece = os.read(0, 1 << 16)
+        if not piece:
+            break
+        *lines, text = (text + piece).split(b"\n")
+        for line in lines:
+            job = json.loads(line)
+            pid = os.fork()
+            if not pid:
+                become(job)
+            running.add(pid)
+            say({"pid": pid})
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    for pid in running:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
