@@ -99,7 +99,7 @@ def discover(environ: Environ | None = None) -> Launch:
 
 
 def _by_environment(env: Environ) -> Launch:
-    found = [launch for reader in _READERS if (launch := reader(env)) is not None]
+    found = [launch for reader in READERS if (launch := reader(env)) is not None]
     if not found:
         return _single(env)
     if found[0].launcher not in {"torchrun", "lightning"}:
@@ -115,7 +115,7 @@ def _by_group(group: ProcessGroup, env: Environ, launch: Launch | None) -> Launc
     Raises:
         MeshError: If the innermost launcher says otherwise, counting processes or equal groups of them (nodes).
     """
-    launch = launch or next((found for reader in _READERS if (found := reader(env)) is not None), None)
+    launch = launch or next((found for reader in READERS if (found := reader(env)) is not None), None)
     if launch is not None and (launch.rank, launch.world_size) == (group.rank, group.world_size):
         return launch
     said, rank, world_size = "the environment", _integer(env, "RANK"), _integer(env, "WORLD_SIZE")  # or half of it
@@ -250,7 +250,7 @@ def _kubernetes(env: Environ) -> Launch | None:
     )
 
 
-_READERS: tuple[Callable[[Environ], Launch | None], ...] = (
+READERS: tuple[Callable[[Environ], Launch | None], ...] = (
     _torchrun,
     _lightning,
     _openmpi,

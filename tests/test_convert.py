@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shard_tools.convert import ConvertOptions, TargetNotEmptyError, convert, open_source
+from shard_tools.convert import ConvertOptions, SourceOptions, TargetNotEmptyError, convert, open_source
 from shard_tools.convert.records import permutation
 from shard_tools.convert.rows import dump_json, dump_npy, sniff_extension
 from streaming.errors import (
@@ -271,7 +271,7 @@ def test_parquet_from_any_position(
 ) -> None:
     path = tmp_path_factory.mktemp("parquet") / "in.parquet"
     pq.write_table(pa.table({"n": list(range(50))}), path, row_group_size=group)
-    source = open_source(str(path), Storage(), shuffle_seed=seed)
+    source = open_source(str(path), Storage(), options=SourceOptions(shuffle_seed=seed))
     whole = [(record.key, record.metadata["n"]) for record in source.records(0)]
     assert sorted(n for _, n in whole) == list(range(50))
     assert [key for key, _ in whole] == [f"{i:09d}" for i in range(50)]
@@ -281,7 +281,7 @@ def test_parquet_from_any_position(
 def test_jsonl_from_any_position(tmp_path: Path) -> None:
     source_path = make_jsonl(tmp_path / "in.jsonl", 40)
     for seed in (None, 5):
-        source = open_source(str(source_path), Storage(), shuffle_seed=seed, num_threads=3)
+        source = open_source(str(source_path), Storage(), options=SourceOptions(shuffle_seed=seed, num_threads=3))
         whole = [record.metadata["n"] for record in source.records(0)]
         assert (whole == list(range(40))) == (seed is None)
         assert sorted(map(str, whole)) == sorted(map(str, range(40)))

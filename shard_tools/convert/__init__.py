@@ -5,7 +5,7 @@ shards nor knows options of the command line; how to add one stands in CONTRIBUT
 """
 
 from shard_tools.convert.journal import TargetNotEmptyError
-from shard_tools.convert.records import Record, Skipped, Source
+from shard_tools.convert.records import Record, Skipped, Source, SourceOptions
 from shard_tools.convert.run import ConvertOptions, ConvertReport, convert
 from shard_tools.convert.sources import SOURCE_KINDS, open_source
 
@@ -16,6 +16,7 @@ __all__ = [
     "Record",
     "Skipped",
     "Source",
+    "SourceOptions",
     "TargetNotEmptyError",
     "convert",
     "open_source",

@@ -16,6 +16,7 @@ from shard_tools.convert.records import (
     NUMBER_KEYS,
     Record,
     Skipped,
+    SourceOptions,
     number_key,
     permutation,
 )
@@ -60,21 +61,12 @@ class ImageFolder:
 
     kind = "images"
 
-    def __init__(
-        self,
-        spec: str,
-        storage: Storage,
-        *,
-        shuffle_seed: int | None = None,
-        key_field: str | None = None,
-        num_threads: int = 1,
-        exclude: str | None = None,
-        classes: str | None = None,
-    ) -> None:
+    def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
+        key_field = options.key_field
         if key_field not in {None, "path", NUMBER_KEYS}:
             raise ConfigError(f"--key: images take their keys from 'path' or 'number', not from {key_field!r}")
-        self._storage, self._num_threads, self._seed = storage, num_threads, shuffle_seed
-        files, skipped = _list_folder(spec, storage, exclude)
+        self._storage, self._num_threads = storage, options.num_threads
+        files, skipped = _list_folder(spec, storage, options.exclude)
         images: list[_Image] = []
         for file in files:
             image = _classify(file)
@@ -88,9 +80,9 @@ class ImageFolder:
         self.skipped = tuple(sorted(skipped, key=lambda entry: entry.path))
         names = sorted({image.class_name for image in images if image.class_name is not None})
         self.class_names = names
-        self.classes, self.classes_from = numbered_classes(names, classes, spec, exclude, storage)
-        if shuffle_seed is not None:
-            images = [images[i] for i in permutation(len(images), shuffle_seed)]
+        self.classes, self.classes_from = numbered_classes(names, options.classes, spec, options.exclude, storage)
+        if options.shuffle_seed is not None:
+            images = [images[i] for i in permutation(len(images), options.shuffle_seed)]
         if key_field == NUMBER_KEYS:
             images = [replace(image, key=number_key(number)) for number, image in enumerate(images)]
         else:

@@ -8,12 +8,13 @@ import io
 import json
 import zlib
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import BinaryIO
 
 import numpy as np
 
 from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
-from shard_tools.convert.records import Record, permutation, refuse_shuffle
+from shard_tools.convert.records import Record, SourceOptions, permutation
 from shard_tools.convert.rows import RowMapper
 from shard_tools.running.engine import map_ordered
 from streaming.catalog.lines import MAX_LINE_BYTES, scan_lines
@@ -36,21 +37,14 @@ class LineFiles(FileSource):
     line in memory), and lines are then read in permuted order.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        spec: str,
-        storage: Storage,
-        *,
-        mapper: RowMapper,
-        shuffle_seed: int | None = None,
-        exclude: str | None = None,
-        num_threads: int = 1,
-    ) -> None:
-        super().__init__(kind, find_files(spec, storage, SUFFIXES[kind], exclude=exclude), storage)
-        self._mapper, self._seed, self._num_threads = mapper, shuffle_seed, num_threads
+    def __init__(self, kind: str, spec: str, storage: Storage, options: SourceOptions) -> None:
+        super().__init__(kind, find_files(spec, storage, SUFFIXES[kind], exclude=options.exclude), storage)
+        self._mapper = RowMapper.of(options)
+        if kind == "text" and not options.fields:
+            self._mapper = replace(self._mapper, fields=(("text", "txt"),))
+        self._seed, self._num_threads = options.shuffle_seed, options.num_threads
         zipped = next((file for file in self.files if file.name.lower().endswith(".gz")), None)
-        if shuffle_seed is not None and zipped is not None:
+        if self._seed is not None and zipped is not None:
             raise ConfigError(f"--shuffle: {zipped.url} is compressed and cannot be read out of order; unpack it")
 
     def records(self, start: int) -> Generator[Record, None, None]:
@@ -135,18 +129,9 @@ def _line_table(file: SourceFile, storage: Storage) -> Int64Array:
 class CsvFiles(FileSource):
     """CSV or TSV files with a header line; every row becomes a ``json`` field of text values."""
 
-    def __init__(
-        self,
-        spec: str,
-        storage: Storage,
-        *,
-        mapper: RowMapper,
-        shuffle_seed: int | None = None,
-        exclude: str | None = None,
-    ) -> None:
-        refuse_shuffle("csv", shuffle_seed)
-        super().__init__("csv", find_files(spec, storage, SUFFIXES["csv"], exclude=exclude), storage)
-        self._mapper = mapper
+    def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
+        super().__init__("csv", find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude), storage)
+        self._mapper = RowMapper.of(options)
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Rows from number ``start`` on."""

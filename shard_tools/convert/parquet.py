@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
-from shard_tools.convert.records import Record, permutation
+from shard_tools.convert.records import Record, SourceOptions, permutation
 from shard_tools.convert.rows import RowMapper
 from streaming.errors import DataError, StorageError
 from streaming.storage import Storage
@@ -29,17 +29,9 @@ class ParquetFiles(FileSource):
     ``shuffle_seed`` row groups are permuted, and rows within each, which holds one row group in memory.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        storage: Storage,
-        *,
-        mapper: RowMapper,
-        shuffle_seed: int | None = None,
-        exclude: str | None = None,
-    ) -> None:
-        super().__init__("parquet", find_files(spec, storage, SUFFIXES, exclude=exclude), storage)
-        self._seed = shuffle_seed
+    def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
+        super().__init__("parquet", find_files(spec, storage, SUFFIXES, exclude=options.exclude), storage)
+        self._seed = options.shuffle_seed
         self._groups: list[tuple[SourceFile, int, int]] = []  # file, row group, rows
         schema: pa.Schema | None = None
         for file in self.files:
@@ -48,8 +40,9 @@ class ParquetFiles(FileSource):
                 metadata = parquet.metadata
                 counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
                 self._groups += [(file, group, num_rows) for group, num_rows in enumerate(counts)]
-        if shuffle_seed is not None:
-            self._groups = [self._groups[i] for i in permutation(len(self._groups), shuffle_seed)]
+        if self._seed is not None:
+            self._groups = [self._groups[i] for i in permutation(len(self._groups), self._seed)]
+        mapper = RowMapper.of(options)
         self._mapper = _fit_mapper(mapper, schema) if schema is not None else mapper
 
     @property

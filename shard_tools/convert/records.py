@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from streaming.errors import ConfigError, DuplicateKeyError
+from streaming.errors import DuplicateKeyError
+from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
@@ -35,6 +36,29 @@ class Skipped:
     def as_dict(self) -> dict[str, object]:
         """JSON-able form."""
         return {"path": self.path, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """How to read a source; each layout says which of these it takes (``sources.LAYOUTS``).
+
+    Attributes:
+        fields: (column, extension) pairs: columns of a table that become fields of their own.
+        key_field: Where keys come from; ``"number"`` counts; None: what is usual for the layout.
+        shuffle_seed: Read in an order mixed by this seed; None keeps the source's.
+        num_threads: Threads that read ahead.
+        exclude: A folder or prefix whose content is not taken: the target may lie in the source.
+        classes: Where the numbers of classes come from.
+        max_gzip_ratio: A ``.gz`` that inflates to more than so many times its size is refused.
+    """
+
+    fields: tuple[tuple[str, str], ...] = ()
+    key_field: str | None = None
+    shuffle_seed: int | None = None
+    num_threads: int = 1
+    exclude: str | None = None
+    classes: str | None = None
+    max_gzip_ratio: float = MAX_GZIP_RATIO
 
 
 class Source(Protocol):
@@ -94,13 +118,4 @@ def refuse_known(key: str, known_keys: Collection[str]) -> None:
         raise DuplicateKeyError(
             f"the key {key!r} was given to an earlier record; keys must be unique: take another --key, or number the "
             "records with --key number"
-        )
-
-
-def refuse_shuffle(kind: str, seed: int | None) -> None:
-    """Raises ConfigError where a layout cannot be read in another order."""
-    if seed is not None:
-        raise ConfigError(
-            f"--shuffle: a source of kind {kind!r} can only be read front to back; leave --shuffle out (the loader "
-            "shuffles while reading), or bring the source into JSONL or Parquet first"
         )

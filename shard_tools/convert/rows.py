@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shard_tools.convert.records import NUMBER_KEYS, Record, number_key
+from shard_tools.convert.records import NUMBER_KEYS, Record, SourceOptions, number_key
 from streaming.errors import ConfigError, DataError
 
 DROP = "-"  # as the extension of a column: leave it out
@@ -97,6 +97,11 @@ class RowMapper:
     key_field: str | None = None
     num_binary: int = 1
     arrays: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, options: SourceOptions) -> RowMapper:
+        """Map rows as the options of a source ask for."""
+        return cls(fields=options.fields, key_field=options.key_field)
 
     def __post_init__(self) -> None:
         targets = [extension for _, extension in self.fields if extension != DROP]

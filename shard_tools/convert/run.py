@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shard_tools.convert.images import save_classes
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
-from shard_tools.convert.records import Skipped, Source
+from shard_tools.convert.records import Skipped, Source, SourceOptions
 from shard_tools.convert.sources import open_source
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
@@ -133,13 +133,15 @@ def convert(
         source,
         storage,
         kind=options.kind,
-        fields=options.fields,
-        key_field=options.key_field,
-        shuffle_seed=options.shuffle_seed,
-        num_threads=options.workers,
-        target=place.directory,
-        classes=options.classes,
-        max_gzip_ratio=options.max_gzip_ratio,
+        options=SourceOptions(
+            fields=options.fields,
+            key_field=options.key_field,
+            shuffle_seed=options.shuffle_seed,
+            num_threads=options.workers,
+            exclude=place.directory,
+            classes=options.classes,
+            max_gzip_ratio=options.max_gzip_ratio,
+        ),
     )
     refuse_overlap(source, place)
     _check_columns(reader, options)

@@ -1,33 +1,61 @@
-"""Which reader fits a source."""
+"""Tell which reader fits a source, and open it. A new layout is a module with a ``Source``, and its line in LAYOUTS."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from shard_tools.convert import lines, parquet, tars
 from shard_tools.convert.files import find_files, is_local
 from shard_tools.convert.images import IMAGE_EXTENSIONS, ImageFolder
-from shard_tools.convert.records import Source
-from shard_tools.convert.rows import RowMapper
+from shard_tools.convert.records import Source, SourceOptions
 from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage
 from streaming.storage.urls import local_path
-from streaming.tar.samples import MAX_GZIP_RATIO
 
-SOURCE_KINDS = ("auto", "images", "jsonl", "parquet", "csv", "text", "tars")
-_SUFFIXES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("jsonl", lines.SUFFIXES["jsonl"]),
-    ("parquet", parquet.SUFFIXES),
-    ("tars", SHARD_SUFFIXES),
-    ("csv", lines.SUFFIXES["csv"]),
-    ("images", tuple(f".{extension}" for extension in sorted(IMAGE_EXTENSIONS))),
-    ("text", lines.SUFFIXES["text"]),
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How data of one layout is recognised and read.
+
+    Attributes:
+        open: Makes the source; called with what the user named, the store and the options.
+        suffixes: How names of its files end, in lower case.
+        fields: It has columns, which ``--field`` may store as fields of their own.
+        classes: It has classes, which ``--classes`` numbers.
+        shuffles: It can be read in another order than front to back.
+    """
+
+    open: Callable[[str, Storage, SourceOptions], Source]
+    suffixes: tuple[str, ...]
+    fields: bool = False
+    classes: bool = False
+    shuffles: bool = False
+
+
+LAYOUTS: dict[str, Layout] = {
+    "images": Layout(
+        open=ImageFolder,
+        suffixes=tuple(f".{extension}" for extension in sorted(IMAGE_EXTENSIONS)),
+        classes=True,
+        shuffles=True,
+    ),
+    "jsonl": Layout(
+        open=partial(lines.LineFiles, "jsonl"), suffixes=lines.SUFFIXES["jsonl"], fields=True, shuffles=True
+    ),
+    "parquet": Layout(open=parquet.ParquetFiles, suffixes=parquet.SUFFIXES, fields=True, shuffles=True),
+    "csv": Layout(open=lines.CsvFiles, suffixes=lines.SUFFIXES["csv"], fields=True),
+    "text": Layout(open=partial(lines.LineFiles, "text"), suffixes=lines.SUFFIXES["text"], fields=True, shuffles=True),
+    "tars": Layout(open=tars.TarFiles, suffixes=SHARD_SUFFIXES),
+}
+SOURCE_KINDS = ("auto", *LAYOUTS)
 
 
 def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
-    """The layout of ``spec`` by the names of its files.
+    """Tell the layout of ``spec`` by the names of its files.
 
     Raises:
         ConfigError: If the names say nothing, or speak of several layouts.
@@ -41,75 +69,41 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
     if len(kinds) == 1:
         return kinds.pop()
     found = f"files of several layouts ({', '.join(sorted(kinds))})" if kinds else "no file of a layout known here"
-    raise ConfigError(f"{spec}: {found}; say which with --from {'|'.join(SOURCE_KINDS[1:])}")
+    raise ConfigError(f"{spec}: {found}; say which with --from {'|'.join(LAYOUTS)}")
 
 
 def _kind_of_name(name: str) -> str | None:
     lowered = name.lower()
-    return next((kind for kind, suffixes in _SUFFIXES if lowered.endswith(suffixes)), None)
+    return next((kind for kind, layout in LAYOUTS.items() if lowered.endswith(layout.suffixes)), None)
 
 
-def open_source(
-    spec: str,
-    storage: Storage,
-    *,
-    kind: str = "auto",
-    fields: tuple[tuple[str, str], ...] = (),
-    key_field: str | None = None,
-    shuffle_seed: int | None = None,
-    num_threads: int = 1,
-    target: str | None = None,
-    classes: str | None = None,
-    max_gzip_ratio: float = MAX_GZIP_RATIO,
-) -> Source:
-    """The records of ``spec``.
+def open_source(spec: str, storage: Storage, *, kind: str = "auto", options: SourceOptions | None = None) -> Source:
+    """Open the records of ``spec``.
 
     Args:
         spec: File, folder, pattern or URL.
         storage: The store that holds it.
         kind: One of ``SOURCE_KINDS``.
-        fields: (column, extension) pairs, for tables.
-        key_field: Where keys come from.
-        shuffle_seed: Read in an order mixed by this seed.
-        num_threads: Threads that read ahead.
-        target: Where shards will be written: a folder of images may hold it.
-        classes: Where the numbers of classes come from, for images.
-        max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
+        options: How to read it.
 
     Raises:
         ConfigError: If options do not fit the layout, or ``"auto"`` cannot tell it.
         NotFoundError: If there is nothing to read.
     """
+    options = options or SourceOptions()
     if is_local(spec) and not any(letter in spec for letter in "*?[{") and not os.path.exists(local_path(spec)):
         raise NotFoundError(f"{spec}: no such file or folder")
-    kind = detect_kind(spec, storage, target) if kind == "auto" else kind
-    if fields and kind in {"images", "tars"}:
+    kind = detect_kind(spec, storage, options.exclude) if kind == "auto" else kind
+    layout = LAYOUTS.get(kind)
+    if layout is None:
+        raise ConfigError(f"--from {kind!r}: expected one of {', '.join(('auto', *LAYOUTS))}")
+    if options.fields and not layout.fields:
         raise ConfigError(f"--field names columns of a table; a source of kind {kind!r} has none")
-    if classes is not None and kind != "images":
+    if options.classes is not None and not layout.classes:
         raise ConfigError(f"--classes numbers the folders of images; a source of kind {kind!r} has none")
-    mapper = RowMapper(fields=fields, key_field=key_field)
-    if kind == "images":
-        return ImageFolder(
-            spec,
-            storage,
-            shuffle_seed=shuffle_seed,
-            key_field=key_field,
-            num_threads=num_threads,
-            exclude=target,
-            classes=classes,
+    if options.shuffle_seed is not None and not layout.shuffles:
+        raise ConfigError(
+            f"--shuffle: a source of kind {kind!r} can only be read front to back; leave --shuffle out (the loader "
+            "shuffles while reading), or bring the source into JSONL or Parquet first"
         )
-    if kind in {"jsonl", "text"}:
-        if kind == "text" and not fields:
-            mapper = RowMapper(fields=(("text", "txt"),), key_field=key_field)
-        return lines.LineFiles(kind, spec, storage, mapper=mapper, shuffle_seed=shuffle_seed, num_threads=num_threads)
-    if kind == "tars":
-        return tars.TarFiles(
-            spec,
-            storage,
-            key_field=key_field,
-            shuffle_seed=shuffle_seed,
-            exclude=target,
-            max_gzip_ratio=max_gzip_ratio,
-        )
-    opener = parquet.ParquetFiles if kind == "parquet" else lines.CsvFiles
-    return opener(spec, storage, mapper=mapper, shuffle_seed=shuffle_seed, exclude=target)
+    return layout.open(spec, storage, options)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from shard_tools.convert.files import FileSource, SourceFile, find_files
-from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, number_key, refuse_shuffle
+from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
 from streaming.arguments import checked_ratio
 from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import ConfigError
 from streaming.storage import Storage
-from streaming.tar.samples import MAX_GZIP_RATIO, iter_samples
+from streaming.tar.samples import iter_samples
 
 _PIECE_BYTES = 8 << 20  # one request
 _MAX_SKIPPED = 10_000  # entries kept for the report
@@ -25,22 +25,12 @@ class TarFiles(FileSource):
     already begins another one.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        storage: Storage,
-        *,
-        key_field: str | None = None,
-        shuffle_seed: int | None = None,
-        exclude: str | None = None,
-        max_gzip_ratio: float = MAX_GZIP_RATIO,
-    ) -> None:
-        refuse_shuffle("tars", shuffle_seed)
-        if key_field not in {None, NUMBER_KEYS}:
-            raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {key_field!r}")
-        super().__init__("tars", find_files(spec, storage, SHARD_SUFFIXES, exclude=exclude), storage)
-        self._max_gzip_ratio = checked_ratio("max_gzip_ratio", max_gzip_ratio)
-        self._numbered = key_field == NUMBER_KEYS
+    def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
+        if options.key_field not in {None, NUMBER_KEYS}:
+            raise ConfigError(f"--key: tars keep their keys, or get numbers with 'number'; got {options.key_field!r}")
+        super().__init__("tars", find_files(spec, storage, SHARD_SUFFIXES, exclude=options.exclude), storage)
+        self._max_gzip_ratio = checked_ratio("max_gzip_ratio", options.max_gzip_ratio)
+        self._numbered = options.key_field == NUMBER_KEYS
         self._skipped: dict[str, Skipped] = {}
 
     @property

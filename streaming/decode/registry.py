@@ -38,7 +38,7 @@ _IMAGES = frozenset(
 )
 _NPZ = arrays.npz()
 _RGB8 = images.image("rgb8")
-_AUTO: dict[str, Decoder] = {
+BY_EXTENSION: dict[str, Decoder] = {
     **dict.fromkeys(("txt", "text", "transcript"), values.text),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id", "int"), values.integer),
     "float": values.number,
@@ -53,7 +53,7 @@ _REFUSED = {
     **dict.fromkeys(("pth", "pt"), "a torch file is a pickle, which may run code on loading"),
     **dict.fromkeys(("ten", "tb"), "tenbin is webdataset's own format"),
 }
-_NAMES: dict[str, Decoder] = {
+BY_NAME: dict[str, Decoder] = {
     **dict.fromkeys(("raw", "bytes"), values.raw),
     "text": values.text,
     "int": values.integer,
@@ -134,7 +134,7 @@ class AutoFields:
                 f"decode={{{field!r}: None}}, leave it out with fields=, or name your own function: "
                 f"decode={{{field!r}: function}}"
             )
-        return self.image if last in _IMAGES else _checked(_AUTO.get(last, values.raw))
+        return self.image if last in _IMAGES else _checked(BY_EXTENSION.get(last, values.raw))
 
 
 def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
@@ -194,7 +194,7 @@ def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noq
         return spec
     if not callable(spec):
         raise ConfigError(f"decode={{{field!r}: {spec!r}}}: expected a name, a type, a function or None")
-    if getattr(spec, "accepts_buffer", False) is True or spec in _NAMES.values():
+    if getattr(spec, "accepts_buffer", False) is True or spec in BY_NAME.values():
         return cast("Decoder", spec)
     return CallOnBytes(function=spec)
 
@@ -202,7 +202,7 @@ def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noq
 def _decoder_of_name(name: str, field: str) -> Decoder | FieldDecoder:
     if name == "auto":
         return AutoFields()
-    found = _NAMES.get(name) or images.parse_image_spec(name)
+    found = BY_NAME.get(name) or images.parse_image_spec(name)
     if found is not None:
         return _checked(found)
     match = _ARRAY.fullmatch(name)
@@ -210,7 +210,7 @@ def _decoder_of_name(name: str, field: str) -> Decoder | FieldDecoder:
         shape = tuple(int(size) for size in match[3].split("x")) if match[3] else None
         return arrays.array(match[1], match[2], shape)
     raise ConfigError(
-        f"decode={{{field!r}: {name!r}}}: no such decoder; known are auto, {', '.join(_NAMES)}, "
+        f"decode={{{field!r}: {name!r}}}: no such decoder; known are auto, {', '.join(BY_NAME)}, "
         f'{", ".join(images.MODES)}, sized "rgb8:224x224", and "array:uint16->int64"'
     )
 
@@ -226,7 +226,7 @@ def _checked(decoder: Decoder) -> Decoder:
 def is_ours(decoder: Decoder) -> bool:
     """Whether it runs no code of the user."""
     known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder)
-    return isinstance(decoder, known) or any(decoder is one for one in _NAMES.values())
+    return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
 
 
 def runs_code_of_user(decoders: FieldDecoder) -> bool:
