@@ -23,6 +23,12 @@ from streaming.storage.urls import as_url, redact, scheme_of, split_query
 
 _T = TypeVar("_T")
 
+ADAPTERS: dict[str, Callable[[StorageOptions], Adapter]] = {
+    "file": lambda _: LocalAdapter(),
+    **dict.fromkeys(OBJECT_SCHEMES, ObjectAdapter),
+}
+"""What talks to a store, by the scheme of its URLs; fsspec knows all others."""
+
 
 def never() -> bool:
     """Whether to give up early."""
@@ -43,24 +49,20 @@ class Store:
         self._active = active
         self._count = count
         self._lock = threading.Lock()
-        self._adapters: dict[type, Adapter] = {}
+        self._adapters: dict[Callable[[StorageOptions], Adapter], Adapter] = {}
         self._traffic: dict[str, Traffic] = {}
         self._crew = Crew()
         self._pins = Pins()
 
     def adapter(self, url: str | os.PathLike[str]) -> Adapter:
         """What talks to the store of ``url``; made at first use."""
-        scheme = scheme_of(as_url(url))
-        if scheme == "file":
-            kind: type = LocalAdapter
-        elif scheme in OBJECT_SCHEMES and self._options.client != "fsspec":
-            kind = ObjectAdapter
-        else:
+        kind = ADAPTERS.get(scheme_of(as_url(url)), FsspecAdapter)
+        if kind is ObjectAdapter and self._options.client == "fsspec":
             kind = FsspecAdapter
         with self._lock:
             if kind not in self._adapters:
-                self._adapters[kind] = kind() if kind is LocalAdapter else kind(self._options)
-            return self._adapters[kind]
+                self._adapters[kind] = kind(self._options)
+            return self._adapters[kind]  # one for each kind of store, as long as this object lives
 
     def call(self, url: str, attempt: Callable[[Adapter], _T], hopeless: Callable[[], bool] = never) -> _T:
         """The result of ``attempt``, retried as far as the policy and ``hopeless`` say; forgets the version."""
