@@ -15,8 +15,7 @@ from typing import Any
 
 from streaming.arguments import format_bytes
 from streaming.catalog.build import check_sizes, if_there, load_index, shard_name
-from streaming.catalog.listing import Found
-from streaming.catalog.opening_storage import StorageAhead
+from streaming.catalog.listing import Found, StorageAhead
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, NotFoundError
