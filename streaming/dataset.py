@@ -29,13 +29,13 @@ from streaming.arguments import (
 from streaming.batches.build import OnError, Part
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
 from streaming.cache import open_cache
-from streaming.catalog.filters import Condition, Filter, select
 from streaming.catalog.open import OpenShards, check_decoded, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.catalog.source import ChunkSource, Window
-from streaming.catalog.views import asked_filter
 from streaming.decode import DecodeSpec, resolve_decoders
 from streaming.errors import ConfigError, DecodeError, IndexMissingError
+from streaming.filters.select import Condition, Filter, select
+from streaming.filters.views import asked_filter
 from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
 from streaming.job.once import Peers
 from streaming.job.store import job_peers

@@ -20,7 +20,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from streaming.catalog.build import shard_name
-from streaming.catalog.late_columns import (
+from streaming.catalog.open import OpenShards, digest_of
+from streaming.errors import ConfigError, DataError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError
+from streaming.filters.late_columns import (
     LateColumn,
     documents_as_json,
     documents_of_json,
@@ -29,8 +31,6 @@ from streaming.catalog.late_columns import (
     list_columns,
     read_values,
 )
-from streaming.catalog.open import OpenShards, digest_of
-from streaming.errors import ConfigError, DataError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import (
     KEY,

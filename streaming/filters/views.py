@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from typing import Any
 
-from streaming.catalog.filters import Filter, checked_subset, excluded_keys, filter_hash
-from streaming.catalog.late_columns import homes_of
 from streaming.catalog.open import OpenShards, digest_of
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError
+from streaming.filters.late_columns import homes_of
+from streaming.filters.select import Filter, checked_subset, excluded_keys, filter_hash
 from streaming.index.layout import checked_name, view_path, views_directory
 from streaming.index.where import as_where
 from streaming.job.once import Peers, shared
