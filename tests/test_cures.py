@@ -30,8 +30,7 @@ from infra import DeviceMesh
 from shard_tools.cli import cli
 from streaming import DataLoader, ShuffleConfig, StreamingDataset, decode
 from streaming.errors import AccessDeniedError, MemoryLimitError, ShardstreamError
-from streaming.storage.options import StorageOptions
-from streaming.storage.requests.retry import RetryPolicy
+from streaming.storage.base.options import RetryPolicy, StorageOptions
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGES = ("streaming", "shard_tools", "infra")

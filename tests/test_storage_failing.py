@@ -18,12 +18,12 @@ from leftovers import leftovers
 
 from streaming.errors import ConfigError, TransferError
 from streaming.storage import Storage
-from streaming.storage.active import Call
-from streaming.storage.allowance import Allowance
-from streaming.storage.base import PassingError, Sink, copy_piece
-from streaming.storage.requests.retry import RetryPolicy, retrying
+from streaming.storage.base.active import Call
+from streaming.storage.base.adapter import PassingError, Sink, copy_piece
+from streaming.storage.base.options import RetryPolicy
+from streaming.storage.requests.retry import TokenBucket, retrying
 from streaming.storage.requests.silences import Patience, Silences
-from streaming.storage.requests.threads import Crew
+from streaming.storage.requests.threads import RequestThreads
 from streaming.storage.requests.transfer import Transfer, _Request
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def through(proxy: FaultProxy, mini_s3, **options: object) -> Storage:
 class TestAllowance:
     def test_ordinary_requests_allow_a_share_of_extra_ones(self) -> None:
         clock = Clock()
-        allowance = Allowance(share=0.25, burst=2, per_s=0.5, clock=clock)
+        allowance = TokenBucket(share=0.25, burst=2, per_s=0.5, clock=clock)
         assert [allowance.take() for _ in range(3)] == [True, True, False]
         for _ in range(3):
             allowance.earn()
@@ -73,7 +73,7 @@ class TestAllowance:
 
     def test_reservations_queue_up(self) -> None:
         clock = Clock()
-        allowance = Allowance(share=0, burst=1, per_s=2, clock=clock)
+        allowance = TokenBucket(share=0, burst=1, per_s=2, clock=clock)
         assert [allowance.reserve() for _ in range(4)] == [0, 0.5, 1, 1.5]
         allowance.give_back()
         assert allowance.reserve() == 1.5
@@ -82,7 +82,7 @@ class TestAllowance:
 
 
 class TestRetryBudget:
-    def fail(self, allowance: Allowance, progress: Iterator[int] | None = None, **policy: float) -> tuple[int, str]:
+    def fail(self, allowance: TokenBucket, progress: Iterator[int] | None = None, **policy: float) -> tuple[int, str]:
         """Attempts of one call that always fails, and the notes of its error."""
         attempts = 0
 
@@ -104,7 +104,7 @@ class TestRetryBudget:
         return attempts, " ".join(caught.value.__notes__)
 
     def test_beyond_it_calls_give_up_at_their_deadline_and_say_why(self) -> None:
-        allowance = Allowance(share=0, burst=15, per_s=1e-3)
+        allowance = TokenBucket(share=0, burst=15, per_s=1e-3)
         assert self.fail(allowance)[0] == 11
         attempts, notes = self.fail(allowance)
         assert attempts == 5 + 1
@@ -113,7 +113,7 @@ class TestRetryBudget:
         assert self.fail(allowance)[0] == 1
 
     def test_what_was_not_retried_does_not_count(self) -> None:
-        allowance = Allowance(share=0, burst=1, per_s=1e-9)
+        allowance = TokenBucket(share=0, burst=1, per_s=1e-9)
         for _ in range(5):
             assert self.fail(allowance, max_retries=0)[0] == 1
         assert allowance.take()
@@ -124,7 +124,7 @@ class TestRetryBudget:
             retrying(policy, Mock(side_effect=PassingError("no")))
 
     def test_a_call_that_gets_on_retries_for_nothing(self) -> None:
-        allowance = Allowance(share=0, burst=1, per_s=1e-9)
+        allowance = TokenBucket(share=0, burst=1, per_s=1e-9)
         progress = iter([0, 1, 0, 1, 0, 1, 0])  # asked twice per failure, and once at the start
         attempts, _ = self.fail(allowance, progress)
         assert attempts > 3
@@ -174,7 +174,7 @@ class TestSilences:
 class TestCrew:
     def test_threads_serve_again_and_are_gone_with_the_last_user(self) -> None:
         before = leftovers()
-        crew, names = Crew(), []
+        crew, names = RequestThreads(), []
         done = threading.Semaphore(0)
 
         def job() -> Callable[[], None]:
@@ -195,7 +195,7 @@ class TestCrew:
         assert leftovers() - before == Counter()
 
     def test_one_that_is_still_at_work_ends_afterwards(self) -> None:
-        crew, go, threads = Crew(), threading.Event(), []
+        crew, go, threads = RequestThreads(), threading.Event(), []
 
         def job() -> Callable[[], None]:
             threads.append(threading.current_thread())
@@ -251,7 +251,7 @@ class Eager:
     """Hedging after a hundredth of a second."""
 
     def __init__(self, allowed: int = 1) -> None:
-        self.crew = Crew()
+        self.threads = RequestThreads()
         self.patience = Patience(quantile=1, least_s=0.01, unknown_s=0.01)
         self.left = allowed
         self.ended: list[bool] = []
@@ -280,7 +280,7 @@ class TestRace:
 
     def read(self, script: Script, hedging: Eager, out: bytearray) -> Transfer:
         transfer = Transfer(script, "s3://b/x", 0, len(out), count=lambda *_: None, out=memoryview(out))  # type: ignore[arg-type]
-        with hedging.crew:
+        with hedging.threads:
             transfer.attempt(Call("s3://b/x"), hedging, time.monotonic() + 10)
         transfer.forget()
         return transfer
@@ -368,7 +368,7 @@ class TestRace:
         transfer = Transfer(  # type: ignore[arg-type]
             Script(*[self.silent] * 3), "s3://b/x", 0, 4, count=lambda *_: None, out=memoryview(out)
         )
-        with hedging.crew, pytest.raises(PassingError, match="got 0 bytes, expected 4; the answer stands still"):
+        with hedging.threads, pytest.raises(PassingError, match="got 0 bytes, expected 4; the answer stands still"):
             transfer.attempt(Call("s3://b/x"), hedging, time.monotonic() + 0.2)
         assert not self.held.is_set()
         assert hedging.ended == [False, False]
@@ -452,10 +452,10 @@ class TestRace:
         hedging = Eager()
         script = Script(Answer([b"w", passing, b"xyz"]), final, Answer([b"xyz"]))
         transfer = Transfer(script, "s3://b/x", 0, 4, count=lambda *_: None, out=memoryview(out))  # type: ignore[arg-type]
-        with hedging.crew, pytest.raises(TransferError, match="another one"):
+        with hedging.threads, pytest.raises(TransferError, match="another one"):
             transfer.attempt(call, hedging, time.monotonic() + 10)
         assert call.received == 1
-        with hedging.crew:
+        with hedging.threads:
             transfer.attempt(call, hedging, time.monotonic() + 10)
         assert out == b"wxyz"
         assert script.asked[-1] == (1, 4, '"v"')
@@ -500,7 +500,7 @@ class TestRace:
     def test_an_end_that_nobody_knew_is_learnt_by_either(self) -> None:
         hedging = Eager()
         transfer = Transfer(Script(self.silent, Answer([b"wx", b"yz"])), "s3://b/x", 0, None, count=lambda *_: None)  # type: ignore[arg-type]
-        with hedging.crew:
+        with hedging.threads:
             transfer.attempt(Call("s3://b/x"), hedging, time.monotonic() + 10)
         assert bytes(transfer.result()) == b"wxyz"
 

@@ -18,7 +18,7 @@ from servers import HttpServer, with_port
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage
 from streaming.storage.adapters.object_errors import Place, object_errors
-from streaming.storage.base import ThrottledError
+from streaming.storage.base.adapter import ThrottledError
 
 MIB = 1 << 20
 DATA = np.random.default_rng(11).integers(0, 256, 4 * MIB, np.uint8).tobytes()

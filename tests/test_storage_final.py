@@ -12,8 +12,9 @@ import pytest
 
 from streaming.errors import StorageError
 from streaming.storage import Storage
-from streaming.storage.base import PassingError
-from streaming.storage.requests.retry import RetryPolicy, retrying
+from streaming.storage.base.adapter import PassingError
+from streaming.storage.base.options import RetryPolicy
+from streaming.storage.requests.retry import retrying
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
 

@@ -18,7 +18,7 @@ from streaming import DataLoader, StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, IndexMismatchError, NotFoundError, TransferError
 from streaming.fetch.read import FetchRange, _Read, _whole_of
 from streaming.storage import ChangedError, Storage, mirrors_of
-from streaming.storage.mirrors import REST_S, Mirror, Route, parse_mirrors
+from streaming.storage.base.mirrors import REST_S, Mirror, Route, parse_mirrors
 
 MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, MIB, np.uint8).tobytes()

@@ -15,7 +15,7 @@ import pytest
 from leftovers import leftovers
 
 from streaming.storage import Storage
-from streaming.storage.base import Sink, ThrottledError, copy_piece
+from streaming.storage.base.adapter import Sink, ThrottledError, copy_piece
 from streaming.storage.requests.node_slowdown import NodeSlowdown
 from streaming.storage.requests.throttle import CUT, GIVEN_BACK, LEAST_SHARE, RECOVERY_S, Gate, Slowdown, SlowdownState
 

@@ -19,8 +19,8 @@ from streaming.errors import AccessDeniedError, ConfigError, NotFoundError
 from streaming.storage import RetryPolicy, Storage, join_url, redact, split_url
 from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
 from streaming.storage.adapters.fsspec_adapter import _translate
-from streaming.storage.base import PassingError, UnreachableError
-from streaming.storage.options import StorageOptions, parse_options
+from streaming.storage.base.adapter import PassingError, UnreachableError
+from streaming.storage.base.options import StorageOptions, parse_options
 from streaming.storage.requests.retry import retrying
 
 SEGMENT = st.text(st.characters(codec="utf-8", exclude_characters="/?#:\0{}"), min_size=1, max_size=8).filter(

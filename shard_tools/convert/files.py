@@ -15,8 +15,7 @@ from typing import BinaryIO, cast
 from shard_tools.convert.records import Skipped
 from streaming.catalog.urls import expand_urls
 from streaming.errors import NotFoundError
-from streaming.storage import Storage
-from streaming.storage.urls import local_path, scheme_of
+from streaming.storage import Storage, local_path, scheme_of
 
 _BLOCK_BYTES = 4 << 20
 _WILDCARD = re.compile(r"[*?\[]")

@@ -23,8 +23,7 @@ from shard_tools.convert.records import (
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.keys import check_key
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError
-from streaming.storage import Storage, join_url, split_url
-from streaming.storage.urls import local_path
+from streaming.storage import Storage, join_url, local_path, split_url
 
 CLASSES = "_shardstream/classes.json"
 _TRAINING = ("train", "training")

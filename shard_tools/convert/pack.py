@@ -23,8 +23,7 @@ from streaming.errors import ConfigError, DataError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, join_url, split_url
-from streaming.storage.urls import local_path
+from streaming.storage import Storage, join_url, local_path, split_url
 
 _SHARD_NAME = "{:06d}.tar"
 

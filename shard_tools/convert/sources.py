@@ -13,8 +13,7 @@ from shard_tools.convert.images import IMAGE_EXTENSIONS, ImageFolder
 from shard_tools.convert.records import Source, SourceOptions
 from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import ConfigError, NotFoundError
-from streaming.storage import Storage
-from streaming.storage.urls import local_path
+from streaming.storage import Storage, local_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,7 @@ from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
-from streaming.storage.urls import split_query
+from streaming.storage import Storage, StoreWriter, join_url, redact, split_query, split_url
 
 _TAIL_BYTES = 1 << 20  # read at a time behind the last chunk: the end-of-archive mark, usually one or a few KiB
 _TABLE_THREADS = 16  # sample tables are small files

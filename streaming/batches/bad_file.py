@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 from streaming.errors import DataError
 from streaming.forks import in_children, renew_lock
-from streaming.storage import redact, scheme_of
-from streaming.storage.urls import local_path
+from streaming.storage import local_path, redact, scheme_of
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from streaming.errors import ConfigError
-from streaming.storage.urls import HTTP_SCHEMES, local_path, scheme_of
+from streaming.storage import HTTP_SCHEMES, local_path, scheme_of
 
 DIGEST_BYTES = 32
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}

@@ -14,7 +14,7 @@ from streaming.catalog.source import ChunkSource
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
-from streaming.storage.active import ActiveRequest
+from streaming.storage import ActiveRequest
 from streaming.types import Int64Array
 
 

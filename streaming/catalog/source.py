@@ -21,8 +21,7 @@ from streaming.index.kept import Selected
 from streaming.index.sample_table import SampleLocation, SampleTable
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import ShuffleConfig, order_settings
-from streaming.storage import Storage, redact, scheme_of
-from streaming.storage.active import ActiveRequest
+from streaming.storage import ActiveRequest, Storage, redact, scheme_of
 from streaming.types import Int64Array
 
 LOCAL_GAP_BYTES = 128 << 10

@@ -12,10 +12,9 @@ from urllib.parse import unquote
 from braceexpand import braceexpand
 
 from streaming.errors import ConfigError, NotFoundError
+from streaming.storage import HTTP_SCHEMES, ObjectInfo, as_url, local_path, redact, scheme_of, split_query
 from streaming.storage.adapters.local import is_directory
-from streaming.storage.base import ObjectInfo
 from streaming.storage.facade import Storage
-from streaming.storage.urls import HTTP_SCHEMES, as_url, local_path, redact, scheme_of, split_query
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 INDEX_DIRECTORY = "_shardstream"

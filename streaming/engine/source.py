@@ -13,7 +13,7 @@ from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
 from streaming.plan.order import OrderSettings
-from streaming.storage.active import ActiveRequest
+from streaming.storage import ActiveRequest
 from streaming.types import Int64Array, Transform
 
 

@@ -1,19 +1,36 @@
 """Read, list and write objects and files by URL: local disks, s3, gs, az, http and fsspec, behind one ``Storage``.
 
-What all stores share lives here; one kind of store in ``adapters``, retries and threads in ``requests``. Knows bytes
-and URLs, and nothing of shards.
+Here lie the face and what it does for every store; one kind of store in ``adapters``, retries and threads in
+``requests``, the words of all in ``base``. Knows bytes and URLs, and nothing of shards.
 """
 
-from streaming.storage.active import ActiveRequest
-from streaming.storage.base import DEFAULT_PART_BYTES, ChangedError, ObjectInfo, Observer, ReadBuffer, StoreWriter
+from streaming.storage.base.active import ActiveRequest
+from streaming.storage.base.adapter import (
+    DEFAULT_PART_BYTES,
+    ChangedError,
+    ObjectInfo,
+    Observer,
+    ReadBuffer,
+    StoreWriter,
+)
+from streaming.storage.base.mirrors import mirrors_of
+from streaming.storage.base.options import RetryPolicy, StorageOptions
+from streaming.storage.base.urls import (
+    HTTP_SCHEMES,
+    as_url,
+    join_url,
+    local_path,
+    redact,
+    redact_text,
+    scheme_of,
+    split_query,
+    split_url,
+)
 from streaming.storage.facade import Storage
-from streaming.storage.mirrors import mirrors_of
-from streaming.storage.options import StorageOptions
-from streaming.storage.requests.retry import RetryPolicy
-from streaming.storage.urls import join_url, redact, redact_text, scheme_of, split_url
 
 __all__ = [
     "DEFAULT_PART_BYTES",
+    "HTTP_SCHEMES",
     "ActiveRequest",
     "ChangedError",
     "ObjectInfo",
@@ -23,10 +40,13 @@ __all__ = [
     "Storage",
     "StorageOptions",
     "StoreWriter",
+    "as_url",
     "join_url",
+    "local_path",
     "mirrors_of",
     "redact",
     "redact_text",
     "scheme_of",
+    "split_query",
     "split_url",
 ]

@@ -10,9 +10,9 @@ from typing import TypeVar
 from streaming.errors import ConfigError, NotFoundError, StorageError
 from streaming.forks import in_children, never_free
 from streaming.metrics import Metrics
-from streaming.storage.active import ActiveCalls, ActiveRequest
 from streaming.storage.adapters.object import OBJECT_SCHEMES
-from streaming.storage.base import (
+from streaming.storage.base.active import ActiveCalls, ActiveRequest
+from streaming.storage.base.adapter import (
     DEFAULT_PART_BYTES,
     Adapter,
     ChangedError,
@@ -21,10 +21,10 @@ from streaming.storage.base import (
     ReadBuffer,
     StoreWriter,
 )
-from streaming.storage.mirrors import Mirror, Route, Routes
-from streaming.storage.options import parse_options
+from streaming.storage.base.mirrors import Mirror, Route, Routes
+from streaming.storage.base.options import parse_options
+from streaming.storage.base.urls import as_url, redact, scheme_of
 from streaming.storage.store import Store, never
-from streaming.storage.urls import as_url, redact, scheme_of
 
 _T = TypeVar("_T")
 
@@ -41,15 +41,15 @@ class Storage:
     A forked child may use it, too: it connects anew; writers that were open at the fork belong to the parent.
 
     Every call retries passing faults with growing, jittered delays; time-outs and limits are options (see
-    :class:`~streaming.storage.requests.retry.RetryPolicy`). Every method raises types of ``streaming.errors`` only:
+    :class:`~streaming.storage.base.options.RetryPolicy`). Every method raises types of ``streaming.errors`` only:
     ``NotFoundError``, ``AccessDeniedError``, ``TransferError``, ``StorageError``, and ``ConfigError`` for what cannot
     work.
 
     Below a prefix that has mirrors (the option of that name), what fails for good is read there. Writes are not.
 
     Args:
-        options: See :class:`~streaming.storage.options.StorageOptions`; unknown names are a ``ConfigError``.
-        observer: Called with a name and an amount, as :data:`~streaming.storage.base.Observer` says.
+        options: See :class:`~streaming.storage.base.options.StorageOptions`; unknown names are a ``ConfigError``.
+        observer: Called with a name and an amount, as :data:`~streaming.storage.base.adapter.Observer` says.
 
     Attributes:
         metrics: The same counts, under the same names but for ``storage_bytes``.

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
 
-from streaming.storage.active import ActiveCalls, Call
 from streaming.storage.adapters.fsspec_adapter import FsspecAdapter
 from streaming.storage.adapters.local import LocalAdapter
 from streaming.storage.adapters.object import OBJECT_SCHEMES, ObjectAdapter
-from streaming.storage.base import Adapter, ChangedError
-from streaming.storage.options import StorageOptions
-from streaming.storage.pins import Pins
+from streaming.storage.base.active import ActiveCalls, Call
+from streaming.storage.base.adapter import Adapter, ChangedError
+from streaming.storage.base.options import StorageOptions
+from streaming.storage.base.urls import as_url, redact, scheme_of, split_query
 from streaming.storage.requests.retry import retrying
-from streaming.storage.requests.threads import Crew
+from streaming.storage.requests.threads import RequestThreads
 from streaming.storage.requests.traffic import Traffic
 from streaming.storage.requests.transfer import Transfer
-from streaming.storage.urls import as_url, redact, scheme_of, split_query
 
 _T = TypeVar("_T")
+_MOST_PINS = 1 << 17
+"""Objects remembered; some 20 MB."""
 
 ADAPTERS: dict[str, Callable[[StorageOptions], Adapter]] = {
     "file": lambda _: LocalAdapter(),
@@ -51,7 +53,7 @@ class Store:
         self._lock = threading.Lock()
         self._adapters: dict[Callable[[StorageOptions], Adapter], Adapter] = {}
         self._traffic: dict[str, Traffic] = {}
-        self._crew = Crew()
+        self._threads = RequestThreads()
         self._pins = Pins()
 
     def adapter(self, url: str | os.PathLike[str]) -> Adapter:
@@ -127,7 +129,7 @@ class Store:
         transfer = Transfer(adapter, url, start, stop, count=self._count, out=out, version=version)
         told_size = adapter.in_pieces or stop is not None  # else nobody knows how long the answer may take
         hedging = traffic if told_size and self._options.hedging.hedge else None
-        with self._active.under_way(url, start, stop) as call, self._crew if hedging else nullcontext():
+        with self._active.under_way(url, start, stop) as call, self._threads if hedging else nullcontext():
             try:
                 if not transfer.is_done:
                     self._retrying(call, lambda until_s: transfer.attempt(call, hedging, until_s), traffic, hopeless)
@@ -173,5 +175,33 @@ class Store:
         name = f"{scheme}://{split_query(url)[0].partition('://')[2].partition('/')[0]}"
         with self._lock:
             if name not in self._traffic:
-                self._traffic[name] = Traffic(name, self._options, self._crew, self._count)
+                self._traffic[name] = Traffic(name, self._options, self._threads, self._count)
             return self._traffic[name]
+
+
+class Pins:
+    """Remember which version of an object this process saw first, for the objects used last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._versions: OrderedDict[str, str] = OrderedDict()
+
+    def get(self, url: str) -> str | None:
+        """Return the version of ``url`` that was seen first, if any was."""
+        with self._lock:
+            return self._versions.get(url)
+
+    def keep(self, url: str, version: str | None) -> None:
+        """Note that ``version`` was read; the first one stays."""
+        if version is None:
+            return
+        with self._lock:
+            self._versions.setdefault(url, version)
+            self._versions.move_to_end(url)
+            if len(self._versions) > _MOST_PINS:
+                self._versions.popitem(last=False)
+
+    def drop(self, url: str) -> None:
+        """Let the next version count as the first."""
+        with self._lock:
+            self._versions.pop(url, None)

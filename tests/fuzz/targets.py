@@ -22,7 +22,7 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 from streaming.plan.state import LoaderState
 from streaming.storage import Storage, redact
-from streaming.storage.urls import join_url, local_path, scheme_of, split_url
+from streaming.storage.base.urls import join_url, local_path, scheme_of, split_url
 from streaming.tar import TarScanner, iter_samples, parse_chunk
 from streaming.tar import fast as fast_reader
 from streaming.tar.blocks import Members, Where, as_array, parse_pax

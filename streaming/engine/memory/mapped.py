@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from streaming.engine.memory.arena import PAGE_BYTES, Arena
 from streaming.fetch.read import FetchRange, matches_sums
 from streaming.platforms import will_need
-from streaming.storage.urls import local_path
+from streaming.storage import local_path
 
 LEAST_BYTES = 256 << 10
 """Below this size a copy costs no more than the system calls of a map."""

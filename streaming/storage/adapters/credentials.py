@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streaming.errors import AccessDeniedError, ConfigError
-from streaming.storage.options import StorageOptions
+from streaming.storage.base.options import StorageOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

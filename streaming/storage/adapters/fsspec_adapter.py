@@ -24,7 +24,7 @@ from streaming.errors import (
     TransferError,
 )
 from streaming.storage.adapters.credentials import s3_endpoint_of_process
-from streaming.storage.base import (
+from streaming.storage.base.adapter import (
     ChangedError,
     ObjectInfo,
     PassingError,
@@ -36,8 +36,8 @@ from streaming.storage.base import (
     copy_piece,
     maker_of_writer,
 )
-from streaming.storage.options import StorageOptions
-from streaming.storage.urls import redact, scheme_of, split_query
+from streaming.storage.base.options import StorageOptions
+from streaming.storage.base.urls import redact, scheme_of, split_query
 
 _DENIED_WORDS = ("403", "401", "forbidden", "access denied", "nocredentials", "unable to locate credentials",
                  "signaturedoesnotmatch", "invalidaccesskeyid", "the access key")  # fmt: skip

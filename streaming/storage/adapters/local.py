@@ -11,8 +11,8 @@ from typing import Self
 from urllib.parse import quote
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
-from streaming.storage.base import ChangedError, ObjectInfo, Sink, StoreWriter, maker_of_writer
-from streaming.storage.urls import join_url, local_path, scheme_of
+from streaming.storage.base.adapter import ChangedError, ObjectInfo, Sink, StoreWriter, maker_of_writer
+from streaming.storage.base.urls import join_url, local_path, scheme_of
 
 _TEMPORARY = ".~shardstream-"  # listings leave such names out: they are writers at work, or killed ones
 _READ_BYTES = 1 << 30  # Linux moves at most 0x7ffff000 bytes per call

@@ -19,10 +19,17 @@ from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_
 from streaming.storage.adapters.object_errors import Place, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
 from streaming.storage.adapters.obstore_client import client
-from streaming.storage.base import ObjectInfo, PassingError, RangeBody, RangeIgnoredError, Sink, StoreWriter, copy_piece
-from streaming.storage.options import StorageOptions
-from streaming.storage.requests.retry import GROWTH
-from streaming.storage.urls import HTTP_SCHEMES, bucket_and_key, redact, scheme_of, split_query
+from streaming.storage.base.adapter import (
+    ObjectInfo,
+    PassingError,
+    RangeBody,
+    RangeIgnoredError,
+    Sink,
+    StoreWriter,
+    copy_piece,
+)
+from streaming.storage.base.options import GROWTH, StorageOptions
+from streaming.storage.base.urls import HTTP_SCHEMES, bucket_and_key, redact, scheme_of, split_query
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}) | HTTP_SCHEMES
 _PIECE_BYTES = 256 << 10

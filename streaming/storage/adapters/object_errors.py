@@ -19,7 +19,7 @@ from streaming.errors import (
     StorageError,
 )
 from streaming.storage.adapters.obstore_client import client
-from streaming.storage.base import (
+from streaming.storage.base.adapter import (
     ChangedError,
     FinalError,
     PassingError,
@@ -27,7 +27,7 @@ from streaming.storage.base import (
     ThrottledError,
     UnreachableError,
 )
-from streaming.storage.urls import redact
+from streaming.storage.base.urls import redact
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")

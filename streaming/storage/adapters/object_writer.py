@@ -10,7 +10,7 @@ from typing import Any, Self
 from streaming.errors import StorageError
 from streaming.storage.adapters.object_errors import Place, object_errors
 from streaming.storage.adapters.obstore_client import client
-from streaming.storage.base import maker_of_writer
+from streaming.storage.base.adapter import maker_of_writer
 
 _PARTS_IN_FLIGHT = 4
 

@@ -7,57 +7,70 @@ a throttled store best: Brooker, "Exponential Backoff And Jitter", AWS Architect
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import TypeVar
 
-from streaming.arguments import is_number
-from streaming.errors import ConfigError
-from streaming.storage.allowance import Allowance
-from streaming.storage.base import PassingError, UnreachableError
+from streaming.storage.base.adapter import PassingError, UnreachableError
+from streaming.storage.base.options import GROWTH, RetryPolicy
 
 _T = TypeVar("_T")
 
-GROWTH = 4
-"""Each delay is up to so many times the one before: a fault that was alone costs next to nothing, and a store that
-goes on failing is left alone as soon as with a longer first delay that doubles."""
 
+class TokenBucket:
+    """Bound extra requests (retries, hedges) by a share of the ordinary ones, which fill it. Thread-safe.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """Time-outs and retries of one storage.
+    Over any time t in which n of them are made, at most ``burst + share * n + per_s * t`` extra ones are.
 
-    Attributes:
-        connect_timeout_s: How long a connection may take to stand.
-        read_timeout_s: How long an answer may stand still before it counts as stalled.
-        deadline_s: How long one call may take over all its attempts.
-        max_retries: Attempts in a row that bring no new byte before the call fails.
-        first_backoff_s: Upper bound of the first delay; four times as much with each attempt. 20 ms are about a round
-            trip to a store in the same region; with 100 ms an epoch with 1 % of failures waits for them
-            (``bench_faults.py``).
-        max_backoff_s: Where the growth ends.
-        retry_share: Retries that follow no progress, as a share of the calls; beyond it, and some that can be saved up,
-            they wait for each other (two a second), so that a store that fails everything is not hammered.
-        unreachable_s: How long to go on when there is no connection at all: long enough for a restart behind a load
-            balancer, short enough that a wrong endpoint is reported at once.
+    Args:
+        share: Extra requests that each ordinary one allows.
+        burst: Extra requests that can be saved up; it begins full.
+        per_s: Extra requests that each second allows.
+        clock: Seconds that never go back.
     """
 
-    connect_timeout_s: float = 5.0
-    read_timeout_s: float = 30.0
-    deadline_s: float = 300.0
-    max_retries: int = 10
-    first_backoff_s: float = 0.02
-    max_backoff_s: float = 10.0
-    unreachable_s: float = 3.0
-    retry_share: float = 0.2
+    def __init__(
+        self, *, share: float, burst: float, per_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._share = share
+        self._burst = burst
+        self._per_s = per_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tokens = burst
+        self._at_s = clock()
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            valid = is_number(value) and value >= 0
-            if not valid or (value == 0 and field.name.endswith(("timeout_s", "deadline_s"))):
-                raise ConfigError(f"storage option {field.name}: expected a positive number, got {value!r}")
+    def earn(self) -> None:
+        """Note an ordinary request."""
+        with self._lock:
+            self._tokens = min(self._burst, self._tokens + self._share)
+
+    def take(self) -> bool:
+        """Count an extra request if one may be made now; tell whether."""
+        with self._lock:
+            self._refill()
+            if self._tokens < 1:
+                return False
+            self._tokens -= 1
+            return True
+
+    def reserve(self) -> float:
+        """Count an extra request in any case; return in how many seconds it may be made."""
+        with self._lock:
+            self._refill()
+            self._tokens -= 1
+            return max(0.0, -self._tokens / self._per_s)
+
+    def give_back(self) -> None:
+        """Take back an extra request that counted and is not made after all."""
+        with self._lock:
+            self._tokens += 1
+
+    def _refill(self) -> None:
+        now_s = self._clock()
+        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
 
 
 def retrying(
@@ -66,7 +79,7 @@ def retrying(
     *,
     progress: Callable[[], int] = lambda: 0,
     on_retry: Callable[[], None] = lambda: None,
-    allowance: Allowance | None = None,
+    allowance: TokenBucket | None = None,
     hopeless: Callable[[], bool] = lambda: False,
 ) -> _T:
     """The result of ``attempt``, called again after a :class:`PassingError` as ``policy`` allows.

@@ -11,7 +11,7 @@ from typing import Self
 Job = Callable[[], Callable[[], None]]
 
 
-class Crew:
+class RequestThreads:
     """Threads that exist while there is something to read.
 
     Use it as a context around the time in which requests may be made; it may be entered by many threads at once. When

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from streaming.storage.base import ThrottledError
+from streaming.storage.base.adapter import ThrottledError
 
 RECOVERY_S = 32.0
 """From no requests at once to all of them, even without answers. Shorter than a minute, so that nothing older need be

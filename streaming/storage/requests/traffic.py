@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from streaming.storage.allowance import Allowance
-from streaming.storage.base import ThrottledError
-from streaming.storage.options import StorageOptions
+from streaming.storage.base.adapter import ThrottledError
+from streaming.storage.base.options import StorageOptions
 from streaming.storage.requests.node_slowdown import NodeSlowdown
+from streaming.storage.requests.retry import TokenBucket
 from streaming.storage.requests.silences import Patience
-from streaming.storage.requests.threads import Crew
+from streaming.storage.requests.threads import RequestThreads
 from streaming.storage.requests.throttle import Gate
 
 _RETRIES_SAVED = 40
@@ -29,17 +29,19 @@ class Traffic:
         retries: How many retries may be made.
     """
 
-    def __init__(self, name: str, options: StorageOptions, crew: Crew, count: Callable[[str, int], None]) -> None:
+    def __init__(
+        self, name: str, options: StorageOptions, threads: RequestThreads, count: Callable[[str, int], None]
+    ) -> None:
         policy, hedging = options.retry, options.hedging
-        self.retries = Allowance(share=policy.retry_share, burst=_RETRIES_SAVED, per_s=_RETRIES_PER_S)
-        self.crew = crew
+        self.retries = TokenBucket(share=policy.retry_share, burst=_RETRIES_SAVED, per_s=_RETRIES_PER_S)
+        self.threads = threads
         self.patience = Patience(
             quantile=hedging.hedge_quantile,
             least_s=hedging.hedge_least_s,
             unknown_s=min(_UNKNOWN_S, policy.read_timeout_s / 4),
         )
         self._gate = Gate(NodeSlowdown(f"{options.endpoint_url or ''}|{name}"))
-        self._hedges = Allowance(share=hedging.hedge_share, burst=_HEDGES_SAVED, per_s=_HEDGES_PER_S)
+        self._hedges = TokenBucket(share=hedging.hedge_share, burst=_HEDGES_SAVED, per_s=_HEDGES_PER_S)
         self._count = count
 
     @contextmanager

@@ -18,11 +18,11 @@ from typing import Protocol
 import numpy as np
 
 from streaming.errors import ConfigError
-from streaming.storage.active import Call
-from streaming.storage.base import Adapter, ChangedError, PassingError, RangeBody
+from streaming.storage.base.active import Call
+from streaming.storage.base.adapter import Adapter, ChangedError, PassingError, RangeBody
+from streaming.storage.base.urls import redact
 from streaming.storage.requests.silences import Patience
-from streaming.storage.requests.threads import Crew
-from streaming.storage.urls import redact
+from streaming.storage.requests.threads import RequestThreads
 
 _LOOK_S = 0.1
 """How long it takes at most until a transfer sees that other answers have made the store's silences better known."""
@@ -36,7 +36,7 @@ class Hedging(Protocol):
     """What a transfer needs for second requests."""
 
     patience: Patience
-    crew: Crew
+    threads: RequestThreads
 
     def begin(self, until_s: float) -> bool:
         """Whether a second request may be made now, for a call that ends at ``until_s``; if so, it counts."""
@@ -213,12 +213,12 @@ class Transfer:
     # --- with rivals ---
 
     def _race(self, hedging: Hedging, until_s: float) -> None:
-        """The first request on a thread of the crew; another one whenever all that are left are silent for too long.
+        """The first request on a thread of the threads; another one whenever all that are left are silent for too long.
 
         Raises:
             PassingError: They still are at ``until_s``. (obstore's time-outs come first; file systems may have none.)
         """
-        hedging.crew.run(partial(self._work, self._requests[0]))
+        hedging.threads.run(partial(self._work, self._requests[0]))
         with self._changed:
             try:
                 while not self._is_over():
@@ -231,14 +231,14 @@ class Transfer:
                     elif len(left) < _MOST_AT_ONCE and hedging.begin(until_s):
                         self._requests.append(self._next(rival=True))
                         self._count("requests", 1)
-                        hedging.crew.run(partial(self._work, self._requests[-1]))
+                        hedging.threads.run(partial(self._work, self._requests[-1]))
                     else:
                         self._changed.wait(_LOOK_S)
             finally:
                 self._account(hedging)
 
     def _work(self, request: _Request) -> Callable[[], None]:
-        """A crew thread's part; what is returned tells whoever waits."""
+        """A threads thread's part; what is returned tells whoever waits."""
         error: BaseException | None = None
         try:
             self._serve(request)

@@ -15,7 +15,7 @@ import numpy as np
 
 from streaming.errors import StorageError, TransferError
 from streaming.forks import Maker
-from streaming.storage.urls import redact
+from streaming.storage.base.urls import redact
 
 ReadBuffer = memoryview
 """What a read returns: contiguous, one-dimensional, unsigned bytes; owned by whoever holds it."""

@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any
 
 from streaming.errors import ConfigError
-from streaming.storage.urls import as_url, redact, split_url
+from streaming.storage.base.urls import as_url, redact, split_url
 
 REST_S = 30.0
 """How long a primary that failed is left alone; then one call tries it again, with a single attempt."""

@@ -9,8 +9,47 @@ from dataclasses import dataclass, field, fields
 
 from streaming.arguments import is_number
 from streaming.errors import ConfigError
-from streaming.storage.mirrors import Mirror, parse_mirrors
-from streaming.storage.requests.retry import RetryPolicy
+from streaming.storage.base.mirrors import Mirror, parse_mirrors
+
+GROWTH = 4
+"""Each delay is up to so many times the one before: a fault that was alone costs next to nothing, and a store that
+goes on failing is left alone as soon as with a longer first delay that doubles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """Time-outs and retries of one storage.
+
+    Attributes:
+        connect_timeout_s: How long a connection may take to stand.
+        read_timeout_s: How long an answer may stand still before it counts as stalled.
+        deadline_s: How long one call may take over all its attempts.
+        max_retries: Attempts in a row that bring no new byte before the call fails.
+        first_backoff_s: Upper bound of the first delay; four times as much with each attempt. 20 ms are about a round
+            trip to a store in the same region; with 100 ms an epoch with 1 % of failures waits for them
+            (``bench_faults.py``).
+        max_backoff_s: Where the growth ends.
+        retry_share: Retries that follow no progress, as a share of the calls; beyond it, and some that can be saved up,
+            they wait for each other (two a second), so that a store that fails everything is not hammered.
+        unreachable_s: How long to go on when there is no connection at all: long enough for a restart behind a load
+            balancer, short enough that a wrong endpoint is reported at once.
+    """
+
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 30.0
+    deadline_s: float = 300.0
+    max_retries: int = 10
+    first_backoff_s: float = 0.02
+    max_backoff_s: float = 10.0
+    unreachable_s: float = 3.0
+    retry_share: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            valid = is_number(value) and value >= 0
+            if not valid or (value == 0 and name.endswith(("timeout_s", "deadline_s"))):
+                raise ConfigError(f"storage option {name}: expected a positive number, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
