@@ -14,19 +14,18 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 
 from infra import DeviceMesh, MeshFinder, as_device_mesh
-from streaming.arguments import checked_last_batch, checks_names, merged_last_batch, resolve_batch_size
+from streaming.arguments import checks_names
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
 from streaming.dataset import StreamingDataset
 from streaming.device.copiers import map_tensors
 from streaming.engine.workers.ring import PageLocker
+from streaming.epochs.iterator import Batches
+from streaming.epochs.watch import STALL_REPORT_S, Watchdog, checked_stall_report_s
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
 from streaming.loops.base import BaseLoop
-from streaming.loops.fetcher import (
-    EpochLoop,
-)  # fmt: skip
-from streaming.loops.iterator import Batches
+from streaming.loops.fetcher import EpochLoop
 from streaming.loops.map_style import OrdinaryLoop, is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
     ELSEWHERE,
@@ -38,8 +37,8 @@ from streaming.loops.options import (
 )  # fmt: skip
 from streaming.loops.ordinary_options import OrdinaryConfig, Sharding
 from streaming.loops.streamed import StreamedLoop
-from streaming.loops.watch import STALL_REPORT_S, Watchdog, checked_stall_report_s
 from streaming.loops.words import Announcer, what_is_read
+from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 from streaming.remote import RemoteGroup, RemoteLoop, open_remote
 from streaming.replicas.options import Broadcast, Replicas
@@ -84,7 +83,7 @@ class DataLoader:
         prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
-        stall_report_s: Where no batch comes for that long, a warning on the logger ``streaming.loops.watch`` says what
+        stall_report_s: Where no batch comes for that long, a warning on the logger ``streaming.epochs.watch`` says what
             every stage waits for, and again when that time has doubled; None: never.
         remote_group: A ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset`` is then a
             function, ``device_mesh`` the mesh of the processes that train, and the loop gives ``RemoteBatch``es, a
@@ -179,9 +178,8 @@ class DataLoader:
             timeout=timeout, worker_init_fn=worker_init_fn,
         )  # fmt: skip
         common: dict[str, Any] = {
-            "num_workers": num_workers, "epoch_size": epoch_size, "prefetch_factor": prefetch_factor,
-            "collate_fn": collate_fn, "pin_memory": pin_memory,
-            "last_batch": merged_last_batch(last_batch, drop_last=drop_last),
+            "num_workers": num_workers, "prefetch_factor": prefetch_factor, "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
         }  # fmt: skip
         self.stall_report_s = checked_stall_report_s(stall_report_s)
         self._stages: _Stages = []
@@ -189,7 +187,10 @@ class DataLoader:
         self._check: StartCheck | None = None
         self._finder = MeshFinder(as_device_mesh(device_mesh) if remote_group is not None else device_mesh)
         mesh = self._finder.mesh
-        common["global_batch_size"] = resolve_batch_size(batch_size, global_batch_size, mesh.data_world_size)
+        self._shape = common["shape"] = Shape.chosen(
+            batch_size, global_batch_size, mesh.data_world_size, last_batch=last_batch, drop_last=drop_last,
+            epoch_size=epoch_size,
+        )  # fmt: skip
         self._loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop
         if remote_group is not None:
             self.dataset = dataset
@@ -209,7 +210,7 @@ class DataLoader:
                 pin=_pin, **common,
             )  # fmt: skip
             self._loop = loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
-            same = {"global_batch_size": config.global_batch_size, "last_batch": config.last_batch}
+            same = {"global_batch_size": self._shape.global_batch_size, "last_batch": self._shape.last_batch}
             self._check = StartCheck(dataset, mesh, same, replicas, agreement_timeout_s, loop.state)
         elif self._inline:
             raise _no_dataset(dataset)
@@ -218,7 +219,6 @@ class DataLoader:
             if isinstance(replicate, Broadcast):
                 common["broadcast"] = replicate
             check_ordinary(ordinary, iterable=is_iterable(dataset))
-            checked_last_batch(common["last_batch"])
             self._loop = open_ordinary(dataset, OrdinaryConfig(mesh=mesh, **common, **ordinary))
         self._loop.announce = Announcer(dataset, self._loop, self._finder)
 
@@ -237,13 +237,13 @@ class DataLoader:
     def global_batch_size(self) -> int:
         """Samples of one batch over all data-parallel ranks."""
         self._look_again()
-        return self._loop.config.global_batch_size
+        return self._shape.global_batch_size
 
     @property
     def batch_size(self) -> int:
         """Samples of a full batch of this rank."""
-        mesh, size = self.device_mesh, self.global_batch_size
-        return size * (mesh.data_rank + 1) // mesh.data_world_size - size * mesh.data_rank // mesh.data_world_size
+        mesh = self.device_mesh
+        return self._shape.rows_of(mesh.data_rank)
 
     @property
     def sampler(self) -> EpochSampler:

@@ -11,10 +11,11 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from infra import DeviceMesh, MeshFinder
-from streaming.arguments import checked_int, checked_last_batch, checks_names
+from streaming.arguments import checked_int, checks_names
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError, StateError
 from streaming.fetcher import DeviceMeshFetcher
+from streaming.plan.settings import Shape
 from streaming.samplers.retry import SharedLog
 from streaming.types import Sample
 
@@ -69,7 +70,7 @@ class TorchIterable(IterableDataset[Sample]):
                 "other data sets as they are, with DeviceMeshSampler as batch_sampler="
             )
         self.dataset = dataset
-        self.last_batch = checked_last_batch(last_batch)
+        self.last_batch = Shape.chosen(1, None, 1, last_batch=last_batch).last_batch
         self._num_samples = len(dataset)
         self._memory_limit = memory_limit
         self._finder = MeshFinder(device_mesh)

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
 from streaming.loops.map_style import OrdinaryConfig, open_ordinary
+from streaming.plan.settings import Shape
 
 
 class Uneven(IterableDataset[dict[str, int]]):
@@ -46,7 +47,10 @@ def main() -> None:
     mesh = DeviceMesh.from_sizes()
     found: dict[str, Any] = {}
     for last_batch in ("drop", "pad"):
-        config = OrdinaryConfig(global_batch_size=8, mesh=mesh, last_batch=last_batch, num_workers=num_workers)
+        config = OrdinaryConfig(
+            shape=Shape(global_batch_size=8, num_ranks=mesh.data_world_size, last_batch=last_batch), mesh=mesh,
+            num_workers=num_workers,
+        )  # fmt: skip
         loop = open_ordinary(Uneven(num_workers), config)
         found[last_batch] = [[ids(batch) for batch in loop.run()] for _ in range(2)]
         found.setdefault("discarded", loop.metrics.get("discarded_batches"))

@@ -35,8 +35,6 @@ POINTS_UP = {
     ("engine.memory", "engine"): "`threads` lies in the engine",
     ("engine.workers", "engine"): "`stacks` and `grace` lie in the engine",
     ("loops", "streaming"): "loops take a StreamingDataset, not a Source",
-    ("replicas", "loops"): "a broadcast is a loop around loops",
-    ("samplers", "loops"): "samplers hold the loops' position",
 }
 
 # What holds whatever the drawing says: (who, may not import, but for). Names of the drawing; layers in capitals.

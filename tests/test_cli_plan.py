@@ -19,9 +19,9 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.plan.report import PlanOptions, _epoch_plan, plan, plan_table, replica_ranks
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
+from streaming.epochs.position import Place
 from streaming.errors import ConfigError, MemoryLimitError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.loops.position import Place
 from streaming.plan import memory as budget
 from streaming.storage import Storage
 

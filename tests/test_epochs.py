@@ -30,8 +30,8 @@ from loop_kinds import (
 )
 
 from streaming import DataLoader, DevicePrefetcher
+from streaming.epochs.position import Place, Position
 from streaming.errors import ConfigError, IteratorEndedError
-from streaming.loops.position import Place, Position
 
 Maker = Callable[[], Any]
 NUM_EPOCHS = 7
@@ -209,7 +209,7 @@ def test_leaving_the_rest_of_a_loaded_epoch_is_one_warning(
     kind: str, made: dict[str, Maker], caplog: pytest.LogCaptureFixture
 ) -> None:
     def warnings() -> list[str]:
-        return [one.getMessage() for one in caplog.records if one.name == "streaming.loops.position"]
+        return [one.getMessage() for one in caplog.records if one.name == "streaming.epochs.position"]
 
     first, loader = made[kind](), made[kind]()
     list(islice(first, 2))

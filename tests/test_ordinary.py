@@ -24,6 +24,7 @@ from infra import DeviceMesh
 from streaming.errors import ConfigError, DataError, IteratorEndedError, StateError, TooManyBadSamplesError
 from streaming.loops.iterable import IterableLoop, IterableState
 from streaming.loops.map_style import MapLoop, OrdinaryConfig, open_ordinary
+from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 
 HERE = Path(__file__).parent
@@ -33,7 +34,9 @@ pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 def config(rank: int = 0, world_size: int = 1, **options: Any) -> OrdinaryConfig:
     mesh = DeviceMesh.from_sizes(dp_size=world_size, rank=rank, world_size=world_size)
-    return OrdinaryConfig(**{"global_batch_size": 8, "mesh": mesh, **options})
+    chosen = {name: options.pop(name) for name in ("global_batch_size", "last_batch", "epoch_size") if name in options}
+    shape = Shape(num_ranks=world_size, **{"global_batch_size": 8, **chosen})
+    return OrdinaryConfig(shape=shape, mesh=mesh, **options)
 
 
 class Squares(Dataset[Any]):

@@ -35,7 +35,7 @@ from streaming.errors import (
     TooManyBadSamplesError,
 )
 from streaming.plan.order import OrderSettings
-from streaming.plan.plan import Shape
+from streaming.plan.settings import Shape
 
 
 @pytest.fixture(scope="module")

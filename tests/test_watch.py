@@ -19,8 +19,8 @@ from data_sets import SampleSet, write_set
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.device.copiers import Copied, CpuCopier
+from streaming.epochs.watch import Watchdog
 from streaming.errors import ConfigError
-from streaming.loops.watch import Watchdog
 from streaming.storage.adapters.local import LocalAdapter
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -58,7 +58,7 @@ class Reports(logging.Handler):
 @pytest.fixture
 def reports() -> Iterator[Reports]:
     handler = Reports()
-    logger = logging.getLogger("streaming.loops.watch")
+    logger = logging.getLogger("streaming.epochs.watch")
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
@@ -339,8 +339,8 @@ class StillClock:
 
 def test_it_sleeps_until_the_next_report_is_due(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StillClock(sleeps=5)
-    monkeypatch.setattr("streaming.loops.watch.time", clock)
-    monkeypatch.setattr("streaming.loops.watch.threading", SimpleNamespace(
+    monkeypatch.setattr("streaming.epochs.watch.time", clock)
+    monkeypatch.setattr("streaming.epochs.watch.threading", SimpleNamespace(
         Event=lambda: clock, Thread=threading.Thread, current_thread=threading.current_thread))  # fmt: skip
     dog = Watchdog(1.0, "nothing", lambda: "because")
     dog.begin()

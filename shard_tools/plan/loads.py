@@ -95,12 +95,13 @@ class Loads:
 
     def num_samples(self, dp_rank: int) -> int:
         """Samples that a rank is handed in the whole plan, padding not counted."""
-        plan, ranks = self.plan, self.plan.dp_world_size
+        plan = self.plan
         whole, tail = divmod(plan.num_samples - plan.start, plan.global_batch_size)
         if plan.last_batch == "drop":
             tail = 0
         sizes = ((whole, plan.global_batch_size), (1, tail))
-        return sum(times * (size * (dp_rank + 1) // ranks - size * dp_rank // ranks) for times, size in sizes)
+        shares = ((times, *plan.shape.share(size, dp_rank)) for times, size in sizes)
+        return sum(times * (high - low) for times, low, high in shares)
 
     def of(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
         """The load of one rank; ``ranks`` are the processes that get its share."""
@@ -150,8 +151,8 @@ class Loads:
         starts = plan.epoch * plan.num_samples + plan.start + np.arange(plan.num_batches, dtype=np.int64) * size
         end = (plan.epoch + 1) * plan.num_samples
         sizes = np.minimum(size, end - starts)
-        lows = starts + sizes * dp_rank // plan.dp_world_size
-        highs = starts + sizes * (dp_rank + 1) // plan.dp_world_size
+        low, high = plan.shape.share(sizes, dp_rank)
+        lows, highs = starts + low, starts + high
         if plan.last_batch == "pad":
             highs = np.maximum(highs, lows + 1)
         lows, highs = lows[highs > lows], highs[highs > lows]

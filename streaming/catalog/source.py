@@ -19,7 +19,7 @@ from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, 
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.kept import Selected
 from streaming.index.sample_table import SampleLocation, SampleTable
-from streaming.plan.order import OrderSettings
+from streaming.plan.order import EpochOrders, Orders, OrderSettings
 from streaming.plan.settings import ShuffleConfig, order_settings
 from streaming.storage import ActiveRequest, Storage, redact, scheme_of
 from streaming.types import Int64Array
@@ -148,6 +148,10 @@ class ChunkSource:
             shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
             global_batch_size=global_batch_size, num_samples=self.table.total_samples, num_chunks=self.table.num_chunks,
         )  # fmt: skip
+
+    def orders(self, settings: OrderSettings) -> Orders:
+        """The order of each pass."""
+        return EpochOrders(self.chunk_samples, settings)
 
     def counters(self) -> dict[str, float]:
         """What storage and cache counted since the set was opened; all its loaders count there."""

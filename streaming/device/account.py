@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from typing import Any, Protocol
 
-from streaming.loops.iterator import Batches
+from streaming.epochs.iterator import Batches
 
 
 class Account(Protocol):

@@ -32,11 +32,11 @@ from streaming.arguments import checks_names, is_whole
 from streaming.device.account import Account, HeldBack, Noted
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
+from streaming.epochs.iterator import Batches, failed
+from streaming.epochs.position import Turn
+from streaming.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.errors import ConfigError, IteratorEndedError
 from streaming.forks import Maker
-from streaming.loops.iterator import Batches, failed
-from streaming.loops.position import Turn
-from streaming.loops.watch import STALL_REPORT_S, Watchdog
 
 _END = object()
 
@@ -416,7 +416,7 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
 
 
 class _DeviceBatches:
-    """Iterate one flight. The rules are those of ``streaming.loops.iterator.Batches``."""
+    """Iterate one flight. The rules are those of ``streaming.epochs.iterator.Batches``."""
 
     def __init__(self, prefetcher: DevicePrefetcher, flight: _Flight, turn: Turn) -> None:
         self._prefetcher, self._flight, self._turn = prefetcher, flight, turn

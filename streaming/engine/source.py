@@ -12,7 +12,7 @@ from streaming.decode.registry import FieldDecoder
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
-from streaming.plan.order import OrderSettings
+from streaming.plan.order import Orders, OrderSettings
 from streaming.storage import ActiveRequest
 from streaming.types import Int64Array, Transform
 
@@ -89,6 +89,9 @@ class Source(ShardSet, Protocol):
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How the samples of each source become objects; one for a single set."""
+
+    def orders(self, settings: OrderSettings) -> Orders:
+        """The order of each pass under these settings."""
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """Name the shard of each chunk, as samples and messages show it."""

@@ -14,11 +14,12 @@ from streaming.engine.crew import Crew
 from streaming.engine.source import ShardSet
 from streaming.engine.standing import request_line
 from streaming.engine.workers.ring import PageLocker
+from streaming.epochs.iterator import Loop, Run
+from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.job.tally import Tally, open_tally
-from streaming.loops.iterator import Loop, Run
-from streaming.loops.position import Place
 from streaming.plan.order import OrderSettings
+from streaming.plan.settings import Shape
 
 
 class BaseLoop(Loop):
@@ -29,10 +30,10 @@ class BaseLoop(Loop):
     """
 
     def __init__(
-        self, dataset: ShardSet, order: OrderSettings, global_batch_size: int, mesh: DeviceMesh,
+        self, dataset: ShardSet, order: OrderSettings, shape: Shape, mesh: DeviceMesh,
         sample_in_shard: Callable[[int], int] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(global_batch_size)
+        super().__init__(shape)
         self._read_set = dataset
         self.order = order
         self._crew: Crew | None = None
@@ -63,7 +64,7 @@ class BaseLoop(Loop):
         """See ``Loop``."""
         if seed is not None:
             self.order = replace(self.order, seed=seed)
-        return _Accounted(self._start(place), self._bad, self._global_batch_size // self._mesh.data_world_size)
+        return _Accounted(self._start(place), self._bad, self.shape.rows_of(self._mesh.data_rank))
 
     def report(self) -> dict[str, Any]:
         """All metrics, and this epoch's bad samples by name."""

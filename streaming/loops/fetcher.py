@@ -21,19 +21,19 @@ from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source
 from streaming.engine.units import BatchSlices, Units, WholeChunks
+from streaming.epochs.iterator import Run
+from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.fetch.read import UnitKey
 from streaming.loops.base import BaseLoop
-from streaming.loops.iterator import Run
-from streaming.loops.position import Place
 from streaming.metrics import Metrics
 from streaming.plan import memory as budget
-from streaming.plan.plan import Plan, num_batches
+from streaming.plan.plan import Plan
+from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
 from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import CountedRun, Replicas
 from streaming.storage import redact
-from streaming.types import LastBatch
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +47,8 @@ class LoopConfig:
     """The choices behind a loop, checked.
 
     Attributes:
-        global_batch_size: Samples of one batch over all data-parallel ranks.
+        shape: Of the batches.
         mesh: Where this process is.
-        last_batch: What becomes of the epoch's tail.
-        epoch_size: Samples of a virtual epoch, or None.
         memory_limit_bytes: For everything that is buffered on this rank.
         num_workers: Processes that build batches; 0: threads of this one.
         num_threads: Threads that do, without processes; 0: the thread that asks for a batch builds it.
@@ -59,10 +57,8 @@ class LoopConfig:
         replicas: Who of the ranks of one share reads, and what each gets.
     """
 
-    global_batch_size: int
+    shape: Shape
     mesh: DeviceMesh
-    last_batch: LastBatch
-    epoch_size: int | None
     memory_limit_bytes: int
     num_workers: int
     num_threads: int
@@ -115,8 +111,8 @@ class EpochLoop(BaseLoop):
                 f"no samples in {redact(dataset.urls[0])} and {len(dataset.urls) - 1} other shards. "
                 f"Check the URLs, and look at what is there with `shard_tools info`"
             )
-        order = dataset.order_settings(config.global_batch_size)
-        super().__init__(dataset, order, config.global_batch_size, config.mesh, self._sample_in_shard)
+        order = dataset.order_settings(config.shape.global_batch_size)
+        super().__init__(dataset, order, config.shape, config.mesh, self._sample_in_shard)
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
         self.config, self._sharing = open_sharing(config)
@@ -126,16 +122,16 @@ class EpochLoop(BaseLoop):
         if self._is_mapped:
             sizes = sizes + np.where(sizes < LEAST_BYTES, 0, dataset.byte_starts % budget.PAGE_BYTES)  # skew_bytes
         self._room_bytes = budget.whole_pages(sizes)
-        self._check_enough_samples()
+        self.shape.check_enough(self.samples_per_epoch)
 
     @cached_property
     def samples_per_epoch(self) -> int:
         """Samples of an epoch, over all ranks; asked for at every batch."""
-        return self.config.epoch_size or self._num_samples
+        return self.shape.epoch_size or self._num_samples
 
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``."""
-        return num_batches(self.samples_per_epoch - samples_seen, self.config.global_batch_size, self.config.last_batch)
+        return self.shape.batches_in(self.samples_per_epoch - samples_seen)
 
     def state(self) -> LoaderState:
         """The position; the same on every rank."""
@@ -146,7 +142,7 @@ class EpochLoop(BaseLoop):
             next_seed=self.position.next_seed,
             fingerprint=self.dataset.fingerprint,
             num_samples=self._num_samples,
-            epoch_size=self.config.epoch_size,
+            epoch_size=self.shape.epoch_size,
         )
 
     def load(self, state: LoaderState) -> None:
@@ -165,9 +161,9 @@ class EpochLoop(BaseLoop):
                 f"{state.fingerprint[:12]}; this one has {self._num_samples} samples, fingerprint "
                 f"{fingerprint[:12]}. Open the same shards in the same order, with the index they had"
             )
-        if state.epoch_size != self.config.epoch_size:
+        if state.epoch_size != self.shape.epoch_size:
             raise StateError(
-                f"epoch_size: the state has {state.epoch_size}, this loader {self.config.epoch_size}; give the same"
+                f"epoch_size: the state has {state.epoch_size}, this loader {self.shape.epoch_size}; give the same"
             )
         if state.order.shuffle != self.order.shuffle:
             raise StateError(
@@ -186,12 +182,13 @@ class EpochLoop(BaseLoop):
         return Plan(
             self.dataset.chunk_samples,
             self.order,
-            global_batch_size=self.config.global_batch_size,
-            dp_world_size=self.config.mesh.data_world_size,
-            last_batch=self.config.last_batch,
+            global_batch_size=self.shape.global_batch_size,
+            dp_world_size=self.shape.num_ranks,
+            last_batch=self.shape.last_batch,
             epoch=place.epoch,
-            epoch_size=self.config.epoch_size,
+            epoch_size=self.shape.epoch_size,
             start=place.samples_seen,
+            orders=self.dataset.orders(self.order),
         )
 
     def _start(self, place: Place) -> Run:
@@ -317,21 +314,6 @@ class EpochLoop(BaseLoop):
         offset = np.array([number - ends[chunk] + self.dataset.chunk_samples[chunk]])
         wanted = self.dataset.chunk(chunk)
         return wanted.first_sample + wanted.lead + int(self.dataset.samples_of(np.array([chunk]), offset)[0])
-
-    def _check_enough_samples(self) -> None:
-        total = self.samples_per_epoch
-        ranks, size = self.config.mesh.data_world_size, self.config.global_batch_size
-        if total < ranks and self.config.last_batch != "pad":
-            raise ConfigError(
-                f"{total} samples cannot be dealt to {ranks} data-parallel ranks: some would get none in the whole "
-                f'epoch. Use last_batch="pad", at most {total} ranks, or epoch_size to repeat the data'
-            )
-        if total < size and self.config.last_batch == "drop":
-            raise ConfigError(
-                f'{total} samples do not fill one global batch of {size} ({ranks} ranks), and last_batch="drop" leaves '
-                f'out what does not: the epoch would be empty. Use last_batch="pad" or "partial", a smaller batch, or '
-                f"epoch_size to repeat the data"
-            )
 
 
 def _close_all(crew: Crew, store: ChunkStore) -> None:

@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from infra import DeviceMesh
+from streaming.epochs.iterator import Loop, Run
+from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.forks import in_children
-from streaming.loops.iterator import Loop, Run
 from streaming.loops.ordinary_options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down
 from streaming.loops.parts import (
     Cursor,
@@ -37,7 +38,6 @@ from streaming.loops.parts import (
     has_state,
     num_shards,
 )  # fmt: skip
-from streaming.loops.position import Place
 from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import hash_words
 from streaming.plan.state import LoaderState
@@ -88,9 +88,8 @@ class IterableState(LoaderState):
         if not isinstance(data, Mapping) or not set(_EXTRA) <= set(data):
             raise StateError("state: expected that of an iterable data set, with the positions of its workers")
         base = LoaderState.from_dict({name: value for name, value in data.items() if name not in _EXTRA})
-        names = ("epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size")
         return cls(
-            **{name: getattr(base, name) for name in names},
+            **{one.name: getattr(base, one.name) for one in fields(LoaderState)},
             cursors=tuple(Cursor.from_dict(cursor) for cursor in data["cursors"]),
             data_rank=data["data_rank"],
             data_world_size=data["data_world_size"],
@@ -120,15 +119,13 @@ class IterableLoop(Loop):
     """Ranks ask each other whether all have one batch more."""
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
-        super().__init__(config.global_batch_size)
+        super().__init__(config.shape)
         self.dataset = dataset
         self.config = config
         self.order = OrderSettings(seed=config.seed, lanes=1, window=0)
-        if config.epoch_size is not None and config.epoch_size < config.global_batch_size:
-            raise ConfigError(
-                f"epoch_size: {config.epoch_size} is less than one global batch of {config.global_batch_size}"
-            )
-        self.is_counted = config.epoch_size is not None
+        self.is_counted = config.shape.epoch_size is not None
+        if self.is_counted:
+            replace(config.shape, last_batch="drop").check_enough(config.shape.num_samples)  # full batches alone
         self.is_agreed = not self.is_counted and config.mesh.world_size > 1
         if self.is_agreed:
             _check_can_agree(config.mesh)
@@ -151,7 +148,7 @@ class IterableLoop(Loop):
 
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``; for ``epoch_size`` alone."""
-        size = self.config.global_batch_size
+        size = self.shape.global_batch_size
         return max(0, self._epoch_samples() // size - samples_seen // size)
 
     def start(self, place: Place, seed: int | None) -> Run:
@@ -173,14 +170,16 @@ class IterableLoop(Loop):
             return replace(super().after_batch(place, run), detail=run.cursors)
         if run.is_last:
             return Place(epoch=place.epoch + 1, samples_seen=0)
-        return Place(epoch=place.epoch, samples_seen=place.samples_seen + self._global_batch_size, detail=run.cursors)
+        return Place(
+            epoch=place.epoch, samples_seen=place.samples_seen + self.shape.global_batch_size, detail=run.cursors
+        )
 
     def state(self) -> IterableState:
         """The position of this rank."""
         mesh, place = self.config.mesh, self.position.place
         return IterableState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
-            fingerprint=_FINGERPRINT, num_samples=self._epoch_samples(), epoch_size=self.config.epoch_size,
+            fingerprint=_FINGERPRINT, num_samples=self._epoch_samples(), epoch_size=self.shape.epoch_size,
             cursors=place.detail or (), data_rank=mesh.data_rank, data_world_size=mesh.data_world_size,
         )  # fmt: skip
 
@@ -192,8 +191,8 @@ class IterableLoop(Loop):
         """
         if not isinstance(state, IterableState) or state.fingerprint != _FINGERPRINT:
             raise StateError("this state does not belong to an iterable data set")
-        if state.epoch_size != self.config.epoch_size:
-            raise StateError(f"epoch_size: the state has {state.epoch_size}, this loader {self.config.epoch_size}")
+        if state.epoch_size != self.shape.epoch_size:
+            raise StateError(f"epoch_size: the state has {state.epoch_size}, this loader {self.shape.epoch_size}")
         if state.cursors:
             self._check_place(state)
             if not (has_state(self.dataset) or any(cursor.state is not None for cursor in state.cursors)):
@@ -245,7 +244,7 @@ class IterableLoop(Loop):
     # --- epochs ---
 
     def _epoch_samples(self) -> int:
-        return UNKNOWN_SIZE if self.config.epoch_size is None else self.config.epoch_size
+        return UNKNOWN_SIZE if self.shape.epoch_size is None else self.shape.epoch_size
 
     def _open(self, epoch: int, cursors: tuple[Cursor, ...]) -> _Packets:
         """The stream from ``cursors`` on: the one that stands there, or a new one."""
@@ -257,8 +256,8 @@ class IterableLoop(Loop):
             settings = ShareSettings(
                 first_part=mesh.data_rank * workers,
                 num_parts=mesh.data_world_size * workers,
-                batch_size=config.rank_batch_size,
-                last_batch=config.last_batch,
+                batch_size=config.shape.rows_of(mesh.data_rank),
+                last_batch=config.shape.last_batch,
                 endless=self.is_counted,
                 seed=self.order.seed,
                 sharding=config.sharding,
@@ -319,7 +318,7 @@ class IterableLoop(Loop):
         All ranks ask the same number of times: the question about batch k is asked before batch k - AHEAD is handed
         out, by those too that have no more.
         """
-        padded = self.config.last_batch == "pad"
+        padded = self.shape.last_batch == "pad"
         asked: deque[_Asked] = deque()
         last: Packet | None = None
         ended = False

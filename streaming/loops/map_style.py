@@ -14,16 +14,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from infra import DeviceMesh
+from streaming.epochs.iterator import Loop, Run
+from streaming.epochs.position import Place
 from streaming.errors import ConfigError
 from streaming.forks import in_children
+from streaming.loops.dispatch import DispatchLoop
 from streaming.loops.iterable import Again, IterableLoop
-from streaming.loops.iterator import Loop, Run
 from streaming.loops.ordinary_options import Collate, OrdinaryConfig, Workers, leave_behind, shut_down, with_valid
-from streaming.loops.position import Place
 from streaming.plan.permutation import hash_words
 from streaming.plan.plan import Plan
 from streaming.plan.state import LoaderState
-from streaming.replicas.dispatch import DispatchLoop
 from streaming.samplers.device_mesh import DeviceMeshSampler, with_substitutes
 from streaming.samplers.retry import RetrySampler
 
@@ -103,10 +103,10 @@ class MapLoop(Loop):
         self.dataset = dataset
         self.config = config
         self.sampler = DeviceMeshSampler(
-            dataset, global_batch_size=config.global_batch_size, device_mesh=config.mesh, shuffle=config.shuffle,
-            seed=config.seed, last_batch=config.last_batch, epoch_size=config.epoch_size,
+            dataset, global_batch_size=config.shape.global_batch_size, device_mesh=config.mesh, shuffle=config.shuffle,
+            seed=config.seed, last_batch=config.shape.last_batch, epoch_size=config.shape.epoch_size,
         )  # fmt: skip
-        super().__init__(config.global_batch_size, self.sampler.position)
+        super().__init__(config.shape, self.sampler.position)
         self._rows = _Rows(self.sampler)
         self._retry = RetrySampler(
             self._rows, dataset, on_error=config.on_error, max_retries=config.max_retries,
@@ -261,7 +261,7 @@ class _MapRun:
 
     def _finished(self, batch: Any) -> Any:
         config = self._loop.config
-        if config.last_batch == "pad":
+        if config.shape.last_batch == "pad":
             rows = self._plan.rank_batches(self._number, self._number + 1, config.mesh.data_rank)
             return with_valid(batch, torch.from_numpy(rows.valid))
         return batch

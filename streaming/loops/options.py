@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import checked_last_batch, checked_memory_limit, is_whole, option_names
+from streaming.arguments import checked_memory_limit, is_whole, option_names
 from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError
 from streaming.loops.fetcher import LoopConfig
+from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
 
@@ -125,9 +126,9 @@ def check_ordinary(options: Mapping[str, Any], *, iterable: bool) -> None:
             raise ConfigError(f"{name}: {why}")
 
 
-def streaming_config(  # noqa: PLR0913  as the loader got them
-    dataset: StreamingDataset, mesh: DeviceMesh, replicas: Replicas, *, global_batch_size: int, num_workers: int,
-    num_threads: int | None, last_batch: str, epoch_size: int | None, collate_fn: Callable[[list[Any]], Any] | None,
+def streaming_config(
+    dataset: StreamingDataset, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape, num_workers: int,
+    num_threads: int | None, collate_fn: Callable[[list[Any]], Any] | None,
     prefetch_factor: int, pin_memory: bool, memory_limit: int | str, pin: Callable[[Any], Any],
 ) -> LoopConfig:  # fmt: skip
     """Check the choices of a loop over a ``StreamingDataset``; ``pin`` page-locks a batch."""
@@ -144,10 +145,8 @@ def streaming_config(  # noqa: PLR0913  as the loader got them
         finish=pin if pin_memory and torch.cuda.is_available() else None,
     )  # fmt: skip
     return LoopConfig(
-        global_batch_size=global_batch_size,
+        shape=shape,
         mesh=mesh,
-        last_batch=checked_last_batch(last_batch),
-        epoch_size=None if epoch_size is None else _checked_count("epoch_size", epoch_size, 1),
         memory_limit_bytes=checked_memory_limit(memory_limit),
         num_workers=num_workers,
         num_threads=threads,

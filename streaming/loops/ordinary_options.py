@@ -20,12 +20,12 @@ from streaming.batches.collate import default_collate, without_rows
 from streaming.engine.workers.context import ServerContext
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.errors import ConfigError
+from streaming.plan.settings import Shape
 from streaming.replicas.options import Broadcast
 from streaming.samplers.retry import NoRow
-from streaming.types import LastBatch
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
-"""How an iterable data set is cut into parts (``streaming.loops.parts``), or dealt out (``replicas.dispatch``)."""
+"""How an iterable data set is cut into parts (``loops.parts``), or dealt out (``loops.dispatch``)."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +39,8 @@ class OrdinaryConfig:
     """The choices behind a loop over an ordinary data set, checked by who reads them from the user.
 
     Attributes:
-        global_batch_size: Samples of one batch over all data-parallel ranks.
+        shape: Of the batches.
         mesh: Where this process is.
-        last_batch: What becomes of the epoch's tail.
-        epoch_size: Samples of a virtual epoch, or None.
         num_workers: torch worker processes; 0: this process.
         prefetch_factor: Batches asked for ahead, per worker.
         pin_memory: Page-lock batches, where there is CUDA.
@@ -61,10 +59,8 @@ class OrdinaryConfig:
         worker_init_fn: Called with its number in each worker process that starts.
     """
 
-    global_batch_size: int
+    shape: Shape
     mesh: DeviceMesh
-    last_batch: LastBatch = "drop"
-    epoch_size: int | None = None
     num_workers: int = 0
     prefetch_factor: int = 2
     pin_memory: bool = False
@@ -85,8 +81,6 @@ class OrdinaryConfig:
         checked_int("num_workers", self.num_workers, 0, 4096)
         checked_int("prefetch_factor", self.prefetch_factor, 1, 4096)
         checked_int("seed", self.seed, 0, 2**64 - 1)
-        if self.epoch_size is not None:
-            checked_int("epoch_size", self.epoch_size, 1, 2**62)
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")
         self._check_together()
@@ -109,17 +103,11 @@ class OrdinaryConfig:
                 "timeout: it is for batches of worker processes, and num_workers is 0; stall_report_s= says in the log "
                 "what a batch waits for"
             )
-        if self.on_error == "skip" and self.last_batch == "pad":
+        if self.on_error == "skip" and self.shape.last_batch == "pad":
             raise ConfigError(
                 'on_error="skip" leaves samples out of their batches, which last_batch="pad" keeps full; use '
                 'on_error="substitute", or last_batch="partial"'
             )
-
-    @property
-    def rank_batch_size(self) -> int:
-        """Samples of this rank in a full batch."""
-        rank, ranks = self.mesh.data_rank, self.mesh.data_world_size
-        return self.global_batch_size * (rank + 1) // ranks - self.global_batch_size * rank // ranks
 
 
 class Workers:

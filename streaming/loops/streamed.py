@@ -12,14 +12,13 @@ from streaming.engine.crew import Crew
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
 from streaming.engine.unindexed.samples import StreamSettings
+from streaming.epochs.iterator import Run
+from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.loops.base import BaseLoop
 from streaming.loops.fetcher import LoopConfig, open_crew, open_sharing
-from streaming.loops.iterator import Run
-from streaming.loops.position import Place
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
-from streaming.plan.plan import Shape, num_batches
 from streaming.plan.state import LoaderState
 
 DEFAULT_WINDOW = 4096
@@ -40,16 +39,13 @@ class StreamedLoop(BaseLoop):
     """
 
     def __init__(self, dataset: StreamingDataset, config: LoopConfig) -> None:
-        if config.epoch_size is None:
+        if config.shape.epoch_size is None:
             raise ConfigError(
                 f"{dataset.shards.missing_index}. Such a set can only be streamed, shard after shard, and needs "
                 f"epoch_size=… to say when an epoch ends (or, much better, an index: shard_tools index URL)"
             )
-        if config.epoch_size < config.global_batch_size and config.last_batch == "drop":
-            raise ConfigError(
-                f"epoch_size: {config.epoch_size} is less than one global batch of {config.global_batch_size}, and "
-                f'last_batch="drop" leaves out what does not fill one. Use "pad" or "partial", or a smaller batch'
-            )
+        if not config.shape.num_batches:
+            config.shape.check_enough(config.shape.epoch_size)
         window = dataset.shuffle_config.window
         order = OrderSettings(
             seed=dataset.seed,
@@ -57,16 +53,10 @@ class StreamedLoop(BaseLoop):
             window=(DEFAULT_WINDOW if window is None else window) if dataset.shuffle else 0,
             shuffle=dataset.shuffle,
         )
-        super().__init__(dataset, order, config.global_batch_size, config.mesh)
+        super().__init__(dataset, order, config.shape, config.mesh)
         self.dataset = dataset
         self.config, self._sharing = open_sharing(config)
-        self._size = config.epoch_size
-        self._shape = Shape(
-            global_batch_size=config.global_batch_size,
-            num_ranks=config.mesh.data_world_size,
-            last_batch=config.last_batch,
-            epoch_size=config.epoch_size,
-        )
+        self._size = config.shape.epoch_size
         if config.recipe.portion.fields is not None:
             raise ConfigError(
                 f"stage_fields: {dataset.shards.missing_index}, and without an index stages cannot tell how many "
@@ -83,11 +73,11 @@ class StreamedLoop(BaseLoop):
     @property
     def _fingerprint(self) -> str:
         """Of the shards; and the number of ranks, where the order does not hold it."""
-        return self._shards if self.order.shuffle else f"{self._shards}@{self._shape.num_ranks}"
+        return self._shards if self.order.shuffle else f"{self._shards}@{self.shape.num_ranks}"
 
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``."""
-        return num_batches(self._size - samples_seen, self._global_batch_size, self.config.last_batch)
+        return self.shape.batches_in(self._size - samples_seen)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -111,16 +101,16 @@ class StreamedLoop(BaseLoop):
         shards, _, ranks = state.fingerprint.partition("@")
         if shards != self._shards:
             raise StateError("this state belongs to other shards (or to shards with an index); open the same ones")
-        if state.epoch_size != self.config.epoch_size:
-            raise StateError(f"epoch_size: the state has {state.epoch_size}, this loader {self.config.epoch_size}")
+        if state.epoch_size != self.shape.epoch_size:
+            raise StateError(f"epoch_size: the state has {state.epoch_size}, this loader {self.shape.epoch_size}")
         if state.order.shuffle != self.order.shuffle:
             raise StateError(
                 f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
             )
         began_with = int(ranks) if ranks.isdecimal() else state.order.lanes
-        if state.samples_seen and began_with != self._shape.num_ranks:
+        if state.samples_seen and began_with != self.shape.num_ranks:
             raise StateError(
-                f"without an index an epoch cannot go on with {self._shape.num_ranks} data-parallel ranks that began "
+                f"without an index an epoch cannot go on with {self.shape.num_ranks} data-parallel ranks that began "
                 f"with {began_with}. Go on with {began_with}, begin the next epoch with set_epoch("
                 f"{state.epoch + 1}), or index the shards (shard_tools index URL) and start anew"
             )
@@ -147,8 +137,8 @@ class StreamedLoop(BaseLoop):
             dp_rank=config.mesh.data_rank,
             window_bytes=int(config.memory_limit_bytes * _WINDOW_SHARE),
             fields=self.dataset.fields,
-            shape=self._shape,
-            first_batch=place.samples_seen // config.global_batch_size,
+            shape=self.shape,
+            first_batch=place.samples_seen // config.shape.global_batch_size,
             depth=config.depth,
             piece_bytes=piece_bytes_of(config.memory_limit_bytes),
             keep_duplicates=self.dataset.duplicate_keys == "keep",

@@ -8,8 +8,8 @@ from typing import Any
 from infra import MeshFinder
 from streaming.arguments import format_bytes
 from streaming.dataset import StreamingDataset
-from streaming.loops.iterator import Loop
-from streaming.loops.position import Place
+from streaming.epochs.iterator import Loop
+from streaming.epochs.position import Place
 
 _log = logging.getLogger("streaming")
 
@@ -42,7 +42,7 @@ class Announcer:
         return f"{at}: {'; '.join(parts)}"
 
     def _amount(self, loop: Any) -> list[str]:
-        size = self._config.global_batch_size
+        size = loop.shape.global_batch_size
         if not loop.is_counted:
             return [f"batches of {size} over all ranks, as many as there are"]
         return [f"{loop.batches_left(0)} batches of {size} over all ranks"]

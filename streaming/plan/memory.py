@@ -125,7 +125,7 @@ def reads_slices(plan: Plan, chunk_bytes: Int64Array, *, memory_limit_bytes: int
 
 def rank_rows(plan: Plan) -> int:
     """Samples of the largest share of a batch."""
-    return -(-plan.global_batch_size // plan.dp_world_size)
+    return plan.shape.most_rows
 
 
 def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans], *, memory_limit_bytes: int) -> int:

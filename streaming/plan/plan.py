@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -34,54 +33,14 @@ from streaming.plan.order import (
     OrderSettings,
     deal_by_lane,
 )
+from streaming.plan.settings import MAX_COUNT, Shape
 from streaming.types import Int64Array, LastBatch
 
-_MAX_COUNT = 2**62
 PASSES_LOOKED_AT = 8
 """Of an epoch of many passes, those whose chunks are counted at its start: the others are planned when they are due."""
 _CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more for a reader and a consumer apart
 _MIN_SEGMENT = 2048  # lane positions evaluated at once at least; amortises the calls into NumPy
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
-
-
-def num_batches(num_samples: int, global_batch_size: int, last_batch: LastBatch) -> int:
-    """Batches that ``num_samples`` samples make, over all ranks; none of fewer than none."""
-    return max(0, num_samples // global_batch_size if last_batch == "drop" else -(-num_samples // global_batch_size))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Count batches and rows of an epoch that is dealt out in order, whatever the samples are.
-
-    Attributes:
-        global_batch_size: G, samples of one batch over all ranks.
-        num_ranks: R.
-        last_batch: What becomes of the last ``epoch_size % G`` samples; see ``Plan``.
-        epoch_size: Samples of an epoch.
-    """
-
-    global_batch_size: int
-    num_ranks: int
-    last_batch: LastBatch
-    epoch_size: int
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of an epoch, the same on every rank."""
-        return num_batches(self.epoch_size, self.global_batch_size, self.last_batch)
-
-    def rows(self, batch: int, rank: int) -> tuple[int, int]:
-        """Rows of one rank in a batch: those that are samples of it, and all, padding included."""
-        size = min(self.global_batch_size, self.epoch_size - batch * self.global_batch_size)
-        real = size * (rank + 1) // self.num_ranks - size * rank // self.num_ranks
-        return real, (-(-self.global_batch_size // self.num_ranks) if self.last_batch == "pad" else real)
-
-    def positions(self, batch: int, rank: int) -> Int64Array:
-        """Place in the epoch's global order of each row of one rank in a batch, int64[n]; padding repeats samples."""
-        start = batch * self.global_batch_size
-        size = min(self.global_batch_size, self.epoch_size - start)
-        real, num_rows = self.rows(batch, rank)
-        return start + size * rank // self.num_ranks + np.arange(num_rows) % max(1, real)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,19 +116,20 @@ class Plan:
                 f"orders: expected those of {settings} and {len(np.atleast_1d(chunk_samples))} chunks, got those of "
                 f"{self.orders.settings} and {len(self.chunk_samples)} chunks"
             )
-        self.global_batch_size = checked_int("global_batch_size", global_batch_size, 1, 2**31 - 1)
-        self.dp_world_size = checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1)
-        if last_batch not in get_args(LastBatch):
-            raise ConfigError(f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {last_batch!r}")
-        self.last_batch: LastBatch = last_batch
         self.samples_per_pass = self.orders.samples_per_pass
-        size = self.samples_per_pass if epoch_size is None else epoch_size
-        self.num_samples = checked_int("epoch_size", size, 1, _MAX_COUNT)
-        self.epoch = checked_int("epoch", epoch, 0, _MAX_COUNT // self.num_samples - 1)
+        self.shape = Shape(
+            global_batch_size=global_batch_size, num_ranks=checked_int("dp_world_size", dp_world_size, 1, 2**31 - 1),
+            last_batch=last_batch,
+            epoch_size=self.samples_per_pass if epoch_size is None else epoch_size,
+        )  # fmt: skip
+        self.global_batch_size, self.dp_world_size = self.shape.global_batch_size, self.shape.num_ranks
+        self.last_batch: LastBatch = last_batch
+        self.num_samples = self.shape.num_samples
+        self.epoch = checked_int("epoch", epoch, 0, MAX_COUNT // self.num_samples - 1)
         self.start = checked_int("start", start, 0, self.num_samples)
         self._origin = self.epoch * self.num_samples + self.start
         left = self.num_samples - self.start
-        self.num_batches = num_batches(left, self.global_batch_size, last_batch)
+        self.num_batches = self.shape.batches_in(left)
         self._stop = self._origin + min(left, self.num_batches * self.global_batch_size)
         self._orders: dict[int, Order] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
@@ -295,12 +255,10 @@ class Plan:
     def _slices(self, batches: Int64Array, dp_rank: int) -> _Slices:
         starts = self._origin + batches * self.global_batch_size
         stops = np.minimum(starts + self.global_batch_size, self._stop)
-        sizes = stops - starts
-        lows = sizes * dp_rank // self.dp_world_size
-        counts = sizes * (dp_rank + 1) // self.dp_world_size - lows
-        rows = counts
+        lows, highs = self.shape.share(stops - starts, dp_rank)
+        counts = rows = highs - lows
         if self.last_batch == "pad":
-            rows = np.full_like(counts, -(-self.global_batch_size // self.dp_world_size))
+            rows = np.full_like(counts, self.shape.most_rows)
         return _Slices(starts=starts, stops=stops, lows=lows, counts=counts, rows=rows)
 
     def _places(self, cut: _Slices, batch: Int64Array, slots: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -343,7 +301,7 @@ class Plan:
         order = self.order(pass_number)
         low_lane, num_lanes = int(lanes.min()), int(lanes.max() - lanes.min()) + 1
         row_lanes = lanes - low_lane
-        lows, highs = np.full(num_lanes, _MAX_COUNT), np.full(num_lanes, -1)
+        lows, highs = np.full(num_lanes, MAX_COUNT), np.full(num_lanes, -1)
         np.minimum.at(lows, row_lanes, places)
         np.maximum.at(highs, row_lanes, places)
         bases, length = np.zeros(num_lanes, dtype=np.int64), 0
@@ -430,8 +388,7 @@ class Plan:
     def rank_lanes(self, dp_rank: int) -> tuple[int, int]:
         """Lanes ``[low, high)`` of which this rank may hold a row in a full batch inside one pass."""
         size, num_lanes = self.global_batch_size, self.settings.lanes
-        low = size * dp_rank // self.dp_world_size
-        high = size * (dp_rank + 1) // self.dp_world_size
+        low, high = self.shape.share(size, dp_rank)
         if self.last_batch == "pad":
             high = max(high, low + 1)  # without a sample of its own, a rank pads with that of another
         if high <= low:

@@ -1,11 +1,13 @@
-"""The order of a data set under a loader: what a user may choose, and the defaults."""
+"""The order of a data set and the shape of its batches: what a user may choose, and the defaults."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Self, TypeVar, get_args
 
-from streaming.arguments import checked_int, checks_names
+import numpy as np
+
+from streaming.arguments import checked_int, checked_last_batch, checks_names, merged_last_batch, resolve_batch_size
 from streaming.errors import ConfigError
 from streaming.plan.order import (
     MAX_LANES,
@@ -15,8 +17,11 @@ from streaming.plan.order import (
     default_lanes,
     default_window,
 )  # fmt: skip
+from streaming.types import Int64Array, LastBatch
 
 MAX_SEED = 2**64 - 1
+MAX_COUNT = 2**62
+_Count = TypeVar("_Count", int, Int64Array)
 
 
 @checks_names()
@@ -84,3 +89,118 @@ def order_settings(
         window=default_window(num_samples, num_chunks) if window is None else window,
         scope=scope,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Count the batches and rows of an epoch that is dealt out in order, whatever the samples are.
+
+    Attributes:
+        global_batch_size: G, samples of one batch over all ranks.
+        num_ranks: R, the data-parallel ranks.
+        last_batch: What becomes of samples that do not fill a batch; see ``Plan``.
+        epoch_size: Samples of an epoch; None: as many as there are.
+
+    Raises:
+        ConfigError: A number is no integer or out of range, or ``last_batch`` none of the three.
+    """
+
+    global_batch_size: int
+    num_ranks: int
+    last_batch: LastBatch = "drop"
+    epoch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("global_batch_size", 2**31 - 1), ("num_ranks", 2**31 - 1), ("epoch_size", MAX_COUNT)):
+            value = getattr(self, name)
+            if value is not None or name != "epoch_size":  # of NumPy perhaps, and states are JSON
+                object.__setattr__(self, name, checked_int(name, value, 1, most))
+        checked_last_batch(self.last_batch)
+
+    @classmethod
+    def chosen(
+        cls, batch_size: int | None, global_batch_size: int | None, num_ranks: int, *, last_batch: str = "drop",
+        drop_last: bool | None = None, epoch_size: int | None = None,
+    ) -> Self:  # fmt: skip
+        """The shape that a user chose, by torch's names or ours; every rank gets a row of a full batch.
+
+        Args:
+            batch_size: Samples per rank; exactly one of it and ``global_batch_size`` is to be given.
+            global_batch_size: Samples over all ranks.
+            num_ranks: R.
+            last_batch: See ``Plan``.
+            drop_last: torch's name: True for ``"drop"``, False for ``"partial"``.
+            epoch_size: Samples of a virtual epoch, or None.
+
+        Raises:
+            ConfigError: Neither or both sizes are given, or what is given cannot work.
+        """
+        size = resolve_batch_size(batch_size, global_batch_size, num_ranks)
+        known = checked_last_batch(merged_last_batch(last_batch, drop_last=drop_last))
+        return cls(global_batch_size=size, num_ranks=num_ranks, epoch_size=epoch_size, last_batch=known)
+
+    @property
+    def num_samples(self) -> int:
+        """``epoch_size``, where it is known.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        if self.epoch_size is None:
+            raise ConfigError("epoch_size: give it; nothing else says when an epoch ends")
+        return self.epoch_size
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return self.batches_in(self.num_samples)
+
+    def batches_in(self, num_samples: int) -> int:
+        """Batches that so many samples make, over all ranks; none of fewer than none."""
+        whole = num_samples // self.global_batch_size
+        return max(0, whole if self.last_batch == "drop" else -(-num_samples // self.global_batch_size))
+
+    def share(self, size: _Count, rank: int) -> tuple[_Count, _Count]:
+        """Which of ``size`` samples in their order, ``[low, high)``, one rank gets."""
+        return size * rank // self.num_ranks, size * (rank + 1) // self.num_ranks
+
+    def rows_of(self, rank: int) -> int:
+        """Samples of one rank in a full batch."""
+        low, high = self.share(self.global_batch_size, rank)
+        return high - low
+
+    @property
+    def most_rows(self) -> int:
+        """Those of the rank that has most; with ``"pad"`` every rank has as many rows, in every batch."""
+        return -(-self.global_batch_size // self.num_ranks)
+
+    def rows(self, batch: int, rank: int) -> tuple[int, int]:
+        """Rows of one rank in a batch: those that are samples of it, and all, padding included."""
+        low, high = self.share(min(self.global_batch_size, self.num_samples - batch * self.global_batch_size), rank)
+        return high - low, self.most_rows if self.last_batch == "pad" else high - low
+
+    def positions(self, batch: int, rank: int) -> Int64Array:
+        """Place in the epoch's global order of each row of one rank in a batch, int64[n]; padding repeats samples."""
+        start = batch * self.global_batch_size
+        low, _ = self.share(min(self.global_batch_size, self.num_samples - start), rank)
+        real, num_rows = self.rows(batch, rank)
+        return start + low + np.arange(num_rows) % max(1, real)
+
+    def check_enough(self, num_samples: int) -> None:
+        """Refuse epochs in which nothing, or nothing for some rank, would come.
+
+        Raises:
+            ConfigError: So many samples of an epoch are too few.
+        """
+        if num_samples < self.num_ranks and self.last_batch != "pad":
+            raise ConfigError(
+                f"{num_samples} samples cannot be dealt to {self.num_ranks} data-parallel ranks: some would get none "
+                f'in the whole epoch. Use last_batch="pad", at most {num_samples} ranks, or epoch_size to repeat the '
+                "data"
+            )
+        if not self.batches_in(num_samples):
+            raise ConfigError(
+                f"{num_samples} samples do not fill one global batch of {self.global_batch_size} ({self.num_ranks} "
+                f'ranks), and last_batch="drop" leaves out what does not: the epoch would be empty. Use '
+                f'last_batch="pad" or "partial", a smaller batch, or epoch_size to repeat the data'
+            )

@@ -18,9 +18,10 @@ import cloudpickle
 
 from infra import DeviceMesh
 from streaming.arguments import format_bytes, is_whole
+from streaming.epochs.iterator import Loop, Run
+from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
-from streaming.loops.iterator import Loop, Run
-from streaming.loops.position import Place
+from streaming.plan.settings import Shape
 from streaming.remote import cluster
 from streaming.remote.group import RemoteGroup, as_remote_group, deal
 from streaming.remote.handles import BatchHandle, RemoteBatch
@@ -38,13 +39,13 @@ class RemoteConfig:
     """The choices behind a remote loop.
 
     Attributes:
-        global_batch_size: Samples of one batch over all data-parallel ranks.
+        shape: Of the batches.
         mesh: Of the processes that train; the driver need not be one of them.
         group: Where the readers are.
         prefetch: Steps asked for ahead of the one handed out.
     """
 
-    global_batch_size: int
+    shape: Shape
     mesh: DeviceMesh
     group: RemoteGroup
     prefetch: int
@@ -96,8 +97,9 @@ def travelling(create_dataset: Any, make_loader: Callable[..., Any]) -> bytes:
 
 
 def open_remote(
-    create_dataset: Any, loader: Callable[..., Any], mesh: DeviceMesh, group: RemoteGroup | str, **options: Any
-) -> RemoteLoop:
+    create_dataset: Any, loader: Callable[..., Any], mesh: DeviceMesh, group: RemoteGroup | str, *, shape: Shape,
+    **options: Any,
+) -> RemoteLoop:  # fmt: skip
     """The loop whose readers each make ``loader(dataset, device_mesh=…, **options)``.
 
     Raises:
@@ -114,9 +116,10 @@ def open_remote(
     prefetch = options["prefetch_factor"]
     if not is_whole(prefetch) or prefetch < 1:
         raise ConfigError(f"prefetch_factor: expected an integer of at least 1, got {prefetch!r}")
-    config = RemoteConfig(
-        global_batch_size=options["global_batch_size"], mesh=mesh, group=as_remote_group(group), prefetch=prefetch
-    )
+    config = RemoteConfig(shape=shape, mesh=mesh, group=as_remote_group(group), prefetch=prefetch)
+    options |= {
+        "global_batch_size": shape.global_batch_size, "last_batch": shape.last_batch, "epoch_size": shape.epoch_size,
+    }  # fmt: skip
     return RemoteLoop(create_dataset, partial(loader, **options), config)
 
 
@@ -162,7 +165,7 @@ class RemoteLoop(Loop):
     is_counted = False  # by the readers alone
 
     def __init__(self, create_dataset: Any, make_loader: Callable[..., Any], config: RemoteConfig) -> None:
-        super().__init__(config.global_batch_size)
+        super().__init__(config.shape)
         cluster.check_connected()
         self.config = config
         self._recipe = travelling(create_dataset, make_loader)
@@ -299,7 +302,7 @@ class RemoteLoop(Loop):
 
     def handed_out(self, notes: list[Note], refs_of: _Refs, before: State) -> RemoteBatch:
         """The step that came after the state ``before``."""
-        epoch, number = int(before["epoch"]), -(-int(before["samples_seen"]) // self.config.global_batch_size)
+        epoch, number = int(before["epoch"]), -(-int(before["samples_seen"]) // self.shape.global_batch_size)
         handles = [
             BatchHandle(epoch=epoch, number=number, data_rank=data_rank, num_samples=rows, num_bytes=size, ref=ref)
             for ranks, note, refs in zip(self._ranks, notes, refs_of, strict=True)

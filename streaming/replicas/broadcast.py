@@ -25,10 +25,10 @@ import torch
 from infra import DeviceMesh
 from streaming.batches.portion import NUM_SAMPLES
 from streaming.engine.grace import LOOK_UP_S
+from streaming.epochs.iterator import Run
+from streaming.epochs.position import Place
 from streaming.errors import ReplicaError, StateError
 from streaming.job.error_codec import error_from_json, error_to_json
-from streaming.loops.iterator import Run
-from streaming.loops.position import Place
 from streaming.replicas.batch_codec import decode, encode
 from streaming.replicas.group import ReplicaGroup
 from streaming.replicas.options import Broadcast, Replicas

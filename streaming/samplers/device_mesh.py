@@ -25,19 +25,13 @@ import torch
 from torch.utils.data import Sampler
 
 from infra import DeviceMesh, MeshFinder
-from streaming.arguments import (
-    checked_int,
-    checked_last_batch,
-    checks_names,
-    is_whole,
-    merged_last_batch,
-    resolve_batch_size,
-)
+from streaming.arguments import checked_int, checks_names, is_whole
+from streaming.epochs.position import Lasting, Place, Position, Turn
 from streaming.errors import ConfigError, StateError
-from streaming.loops.position import Lasting, Place, Position, Turn
 from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import Permutation, substitutes
-from streaming.plan.plan import Plan, RankBatches, num_batches
+from streaming.plan.plan import Plan, RankBatches
+from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 from streaming.samplers.retry import RetrySampler
 from streaming.types import Int64Array
@@ -87,6 +81,7 @@ class DeviceMeshSampler(Sampler[Any]):
         epoch_size: Samples in a virtual epoch over endless repetition; default: one pass.
 
     Attributes:
+        shape: Of the batches: their size over all ranks, the ranks, the tail, the epoch.
         position: Where it stands.
         epoch_samples: Samples of a whole epoch, all ranks together.
 
@@ -112,14 +107,10 @@ class DeviceMeshSampler(Sampler[Any]):
         self._finder = MeshFinder(_mesh_of(device_mesh, num_replicas, rank))
         self.is_single = batch_size is None and global_batch_size is None
         self._sizes = (1, None) if self.is_single else (batch_size, global_batch_size)
-        last_batch = merged_last_batch(last_batch, drop_last=drop_last)
-        if self.is_single and last_batch == "partial":
-            if drop_last is None:
-                raise ConfigError('last_batch="partial": single indices come in equal numbers; use "drop" or "pad"')
-            last_batch = "pad"
+        if self.is_single and last_batch == "partial" and drop_last is None:
+            raise ConfigError('last_batch="partial": single indices come in equal numbers; use "drop" or "pad"')
         self.num_samples = checked_int("dataset", _length(dataset), 1, _MAX_SAMPLES)
-        self.last_batch = checked_last_batch(last_batch)
-        self.epoch_size = None if epoch_size is None else checked_int("epoch_size", epoch_size, 1, 2**62)
+        self._tail: dict[str, Any] = {"last_batch": last_batch, "drop_last": drop_last, "epoch_size": epoch_size}
         self.order = OrderSettings(seed=seed, lanes=1, window=0, shuffle=shuffle)
         self.position = Position()
         self._latest: _Run | None = None
@@ -130,7 +121,7 @@ class DeviceMeshSampler(Sampler[Any]):
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
         self._look_again()
-        return self._num_batches
+        return self.shape.batches_in(self.epoch_samples)
 
     @property
     def epoch(self) -> int:
@@ -228,7 +219,7 @@ class DeviceMeshSampler(Sampler[Any]):
             place = run.place(num_consumed)
         return LoaderState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
-            fingerprint=f"map:{self.num_samples}", num_samples=self.num_samples, epoch_size=self.epoch_size,
+            fingerprint=f"map:{self.num_samples}", num_samples=self.num_samples, epoch_size=self.shape.epoch_size,
         )  # fmt: skip
 
     def state_dict(self, *, num_consumed: int | None = None) -> dict[str, Any]:
@@ -255,8 +246,8 @@ class DeviceMeshSampler(Sampler[Any]):
                 f"this state belongs to another data set: {state.num_samples} samples, {state.fingerprint!r}; this is "
                 f"a map-style one of {self.num_samples} samples"
             )
-        if state.epoch_size != self.epoch_size:
-            raise StateError(f"epoch_size: the state has {state.epoch_size}, this sampler {self.epoch_size}")
+        if state.epoch_size != self.shape.epoch_size:
+            raise StateError(f"epoch_size: the state has {state.epoch_size}, this sampler {self.shape.epoch_size}")
         if state.order.shuffle != self.order.shuffle:
             raise StateError(f"shuffle: the state has {state.order.shuffle}, this sampler {self.order.shuffle}")
         self.order = state.order
@@ -267,7 +258,7 @@ class DeviceMeshSampler(Sampler[Any]):
 
     def batches_left(self, samples_seen: int) -> int:
         """Batches of an epoch that come after its first ``samples_seen`` samples."""
-        return num_batches(self.epoch_samples - samples_seen, self.global_batch_size, self.last_batch)
+        return self.shape.batches_in(self.epoch_samples - samples_seen)
 
     def use_seed(self, seed: int | None) -> None:
         """Take up the seed of an epoch that begins; None: as before."""
@@ -290,11 +281,11 @@ class DeviceMeshSampler(Sampler[Any]):
         return Plan(
             [_CHUNK] * whole + [rest] * (rest > 0),
             OrderSettings.unshuffled(),
-            global_batch_size=self.global_batch_size,
+            global_batch_size=self.shape.global_batch_size,
             dp_world_size=self.mesh.data_world_size,
-            last_batch=self.last_batch,
+            last_batch=self.shape.last_batch,
             epoch=place.epoch,
-            epoch_size=self.epoch_size,
+            epoch_size=self.shape.epoch_size,
             start=place.samples_seen,
         )
 
@@ -339,33 +330,21 @@ class DeviceMeshSampler(Sampler[Any]):
     def _deal_to(self, mesh: DeviceMesh) -> None:
         """Plan for the ranks of ``mesh``; positions count samples over all ranks, and hold on any mesh."""
         self.mesh = mesh
-        self.global_batch_size = resolve_batch_size(*self._sizes, mesh.data_world_size)
-        whole = self.plan(Place(epoch=0, samples_seen=0))
-        self._num_batches, self.epoch_samples = whole.num_batches, whole.num_samples
-        self._check_enough_samples()
+        shape = Shape.chosen(*self._sizes, mesh.data_world_size, **self._tail)
+        if self.is_single and shape.last_batch == "partial":  # as torch has it with drop_last=False
+            shape = replace(shape, last_batch="pad")
+        self.shape = shape
+        self.epoch_samples = shape.epoch_size or self.num_samples
+        shape.check_enough(self.epoch_samples)
 
     def _check_tail(self, plan: Plan) -> None:
         ranks = plan.dp_world_size
         tail = (plan.num_samples - plan.start) % plan.global_batch_size
-        if self.last_batch == "partial" and 0 < tail < ranks:
+        if self.shape.last_batch == "partial" and 0 < tail < ranks:
             raise ConfigError(
                 f'last_batch="partial": of the last {tail} samples of this epoch some of the {ranks} data-parallel '
                 f'ranks would get none, and torch\'s loader cannot make a batch of no samples. Use last_batch="pad" '
                 f'and valid_mask, "drop", or streaming.DataLoader, which makes empty batches'
-            )
-
-    def _check_enough_samples(self) -> None:
-        ranks = self.mesh.data_world_size
-        if self._num_batches == 0:
-            raise ConfigError(
-                f"{self.epoch_samples} samples do not fill one global batch of {self.global_batch_size} ({ranks} "
-                f'ranks), and last_batch="drop" leaves out what does not: the epoch would be empty. Use '
-                f'last_batch="pad" or "partial", a smaller batch, or epoch_size to repeat the data'
-            )
-        if self.epoch_samples < ranks and self.last_batch != "pad":
-            raise ConfigError(
-                f"{self.epoch_samples} samples cannot be dealt to {ranks} data-parallel ranks: some would get none. "
-                f'Use last_batch="pad", fewer ranks, or epoch_size to repeat the data'
             )
 
 

@@ -34,9 +34,9 @@ from torch.utils.data import Dataset, Sampler
 from infra import DeviceMesh
 from streaming.arguments import checked_int, checks_names, is_number, is_whole
 from streaming.batches.losses import LossLog, user_trace
+from streaming.epochs.position import Lasting
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
 from streaming.job.tally import Tally, open_tally
-from streaming.loops.position import Lasting
 from streaming.metrics import Metrics
 from streaming.platforms import unnamed_file
 

@@ -14,7 +14,7 @@ import numpy as np
 from streaming.engine.unindexed.read_ahead import PIECE_BYTES, ReadAhead
 from streaming.errors import ConfigError
 from streaming.plan.order import EpochOrder, OrderSettings
-from streaming.plan.plan import Shape
+from streaming.plan.settings import Shape
 from streaming.storage import redact
 from streaming.tar.samples import MAX_GZIP_RATIO, MAX_SAMPLE_BYTES, iter_samples
 

@@ -23,15 +23,15 @@ import torch
 
 from infra import DeviceMesh
 from streaming.batches.collate import without_rows
+from streaming.epochs.iterator import Run
+from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.loops.iterable import IterableLoop
-from streaming.loops.iterator import Run
 from streaming.loops.ordinary_options import Collate, OrdinaryConfig, with_valid
 from streaming.loops.parts import Cursor
-from streaming.loops.position import Place
 from streaming.plan.order import OrderSettings
+from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
-from streaming.types import LastBatch
 
 _KEPT = 3
 """Batches read last: what the training received last, and the two that may be read but not handed out."""
@@ -164,25 +164,21 @@ class _DealOut:
     Args:
         collate: Of the samples of one rank.
         num_ranks: Data ranks.
-        global_batch_size: Samples of a full batch.
-        last_batch: What becomes of a short one; short ones under ``"drop"`` never come here.
+        shape: Of the batches; short ones under ``"drop"`` never come here.
     """
 
     collate: Collate
-    num_ranks: int
-    global_batch_size: int
-    last_batch: LastBatch
+    shape: Shape
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         """The batches, by data rank as text."""
-        return {str(rank): self._of_rank(samples, rank) for rank in range(self.num_ranks)}
+        return {str(rank): self._of_rank(samples, rank) for rank in range(self.shape.num_ranks)}
 
     def _of_rank(self, samples: list[Any], rank: int) -> Any:
-        # Data rank r of R has rows [n * r // R, n * (r + 1) // R) of n.
-        rows = samples[len(samples) * rank // self.num_ranks : len(samples) * (rank + 1) // self.num_ranks]
-        if self.last_batch != "pad":
+        rows = samples[slice(*self.shape.share(len(samples), rank))]
+        if self.shape.last_batch != "pad":
             return self.collate(rows) if rows else without_rows(self.collate, samples[0])
-        size, own = -(-self.global_batch_size // self.num_ranks), rows or samples[:1]
+        size, own = self.shape.most_rows, rows or samples[:1]
         valid = torch.arange(size) < len(rows)
         return with_valid(self.collate([own[number % len(own)] for number in range(size)]), valid)
 
@@ -258,7 +254,6 @@ class _DispatchRun:
 
 def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
     """The choices of the loop that the reading rank runs; the others run none."""
-    ranks = config.mesh.data_world_size
     alone = replace(
         config, mesh=DeviceMesh.from_sizes(dp_size=1, rank=0, world_size=1), sharding="auto",
         num_workers=min(1, config.num_workers) if reads else 0,
@@ -266,9 +261,11 @@ def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
     )  # fmt: skip
     if config.mesh.world_size == 1:
         return alone
-    deal = _DealOut(Collate(config.collate_fn), ranks, config.global_batch_size, config.last_batch)
-    whole: LastBatch = "partial" if config.last_batch == "pad" else config.last_batch  # each rank's rows are padded
-    return replace(alone, collate_fn=deal, last_batch=whole, pin_memory=False)
+    deal = _DealOut(Collate(config.collate_fn), config.shape)
+    shape = replace(config.shape, num_ranks=1)
+    if shape.last_batch == "pad":  # each rank's rows are padded
+        shape = replace(shape, last_batch="partial")
+    return replace(alone, collate_fn=deal, shape=shape, pin_memory=False)
 
 
 def _packed(encode: Callable[[Any], Any], packet: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
+from streaming.epochs.position import Place, Position
+from streaming.epochs.watch import Watchdog
 from streaming.errors import IteratorEndedError
 from streaming.forks import Maker
-from streaming.loops.position import Place, Position
-from streaming.loops.watch import Watchdog
 from streaming.metrics import Metrics
+from streaming.plan.settings import Shape
 
 
 class Run(Protocol):
@@ -32,10 +33,11 @@ class Loop(ABC):
     """Epochs one after the other, by the rules of ``Position``. For one thread, but for ``close`` and ``describe``.
 
     Args:
-        global_batch_size: Samples of one batch over all ranks.
+        shape: Of the batches.
         position: One that somebody else knows as well; default: an own one.
 
     Attributes:
+        shape: Of the batches.
         position: Where the loop stands.
         metrics: Where everything is counted.
         running: What produces batches at this moment, if anything does.
@@ -45,10 +47,10 @@ class Loop(ABC):
     is_counted = True
     """``batches_left`` is known before the epoch's end is met."""
 
-    def __init__(self, global_batch_size: int, position: Position | None = None) -> None:
+    def __init__(self, shape: Shape, position: Position | None = None) -> None:
         self.position = Position() if position is None else position
         self.metrics = Metrics()
-        self._global_batch_size = global_batch_size
+        self.shape = shape
         self.running: Run | None = None
         self.announce: Callable[[Loop, Place], None] | None = None
         self._watchdog: Watchdog | None = None
@@ -68,7 +70,7 @@ class Loop(ABC):
 
     def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  for loops whose runs know more
         """Return the place behind the batch that ``run`` has just given, which comes after ``place``."""
-        seen = place.samples_seen + self._global_batch_size
+        seen = place.samples_seen + self.shape.global_batch_size
         if self.batches_left(seen):
             return Place(epoch=place.epoch, samples_seen=seen)
         return Place(epoch=place.epoch + 1, samples_seen=0)
