@@ -16,6 +16,8 @@ from infra import DeviceMesh
 from shard_tools import render
 from shard_tools.check.recheck import RecheckReport, recheck
 from shard_tools.check.verify import VerifyReport, verify
+from shard_tools.column_verbs import column_group, show_added, view_group
+from shard_tools.columns.lift import lift_all
 from shard_tools.convert import SOURCE_KINDS, ConvertOptions, convert
 from shard_tools.options import (
     COUNT,
@@ -49,7 +51,11 @@ _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descen
 _RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
 
 
-@click.group(cls=ToolGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=ToolGroup,
+    commands={"column": column_group, "view": view_group},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(VERSION, prog_name="shard_tools")
 def cli() -> None:
     """Packs, indexes, checks and shows WebDataset tar shards, in any store.
@@ -127,22 +133,35 @@ def convert_command(
 @click.option("--workers", type=click.IntRange(min=1), help="Shards at a time (default 8; on Ray 64).")
 @click.option("--force", is_flag=True, help="Index anew what has an index.")
 @click.option("--prune", is_flag=True, help="Take shards that are gone out of the index.")
+@click.option(
+    "--columns", metavar="PATH,...", help="Then lift late columns out of the samples, such as json.similarity."
+)
 @duplicates_option
 @json_option
 @with_storage_options
-def index_command(urls: tuple[str, ...], *, engine: str, workers: int | None, as_json: bool, **arguments: Any) -> None:
+def index_command(
+    urls: tuple[str, ...], *, engine: str, workers: int | None, columns: str | None, as_json: bool, **arguments: Any
+) -> None:
     """Builds the index of existing shards, beside them or at --index. Goes on where it was stopped.
 
     \b
     Example:
       shard_tools index 's3://bucket/train/{000000..000099}.tar'
       shard_tools index https://host/public/train/ --index ./train-index/
+      shard_tools index s3://bucket/laion/ --columns json.similarity,json.width
     """
     storage = Storage(as_storage_options(arguments))
     workers = workers or DEFAULT_WORKERS[engine]
     with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
         report = index(urls, storage=storage, workers=workers, executor=executor, progress=progress, **arguments)
     emit(report, as_json=as_json, for_people=render.show_index)
+    paths = [path.strip() for path in (columns or "").split(",") if path.strip()]
+    threads = workers if engine == "local" else DEFAULT_WORKERS["local"]
+    with progress_bar("columns", "shards") as progress:
+        index_url = arguments["index_url"]
+        added = lift_all(urls, paths, storage=storage, index_url=index_url, workers=threads, progress=progress)
+    for one in added if not as_json else ():
+        show_added(one)
 
 
 @cli.command("verify")

@@ -52,7 +52,7 @@ from streaming.job.once import Peers, shared, shared_parts
 from streaming.plan.state import filter_fingerprint
 from streaming.storage import Storage, join_url, redact
 
-__all__ = ["Condition", "Filter", "Subset", "checked_subset", "excluded_keys", "filter_hash", "select"]
+__all__ = ["Condition", "Filter", "Subset", "checked_subset", "excluded_keys", "filter_hash", "select", "versions_of"]
 
 Subset: TypeAlias = tuple[float, float]
 _log = logging.getLogger(__name__)
@@ -248,6 +248,12 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
                 f"{version}. Save the view again under a new name: shard_tools view save"
             )
     return {"names": sorted(names), "columns": documents_as_json(late)}
+
+
+def versions_of(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, str]:
+    """The version of each late column that a filter asks for."""
+    columns = documents_of_json(_needed(storage, shards, asked)["columns"])
+    return {name: column.version for name, column in sorted(columns.items())}
 
 
 def _check_once(storage: Storage, shards: OpenShards, late: Sequence[str]) -> None:

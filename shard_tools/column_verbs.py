@@ -1,0 +1,223 @@
+"""``column`` and ``view``: values and filters that come after the shards."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import click
+
+from shard_tools.columns.join import JoinOptions, Missing, join_column
+from shard_tools.columns.lift import lift_column
+from shard_tools.columns.target import AddReport, ColumnTarget, ListReport, drop_column, list_all
+from shard_tools.columns.views import ViewReport, ViewsReport, save, show, show_all
+from shard_tools.options import COUNT, SIZE, as_storage_options, index_option, json_option, with_storage_options
+from shard_tools.running.progress import progress_bar
+from shard_tools.verbs import emit
+from streaming.storage import Storage
+
+
+@click.group("column")
+def column_group() -> None:
+    """Adds, lists and drops late columns: values that came after the shards, for filters.
+
+    \b
+    Example:
+      shard_tools column add s3://bucket/train/ score --from scores.parquet --on key
+    """
+
+
+@column_group.command("add")
+@click.argument("urls", nargs=-1, required=True, metavar="URL... NAME")
+@click.option("--from", "source", metavar="FILE", help="Parquet file, in any store, with a row for each sample.")
+@click.option("--on", metavar="COLUMN", help="Column of FILE with the samples' keys.")
+@click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
+@click.option("--lift", metavar="PATH", help="Take the values out of the samples instead, such as json.similarity.")
+@click.option(
+    "--missing",
+    type=click.Choice(get_args(Missing)),
+    default="null",
+    show_default=True,
+    help="Samples without a row: no value, or an error.",
+)
+@click.option("--memory", "memory_bytes", type=SIZE, default="1GiB", show_default=True, help="For keys held at once.")
+@click.option("--workers", type=COUNT, default=8, show_default=True, help="Shards at a time that --lift reads.")
+@click.option("--overwrite", is_flag=True, help="Replace a late column of this name.")
+@index_option
+@json_option
+@with_storage_options
+def add_command(
+    urls: tuple[str, ...], *, source: str | None, on: str | None, lift: str | None, workers: int, as_json: bool,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Adds the late column NAME to the shards at URL: joined from a file by key, or lifted out of the samples.
+
+    Beside the index, a file for each shard; no shard is written, and with --from none is read. Says which keys do not
+    match. A key that comes twice in the file is an error.
+
+    \b
+    Example:
+      shard_tools column add s3://bucket/train/ score --from scores.parquet --on key
+      shard_tools column add laion/ similarity --lift json.similarity
+    """
+    *places, name = urls
+    if not places:
+        raise click.UsageError("Give the URL of shards, and the name of the column.")
+    if (source is None) == (lift is None) or (source is not None and on is None):
+        raise click.UsageError("Give either --from FILE --on COLUMN, or --lift PATH.")
+    storage = Storage(as_storage_options(arguments))
+    overwrite, index_url = arguments.pop("overwrite"), arguments.pop("index_url")
+    target = ColumnTarget(places, name, storage=storage, index_url=index_url, overwrite=overwrite)
+    with progress_bar("column", "shards") as progress:
+        if lift is not None:
+            report = lift_column(target, lift, workers=workers, progress=progress)
+        else:
+            options = JoinOptions(on=str(on), **arguments)
+            report = join_column(target, str(source), storage=storage, options=options, progress=progress)
+    emit(report, as_json=as_json, for_people=show_added)
+
+
+@column_group.command("list")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@index_option
+@json_option
+@with_storage_options
+def list_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
+    """Lists the late columns of shards.
+
+    \b
+    Example:
+      shard_tools column list s3://bucket/train/
+    """
+    report = list_all(urls, storage=Storage(as_storage_options(arguments)), index_url=index_url)
+    emit(report, as_json=as_json, for_people=_show_columns)
+
+
+@column_group.command("drop")
+@click.argument("urls", nargs=-1, required=True, metavar="URL... NAME")
+@index_option
+@with_storage_options
+def drop_command(urls: tuple[str, ...], *, index_url: str | None, **arguments: Any) -> None:
+    """Deletes the late column NAME. Runs and views that ask for it cannot go on without it.
+
+    \b
+    Example:
+      shard_tools column drop s3://bucket/train/ score
+    """
+    *places, name = urls
+    if not places:
+        raise click.UsageError("Give the URL of shards, and the name of the column.")
+    count = drop_column(places, name, storage=Storage(as_storage_options(arguments)), index_url=index_url)
+    click.echo(f"{name}: {count:,} files deleted")
+
+
+@click.group("view")
+def view_group() -> None:
+    """Saves filters under a name beside the index, for StreamingDataset(view=NAME).
+
+    \b
+    Example:
+      shard_tools view save s3://bucket/train/ clean-v2 --where "score >= 0.3 and lang = 'en'"
+    """
+
+
+@view_group.command("save")
+@click.argument("urls", nargs=-1, required=True, metavar="URL... NAME")
+@click.option("--where", metavar="CONDITION", help="Which samples; see docs/filters.md.")
+@click.option("--subset", metavar="A..B", help="A range of the stored samples: 0%..80%, or 1000..2000.")
+@click.option("--exclude", metavar="FILE", help="Text file with a key to leave out in each line.")
+@click.option("--overwrite", is_flag=True, help="Replace a view of this name.")
+@index_option
+@json_option
+@with_storage_options
+def save_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
+    """Saves which samples of the shards at URL are kept as the view NAME, with the versions of the late columns.
+
+    \b
+    Example:
+      shard_tools view save s3://bucket/train/ clean-v2 --where "score >= 0.3" --subset 0%..80%
+    """
+    *places, name = urls
+    if not places:
+        raise click.UsageError("Give the URL of shards, and the name of the view.")
+    report = save(places, name, storage=Storage(as_storage_options(arguments)), **arguments)
+    emit(report, as_json=as_json, for_people=_show_view)
+
+
+@view_group.command("list")
+@click.argument("urls", nargs=-1, required=True, metavar="URL...")
+@index_option
+@json_option
+@with_storage_options
+def views_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
+    """Lists the views of shards.
+
+    \b
+    Example:
+      shard_tools view list s3://bucket/train/
+    """
+    report = show_all(urls, storage=Storage(as_storage_options(arguments)), index_url=index_url)
+    emit(report, as_json=as_json, for_people=_show_views)
+
+
+@view_group.command("show")
+@click.argument("urls", nargs=-1, required=True, metavar="URL... NAME")
+@index_option
+@json_option
+@with_storage_options
+def show_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
+    """Shows one view: what it asks for, and which versions of columns it was saved with.
+
+    \b
+    Example:
+      shard_tools view show s3://bucket/train/ clean-v2
+    """
+    *places, name = urls
+    if not places:
+        raise click.UsageError("Give the URL of shards, and the name of the view.")
+    report = show(places, name, storage=Storage(as_storage_options(arguments)), index_url=index_url)
+    emit(report, as_json=as_json, for_people=_show_view)
+
+
+def show_added(report: AddReport) -> None:
+    """What was added, for people."""
+    for count, what, keys in (
+        (report.num_missing, "samples have no value", report.first_missing),
+        (report.num_unmatched, "rows mean no sample", report.first_unmatched),
+    ):
+        if count:
+            click.echo(f"{count:,} {what}{f', first {chr(44).join(keys)}' if keys else ''}", err=True)
+    if report.num_shared:
+        click.echo(f"{report.num_shared:,} samples share their key with the one before; all get its value", err=True)
+    click.echo(
+        f"column {report.name} ({report.type}, version {report.column_version}): "
+        f"{report.num_samples - report.num_missing:,} values for {report.num_samples:,} samples in "
+        f"{report.num_shards:,} shards, in {report.seconds:.1f} s"
+    )
+
+
+def _show_columns(report: ListReport) -> None:
+    for column in report.columns:
+        click.echo(
+            f"{column['name']}  {column['type']}  version {column['column_version']}  {column['num_samples']:,} samples"
+            f", {column['num_missing']:,} without a value  from {column['made_from']}"
+        )
+    if not report.columns:
+        click.echo("no late columns")
+
+
+def _show_view(report: ViewReport) -> None:
+    said = [f"where {report.where}"] if report.where else []
+    said += [f"subset {report.subset[0]} to {report.subset[1]}"] if report.subset else []
+    said += [f"without {report.num_excluded:,} keys"] if report.num_excluded else []
+    said += [f"column {name} version {version}" for name, version in report.columns.items()]
+    click.echo(
+        f"{report.name}  {report.num_kept:,} of {report.num_samples:,} samples  hash {report.hash}\n"
+        + "\n".join(f"  {line}" for line in said)
+    )
+
+
+def _show_views(report: ViewsReport) -> None:
+    for view in report.views:
+        _show_view(view)
+    if not report.views:
+        click.echo("no views")

@@ -1,0 +1,142 @@
+"""Lift values out of the samples of shards that are there already: ``json.similarity`` as a late column."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from shard_tools.columns.target import AddReport, ColumnTarget
+from shard_tools.running.engine import map_ordered
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.sets.pieces import ShardPieces
+from shard_tools.sets.tables import load_samples
+from shard_tools.write.columns import ColumnValue, column_value
+from streaming.errors import ConfigError, DataError, IndexMissingError
+from streaming.fetch.read import FieldsOf, fetch_range
+from streaming.filters.late_columns import find_columns
+from streaming.index.sample_table import SampleTable
+from streaming.storage import Storage, redact
+
+_GAP_BYTES = 128 << 10  # as where a filter leaves out samples: shards are many, and read side by side
+_PIECE_BYTES = 8 << 20
+
+
+def lift_column(target: ColumnTarget, path: str, *, workers: int = 8, progress: Progress | None = None) -> AddReport:
+    """Add the late column ``target`` of what stands at ``path`` in each sample, such as ``json.similarity``.
+
+    Only the field is read (large others are left out), and every byte that is read is checked. Samples without the
+    field or the entry have no value.
+
+    Raises:
+        ConfigError: No sample has the field; or values are of kinds that do not compare.
+        DataError: A field cannot be read.
+    """
+    begun, progress = time.monotonic(), progress or NoProgress()
+    version = target.version_of(lift=path)
+    target.begin()
+    progress.start(total_bytes=None, total=len(target.urls))
+
+    def one(shard: int) -> tuple[str, int, bool]:
+        values, has_field = _values(target, shard, path)
+        array = _as_array(values, target, shard)
+        target.write(shard, array, version)
+        progress.advance(num=1)
+        return str(array.type), array.null_count, has_field
+
+    found = list(map_ordered(one, range(len(target.urls)), workers))
+    if not any(has_field for _, _, has_field in found):
+        raise ConfigError(f"{path}: no sample has such a field; `shard_tools cat URL KEY` shows what one has")
+    missing = [count for _, count, _ in found]
+    kind = target.finish([kind for kind, _, _ in found], missing, version=version, made_from=path)
+    return AddReport(
+        name=target.name, type=kind, column_version=version, num_shards=len(target.urls),
+        num_samples=sum(target.sizes), num_missing=sum(missing), num_rows=sum(target.sizes) - sum(missing),
+        seconds=time.monotonic() - begun,
+    )  # fmt: skip
+
+
+def lift_all(
+    urls: Sequence[str], paths: Sequence[str], *, storage: Storage, index_url: str | None, workers: int,
+    progress: Progress | None = None,
+) -> list[AddReport]:  # fmt: skip
+    """Lift a late column of each path, named like it; those that are there for these shards already stay.
+
+    Raises:
+        ConfigError, DataError: As :func:`lift_column`.
+    """
+    reports = []
+    for path in paths:
+        target = ColumnTarget(urls, path, storage=storage, index_url=index_url, overwrite=True)
+        there = find_columns(storage, target.homes, [path]) if len(target.homes) == 1 else {}
+        if path not in there or there[path].version != target.version_of(lift=path):
+            reports.append(lift_column(target, path, workers=workers, progress=progress))
+    return reports
+
+
+def _as_array(values: list[ColumnValue], target: ColumnTarget, shard: int) -> pa.Array:
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int, float}:
+        values = [None if value is None else float(value) for value in values]
+    elif len(kinds) > 1:
+        raise ConfigError(
+            f"{redact(target.urls[shard])}: column {target.name!r}: values are of several kinds: "
+            f"{', '.join(sorted(kind.__name__ for kind in kinds))}"
+        )
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError) as error:
+        raise ConfigError(f"{redact(target.urls[shard])}: column {target.name!r}: {error}") from error
+
+
+def _values(target: ColumnTarget, shard: int, path: str) -> tuple[list[ColumnValue], bool]:
+    """The value of each sample of a shard, and whether any has the field."""
+    url = target.urls[shard]
+    table = load_samples(target.storage, url, target.index_url)
+    if table is None:
+        raise IndexMissingError(f"{redact(url)}: the index has no sample table of it; run `shard_tools index --force`")
+    field = _field_of(table, path)
+    if field is None:
+        return [None] * table.num_samples, False
+    pieces, values = ShardPieces.of(url, table), list[ColumnValue]()
+    known = FieldsOf(samples=lambda: table, fields=(field,), gap_bytes=_GAP_BYTES)
+    for first, stop in _runs(pieces):
+        wanted = pieces.range(first, stop)
+        buffer = bytearray(wanted.num_bytes)
+        with memoryview(buffer) as out:
+            layout = fetch_range(target.storage, wanted, out, known=known)
+        column = layout.fields.index(field) if field in layout.fields else -1
+        for row, key in enumerate(layout.keys):
+            if row in layout.damage:
+                raise layout.damage[row]
+            start = -1 if column < 0 else int(layout.starts[row, column])
+            if start < 0:
+                values.append(None)
+                continue
+            data = bytes(buffer[start : start + int(layout.sizes[row, column])])
+            try:
+                values.append(column_value({field: data}, target.name, path, key))
+            except (ValueError, UnicodeDecodeError, RecursionError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise DataError(f"{redact(url)}: sample {key!r}, field {field!r}: {error}") from error
+    return values, True
+
+
+def _field_of(table: SampleTable, path: str) -> str | None:
+    """The field that a path begins with: the longest that fits."""
+    parts = path.split(".")
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next((name for name in names if name in table.fields), None)
+
+
+def _runs(pieces: ShardPieces) -> list[tuple[int, int]]:
+    """Runs of pieces of about 8 MiB."""
+    starts = pieces.record_starts[pieces.bounds]
+    runs, first = [], 0
+    for piece in range(1, len(starts)):
+        if piece == len(starts) - 1 or starts[piece + 1] - starts[first] > _PIECE_BYTES:
+            runs.append((first, piece))
+            first = piece
+    return runs

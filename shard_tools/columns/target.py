@@ -1,0 +1,209 @@
+"""Where a late column goes: shards with their indexes, and the files that are written beside these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+
+from shard_tools.running.engine import map_ordered
+from shard_tools.running.report import Report
+from shard_tools.sets.open_set import open_set
+from shard_tools.sets.tables import home_of
+from streaming.catalog.build import shard_name
+from streaming.errors import ConfigError, IndexMissingError, NotFoundError
+from streaming.filters.late_columns import ColumnDocument, homes_of, list_columns
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import read_sample_columns, write_column
+from streaming.index.layout import checked_name, column_document_path, column_path, columns_directory, samples_path
+from streaming.storage import Storage, join_url, redact
+
+THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
+_WIDER = {frozenset({"int64", "double"}): "double"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddReport(Report):
+    """What was added.
+
+    Attributes:
+        name: The column.
+        type: Of its values.
+        column_version: What tells it from every other one of this name.
+        num_shards: Shards of the data set.
+        num_samples: Their samples.
+        num_missing: Samples without a value.
+        first_missing: Keys of the first of them.
+        num_rows: Rows of the file.
+        num_unmatched: Rows that mean no sample.
+        first_unmatched: Keys of the first of them.
+        num_shared: Samples that share their key with another one; each got the value of that key.
+        seconds: Wall time.
+    """
+
+    name: str
+    type: str
+    column_version: str
+    num_shards: int
+    num_samples: int
+    num_missing: int
+    first_missing: tuple[str, ...] = ()
+    num_rows: int = 0
+    num_unmatched: int = 0
+    first_unmatched: tuple[str, ...] = ()
+    num_shared: int = 0
+    seconds: float = 0.0
+
+
+class ColumnTarget:
+    """A late column to be of the shards at ``urls``.
+
+    Raises:
+        ConfigError: The name cannot be one, or is taken; or the shards have no index.
+        NotFoundError: There are no shards.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, overwrite: bool
+    ) -> None:
+        self.name = checked_name(name, "column")
+        self.storage = storage
+        shards = open_set(urls, storage, index_url)
+        if shards.scanned is not None:
+            raise IndexMissingError(
+                f"{redact(shards.urls[0])}: a late column lies beside an index, and there is none; run "
+                f"`shard_tools index` first"
+            )
+        self.urls, self.table, self.index_url = shards.urls, shards.chunks, index_url
+        self.sizes = [shard.num_samples for shard in self.table.shards]
+        if self.urls and self.columns_of(0, [name]):
+            raise ConfigError(
+                f"column {name!r}: the sample tables have a column of this name; choose another for the late one"
+            )
+        taken = [home for home in self.homes if storage.exists(join_url(home, column_document_path(name)))]
+        if taken and not overwrite:
+            raise ConfigError(
+                f"column {name!r} is there already beside the index in {redact(taken[0]) or '.'}. Runs may have been "
+                f"trained with it: choose another name, or give --overwrite"
+            )
+        self._taken = taken
+
+    @cached_property
+    def homes(self) -> list[str]:
+        """Directories of the indexes."""
+        return homes_of(self.urls, self.index_url)
+
+    @cached_property
+    def _chunk_rows(self) -> list[int]:
+        rows: list[int] = np.searchsorted(self.table.shard, np.arange(len(self.sizes) + 1)).tolist()
+        return rows
+
+    def rows_of(self, shard: int) -> ChunkTable:
+        """The chunk table of one shard alone."""
+        low, high = self._chunk_rows[shard : shard + 2]
+        return self.table.rows(np.arange(low, high), self.table.num_samples[low:high]).alone(shard)
+
+    def columns_of(self, shard: int, names: Sequence[str]) -> dict[str, pa.Array]:
+        """Columns of one sample table."""
+        url = self.urls[shard]
+        path = join_url(home_of(url, self.index_url), samples_path(shard_name(url, self.index_url)))
+        try:
+            return read_sample_columns(self.storage.read(path), names, redact(path))[0]
+        except NotFoundError as error:
+            raise IndexMissingError(
+                f"{redact(url)}: the index has no sample table of it; run `shard_tools index --force {redact(url)}`"
+            ) from error
+
+    def version_of(self, **made_of: object) -> str:
+        """What tells this column from every other one, by what it is made of; 16 hex digits."""
+        content = {"name": self.name, "shards": self.table.fingerprint, **made_of}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def begin(self) -> None:
+        """Take an older column of this name back: until all is written, there is none."""
+        for home in self._taken:
+            self.storage.delete(join_url(home, column_document_path(self.name)))
+
+    def write(self, shard: int, values: pa.Array, version: str) -> None:
+        """Write the values of one shard."""
+        url, rows = self.urls[shard], self.rows_of(shard)
+        name = shard_name(url, self.index_url)
+        data = write_column(values, name=self.name, shard=rows.shards[0], fingerprint=rows.fingerprint, version=version)
+        self.storage.put(join_url(home_of(url, self.index_url), column_path(self.name, name)), data)
+
+    def finish(self, kinds: Sequence[str], missing: Sequence[int], *, version: str, made_from: str) -> str:
+        """Write what there is to say about the column, last; returns the type of its values.
+
+        Args:
+            kinds: The type of each shard's values.
+            missing: How many samples of each shard have none.
+            version: As written.
+            made_from: For people.
+
+        Raises:
+            ConfigError: Shards hold values that do not compare.
+        """
+        found = frozenset(kinds) - {"null"}
+        kind = _WIDER.get(found) or next(iter(found), "null")
+        if len(found) > 1 and found not in _WIDER:
+            raise ConfigError(
+                f"column {self.name!r}: shards hold values of different types: {', '.join(sorted(found))}; a column "
+                f"has numbers, or text, or booleans"
+            )
+        homes = np.array([self.homes.index(home_of(url, self.index_url)) for url in self.urls])
+        for number, home in enumerate(self.homes):
+            mine = np.flatnonzero(homes == number).tolist()
+            document = ColumnDocument(
+                name=self.name, type=kind, column_version=version, made_from=redact(made_from), num_shards=len(mine),
+                num_samples=sum(self.sizes[shard] for shard in mine), num_missing=sum(missing[shard] for shard in mine),
+            )  # fmt: skip
+            self.storage.put(join_url(home, column_document_path(self.name)), document.to_bytes())
+        return kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListReport(Report):
+    """Late columns beside the indexes of some shards.
+
+    Attributes:
+        columns: Each with its directory.
+    """
+
+    columns: tuple[dict[str, object], ...]
+
+
+def list_all(urls: Sequence[str], *, storage: Storage, index_url: str | None) -> ListReport:
+    """All late columns of some shards."""
+    shards = open_set(urls, storage, index_url)
+    found = [(home, column) for home in homes_of(shards.urls, index_url) for column in list_columns(storage, home)]
+    names = ColumnDocument.__dataclass_fields__
+    return ListReport(
+        columns=tuple(
+            {"index": redact(home), **{name: getattr(column, name) for name in names}} for home, column in found
+        )
+    )
+
+
+def drop_column(urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None) -> int:
+    """Delete a late column; returns how many files that were.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    shards = open_set(urls, storage, index_url)
+    homes = homes_of(shards.urls, index_url)
+    document = [join_url(home, column_document_path(checked_name(name, "column"))) for home in homes]
+    below = [join_url(home, f"{columns_directory()}/{name}") for home in homes]
+    files = [info.url for folder in below for info in storage.list(folder)]
+    if not files:
+        there = sorted({column.name for home in homes for column in list_columns(storage, home)})
+        raise ConfigError(f"column {name!r}: there is no such late column; there are: {', '.join(there) or 'none'}")
+    for url in document:  # first: a column without its document is none
+        storage.delete(url)
+    list(map_ordered(storage.delete, [url for url in files if url not in document], THREADS))
+    return len(files)

@@ -1,0 +1,117 @@
+"""Saved views from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shard_tools.running.report import Report
+from shard_tools.sets.open_set import open_set
+from streaming.catalog.open import OpenShards
+from streaming.errors import ConfigError, IndexMissingError
+from streaming.filters.late_columns import homes_of
+from streaming.filters.select import Filter, Subset, checked_subset, excluded_keys, select, versions_of
+from streaming.filters.views import View, list_views, load_view, save_view
+from streaming.index.where import parse_where
+from streaming.storage import Storage, redact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewReport(Report):
+    """A view, but for the keys that it leaves out."""
+
+    name: str
+    where: str | None
+    subset: Subset | None
+    num_excluded: int
+    columns: Mapping[str, str]
+    num_kept: int
+    num_samples: int
+    hash: str
+
+    @classmethod
+    def of(cls, view: View) -> ViewReport:
+        """What there is to say about a view."""
+        return cls(
+            name=view.name, where=view.where, subset=view.subset, num_excluded=len(view.excluded), columns=view.columns,
+            num_kept=view.num_kept, num_samples=view.num_samples, hash=view.hash,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewsReport(Report):
+    """All views beside an index."""
+
+    views: tuple[ViewReport, ...]
+
+
+def parse_subset(text: str | None) -> Subset | None:
+    """``0%..80%`` as two shares, ``1000..2000`` as two numbers.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if text is None:
+        return None
+    parts = text.split("..")
+    try:
+        if len(parts) == 2 and all(part.endswith("%") for part in parts):
+            low, high = (float(part[:-1]) / 100 for part in parts)
+            return checked_subset((low, high))
+        first, stop = (int(part) for part in parts)
+    except ValueError as error:
+        raise ConfigError(f"--subset: expected a range such as 0%..80% or 1000..2000, got {text!r}") from error
+    return checked_subset((first, stop))
+
+
+def save(
+    urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None, where: str | None, subset: str | None,
+    exclude: str | None, overwrite: bool,
+) -> ViewReport:  # fmt: skip
+    """Save a view, after working out what it keeps.
+
+    Raises:
+        ConfigError: It asks for nothing, keeps nothing, or there is another one of its name.
+        IndexMissingError: The shards have no index.
+    """
+    asked = Filter(
+        where=None if where is None else parse_where(where), subset=parse_subset(subset),
+        excluded=() if exclude is None else excluded_keys(storage, exclude),
+    )  # fmt: skip
+    if asked.keeps_all:
+        raise ConfigError("a view of everything needs no name; give --where, --subset or --exclude")
+    shards, home = _opened(urls, storage, index_url)
+    selected = select(storage, shards, asked)
+    view = View(
+        name=name, where=None if asked.where is None else asked.where.text, subset=asked.subset,
+        excluded=asked.excluded, columns=versions_of(storage, shards, asked), num_kept=selected.kept.total,
+        num_samples=0 if shards.table is None else shards.table.total_samples,
+    )  # fmt: skip
+    save_view(storage, home, view, overwrite=overwrite)
+    return ViewReport.of(view)
+
+
+def show(urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None) -> ViewReport:
+    """One view.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    return ViewReport.of(load_view(storage, _opened(urls, storage, index_url)[1], name))
+
+
+def show_all(urls: Sequence[str], *, storage: Storage, index_url: str | None) -> ViewsReport:
+    """All views."""
+    home = _opened(urls, storage, index_url)[1]
+    return ViewsReport(views=tuple(ViewReport.of(view) for view in list_views(storage, home)))
+
+
+def _opened(urls: Sequence[str], storage: Storage, index_url: str | None) -> tuple[OpenShards, str]:
+    """The shards, and the directory beside whose index views lie: that of the first."""
+    found = open_set(urls, storage, index_url)
+    if found.scanned is not None:
+        raise IndexMissingError(
+            f"{redact(found.urls[0])}: a view lies beside an index, and there is none; run `shard_tools index` first"
+        )
+    shards = OpenShards(urls=found.urls, table=found.chunks, missing_index="", index=index_url, scanned=None)
+    return shards, homes_of(found.urls, index_url)[0]

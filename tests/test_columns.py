@@ -1,0 +1,275 @@
+"""Late columns: joined by key or lifted out of samples, beside the index; filters find what was put there."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+from servers import MiniS3Server, fresh_name
+
+from shard_tools import ShardWriter
+from shard_tools.cli import cli
+from shard_tools.columns import join
+from streaming import DataLoader, StreamingDataset
+from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, StateError
+
+NUM = 90
+
+
+def write(url: str, *, storage_options: Any = None, first: int = 0, num: int = NUM, shard: int = 0) -> str:
+    with ShardWriter(
+        f"{url}/{{:06d}}.tar", max_samples=25, start_shard=shard, storage_options=storage_options
+    ) as writer:
+        for number in range(first, first + num):
+            document = {"similarity": number / 10, "deep": {"n": number}} if number % 4 else {"deep": {}}
+            writer.write({"__key__": f"{number:05d}", "json": document, "bin": bytes(300)})
+    return f"{url}/"
+
+
+def scores(path: Path, rows: dict[str, Any], **columns: Any) -> str:
+    table = pa.table({"key": list(rows), "score": list(rows.values()), **columns})
+    pq.write_table(table, path, row_group_size=17)
+    return str(path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments), catch_exceptions=False)
+
+
+def added(*arguments: str) -> dict[str, Any]:
+    result = run("column", "add", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def kept(data: str, where: str, **options: Any) -> list[int]:
+    return [int(sample["__key__"]) for sample in StreamingDataset(data, where=where, **options)]
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "3kB"])  # all shards at once, or one by one
+def test_a_file_is_joined_by_key(tmp_path: Path, memory: str) -> None:
+    data = write(str(tmp_path / "data"))
+    tars = {file: file.read_bytes() for file in (tmp_path / "data").glob("*.tar")}
+    rows: dict[str, Any] = {f"{number:05d}": number * 2 for number in range(NUM) if number % 3}
+    rows["00004"] = None
+    keys = [*rows, "nobody", "no-one", None]
+    random.Random(3).shuffle(keys)
+    table = {key: rows.get(key, -1) for key in keys}
+    file = scores(tmp_path / "scores.parquet", table, other=list(range(len(keys))))
+    report = added(data, "score", "--from", file, "--on", "key", "--memory", memory)
+    assert (report["num_samples"], report["num_missing"], report["num_rows"]) == (NUM, 30, len(keys))
+    assert report["first_missing"] == ["00000", "00003", "00006", "00009", "00012"]
+    assert report["num_unmatched"] == 3
+    assert sorted(report["first_unmatched"]) == ["NULL", "no-one", "nobody"]
+    assert kept(data, "score >= 100") == [number for number in range(50, NUM) if number % 3]
+    assert kept(data, "score is null") == [number for number in range(NUM) if not number % 3 or number == 4]
+    assert {file: file.read_bytes() for file in (tmp_path / "data").glob("*.tar")} == tars
+    assert (
+        added(data, "score", "--from", file, "--on", "key", "--overwrite")["column_version"] == report["column_version"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "where", "expected"),
+    [
+        (lambda n: f"t{n % 3}", "string", "late = 't1'", [1, 4]),
+        (lambda n: n % 2 == 0, "bool", "late", [0, 2, 4]),
+        (lambda n: n / 4, "double", "late between 0.5 and 0.8", [2, 3]),
+    ],
+)
+def test_kinds_of_values(tmp_path: Path, values: Any, kind: str, where: str, expected: list[int]) -> None:
+    data = write(str(tmp_path / "data"), num=6)
+    file = scores(tmp_path / "scores.parquet", {f"{number:05d}": values(number) for number in range(6)})
+    report = added(data, "late", "--from", file, "--on", "key")
+    assert report["type"] == kind
+    assert kept(data, where) == expected
+
+
+def test_keys_that_come_twice_are_an_error_by_name(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"))
+    pq.write_table(pa.table({"key": ["00001", "zz", "00002", "zz", "00001"], "score": [1, 2, 3, 4, 5]}), tmp_path / "s")
+    for memory in ("1GiB", "1kB"):
+        refused = run("column", "add", data, "score", "--from", str(tmp_path / "s"), "--on", "key", "--memory", memory)
+        assert refused.exit_code == 1
+        assert "keys come twice in the file, first '00001': nobody knows which value counts" in refused.output
+    with pytest.raises(ConfigError, match="no column 'score'"):
+        kept(data, "score > 1")
+
+
+def test_samples_that_share_a_key_get_the_same_value(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"), num=30)
+    write(str(tmp_path / "data"), num=5, shard=2)
+    file = scores(tmp_path / "s", {"00003": 7})
+    report = added(data, "score", "--from", file, "--on", "key")
+    assert report["num_shared"] == 5
+    assert kept(data, "score = 7") == [3, 3]
+
+
+def test_what_cannot_be_joined(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"), num=5)
+    file = scores(tmp_path / "s", {"00003": 7}, when=pa.array([0], pa.timestamp("s")), number=[1])
+    for arguments, problem, code in (
+        ((data, "score", "--from", file), "Give either --from FILE --on COLUMN, or --lift PATH", 2),
+        (("score", "--from", file, "--on", "key"), "Give the URL", 2),
+        ((data, "score", "--from", file, "--on", "keys"), "no column 'keys'; there are: key, score, when, number", 2),
+        ((data, "late", "--from", file, "--on", "key"), "no column 'late'", 2),
+        ((data, "late", "--from", file, "--on", "key", "--value", "when"), "holds timestamp", 2),
+        ((data, "late", "--from", file, "--on", "number", "--value", "score"), "keys of samples are text", 2),
+        ((data, "../up", "--from", file, "--on", "key"), "expected letters, digits", 2),
+        ((data, "score", "--from", file, "--on", "key", "--missing", "error"), "4 samples have no row in", 1),
+        ((data, "score", "--from", f"{data}000000.tar", "--on", "key"), "not a Parquet file", 1),
+        ((data, "score", "--from", f"{file}x", "--on", "key"), "x", 1),
+    ):
+        refused = run("column", "add", *arguments)
+        assert refused.exit_code == code, (arguments, refused.output)
+        assert problem in refused.output, (arguments, refused.output)
+    assert json.loads(run("column", "list", data, "--json").stdout) == {"columns": []}
+    added(data, "score", "--from", file, "--on", "key")
+    refused = run("column", "add", data, "score", "--from", file, "--on", "key")
+    assert "is there already" in refused.output
+
+
+def test_values_are_lifted_out_of_samples(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"))
+    result = run("index", data, "--columns", "json.similarity, json.deep.n")
+    assert result.exit_code == 0, result.output
+    expected = [number for number in range(NUM) if number % 4 and number / 10 >= 6.05]
+    assert kept(data, "json.similarity >= 6.05") == expected == kept(data, '"json.deep.n" >= 61')
+    assert kept(data, "json.similarity is null") == list(range(0, NUM, 4))
+    documents = [path.read_bytes() for path in sorted(Path(data).glob("_shardstream/columns/*/column.json"))]
+    assert run("index", data, "--columns", "json.similarity,json.deep.n").stdout.count("column ") == 0  # there already
+    assert documents == [path.read_bytes() for path in sorted(Path(data).glob("_shardstream/columns/*/column.json"))]
+    missing = run("column", "add", data, "x", "--lift", "npy.x")
+    assert missing.exit_code == 2
+    assert "no sample has such a field" in missing.output
+
+
+def test_list_and_drop(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"))
+    file = scores(tmp_path / "s", {"00003": 7})
+    added(data, "score", "--from", file, "--on", "key")
+    (column,) = json.loads(run("column", "list", data, "--json").stdout)["columns"]
+    assert (column["name"], column["type"], column["num_missing"]) == ("score", "int64", NUM - 1)
+    assert "score  int64" in run("column", "list", data).stdout
+    assert "did you mean" not in run("column", "drop", data, "score").stdout
+    assert "no late columns" in run("column", "list", data).stdout
+    assert not list(Path(data).glob("_shardstream/columns/score/*"))
+    refused = run("column", "drop", data, "score")
+    assert refused.exit_code == 2
+    assert "there is no such late column; there are: none" in refused.output
+
+
+def test_a_column_that_does_not_fit_the_shards_is_refused_by_name(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"))
+    added(data, "score", "--lift", "json.similarity")
+    write(str(tmp_path / "data"), first=NUM, num=3, shard=9)
+    with pytest.raises(
+        IndexMismatchError, match=r"'score' has no values for shard .*000009.tar, which was added after"
+    ):
+        StreamingDataset(data, where="score > 1")
+    assert kept(data, "score > 1", subset=(0, NUM)) == [n for n in range(NUM) if n % 4 and n > 10]
+    added(data, "score", "--lift", "json.similarity", "--overwrite")
+    assert kept(data, "score > 9")[-1] == NUM + 1  # of the last there is no value
+    file = tmp_path / "data/_shardstream/columns/score/000001.tar.parquet"
+    other = file.read_bytes()
+    file.write_bytes((file.parent / "000002.tar.parquet").read_bytes())
+    with pytest.raises(IndexMismatchError, match="are those of another shard"):
+        StreamingDataset(data, where="score > 1")
+    file.write_bytes(other[:-20])
+    with pytest.raises(IndexFormatError, match=r"000001\.tar\.parquet"):
+        StreamingDataset(data, where="score > 1")
+    file.write_bytes(other)
+    document = file.parent / "column.json"
+    document.write_text(document.read_text().replace('"column_version": "', '"column_version": "0'))
+    with pytest.raises(IndexMismatchError, match="are of another version"):
+        StreamingDataset(data, where="score > 1")
+    document.write_text("[]")
+    with pytest.raises(IndexFormatError, match="not the document of a late column"):
+        StreamingDataset(data, where="score > 1")
+
+
+def test_a_column_newer_than_the_run_is_an_error_by_name(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"))
+    file = scores(tmp_path / "s", {f"{number:05d}": number for number in range(NUM)})
+    added(data, "score", "--from", file, "--on", "key")
+    assert run("view", "save", data, "good", "--where", "score > 9").exit_code == 0
+    with DataLoader(StreamingDataset(data, where="score > 9"), batch_size=4) as loader:
+        state = loader.state_dict()
+    scores(tmp_path / "s", {f"{number:05d}": number + 1 for number in range(NUM)})
+    added(data, "score", "--from", file, "--on", "key", "--overwrite")
+    with (
+        DataLoader(StreamingDataset(data, where="score > 9"), batch_size=4) as loader,
+        pytest.raises(
+            StateError, match=r"column 'score' is another one than when the state was saved: version \w{16} then"
+        ),
+    ):
+        loader.load_state_dict(state)
+    with pytest.raises(IndexMismatchError, match=r"column 'score' is newer than view \"good\""):
+        StreamingDataset(data, view="good")
+
+
+def test_views_from_the_command_line(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"))
+    added(data, "score", "--lift", "json.similarity")
+    (tmp_path / "bad.txt").write_text("00077\n")
+    where = ("--where", "score > 3", "--subset", "0%..90%", "--exclude", str(tmp_path / "bad.txt"))
+    saved = json.loads(run("view", "save", data, "good", *where, "--json").stdout)
+    expected = [number for number in range(31, 81) if number % 4 and number != 77]
+    assert (saved["num_kept"], saved["num_samples"], saved["num_excluded"]) == (len(expected), NUM, 1)
+    assert list(saved["columns"]) == ["score"]
+    assert [int(sample["__key__"]) for sample in StreamingDataset(data, view="good")] == expected
+    assert json.loads(run("view", "show", data, "good", "--json").stdout) == saved
+    assert json.loads(run("view", "list", data, "--json").stdout) == {"views": [saved]}
+    assert f"good  {len(expected)} of 90 samples" in run("view", "list", data).stdout
+    assert run("view", "save", data, "good", *where).exit_code == 0  # the same again
+    for arguments, problem in (
+        ((data, "good", "--where", "score > 4"), "another view of this name"),
+        ((data, "all"), "needs no name"),
+        ((data, "odd", "--subset", "1-2"), "expected a range such as"),
+        ((data, "odd", "--where", "score > 'a'"), "cannot compare"),
+        ((data, "odd", "--where", "score > 400"), "keeps none of the 90 samples"),
+    ):
+        refused = run("view", "save", *arguments)
+        assert refused.exit_code == 2, refused.output
+        assert problem in refused.output
+    assert "no view 'gone'" in run("view", "show", data, "gone").output
+
+
+def test_columns_in_a_bucket_are_added_without_reading_a_tar(mini_s3: MiniS3Server, tmp_path: Path) -> None:
+    url, options = mini_s3.create_bucket(fresh_name()), mini_s3.storage_options
+    data = write(f"{url}/train", storage_options=options)
+    file = scores(tmp_path / "s", {f"{number:05d}": number for number in range(NUM)})
+    mini_s3.clear_log()
+    flags = [part for name, value in options.items() for part in ("--storage-option", f"{name}={value}")]
+    added(data, "score", "--from", file, "--on", "key", *flags)
+    assert not [entry for entry in mini_s3.log() if entry["method"] == "GET" and str(entry["path"]).endswith(".tar")]
+    assert kept(data, "score >= 80", storage_options=options) == list(range(80, 90))
+
+
+def test_hashes_that_meet_are_told_apart_by_their_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        join, "stable_hash", lambda keys: pa.array([hash_of(key) for key in keys.to_pylist()], pa.int64())
+    )
+
+    def hash_of(key: bytes | None) -> int | None:
+        return None if key is None else len(key)
+
+    data = write(str(tmp_path / "data"))
+    file = scores(tmp_path / "s", {f"{number:05d}": number for number in range(0, NUM, 2)})
+    assert added(data, "score", "--from", file, "--on", "key")["num_missing"] == NUM // 2
+    assert kept(data, "score >= 80") == [80, 82, 84, 86, 88]
+
+
+def test_a_late_column_with_a_lifted_name_is_refused(tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/{{:06d}}.tar", columns={"n": "json.n"}) as writer:
+        writer.write({"__key__": "a", "json": {"n": 1}})
+    refused = run("column", "add", f"{tmp_path}/", "n", "--lift", "json.n")
+    assert refused.exit_code == 2
+    assert "the sample tables have a column of this name" in refused.output
