@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -162,6 +163,7 @@ def become(job: dict[str, Any]) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ |= job["environ"]
+        tempfile.tempdir = None  # which is to be found anew, in this environment
         sys.argv = [job.get("path", "-c"), *job["arguments"]]
         # What the program makes stays alive: some objects of torch's, dying late, wait for others for ever.
         if "path" in job:

@@ -22,7 +22,8 @@ from streaming.cache.locks import locked
 from streaming.cache.paths import Layout
 from streaming.metrics import Metrics
 
-SPAWN = multiprocessing.get_context("spawn")
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload([__name__])  # one process imports it all, once
 NUM_PROCESSES = 8
 NUM_CHUNKS = 120
 CHUNK_BYTES = 256 * 1024 - 64
@@ -143,7 +144,7 @@ def run_with_kills(target: object, make_args: object, *, num_kills: int, limit_s
 
     def start() -> multiprocessing.process.BaseProcess:
         nonlocal started
-        process = SPAWN.Process(target=target, args=make_args(started))  # type: ignore[operator, arg-type]
+        process = FORKED.Process(target=target, args=make_args(started))  # type: ignore[operator, arg-type]
         process.start()
         started += 1
         return process
@@ -226,8 +227,8 @@ def test_a_kill_costs_at_most_the_fetch_that_it_hits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["fetching", "writing"])
 def test_whoever_waits_takes_over_when_the_holder_is_killed(tmp_path: Path, stage: str) -> None:
-    here, there = SPAWN.Pipe()
-    holder = SPAWN.Process(target=hold, args=(str(tmp_path), there, stage))
+    here, there = FORKED.Pipe()
+    holder = FORKED.Process(target=hold, args=(str(tmp_path), there, stage))
     holder.start()
     assert here.poll(60)
     assert here.recv() == stage

@@ -11,14 +11,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from data_sets import write_set
+from forked import Forked, ForkedProcess
 from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
@@ -50,10 +49,23 @@ def stepping(function):
 """
 
 
-def die(program: str, steps: int, **arguments: Any) -> int:
-    """Run ``program``, which kills itself at its step number ``steps``; its exit code."""
-    given = json.dumps({**arguments, "steps": steps})
-    return subprocess.run([sys.executable, "-c", STEPS + program, given], check=False, timeout=120).returncode
+Die = Callable[..., int]
+
+
+@pytest.fixture
+def die(forked: Forked, tmp_path: Path) -> Die:
+    """``die(program, steps, **arguments)`` runs a program that kills itself at that step; its exit code."""
+
+    def run(program: str, steps: int, **arguments: Any) -> int:
+        given = json.dumps({**arguments, "steps": steps})
+        return start(forked, tmp_path, program, given).wait(120)
+
+    return run
+
+
+def start(forked: Forked, folder: Path, program: str, given: str) -> ForkedProcess:
+    environ = {"TMPDIR": str(folder / "temporary")}
+    return forked.start(STEPS + program, given, output=folder / "said", environ=environ)
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -66,10 +78,9 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_left(tmp_path: Path) -> Iterator[None]:
     """The victims' folder for temporary files stays empty, and shared memory has no name of ours."""
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     yield
     assert os.listdir(tmp_path / "temporary") == []
     assert not [name for name in os.listdir("/dev/shm") if "shardstream" in name]
@@ -100,7 +111,7 @@ def write(folder: Path) -> None:
             writer.write({"__key__": f"{i:03d}", "bin": bytes([i]) * 3000, "cls": i})
 
 
-def test_the_writer(tmp_path: Path) -> None:
+def test_the_writer(die: Die, tmp_path: Path) -> None:
     write(tmp_path / "calm")
     calm, dice = tree(tmp_path / "calm"), random.Random(1)
     deaths = 0
@@ -130,7 +141,7 @@ with ShardWriter(arguments["url"] + "/{:03d}.tar", max_samples=3, storage_option
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_writer_to_a_bucket(mini_s3: MiniS3Server, seed: int) -> None:
+def test_the_writer_to_a_bucket(die: Die, mini_s3: MiniS3Server, seed: int) -> None:
     """Parts of an upload that nobody ends are no object: not listed, not read, and no hindrance."""
     url, options = f"{mini_s3.create_bucket(fresh_name())}/train", mini_s3.storage_options
     program = S3_WRITER.replace("max_samples=3", "max_samples=3, overwrite=True")
@@ -160,7 +171,7 @@ index_shards(storage, expand_urls(arguments["folder"] + "/", storage), parallel=
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
-def test_the_indexer(tmp_path: Path, parallel: int) -> None:
+def test_the_indexer(die: Die, tmp_path: Path, parallel: int) -> None:
     write_set(tmp_path / "calm", (9, 1, 20, 4), indexed=False)
     calm_folder = tmp_path / "calm"
     index_shards(Storage(), expand_urls(f"{calm_folder}/", Storage()))
@@ -189,7 +200,7 @@ convert(arguments["source"], arguments["folder"], options=ConvertOptions(max_sam
 """
 
 
-def test_the_converter_goes_on_after_every_death(tmp_path: Path) -> None:
+def test_the_converter_goes_on_after_every_death(die: Die, tmp_path: Path) -> None:
     """The same target is killed again and again; it gets done, byte for byte."""
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"id": i, "text": f"line {i} " * 20}) + "\n" for i in range(40)))
@@ -221,7 +232,7 @@ with DataLoader(dataset, 4, num_workers=arguments["num_workers"]) as loader:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_rank(tmp_path: Path, num_workers: int) -> None:
+def test_a_rank(forked: Forked, tmp_path: Path, num_workers: int) -> None:
     """Killed in mid-epoch with fetches, workers and cache at work; it goes on from its last state."""
     samples = write_set(tmp_path / "set", (20, 20, 20))
     dice = random.Random(num_workers)
@@ -231,11 +242,10 @@ def test_a_rank(tmp_path: Path, num_workers: int) -> None:
         steps = dice.randrange(1, 13)
         given = json.dumps({"steps": steps, "url": samples.url, "cache": str(tmp_path / "cache"),
                             "num_workers": num_workers})  # fmt: skip
-        victim = subprocess.Popen([sys.executable, "-c", STEPS + RANK, given], stdout=subprocess.PIPE, text=True)
-        with victim:
-            assert victim.stdout is not None
-            lines = [json.loads(line) for line in victim.stdout]
-        assert victim.returncode == -signal.SIGKILL
+        (tmp_path / "said").unlink(missing_ok=True)
+        assert start(forked, tmp_path, RANK, given).wait(120) == -signal.SIGKILL
+        said = (tmp_path / "said").read_text().splitlines()
+        lines = [json.loads(line) for line in said if line.startswith("{")]  # and not what is logged
         assert [line["keys"] for line in lines[1:]] == calm[: steps + 1]
         with DataLoader(StreamingDataset(samples.url, cache_dir=str(tmp_path / "cache")), 4) as loader:
             loader.load_state_dict(lines[-1]["state"])

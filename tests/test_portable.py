@@ -19,6 +19,7 @@ from streaming import loader as loader_module
 from streaming.engine.workers.portable import SentOnce, dumps, received
 
 _SCRIPT = """
+import contextlib
 import multiprocessing as mp
 import sys
 from dataclasses import dataclass
@@ -61,12 +62,13 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def train(rank, url):
-    for transform in (plain, Module(), lambda sample: plain(sample)):
-        with DataLoader(StreamingDataset(url, shuffle=False, transform=transform), 4, num_workers=1) as loader:
-            batch = next(iter(loader))
-        assert batch["n"].tolist() == [0, 3, 6, 9]
-        assert batch["pair"] == [Pair(i) for i in range(4)], "of the script's own class, not of a copy"
-    with DataLoader(Numbers(), 4, num_workers=1, shuffle=False) as loader:
+    with contextlib.ExitStack() as loaders:  # loaders beside each other share a process that forks their workers
+        for transform in (plain, Module(), lambda sample: plain(sample)):
+            dataset = StreamingDataset(url, shuffle=False, transform=transform)
+            batch = next(iter(loaders.enter_context(DataLoader(dataset, 4, num_workers=1))))
+            assert batch["n"].tolist() == [0, 3, 6, 9]
+            assert batch["pair"] == [Pair(i) for i in range(4)], "of the script's own class, not of a copy"
+        loader = loaders.enter_context(DataLoader(Numbers(), 4, num_workers=1, shuffle=False))
         assert next(iter(loader))["n"].tolist() == [0, 3, 6, 9]
     print("trained", flush=True)
 """
