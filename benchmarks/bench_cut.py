@@ -17,8 +17,8 @@ import common
 import numpy as np
 
 from streaming.batches.columns import cut_in_place, gathered_bytes
+from streaming.batches.rows import FieldRange
 from streaming.engine.memory.heap import keep_freed_memory
-from streaming.engine.memory.row_table import FieldRange
 
 ARENA_BYTES, PITCH_BYTES, ROWS, BATCH = 256 << 20, 8 << 10, 25_600, 256
 IMAGES, IMAGE_BATCH, IMAGE_BYTES = 3_840, 64, 68_000

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from streaming.batches.build import BadSample, Part, Recipe
+from streaming.batches.rows import Rows
 from streaming.decode import resolve_decoders
 from streaming.engine.crew import Crew
-from streaming.engine.memory.row_table import Rows
 from streaming.engine.unindexed.gather import pack_samples
 from streaming.engine.unindexed.samples import RawSample
 from streaming.metrics import Metrics

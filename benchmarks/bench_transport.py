@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.batches.rows import FieldRange, Rows
 from streaming.decode import resolve_decoders
 from streaming.engine.memory.arena import Arena
-from streaming.engine.memory.row_table import FieldRange, Rows
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import BatchRing
 

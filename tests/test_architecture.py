@@ -30,10 +30,6 @@ TOO_LONG = {
 }
 # Arrows of the drawing that point up (↑), and what has to happen until they go. The list only gets shorter.
 POINTS_UP = {
-    ("batches", "engine.memory"): "where a batch's rows lie (`row_table`) is known to the engine's memory",
-    ("batches", "engine.workers"): "where a batch's cells lie (`cell`) is known to the workers' package",
-    ("engine.memory", "engine"): "`threads` lies in the engine",
-    ("engine.workers", "engine"): "`stacks` and `grace` lie in the engine",
     ("loops", "streaming"): "loops take a StreamingDataset, not a Source",
 }
 

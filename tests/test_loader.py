@@ -18,7 +18,7 @@ from data_sets import SampleSet, check_batch, mesh_of, play, write_set
 from leftovers import leftovers
 
 from streaming import DataLoader, DeviceMeshFetcher, StreamingDataset
-from streaming.engine.threads import JobThreads
+from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import ConfigError, DecodeError, IteratorEndedError, IteratorSupersededError
 from streaming.fetch.read import FetchRange
 from streaming.tar import ChunkLayout

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.batches.rows import FieldRange, Rows
 from streaming.decode import resolve_decoders
 from streaming.engine.builders import is_trivial
-from streaming.engine.memory.row_table import FieldRange, Rows
 from streaming.engine.workers.transport import rows_from_wire, rows_to_wire
 from streaming.errors import DecodeError
 

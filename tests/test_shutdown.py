@@ -22,8 +22,8 @@ from hanging import BATCH, GOOD_BATCHES, Hung, left_behind, until_it_stands
 from leftovers import leftovers
 
 from streaming import DataLoader, DevicePrefetcher
-from streaming.engine.grace import GRACE_S
 from streaming.engine.memory.row_table import RowTable
+from streaming.engine.threads.jobs import GRACE_S
 from streaming.errors import IteratorEndedError
 
 pytestmark = [pytest.mark.usefixtures("one_fork_server"), pytest.mark.timeout(60)]

@@ -25,9 +25,9 @@ import torch
 from PIL import Image
 
 from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.batches.rows import FieldRange, Rows
 from streaming.decode import resolve_decoders
 from streaming.engine.memory.arena import Arena
-from streaming.engine.memory.row_table import FieldRange, Rows
 from streaming.engine.workers.fork_server import ForkServer, SharedServer
 from streaming.engine.workers.pool import MAX_DEATHS, WorkerPool
 from streaming.engine.workers.ring import BatchRing
@@ -537,7 +537,7 @@ from streaming.decode import resolve_decoders
 from streaming.engine.memory.arena import Arena
 from streaming.batches.build import Part, Recipe, Rows
 from streaming.engine.workers.ring import BatchRing
-from streaming.engine.memory.row_table import FieldRange
+from streaming.batches.rows import FieldRange
 from streaming.engine.workers.pool import WorkerPool
 
 OFFSET = 10

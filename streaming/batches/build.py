@@ -18,9 +18,8 @@ from streaming.batches.columns import Columns
 from streaming.batches.draws import BatchDraws, Chain, as_chain
 from streaming.batches.losses import user_trace
 from streaming.batches.portion import Portion
+from streaming.batches.rows import FieldRange, Place, Rows
 from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
-from streaming.engine.memory.row_table import FieldRange, Rows
-from streaming.engine.workers.cell import Place
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.storage import redact
 from streaming.types import Batch, Sample, Transform

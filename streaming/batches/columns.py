@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 
 from streaming.batches.collate import Allocate, collate_field
+from streaming.batches.rows import FieldRange, Place, Rows
 from streaming.decode import ArrayDecoder, FieldDecoder, raw
-from streaming.engine.memory.row_table import FieldRange, Rows
-from streaming.engine.workers.cell import Place
 from streaming.errors import ConfigError, DecodeError
 from streaming.types import Batch, Decoder
 

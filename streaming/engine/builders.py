@@ -13,12 +13,11 @@ import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.collate import Allocate
-from streaming.batches.draw_names import named_draw
-from streaming.batches.draw_watch import DrawWatch, kept_generators
+from streaming.batches.draw_watch import DrawWatch, kept_generators, named_draw
 from streaming.batches.draws import BatchDraws
+from streaming.batches.rows import Rows
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
-from streaming.engine.memory.row_table import Rows
-from streaming.engine.stacks import where_is
+from streaming.engine.threads.stacks import where_is
 from streaming.engine.workers.cell import Work
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import PageLocker

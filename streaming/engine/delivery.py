@@ -23,8 +23,8 @@ from typing import Any, Protocol
 from streaming.batches.build import BadSample, BadSampleReport
 from streaming.batches.weigh import weigh
 from streaming.engine.builders import Builder
-from streaming.engine.grace import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
 from streaming.engine.standing import thread_lines
+from streaming.engine.threads.jobs import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
 from streaming.metrics import Metrics
 
 _LOCK_S = 2.0

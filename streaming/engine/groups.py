@@ -14,7 +14,7 @@ import numpy as np
 
 from streaming.batches.build import Mask, Recipe
 from streaming.batches.columns import Columns
-from streaming.engine.memory.row_table import Rows
+from streaming.batches.rows import Rows
 from streaming.engine.units import Block
 
 _GROUP_ROWS = 2_048

@@ -24,11 +24,11 @@ import numpy as np
 from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.draws import epoch_key
+from streaming.batches.rows import Rows
 from streaming.engine.builders import Builder
 from streaming.engine.delivery import Delivery
 from streaming.engine.groups import Group, Groups
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
-from streaming.engine.memory.row_table import Rows
 from streaming.engine.source import Source
 from streaming.engine.standing import Standing, standing_lines
 from streaming.engine.substitutes import Substitutes

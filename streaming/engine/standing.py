@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from streaming.arguments import format_bytes
 from streaming.engine.memory.chunk_store import Unit
-from streaming.engine.stacks import thread_named, where_is
+from streaming.engine.threads.stacks import thread_named, where_is
 from streaming.storage import ActiveRequest, redact
 
 _LISTED_UNITS = 4

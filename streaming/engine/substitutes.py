@@ -12,8 +12,9 @@ from typing import Self
 
 import numpy as np
 
+from streaming.batches.rows import Rows
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
-from streaming.engine.memory.row_table import Rows, RowTable
+from streaming.engine.memory.row_table import RowTable
 from streaming.engine.source import Source
 from streaming.errors import DataError
 from streaming.plan.plan import Plan

@@ -12,7 +12,7 @@ import numpy as np
 
 from infra import DeviceMesh
 from streaming.batches.build import Recipe
-from streaming.batches.draw_names import named_draw
+from streaming.batches.draw_watch import named_draw
 from streaming.engine.builders import is_surely_trivial
 from streaming.engine.crew import Crew
 from streaming.engine.memory.chunk_store import ChunkStore

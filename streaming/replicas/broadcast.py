@@ -24,7 +24,7 @@ import torch
 
 from infra import DeviceMesh
 from streaming.batches.portion import NUM_SAMPLES
-from streaming.engine.grace import LOOK_UP_S
+from streaming.engine.threads.jobs import LOOK_UP_S
 from streaming.epochs.iterator import Run
 from streaming.epochs.position import Place
 from streaming.errors import ReplicaError, StateError

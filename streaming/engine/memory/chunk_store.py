@@ -12,7 +12,7 @@ from functools import partial
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.mapped import FileMaps
 from streaming.engine.memory.row_table import RowTable
-from streaming.engine.threads import JobThreads
+from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import DataError, IndexMismatchError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, UnitKey, layout_of

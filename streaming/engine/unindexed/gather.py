@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streaming.engine.memory.row_table import FieldRange, Rows
+from streaming.batches.rows import FieldRange, Rows
 from streaming.engine.unindexed.samples import RawSample
 
 _ALIGN_BYTES = 512  # as in a tar: arrays of one size are then gathered in one step

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from streaming.engine.threads import JobThreads
+from streaming.engine.threads.jobs import JobThreads
 from streaming.storage import Storage
 
 PIECE_BYTES = 8 << 20

@@ -10,9 +10,8 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from streaming.engine.stacks import where_in
+from streaming.engine.threads.stacks import where_in
 from streaming.platforms import unnamed_file
 
 _ROW = struct.Struct("q")
@@ -22,12 +21,6 @@ _ANSWER_S = 0.3
 """For a worker to write its stack: it takes a millisecond, unless the process is stopped."""
 STACK_SIGNAL = signal.SIGURG
 """Asks a worker for its stack. A process that does not expect it ignores it, whoever it may be by then."""
-
-
-class Place(Protocol):
-    """Item 0 is the row of the batch that is being decoded; -1: none. Writing it costs nothing worth a name."""
-
-    def __setitem__(self, index: int, row: int, /) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

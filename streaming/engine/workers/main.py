@@ -32,8 +32,8 @@ import torch
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.draw_watch import DrawWatch
 from streaming.batches.draws import ALL_GENERATORS, BatchDraws, seed_generators
+from streaming.batches.rows import Rows
 from streaming.decode import use_one_thread
-from streaming.engine.memory.row_table import Rows
 from streaming.engine.workers.cell import STACK_SIGNAL
 from streaming.engine.workers.channel import Channel, ChannelClosedError
 from streaming.engine.workers.portable import received

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, Recipe
-from streaming.engine.grace import GivenUpError
+from streaming.batches.rows import Rows
 from streaming.engine.memory.arena import Arena
-from streaming.engine.memory.row_table import Rows
-from streaming.engine.stacks import state_of
+from streaming.engine.threads.jobs import GivenUpError
+from streaming.engine.threads.stacks import state_of
 from streaming.engine.workers.cell import Work
 from streaming.engine.workers.channel import ChannelClosedError
 from streaming.engine.workers.fork_server import ForkServer

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from streaming.batches.rows import FieldRange, Rows
 from streaming.engine.memory.arena import Arena
-from streaming.engine.memory.row_table import FieldRange, Rows
 from streaming.engine.workers.portable import Pickler, dumps
 from streaming.engine.workers.ring import Memory, SlotWriter
 from streaming.errors import WorkerError

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import TypeAlias
 
-Place: TypeAlias = tuple[str, int, str]
+Spot: TypeAlias = tuple[str, int, str]
 """File, line, function."""
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _NOT_THE_USERS = (_OURS, os.path.dirname(os.__file__), "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -39,15 +39,15 @@ def where_in(dump: str) -> str:
     return summary((file, int(line), name) for file, line, name in _DUMPED.findall(dump))
 
 
-def summary(innermost_first: Iterable[Place]) -> str:
-    """The innermost place in the user's own code, and the innermost of all if that is another one."""
-    places = list(innermost_first)
-    if not places:
+def summary(innermost_first: Iterable[Spot]) -> str:
+    """The innermost spot in the user's own code, and the innermost of all if that is another one."""
+    spots = list(innermost_first)
+    if not spots:
         return ""
-    users = next((place for place in places if _is_users(place[0])), None)
-    if users is None or users == places[0]:
-        return _text(places[0])
-    return f"{_text(users)} (in {_text(places[0])})"
+    users = next((spot for spot in spots if _is_users(spot[0])), None)
+    if users is None or users == spots[0]:
+        return _text(spots[0])
+    return f"{_text(users)} (in {_text(spots[0])})"
 
 
 def state_of(pid: int) -> str:
@@ -64,12 +64,12 @@ def _is_users(file: str) -> bool:
     return not file.startswith(_NOT_THE_USERS) and not any(folder in file for folder in _INSTALLED)
 
 
-def _places(frame: FrameType | None) -> Iterable[Place]:
+def _places(frame: FrameType | None) -> Iterable[Spot]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
 
 
-def _text(place: Place) -> str:
-    file, line, name = place
+def _text(spot: Spot) -> str:
+    file, line, name = spot
     return f"{name}, {file}:{line}"
