@@ -115,7 +115,7 @@ class StreamingDataset(ChunkSource):
         on_error: What becomes of a sample that cannot be read or decoded. ``"substitute"``: a readable neighbour takes
             its place; ``"skip"``: so it does, but marked in ``batch["__valid__"]``; ``"raise"``: the error is raised.
         max_bad_samples: Number (int) or share of the epoch (float) of such samples beyond which a run stops: over all
-            data-parallel ranks, as far as torch.distributed knows them, else on this rank alone.
+            data-parallel ranks, as far as torch.distributed knows them, else on this rank alone; 1.0 is no limit.
         bad_samples_file: Path of a file that lists them, one JSON object a line, as ``loader.metrics()["bad"]`` does;
             ``{rank}`` stands for this process's rank. It is appended to, each sample once an epoch, by all processes
             of a machine that name it; on a network file system give each its own. ``shard_tools verify --bad`` and

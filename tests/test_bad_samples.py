@@ -346,3 +346,12 @@ def test_a_good_set_has_nothing_to_report(tmp_path: Path) -> None:
         for batch in loader:
             check_batch(batch)
         assert loader.metrics()["bad"] == []
+
+
+def test_a_share_of_one_is_no_limit(images: str) -> None:
+    """Those that were to stand in count too, and may be more than an epoch has samples (found by the random cases)."""
+    dataset = StreamingDataset(images, shuffle=False, max_bad_samples=1.0)[50:53]
+    with DataLoader(dataset, batch_size=1, epoch_size=1) as loader:
+        (batch,) = loader
+        assert batch["cls"].tolist() == [52]
+        assert loader.metrics()["bad_samples"] == 2

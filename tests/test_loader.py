@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -503,3 +505,19 @@ def test_the_fetcher_gives_lists_of_samples_from_this_thread(dataset: StreamingD
     assert batches[0][0]["__key__"] == samples.keys[10]
     assert batches[0][0]["json"] == {"number": 10}
     assert threads == {threading.current_thread()}
+
+
+def test_as_many_threads_build_as_batches_may_be_under_way(samples: SampleSet) -> None:
+    """A thread, and the process behind it, keeps memory of its own after its first batch: others are not woken."""
+    threads = Counter[str]()
+
+    def transform(sample: Any) -> Any:
+        threads[threading.current_thread().name] += 1
+        return {"x": torch.zeros(1 << 20, dtype=torch.uint8)}
+
+    dataset = samples.open(transform=transform, shuffle=False)
+    with DataLoader(dataset, batch_size=2, num_threads=8, memory_limit="48MiB") as loader:  # 12 MiB: a batch has 2
+        for _ in loader:
+            time.sleep(0.001)  # so that threads, not this one, build the next batch
+    builders = {name for name in threads if name != threading.current_thread().name}
+    assert builders == {"shardstream-build-0"}

@@ -30,9 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set three times as large as the limit, one with samples of any size, and a tiny one."""
     folder = tmp_path_factory.mktemp("memory")
-    for name, count in (("tiny", 16), ("large", 3 * LIMIT_BYTES // SAMPLE_BYTES)):
+    for name, count, size in (("tiny", 160, 100), ("large", 3 * LIMIT_BYTES // SAMPLE_BYTES, SAMPLE_BYTES)):
         (folder / name).mkdir()
-        data = os.urandom(SAMPLE_BYTES)
+        data = os.urandom(size)
         with ShardWriter(f"{folder}/{name}/{{:06d}}.tar", max_bytes="64MiB") as writer:
             for number in range(count):
                 writer.write({"__key__": f"{number:06d}", "bin": data})
@@ -89,7 +89,7 @@ def test_so_they_do_without_an_index(folder: Path, name: str, num_workers: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 2, 8])
 @pytest.mark.parametrize("name", list(OBJECTS))
 def test_decoded_objects_count(folder: Path, name: str, num_workers: int) -> None:
     """Numbers, dicts and lists weigh what Python keeps for them, in this process and in those that decode."""

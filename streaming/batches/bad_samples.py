@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,10 @@ _DROPS = (
     "others come several times in their place. Filter the data set ahead (shard_tools reshard SOURCE TARGET "
     '--where …), or use on_error="skip", which marks what stands in with False in batch["__valid__"]'
 )
+
+
+def _share(limit: float, num_samples: int) -> int:
+    return sys.maxsize if limit >= 1 else math.ceil(limit * num_samples)
 
 
 class BadSamples:
@@ -76,7 +81,8 @@ class BadSamples:
         """Begin anew.
 
         Args:
-            num_samples: Samples of the epoch over all ranks; a share of them is rounded up.
+            num_samples: Samples of the epoch over all ranks; a share of them is rounded up. The whole of them is no
+                limit: samples that were to stand in for others, and are bad too, may come from beyond the epoch.
             epoch: The epoch.
             tally: Over all ranks; None: nobody knows of others, and the limit is that of this rank alone.
             allowed_of: How many this rank may find in each source of a mixture.
@@ -90,7 +96,7 @@ class BadSamples:
             self._found_in.clear()
             self._allowed_of = dict(allowed_of or {})
             self._epoch = epoch
-            self._allowed = self._limit if isinstance(self._limit, int) else math.ceil(self._limit * num_samples)
+            self._allowed = self._limit if isinstance(self._limit, int) else _share(self._limit, num_samples)
 
     def report(self, bad: BadSample) -> None:
         """Take note of one sample.

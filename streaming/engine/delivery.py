@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from streaming.batches.build import BadSample, BadSampleReport
@@ -115,8 +116,10 @@ class Delivery(ABC):
         self._closed = False
         self._consumer: threading.Thread | None = None
         self._builders = [
-            threading.Thread(target=self._run, args=(self._build_all,), name=f"shardstream-build-{i}", daemon=True)
-            for i in range(num_builders)
+            threading.Thread(
+                target=self._run, args=(partial(self._build_all, place),), name=f"shardstream-build-{place}", daemon=True
+            )
+            for place in range(num_builders)
         ]
         self._threads = list(self._builders)
 
@@ -293,20 +296,24 @@ class Delivery(ABC):
         if self._failure is not None and not self._closed:
             raise self._failure
 
-    def _can_start(self) -> bool:
-        """Whether a builder may begin with a batch: never with what is the consumer's to build."""
-        if self._builder.in_consumer:
+    def _can_start(self, place: int = 0) -> bool:
+        """Whether the builder at ``place`` may begin with a batch: never with what is the consumer's to build.
+
+        Of the builders only as many work as batches may be under way, always the first ones, of whom one is free then:
+        each thread, and each process behind it, keeps memory of its own after its first batch.
+        """
+        if self._builder.in_consumer or place >= self._depth.now:
             return False
         return self._started < min(self._num_ready(), self._handed_out + self._depth.now)
 
-    def _build_all(self) -> None:
-        while (number := self._next_to_build()) is not None:
+    def _build_all(self, place: int) -> None:
+        while (number := self._next_to_build(place)) is not None:
             self._deliver(number)
 
-    def _next_to_build(self) -> int | None:
+    def _next_to_build(self, place: int) -> int | None:
         """The next batch that a builder begins with, as soon as there is one; None: the run is over."""
         with self._changed:
-            while not self._closed and self._failure is None and not self._can_start():
+            while not self._closed and self._failure is None and not self._can_start(place):
                 self._changed.wait()
                 if not self._builder.holds_gil:
                     self._go_on()  # of what has been fetched nobody else may know: the consumer is in its step
