@@ -111,9 +111,9 @@ def main(folder: str, num_workers: int, name: str = "large") -> None:
         with DataLoader(dataset, batch_size=TINY_BATCH, num_workers=num_workers, memory_limit=LIMIT_BYTES) as tiny:
             for batch in tiny:
                 del batch
+            gc.collect()
+            idle_bytes = memory_bytes(folder)
         assert len(os.listdir(met)) >= num_workers, "each worker has built a batch"
-        gc.collect()
-        idle_bytes = memory_bytes(folder)
     epoch_size = None
     if name != "large" and not name.startswith("objects"):
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
