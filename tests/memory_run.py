@@ -1,7 +1,7 @@
 """A loader alone in a process tree, and what that takes: run by test_memory.py as ``memory_run.py FOLDER WORKERS``,
 or ``memory_run.py FOLDER WORKERS NAME``, where ``FOLDER/NAME`` has no index unless its name begins with "objects".
 
-Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch, of which each worker had a batch), ``peak_bytes`` (the most while the data set was
+Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch of a batch each), ``peak_bytes`` (the most while the data set was
 read by a consumer that is slower than the loader), both over all processes, and the loader's own figures.
 """
 
@@ -57,7 +57,7 @@ def memory_bytes(folder: str) -> int:
 class Meet:
     """Keep a sample of the tiny epoch until as many processes as there are workers have had one.
 
-    A worker that has never built a batch has yet to write to pages that it shares with the others: some MiB, data or not.
+    A worker that has never built a batch has yet to write to pages that it shares with the others: some MiB.
     The first batch waits for nobody, since the second is begun when its size is known.
     """
 
@@ -102,7 +102,7 @@ def loader_of(folder: str, num_workers: int, epoch_size: int | None = None) -> D
     dataset = StreamingDataset(
         folder, decode={"bin": decode}, shuffle=ShuffleConfig(lanes=4, window=window), transform=dict
     )
-    return DataLoader(dataset, batch_size=TINY_BATCH, num_workers=num_workers, memory_limit=LIMIT_BYTES, epoch_size=epoch_size)
+    return DataLoader(dataset, batch_size=8, num_workers=num_workers, memory_limit=LIMIT_BYTES, epoch_size=epoch_size)
 
 
 def main(folder: str, num_workers: int, name: str = "large") -> None:

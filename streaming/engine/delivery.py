@@ -116,10 +116,8 @@ class Delivery(ABC):
         self._closed = False
         self._consumer: threading.Thread | None = None
         self._builders = [
-            threading.Thread(
-                target=self._run, args=(partial(self._build_all, place),), name=f"shardstream-build-{place}", daemon=True
-            )
-            for place in range(num_builders)
+            threading.Thread(target=self._run, args=(work,), name=f"shardstream-build-{place}", daemon=True)
+            for place, work in enumerate(partial(self._build_all, place) for place in range(num_builders))
         ]
         self._threads = list(self._builders)
 
