@@ -1,8 +1,8 @@
 """A loader alone in a process tree, and what that takes: run by test_memory.py as ``memory_run.py FOLDER WORKERS``,
 or ``memory_run.py FOLDER WORKERS NAME``, where ``FOLDER/NAME`` has no index unless its name begins with "objects".
 
-Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch of a batch each), ``peak_bytes`` (the most
-while the data set was read by a consumer that is slower than the loader), both over all processes, and the loader's own figures.
+Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch of a batch each), ``peak_bytes`` (the most while the
+data set was read by a consumer that is slower than the loader), both over all processes, and the loader's own figures.
 """
 
 from __future__ import annotations
