@@ -95,8 +95,9 @@ def list_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool,
 @column_group.command("drop")
 @click.argument("urls", nargs=-1, required=True, metavar="URL... NAME")
 @index_option
+@json_option
 @with_storage_options
-def drop_command(urls: tuple[str, ...], *, index_url: str | None, **arguments: Any) -> None:
+def drop_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
     """Deletes the late column NAME. Runs and views that ask for it cannot go on without it.
 
     \b
@@ -106,8 +107,8 @@ def drop_command(urls: tuple[str, ...], *, index_url: str | None, **arguments: A
     *places, name = urls
     if not places:
         raise click.UsageError("Give the URL of shards, and the name of the column.")
-    count = drop_column(places, name, storage=Storage(as_storage_options(arguments)), index_url=index_url)
-    click.echo(f"{name}: {count:,} files deleted")
+    report = drop_column(places, name, storage=Storage(as_storage_options(arguments)), index_url=index_url)
+    emit(report, as_json=as_json, for_people=lambda one: click.echo(f"{one.name}: {one.num_files:,} files deleted"))
 
 
 @click.group("view")

@@ -189,8 +189,16 @@ def list_all(urls: Sequence[str], *, storage: Storage, index_url: str | None) ->
     )
 
 
-def drop_column(urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None) -> int:
-    """Delete a late column; returns how many files that were.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropReport(Report):
+    """A column that is gone, and how many files it had."""
+
+    name: str
+    num_files: int
+
+
+def drop_column(urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None) -> DropReport:
+    """Delete a late column.
 
     Raises:
         ConfigError: There is none of this name.
@@ -206,4 +214,4 @@ def drop_column(urls: Sequence[str], name: str, *, storage: Storage, index_url: 
     for url in document:  # first: a column without its document is none
         storage.delete(url)
     list(map_ordered(storage.delete, [url for url in files if url not in document], THREADS))
-    return len(files)
+    return DropReport(name=name, num_files=len(files))
