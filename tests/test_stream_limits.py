@@ -10,7 +10,7 @@ import pytest
 from data_sets import SampleSet, mesh_of, write_set
 
 from streaming import DataLoader
-from streaming.plan import plan as plan_module
+from streaming.plan import order as order_module
 from streaming.plan.order import EpochOrder, OrderSettings
 from streaming.plan.plan import PASSES_LOOKED_AT, Plan
 
@@ -34,7 +34,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             made.append(epoch)
             super().__init__(chunk_samples, settings, epoch)
 
-    monkeypatch.setattr(plan_module, "EpochOrder", Counting)
+    monkeypatch.setattr(order_module, "EpochOrder", Counting)
     return made
 
 

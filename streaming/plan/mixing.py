@@ -1,14 +1,14 @@
-"""Lay the chunks of several sources in one order: finite passes over a mixture, and endless lanes by weight.
+"""Lay the chunks of several sources in one order, and deal out passes over a mixture.
 
-Both regimes are one idea. Each source lists its chunks without end, pass after pass, each pass shuffled by the source's
-name. Every listed chunk gets a *stamp*, the time at which the source's share has grown to reach it, and the chunks of
-all sources are laid in the order of their stamps. A phase per source (and lane) staggers them, so that sources do not
-come in step. What is laid depends on chunk sizes, weights, names and the seed alone, and memory and requests are those
-of one data set with as many chunks, however many sources there are::
+Each source lists its chunks without end, pass after pass, each pass shuffled by the source's name. Every listed chunk
+gets a *stamp*, the time at which the source's share has grown to reach it, and the chunks of all sources are laid in
+the order of their stamps. A phase per source staggers them, so that sources do not come in step. What is laid depends
+on chunk sizes, weights, names and the seed alone, and memory and requests are those of one data set with as many
+chunks, however many sources there are::
 
     web    |----|----|----|----|----|----|        stamps of web's chunks
     code      |---------|---------|------
-    laid    w  c w  w   c  w  w  c w ...          one lane, or one pass
+    laid    w  c w  w   c  w  w  c w ...          one pass, or one lane (see streaming.plan.lanes)
 
 Stamps are 64-bit floats that single additions, multiplications and divisions make: IEEE 754 gives the same bits on
 every platform, and ties go by the sources' names.
@@ -17,7 +17,7 @@ every platform, and ties go by the sources' names.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import ConfigError
-from streaming.plan.order import EpochOrder, OrderSettings, checked_chunk_samples
+from streaming.plan.order import LaidOrder, OrderSettings, checked_chunk_samples
+from streaming.plan.permutation import permutations
 from streaming.types import Int64Array
 
-_Floats = npt.NDArray[np.float64]
-_KEPT_CHUNKS = 2**20  # of permuted passes, per source: 8 MiB
+_KEPT_FROM = 2**14  # chunks: permutations of fewer cost less than a millisecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,18 +83,24 @@ class Listing:
         first_chunk: Number of its first chunk in the mixture.
         seed: Of the order.
         shuffle: False: every pass in storage order.
+
+    Raises:
+        ConfigError: There is no sample.
     """
 
     def __init__(
         self, name: str, chunk_samples: npt.ArrayLike, *, first_chunk: int, seed: int, shuffle: bool = True
     ) -> None:
-        sizes = checked_chunk_samples(chunk_samples)
+        try:
+            sizes = checked_chunk_samples(chunk_samples)
+        except ConfigError as error:
+            raise ConfigError(f"source {name!r}: {error}") from error
         self.name = name
         self.samples_per_pass = int(sizes.sum())
         self._full = np.flatnonzero(sizes)
         self._sizes = sizes[self._full]
         self._first_chunk = first_chunk
-        self._key = _number(seed, "order", name)
+        self._key = keyed_number(seed, "order", name)
         self._shuffle = shuffle
         self._passes: dict[int, Int64Array] = {}
 
@@ -106,10 +112,8 @@ class Listing:
     def at(self, indices: Int64Array) -> Parts:
         """The chunks at some places of the list, in any order; the list has no end."""
         passes, places = np.divmod(indices, self.num_chunks)
-        chosen = np.empty_like(indices)
-        for number in np.unique(passes).tolist():
-            rows = passes == number
-            chosen[rows] = self._permuted(number)[places[rows]]
+        numbers, row = np.unique(passes, return_inverse=True)
+        chosen = self._orders(numbers)[row, places]
         return Parts(
             chunk_ids=self._full[chosen] + self._first_chunk,
             firsts=np.zeros_like(indices),
@@ -129,18 +133,22 @@ class Listing:
         cut = Parts(chunk_ids=whole.chunk_ids, firsts=lows - begins, sizes=highs - lows, passes=whole.passes)
         return cut.taken(np.flatnonzero(kept))
 
-    def _permuted(self, number: int) -> Int64Array:
-        order = self._passes.get(number)
-        if order is None:
-            order = np.arange(self.num_chunks)
-            if self._shuffle:
-                settings = OrderSettings(seed=self._key, lanes=1, window=0)
-                order = EpochOrder(np.ones(self.num_chunks, np.int64), settings, number).chunk_order
-            most = max(_KEPT_CHUNKS // self.num_chunks, 2)
-            for old in sorted(self._passes)[: max(len(self._passes) - most + 1, 0)]:
-                self._passes.pop(old, None)
-            self._passes[number] = order
-        return order
+    def _orders(self, numbers: Int64Array) -> Int64Array:
+        """The chunks in the order of each of some passes, int64[n, num_chunks]; those of large sources are kept."""
+        if not self._shuffle:
+            return np.broadcast_to(np.arange(self.num_chunks), (len(numbers), self.num_chunks))
+        if self.num_chunks < _KEPT_FROM:
+            return permutations(self._key, numbers, self.num_chunks)
+        found = []
+        for number in numbers.tolist():
+            order = self._passes.get(number)
+            if order is None:
+                order = permutations(self._key, np.array([number]), self.num_chunks)[0]
+                for old in list(self._passes)[: max(len(self._passes) - 1, 0)]:
+                    self._passes.pop(old, None)
+                self._passes[number] = order
+            found.append(order)
+        return np.stack(found)
 
 
 def lay_pass(listings: Sequence[Listing], quotas: Mapping[str, int], *, number: int, seed: int) -> Parts:
@@ -161,7 +169,7 @@ def lay_pass(listings: Sequence[Listing], quotas: Mapping[str, int], *, number: 
         quota = quotas[listing.name]
         parts = listing.samples(number * quota, (number + 1) * quota)
         drawn.append(parts)
-        phase = _number(seed, "phase of a pass", listing.name, number) >> 11
+        phase = keyed_number(seed, "phase of a pass", listing.name, number) >> 11
         before = np.cumsum(parts.sizes) - parts.sizes
         stamps.append((before + parts.sizes * (phase / 2**53)) / max(quota, 1))
     order = np.argsort(np.concatenate(stamps), kind="stable")
@@ -181,115 +189,6 @@ class Weights:
     weights: Mapping[str, float]
 
 
-class Lane:
-    """Lay the chunks of one lane by weight, without end.
-
-    The lane's chunk ``k`` of a source is entry ``k * L + lane`` of the source's list: the lanes share out every pass.
-    After ``n`` samples of the lane a source has given ``n`` times its share, give or take one of its chunks, and its
-    share of one chunk of every source.
-
-    Args:
-        listings: The sources.
-        schedule: Weights by time, the first from 0 on.
-        lane: Number of the lane.
-        lanes: L.
-        seed: Of the phases.
-    """
-
-    def __init__(
-        self, listings: Sequence[Listing], schedule: Sequence[Weights], *, lane: int, lanes: int, seed: int
-    ) -> None:
-        self._draws = [
-            _Draws(listing, schedule, lane=lane, lanes=lanes, seed=seed)
-            for listing in sorted(listings, key=lambda listing: listing.name)
-        ]
-        self._step = 4 * max(1, *(draws.mean_chunk for draws in self._draws)) * len(self._draws)
-        self._reached = 0.0
-        self._laid = Parts.joined([])
-        self._ends: Int64Array = np.empty(0, np.int64)
-
-    def parts(self, start: int, stop: int) -> tuple[Parts, Int64Array]:
-        """The parts that hold lane positions ``[start, stop)``, and the lane positions at which they begin."""
-        while not len(self._ends) or self._ends[-1] < stop:
-            self._extend(stop)
-        low = int(np.searchsorted(self._ends, start, side="right"))
-        high = int(np.searchsorted(self._ends, stop, side="left")) + 1
-        found = self._laid.taken(slice(low, high))
-        return found, self._ends[low:high] - found.sizes
-
-    def _extend(self, stop: int) -> None:
-        """Lay all chunks stamped up to a later time; what is laid already stays."""
-        laid = int(self._ends[-1]) if len(self._ends) else 0
-        time = max(self._reached, float(stop)) + max(self._step, (stop - laid) // 8)
-        drawn = [draws.until(time) for draws in self._draws]
-        order = np.argsort(np.concatenate([stamps for _, stamps in drawn]), kind="stable")
-        more = Parts.joined([parts for parts, _ in drawn]).taken(order)
-        self._reached = time
-        self._laid = Parts.joined([self._laid, more])
-        self._ends = np.concatenate([self._ends, laid + np.cumsum(more.sizes)])
-
-
-class _Draws:
-    """The chunks that one lane draws from one source, stamped."""
-
-    def __init__(self, listing: Listing, schedule: Sequence[Weights], *, lane: int, lanes: int, seed: int) -> None:
-        self._listing, self._lane, self._lanes = listing, lane, lanes
-        self._phase = _phase(listing.name, lane, lanes, seed)
-        self._times, self._shares, self._dues = _target(listing.name, schedule)
-        self._next, self._given = 0, 0
-        self.mean_chunk = -(-listing.samples_per_pass // listing.num_chunks)
-
-    def until(self, time: float) -> tuple[Parts, _Floats]:
-        """The chunks stamped from where the last call ended up to ``time``, and their stamps."""
-        drawn, stamped = [], []
-        due = self._due(time)
-        while self._given <= due:
-            count = int((due - self._given) // self.mean_chunk) + 2
-            parts = self._listing.at(np.arange(self._next, self._next + count) * self._lanes + self._lane)
-            before = self._given + np.cumsum(parts.sizes) - parts.sizes
-            stamps = self._stamps(before + parts.sizes * self._phase)
-            kept = int(np.searchsorted(stamps, time, side="right"))
-            drawn.append(parts.taken(slice(kept)))
-            stamped.append(stamps[:kept])
-            self._next += kept
-            self._given += int(parts.sizes[:kept].sum())
-            if kept < count:
-                break
-        return Parts.joined(drawn), np.concatenate([np.empty(0), *stamped])
-
-    def _due(self, time: float) -> float:
-        """Samples that the source's share of the lane's first ``time`` samples comes to."""
-        segment = int(np.searchsorted(self._times, time, side="right")) - 1
-        return float(self._dues[segment] + (time - self._times[segment]) * self._shares[segment])
-
-    def _stamps(self, samples: _Floats) -> _Floats:
-        """The times at which the source's share reaches so many samples; infinity where it never does."""
-        # Segments in which the share is 0 add nothing: the last segment that begins at or below has a share, if any.
-        segment = np.searchsorted(self._dues, samples, side="right") - 1
-        share = self._shares[segment]
-        after = np.full(len(samples), np.inf)
-        np.divide(samples - self._dues[segment], share, out=after, where=share > 0)
-        stamps: _Floats = self._times[segment] + after
-        return stamps
-
-
-def _target(name: str, schedule: Sequence[Weights]) -> tuple[_Floats, _Floats, _Floats]:
-    """How a source's share grows: times of the segments' starts, share in each, samples due at each start."""
-    times: list[float] = []
-    shares: list[float] = []
-    dues: list[float] = []
-    due = Fraction()
-    for index, entry in enumerate(schedule):
-        weights = checked_weights(entry.weights)
-        share = weights.get(name, Fraction()) / sum(weights.values())
-        if index:
-            due += Fraction(shares[-1]) * (entry.start - schedule[index - 1].start)
-        times.append(float(entry.start))
-        shares.append(float(share))
-        dues.append(float(due))
-    return np.array(times), np.array(shares), np.array(dues)
-
-
 def checked_weights(weights: Mapping[str, float]) -> dict[str, Fraction]:
     """Weights as exact numbers.
 
@@ -307,15 +206,117 @@ def checked_weights(weights: Mapping[str, float]) -> dict[str, Fraction]:
     return exact
 
 
-def _phase(name: str, lane: int, lanes: int, seed: int) -> float:
-    """Where in a chunk's length a source begins in one lane: ``(i + 1/2) / lanes``, permuted over the lanes."""
-    settings = OrderSettings(seed=_number(seed, "phases", name), lanes=1, window=0)
-    places = EpochOrder(np.ones(lanes, np.int64), settings, 0).chunk_order
-    return (2 * int(places[lane]) + 1) / (2 * lanes)
-
-
-def _number(seed: int, purpose: str, name: str, *numbers: int) -> int:
+def keyed_number(seed: int, purpose: str, name: str, *numbers: int) -> int:
     """A 64-bit number from a seed, what it is for, a source's name, and more; the same in every release."""
     text = "\n".join([purpose, *map(str, numbers), name]).encode()
     key = seed.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
+
+
+class Sources:
+    """Hold the chunk tables of several sources as one: source after source, in the order in which they are named.
+
+    Args:
+        chunk_samples: int64[C_s], samples of each chunk, by the source's name.
+        settings: The order settings.
+
+    Attributes:
+        names: Of the sources.
+        chunk_samples: int64[C], of all.
+        listings: Of each source, by name.
+
+    Raises:
+        ConfigError: There is no source, one holds no sample, or the settings are of no use here.
+    """
+
+    def __init__(self, chunk_samples: Mapping[str, npt.ArrayLike], settings: OrderSettings) -> None:
+        if not chunk_samples:
+            raise ConfigError("sources: none are given")
+        if settings.scope != "global":
+            raise ConfigError(
+                f'scope: a mixture permutes all chunks in each pass, scope="global"; got {settings.scope!r}'
+            )
+        self.settings = settings
+        self.names = tuple(chunk_samples)
+        self.listings: dict[str, Listing] = {}
+        self._tables = {name: np.asarray(given, np.int64) for name, given in chunk_samples.items()}
+        self._starts = [0]
+        for name, table in self._tables.items():
+            self.listings[name] = Listing(
+                name, table, first_chunk=self._starts[-1], seed=settings.seed, shuffle=settings.shuffle
+            )
+            self._starts.append(self._starts[-1] + len(table))
+        self.chunk_samples: Int64Array = np.concatenate(list(self._tables.values()))
+        self.chunk_samples.setflags(write=False)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Samples of each source."""
+        return {name: listing.samples_per_pass for name, listing in self.listings.items()}
+
+    def source_of(self, chunk_ids: Int64Array) -> Int64Array:
+        """The place in ``names`` of the source of each chunk; any shape."""
+        return np.searchsorted(self._starts, chunk_ids, side="right") - 1
+
+    def chunks_before(self, chunk_id: int) -> Iterator[int]:
+        """The other chunks of a chunk's source, backwards in storage order; the last follows the first."""
+        source = int(self.source_of(np.array([chunk_id]))[0])
+        first, stop = self._starts[source : source + 2]
+        yield from range(chunk_id - 1, first - 1, -1)
+        yield from range(stop - 1, chunk_id, -1)
+
+    def under(self, settings: OrderSettings) -> Sources:
+        """The same sources under other settings."""
+        return Sources(self._tables, settings)
+
+
+class MixedPasses:
+    """The orders of a mixture that ends: in every pass each source gives its quota of samples, spread evenly.
+
+    By default each source gives all its samples: each exactly once a pass. A pass is laid as a whole and cut into equal
+    lanes like that of one data set, so all promises hold as they do there.
+
+    Args:
+        sources: The sources.
+        quotas: Samples of each source in a pass; twice its size gives each sample twice, half of it each sample in
+            every other pass. Default: its size. 0 leaves a source out.
+
+    Raises:
+        ConfigError: A quota is negative, or of no source, or a pass would be empty.
+    """
+
+    is_endless = False
+    borders: tuple[int, ...] = ()
+
+    def __init__(self, sources: Sources, *, quotas: Mapping[str, int] | None = None) -> None:
+        self.sources, self.settings, self.chunk_samples = sources, sources.settings, sources.chunk_samples
+        self.quotas = dict(sources.sizes if quotas is None else quotas)
+        if set(self.quotas) != set(sources.names) or min(self.quotas.values()) < 0:
+            raise ConfigError(
+                f"quotas: expected samples of each of {sorted(sources.names)}, none below 0, got {self.quotas}"
+            )
+        self.samples_per_pass = sum(self.quotas.values())
+        if not self.samples_per_pass:
+            raise ConfigError("quotas: all are 0, a pass would be empty")
+
+    def of_pass(self, number: int) -> MixedOrder:
+        """The order of one pass."""
+        listings = list(self.sources.listings.values())
+        parts = lay_pass(listings, self.quotas, number=number, seed=self.settings.seed)
+        return MixedOrder(self.sources, parts, number)
+
+    def under(self, settings: OrderSettings) -> MixedPasses:
+        """The orders of the same mixture under other settings."""
+        return MixedPasses(self.sources.under(settings), quotas=self.quotas)
+
+
+class MixedOrder(LaidOrder):
+    """The order of one pass over a mixture that ends."""
+
+    def __init__(self, sources: Sources, parts: Parts, number: int) -> None:
+        super().__init__(parts.chunk_ids, parts.sizes, parts.firsts, sources.settings, number)
+        self._sources = sources
+
+    def chunks_before(self, chunk_id: int) -> Iterator[int]:
+        """See ``Order``."""
+        return self._sources.chunks_before(chunk_id)

@@ -10,14 +10,13 @@ data set::
 Nothing is stored per sample, so an order takes memory in proportion to the chunks, and any position can be
 evaluated without its predecessors.
 
-The random numbers come from a counter-based hash written out below and not from :mod:`numpy.random`, whose
-streams may change between releases: the order is a contract with every checkpoint, and
-``tests/golden/order.json`` pins it.
+The random numbers come from the counter-based hash of :mod:`streaming.plan.permutation`: the order is a contract with
+every checkpoint, and ``tests/golden/order.json`` pins it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol, get_args
@@ -27,9 +26,8 @@ import numpy.typing as npt
 
 from streaming.arguments import checked_int
 from streaming.errors import ConfigError, StateError
+from streaming.plan.permutation import CHUNKS, UInt64Array, hash_range, stream_key
 from streaming.types import Int64Array
-
-_UInt64Array = npt.NDArray[np.uint64]
 
 MAX_WINDOW = 2**28  # window * 32 random bits stays below 2**60; a lane slice has room beside it in 64 bits
 MAX_SLICE = 2**30  # lane positions evaluated at once
@@ -38,42 +36,12 @@ ENDLESS = 2**50
 """Samples of a pass that has no end: more than any run reads, and exact in 64-bit floats."""
 _MAX_INT32 = 2**31 - 1
 _MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of splitmix64
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_CHUNKS, _WINDOW, _HOMES = 1, 2, 3  # purposes: each draws from its own stream
+_WINDOW, _HOMES = 2, 3  # purposes: each draws from its own stream
 
 Scope = Literal["global", "lane"]
 
 
-def _mix(value: int) -> int:
-    """The splitmix64 finaliser of one number (Steele, Lea, Flood 2014; constants: Stafford's variant 13)."""
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
-    return value ^ (value >> 31)
-
-
-def _stream_key(*words: int) -> int:
-    """One 64-bit key from a few numbers; the order of the numbers matters."""
-    key = 0
-    for word in words:
-        key = _mix(((key ^ (word & _MASK)) + _GOLDEN) & _MASK)
-    return key
-
-
-def _hash_range(key: int, start: int, stop: int) -> _UInt64Array:
-    """Random numbers ``start`` to ``stop`` of splitmix64 seeded with ``key``."""
-    value = np.arange(start, stop, dtype=np.uint64)
-    value *= np.uint64(_GOLDEN)
-    value += np.uint64(key)
-    value ^= value >> np.uint64(30)
-    value *= np.uint64(_MIX_1)
-    value ^= value >> np.uint64(27)
-    value *= np.uint64(_MIX_2)
-    value ^= value >> np.uint64(31)
-    return value
-
-
-def _argsort_stable(keys: _UInt64Array, key_limit: int) -> Int64Array:
+def _argsort_stable(keys: UInt64Array, key_limit: int) -> Int64Array:
     """``keys.argsort(kind="stable")`` for keys below ``key_limit``, by NumPy's faster sorts where possible.
 
     Short ranges carry their index in the low bits, so that sorting values (vectorised in NumPy) sorts the
@@ -242,12 +210,23 @@ class Orders(Protocol):
         chunk_samples: int64[C], samples of each chunk.
         samples_per_pass: Samples of one pass of the stream; :data:`ENDLESS` where pass 0 has no end.
         is_endless: Whether that is so.
+        borders: Stream positions, ascending, from which on what is mixed is another; () for most.
     """
 
-    settings: OrderSettings
-    chunk_samples: Int64Array
-    samples_per_pass: int
-    is_endless: bool
+    @property
+    def settings(self) -> OrderSettings: ...  # noqa: D102
+
+    @property
+    def chunk_samples(self) -> Int64Array: ...  # noqa: D102
+
+    @property
+    def samples_per_pass(self) -> int: ...  # noqa: D102
+
+    @property
+    def is_endless(self) -> bool: ...  # noqa: D102
+
+    @property
+    def borders(self) -> Sequence[int]: ...  # noqa: D102
 
     def of_pass(self, number: int) -> Order:
         """The order of one pass."""
@@ -268,6 +247,7 @@ class EpochOrders:
     """
 
     is_endless = False
+    borders: tuple[int, ...] = ()
 
     def __init__(self, chunk_samples: npt.ArrayLike, settings: OrderSettings) -> None:
         self.chunk_samples = checked_chunk_samples(chunk_samples)
@@ -484,10 +464,10 @@ class EpochOrder(LaidOrder):
 
 def _permuted(sizes: Int64Array, settings: OrderSettings, epoch: int) -> Int64Array:
     """The chunks in the order in which they are laid end to end."""
-    of_pass = _hash_range(_stream_key(settings.seed, epoch, _CHUNKS), 0, len(sizes))
+    of_pass = hash_range(stream_key(settings.seed, epoch, CHUNKS), 0, len(sizes))
     if settings.scope == "global":
         return np.argsort(of_pass, kind="stable")
-    homes = np.argsort(_hash_range(_stream_key(settings.seed, _HOMES), 0, len(sizes)), kind="stable")
+    homes = np.argsort(hash_range(stream_key(settings.seed, _HOMES), 0, len(sizes)), kind="stable")
     laid = LaidOrder(homes, sizes[homes], None, settings, epoch)
     starts, last_sample = laid.chunk_starts, laid.num_samples - 1
     first = laid.lanes_of(np.minimum(starts[:-1], last_sample))
@@ -520,7 +500,7 @@ def window_slice(settings: OrderSettings, epoch: int, lane: int, start: int, sto
     if window == 0 or start == stop:
         return np.arange(start, stop, dtype=np.int64)
     low, high = max(start - window, 0), min(stop + window, lane_size)
-    keys = _hash_range(_stream_key(settings.seed, epoch, _WINDOW, lane), low, high)
+    keys = hash_range(stream_key(settings.seed, epoch, _WINDOW, lane), low, high)
     keys >>= np.uint64(32)
     keys *= np.uint64(window)
     keys += np.arange(high - low, dtype=np.uint64) << np.uint64(32)

@@ -1,13 +1,16 @@
-"""A shuffled order of samples that can be fetched one by one: uniform, seekable, and small at any size.
+"""Random numbers and permutations that every release and platform makes alike.
 
-Shards are shuffled within windows because neighbours are read together. A map-style data set has no neighbours, so
-its order may as well be a true permutation of all samples, another one for each pass:
+The numbers are those of splitmix64, written out, counter-based (Steele, Lea, Flood, "Fast splittable pseudorandom
+number generators", 2014; constants: Stafford's variant 13). Not from :mod:`numpy.random`, whose streams may change
+between releases: orders are a contract with every checkpoint, pinned by ``tests/golden/order.json`` and
+``tests/test_sampler.py``.
 
-- up to :data:`MAX_SORTED` samples: sorted by the hashes of :mod:`streaming.plan.order`, as chunks of one sample are;
+A map-style data set has no neighbours that are read together, so its order may as well be a true permutation of all
+samples, another one for each pass, from which samples can be fetched one by one:
+
+- up to :data:`MAX_SORTED` samples: sorted by their hashes, as the chunks of a pass are;
 - beyond: an unbalanced Feistel network over the next power of two, walked until it lands inside (Black and Rogaway,
   "Ciphers with Arbitrary Finite Domains", 2002). It stores nothing: a billion samples cost no memory.
-
-Like :mod:`streaming.plan.order`, this is a contract with every checkpoint: ``tests/test_sampler.py`` pins it.
 """
 
 from __future__ import annotations
@@ -17,18 +20,78 @@ import numpy.typing as npt
 
 from streaming.arguments import checked_int
 from streaming.errors import ConfigError
-from streaming.plan.order import EpochOrder, OrderSettings
 from streaming.types import Int64Array
 
+UInt64Array = npt.NDArray[np.uint64]
 MAX_SORTED = 2**20
 """Sets of up to so many samples are sorted: 8 MiB, and a tenth of a second per pass."""
 _MAX_SAMPLES = 2**62
 _ROUNDS = 8  # of half a network each; four whole Luby-Rackoff rounds
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _SUBSTITUTES = 3  # purpose, so that draws differ from those of the order
-_UInt64Array = npt.NDArray[np.uint64]
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of splitmix64
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+CHUNKS = 1  # purpose of the hashes that sort the chunks of a pass
+
+
+def mix(value: int) -> int:
+    """The finaliser of one number."""
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def mix_each(values: UInt64Array) -> UInt64Array:
+    """The finaliser of each number, in place."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(_MIX_1)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(_MIX_2)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def stream_key(*words: int) -> int:
+    """One 64-bit key from a few numbers; the order of the numbers matters."""
+    key = 0
+    for word in words:
+        key = mix(((key ^ (word & _MASK)) + _GOLDEN) & _MASK)
+    return key
+
+
+def hash_range(key: int, start: int, stop: int) -> UInt64Array:
+    """Random numbers ``start`` to ``stop`` of splitmix64 seeded with ``key``."""
+    values = np.arange(start, stop, dtype=np.uint64)
+    values *= np.uint64(_GOLDEN)
+    values += np.uint64(key)
+    return mix_each(values)
+
+
+def hash_table(seed: int, numbers: npt.NDArray[np.int64], purpose: int, stop: int) -> UInt64Array:
+    """``hash_range(stream_key(seed, number, purpose), 0, stop)`` of each number, as rows: uint64[n, stop]."""
+    keys = numbers.astype(np.uint64) ^ np.uint64(stream_key(seed))
+    keys = mix_each(keys + np.uint64(_GOLDEN)) ^ np.uint64(purpose)
+    keys = mix_each(keys + np.uint64(_GOLDEN))
+    values = np.arange(stop, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return mix_each(keys[:, None] + values)
+
+
+def hash_words(*words: int) -> int:
+    """A 64-bit number from a few, of another stream than :func:`stream_key`; their order matters."""
+    key = 0
+    for word in words:
+        key = mix((((key ^ (word & _MASK)) * _GOLDEN) + _GOLDEN) & _MASK)
+    return key
+
+
+def hash_each(values: UInt64Array, key: int) -> UInt64Array:
+    """The finaliser of each ``value * golden + key``."""
+    return mix_each(values * np.uint64(_GOLDEN) + np.uint64(key))
+
+
+def permutations(seed: int, passes: Int64Array, size: int) -> Int64Array:
+    """A permutation of ``size`` for each of some passes, as rows: int64[n, size], sorted by hashes."""
+    return np.argsort(hash_table(seed, passes, CHUNKS, size), axis=1, kind="stable")
 
 
 class Permutation:
@@ -44,8 +107,7 @@ class Permutation:
         self.num_samples = checked_int("num_samples", num_samples, 1, _MAX_SAMPLES)
         self._sorted: Int64Array | None = None
         if num_samples <= MAX_SORTED:
-            settings = OrderSettings(seed=seed, lanes=1, window=0)
-            self._sorted = EpochOrder(np.ones(num_samples, np.int64), settings, pass_number).chunk_order
+            self._sorted = permutations(seed, np.array([pass_number]), num_samples)[0]
             return
         bits = (num_samples - 1).bit_length()
         self._right_bits = np.uint64(bits // 2)
@@ -70,7 +132,7 @@ class Permutation:
             outside = outside[values[outside] >= np.uint64(self.num_samples)]
         return values.astype(np.int64)
 
-    def _network(self, values: _UInt64Array) -> _UInt64Array:
+    def _network(self, values: UInt64Array) -> UInt64Array:
         left, right = values >> self._right_bits, values & self._right_mask
         for number, key in enumerate(self._keys):
             if number % 2:
@@ -78,14 +140,6 @@ class Permutation:
             else:
                 left ^= hash_each(right, key) & self._left_mask
         return (left << self._right_bits) | right
-
-
-def hash_words(*words: int) -> int:
-    """A 64-bit number from a few; their order matters. The same in every release."""
-    key = 0
-    for word in words:
-        key = int(hash_each(np.array([(key ^ (word & _MASK)) & _MASK], np.uint64), _GOLDEN)[0])
-    return key
 
 
 def substitutes(passes: Int64Array, positions: Int64Array, *, seed: int, num_samples: int, count: int) -> Int64Array:
@@ -106,15 +160,3 @@ def substitutes(passes: Int64Array, positions: Int64Array, *, seed: int, num_sam
     if not draws:
         return np.empty((len(positions), 0), np.int64)
     return (np.stack(draws, axis=1) % np.uint64(num_samples)).astype(np.int64)
-
-
-def hash_each(values: _UInt64Array, key: int) -> _UInt64Array:
-    """The splitmix64 finaliser of each ``value * golden + key``."""
-    mixed = values * np.uint64(_GOLDEN)
-    mixed += np.uint64(key)
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(_MIX_1)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(_MIX_2)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed

@@ -16,9 +16,9 @@ Within a global batch the positions are ordered by lane, and rank ``r`` of R tak
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from streaming.arguments import checked_int
 from streaming.errors import ConfigError
 from streaming.plan.intervals import ChunkIntervals, join_intervals, merge_intervals
 from streaming.plan.order import (
+    ENDLESS,
     EpochOrders,
     Order,
     Orders,
@@ -74,6 +75,7 @@ class Plan:
     Attributes:
         num_samples: Samples in the epoch, consumed ones included.
         num_batches: Batches from ``start`` on, equal on every rank.
+        is_endless: Whether the epoch has no end; ``num_samples`` and ``num_batches`` are then beyond any position.
     """
 
     def __init__(
@@ -125,7 +127,9 @@ class Plan:
         self.global_batch_size, self.dp_world_size = self.shape.global_batch_size, self.shape.num_ranks
         self.last_batch: LastBatch = last_batch
         self.num_samples = self.shape.num_samples
-        self.epoch = checked_int("epoch", epoch, 0, MAX_COUNT // self.num_samples - 1)
+        self.is_endless = self.orders.is_endless and epoch_size is None
+        most = ENDLESS if self.orders.is_endless else MAX_COUNT
+        self.epoch = checked_int("epoch", epoch, 0, most // self.num_samples - 1)
         self.start = checked_int("start", start, 0, self.num_samples)
         self._origin = self.epoch * self.num_samples + self.start
         left = self.num_samples - self.start
@@ -195,56 +199,65 @@ class Plan:
 
         A chunk on lane positions [a, b) is used only while its lane stands in [a - W, b + W]. The bounds hold
         for every use, padding included; they are loose by at most 2 W lane positions.
+
+        Raises:
+            ConfigError: The epoch has no end.
         """
+        self._check_ends()
         return join_intervals(self.intervals_by_pass(dp_rank))
 
     def intervals_by_pass(self, dp_rank: int) -> Iterator[ChunkIntervals]:
         """Evaluate ``chunk_intervals`` pass by pass: one after the other they are the whole, in the same order.
 
-        No use in a pass comes before the last batch of the pass before it.
+        No use in a pass comes before the last batch of the pass before it. A pass without end comes in stretches of
+        batches: a chunk belongs to the stretch in which it is needed first, its intervals of two stretches may overlap.
         """
         self._check_range(0, 0, dp_rank)
         for pass_number in self.passes:
-            ids, first, last = self._pass_intervals(pass_number, dp_rank)
-            by_time = np.argsort(first, kind="stable")
-            yield ChunkIntervals(
-                chunk_ids=ids[by_time],
-                passes=np.full(len(ids), pass_number, dtype=np.int64),
-                first_batches=first[by_time],
-                last_batches=last[by_time],
-            )
+            for stretch in self._stretches(pass_number):
+                yield self._intervals(pass_number, stretch, dp_rank)
 
     def rank_chunks(self, dp_rank: int) -> Int64Array:
         """Ids of the chunks that this rank needs, sorted, int64[n]; of an epoch of many passes perhaps others too."""
-        if len(self.passes) > PASSES_LOOKED_AT and self.settings.scope == "global":
+        looked_at, is_all = self._looked_at()
+        if not is_all and self.settings.scope == "global":
             return np.arange(len(self.chunk_samples))
-        return np.unique(join_intervals(self._first_passes(dp_rank)).chunk_ids)
-
-    def _first_passes(self, dp_rank: int) -> Iterator[ChunkIntervals]:
-        return itertools.islice(self.intervals_by_pass(dp_rank), PASSES_LOOKED_AT)
+        return np.unique(join_intervals(self._intervals(*each, dp_rank) for each in looked_at).chunk_ids)
 
     def live_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
         """Upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
 
-        Of an epoch of more than ``PASSES_LOOKED_AT`` passes, the most of the first ones and a ninth, for other passes
-        put other chunks side by side; never more than all chunks.
+        Of an epoch of more than ``PASSES_LOOKED_AT`` passes, or without end, the most of the first ones and a ninth,
+        for others put other chunks side by side; never more than all chunks.
 
         Args:
             chunk_bytes: int64[C], bytes of each chunk in data-set order.
             dp_rank: The data-parallel rank.
         """
         sizes = self._chunk_bytes(chunk_bytes)
-        live = join_intervals(self._first_passes(dp_rank)).live_bytes(sizes)
-        if len(self.passes) <= PASSES_LOOKED_AT:
-            return live
-        return min(live + -(-live // 9), int(sizes.sum()))
+        looked_at, is_all = self._looked_at()
+        found = join_intervals(self._intervals(*each, dp_rank) for each in looked_at)
+        if self.orders.is_endless:  # a chunk may be needed in two stretches at once
+            ids, first, last = merge_intervals(found.chunk_ids, found.first_batches, found.last_batches)
+            found = ChunkIntervals(chunk_ids=ids, passes=np.zeros_like(ids), first_batches=first, last_batches=last)
+        live = found.live_bytes(sizes)
+        return live if is_all else min(live + -(-live // 9), int(sizes.sum()))
 
     def read_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
-        """Bytes that this rank fetches for the remaining batches, each chunk once per live interval."""
+        """Bytes that this rank fetches for the remaining batches, each chunk once per live interval.
+
+        Raises:
+            ConfigError: The epoch has no end.
+        """
+        self._check_ends()
         sizes = self._chunk_bytes(chunk_bytes)
         return sum(int(sizes[live.chunk_ids].sum()) for live in self.intervals_by_pass(dp_rank))
 
     # --- batches ---
+
+    def _check_ends(self) -> None:
+        if self.is_endless:
+            raise ConfigError("this plan has no end: give an epoch_size to count what an epoch reads")
 
     def _check_range(self, first: int, last: int, dp_rank: int) -> None:
         if not 0 <= first <= last <= self.num_batches:
@@ -339,25 +352,63 @@ class Plan:
             )
         return sizes
 
-    def _pass_intervals(self, pass_number: int, dp_rank: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Live intervals of one pass: ids, first, last; int64[n] each."""
-        self._check_range(0, 0, dp_rank)
-        if pass_number not in self.passes:
-            empty = np.empty(0, np.int64)
-            return empty, empty, empty
+    def _touched(self, pass_number: int) -> range:
+        """The remaining batches that hold a sample of a pass."""
         begin = pass_number * self.samples_per_pass - self._origin
         end = begin + self.samples_per_pass
-        touched = range(
+        return range(
             max(begin // self.global_batch_size, 0),
             min(-(-end // self.global_batch_size), self.num_batches),
         )
+
+    def _stretches(self, pass_number: int) -> Iterator[range]:
+        """The batches of a pass whose intervals are evaluated at once: all, or some of a pass without end."""
+        touched, step = self._touched(pass_number), self._stretch_batches
+        for first in range(touched.start, touched.stop, step):
+            yield range(first, min(first + step, touched.stop))
+
+    @cached_property
+    def _stretch_batches(self) -> int:
+        if not self.orders.is_endless:
+            return max(self.num_batches, 1)
+        positions = max(2 * self.settings.window, _MIN_SEGMENT)
+        return max(positions * self.settings.lanes // self.global_batch_size, 1)
+
+    def _looked_at(self) -> tuple[list[tuple[int, range]], bool]:
+        """The stretches, with their passes, that are looked at when an epoch starts, and whether these are all."""
+        if not self.orders.is_endless:
+            passes = self.passes[:PASSES_LOOKED_AT]
+            return [(number, self._touched(number)) for number in passes], len(passes) == len(self.passes)
+        step, size = self._stretch_batches, self.global_batch_size
+        changed = [(border - self._origin) // size for border in self.orders.borders]
+        changed = [batch for batch in changed if 0 < batch < self.num_batches]
+        changed = changed[:: -(-len(changed) // PASSES_LOOKED_AT)] if changed else []
+        stop = -(-self.num_batches // step)
+        numbers = {*range(min(4 * PASSES_LOOKED_AT, stop))}
+        for batch in changed:  # behind each of some changes of what is mixed
+            numbers |= {*range(batch // step, min(batch // step + PASSES_LOOKED_AT, stop))}
+        found = [range(number * step, min((number + 1) * step, self.num_batches)) for number in sorted(numbers)]
+        return [(0, stretch) for stretch in found], len(numbers) == stop
+
+    def _intervals(self, pass_number: int, stretch: range, dp_rank: int) -> ChunkIntervals:
+        """Live intervals of one pass that begin in one of its stretches, sorted by their first batch."""
+        self._check_range(0, 0, dp_rank)
+        touched = self._touched(pass_number)
         # Batches that are full and lie in this pass follow the closed form; at most the outer two do not.
         odd = {batch for batch in (touched[0], touched[-1]) if not self._is_regular(batch)}
         regular = range(touched[0] + (touched[0] in odd), touched[-1] + 1 - (touched[-1] in odd))
-        parts = [self._odd_uses(pass_number, batch, dp_rank) for batch in sorted(odd)]
-        if regular:
-            parts.append(self._regular_intervals(pass_number, regular, dp_rank))
-        return merge_intervals(*(np.concatenate([part[i] for part in parts]) for i in range(3)))
+        parts = [self._odd_uses(pass_number, batch, dp_rank) for batch in sorted(odd) if batch in stretch]
+        part = range(max(regular.start, stretch.start), min(regular.stop, stretch.stop))
+        if part:
+            parts.append(self._regular_intervals(pass_number, regular, part, dp_rank))
+        ids, first, last = merge_intervals(*(np.concatenate([part[i] for part in parts]) for i in range(3)))
+        by_time = np.argsort(first, kind="stable")
+        return ChunkIntervals(
+            chunk_ids=ids[by_time],
+            passes=np.full(len(ids), pass_number, dtype=np.int64),
+            first_batches=first[by_time],
+            last_batches=last[by_time],
+        )
 
     def _is_regular(self, batch: int) -> bool:
         start = self._origin + batch * self.global_batch_size
@@ -371,18 +422,19 @@ class Plan:
         return ids, at, at
 
     def _regular_intervals(
-        self, pass_number: int, batches: range, dp_rank: int
+        self, pass_number: int, batches: range, stretch: range, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Live intervals over full batches inside a pass that begin in a stretch of them: ids, first, last."""
         num_lanes, size = self.settings.lanes, self.global_batch_size
         origin = pass_number * self.samples_per_pass - self._origin
         low, high = self.rank_lanes(dp_rank)
-        start = (batches[0] * size - origin) // num_lanes
-        stop = ((batches[-1] + 1) * size - 1 - origin) // num_lanes + 1
+        start = (stretch[0] * size - origin) // num_lanes
+        stop = ((stretch[-1] + 1) * size - 1 - origin) // num_lanes + 1
         parts = self.order(pass_number).lane_parts(low, high, start, stop)
         # The batches that hold the lane positions at which the parts may be due.
         first = np.maximum((origin + parts.begins * num_lanes + parts.lanes) // size, batches[0])
         last = np.minimum((origin + (parts.ends - 1) * num_lanes + parts.lanes) // size, batches[-1])
-        due = first <= last
+        due = (first <= last) & (first >= stretch[0]) & (first <= stretch[-1])
         return parts.chunk_ids[due], first[due], last[due]
 
     def rank_lanes(self, dp_rank: int) -> tuple[int, int]:

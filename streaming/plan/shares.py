@@ -23,7 +23,7 @@ import numpy as np
 
 from streaming.arguments import checked_int
 from streaming.errors import ConfigError
-from streaming.plan.order import EpochOrder, OrderSettings
+from streaming.plan.permutation import permutations
 from streaming.types import Int64Array
 
 MAX_POSITIONS = 2**50
@@ -223,7 +223,7 @@ def _phases(names: Sequence[str], lanes: int, seed: int) -> Int64Array:
     """``(i + 1/2) / lanes`` in units of 2**-32, permuted over the lanes by the seed and the node's names; int64[L]."""
     text = "\n".join(sorted(names)).encode()
     key = int.from_bytes(hashlib.blake2b(text, digest_size=8, key=seed.to_bytes(8, "little")).digest(), "little")
-    places = EpochOrder(np.ones(lanes, np.int64), OrderSettings(seed=key, lanes=1, window=0), 0).chunk_order
+    places = permutations(key, np.array([0]), lanes)[0]
     phases: Int64Array = (2 * places + 1) * (_UNIT // 2) // lanes
     return phases
 

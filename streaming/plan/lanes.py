@@ -1,0 +1,470 @@
+"""Lay the lanes of a mixture without end: every lane is a stream of chunks of all sources, by weight.
+
+Each source is a stream of its own, cut into lanes: draw ``n`` of a source belongs to lane ``n % L``, and pass after
+pass every lane gets an equal run of the shuffled chunks. So all lanes of a source begin a pass together, and where the
+source's sample ``x`` of a lane lies is arithmetic. A source with fewer chunks than lanes is cut in *rounds* of several
+passes, so that a lane still reads whole chunks: the passes of a round are given side by side.
+
+In a lane, the chunks of all sources are laid in the order of their stamps (see :mod:`streaming.plan.mixing`): the
+times, in samples of the lane, at which the source's share has grown to them. How much a source has given by some time
+is arithmetic too; so what stands at a position is found without what comes before it::
+
+    time            0 ------ t --------->
+    share of web    0 ... 0.7 t              laid by t: web's chunks of its first 0.7 t samples, one more or less
+    share of code   0 ... 0.3 t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.errors import ConfigError
+from streaming.plan.mixing import Listing, Sources, Weights, checked_weights, keyed_number
+from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_slice
+from streaming.plan.permutation import permutations
+from streaming.types import Int64Array
+
+_Floats = npt.NDArray[np.float64]
+_GROUP = 16  # lanes laid at once: NumPy takes as long for one
+_KEPT_BLOCKS = 256  # laid, of a group of lanes each
+_BUNDLED_PARTS = 2**12  # rounds of small sources are laid several at once
+_KEPT_BUNDLES = 3  # of each source
+_LEAST_BLOCK = 1024  # samples of a lane
+
+
+class Rounds:
+    """Some rounds over one source, laid end to end and cut into lanes, whose sizes even out from round to round.
+
+    Args:
+        listing: Of the source.
+        numbers: Of the rounds.
+        num_passes: Passes in a round.
+        lanes: L.
+
+    Attributes:
+        chunk_ids: int64[P], the chunk of each part.
+        starts: int64[P+1], linear position of the first sample of each part.
+        lane_starts: int64[rounds, L+1], linear position at which each lane of each round starts.
+    """
+
+    def __init__(self, listing: Listing, numbers: range, num_passes: int, lanes: int) -> None:
+        self.numbers = numbers
+        chunks = num_passes * listing.num_chunks
+        parts = listing.at(np.arange(numbers.start * chunks, numbers.stop * chunks, dtype=np.int64))
+        self.chunk_ids = parts.chunk_ids
+        self.starts: Int64Array = np.concatenate([[0], np.cumsum(parts.sizes)])
+        # Of the source's draws, those of each round by lane: draw n belongs to lane n % L.
+        size = num_passes * listing.samples_per_pass
+        draws = np.arange(numbers.start, numbers.stop + 1, dtype=np.int64)[:, None] * size
+        lane = np.arange(lanes + 1, dtype=np.int64)
+        dealt = draws // lanes * lane + np.minimum(draws % lanes, lane)
+        self.lane_starts: Int64Array = np.diff(dealt, axis=0) + (draws[:-1] - draws[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Runs:
+    """Runs of samples of one chunk each, in lanes; int64[n] each, sorted by lane, then as they follow one another.
+
+    Attributes:
+        lanes: The lane.
+        chunk_ids: The chunk.
+        firsts: First sample in the chunk.
+        sizes: Samples, at least one.
+        begins: Where the run begins in the lane's stream.
+    """
+
+    lanes: Int64Array
+    chunk_ids: Int64Array
+    firsts: Int64Array
+    sizes: Int64Array
+    begins: Int64Array
+
+    def taken(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Runs:
+        """Some of the runs."""
+        return Runs(
+            lanes=self.lanes[rows], chunk_ids=self.chunk_ids[rows], firsts=self.firsts[rows], sizes=self.sizes[rows],
+            begins=self.begins[rows],
+        )  # fmt: skip
+
+    @classmethod
+    def joined(cls, some: Sequence[Runs]) -> Runs:
+        """Several lists as one, in any order."""
+        empty = np.empty(0, np.int64)
+        return cls(
+            lanes=np.concatenate([empty, *(each.lanes for each in some)]),
+            chunk_ids=np.concatenate([empty, *(each.chunk_ids for each in some)]),
+            firsts=np.concatenate([empty, *(each.firsts for each in some)]),
+            sizes=np.concatenate([empty, *(each.sizes for each in some)]),
+            begins=np.concatenate([empty, *(each.begins for each in some)]),
+        )
+
+
+class SourceLanes:
+    """One source as L endless streams. Safe to share between threads: it keeps only what it would make again.
+
+    Args:
+        listing: Of the source.
+        settings: Of the mixture.
+
+    Attributes:
+        num_passes: Passes of a round; 1 where the source has at least as many chunks as there are lanes.
+        round_samples: Samples of a round.
+    """
+
+    def __init__(self, listing: Listing, settings: OrderSettings) -> None:
+        self.listing, self._lanes = listing, settings.lanes
+        self.num_passes = -(-settings.lanes // listing.num_chunks)
+        self.round_samples = self.num_passes * listing.samples_per_pass
+        self._bundled = max(_BUNDLED_PARTS // (self.num_passes * listing.num_chunks), 1)
+        self._bundles: dict[int, Rounds] = {}
+
+    def bundle(self, number: int) -> Rounds:
+        """Some rounds that follow one another; the latest are kept."""
+        found = self._bundles.get(number)
+        if found is None:
+            numbers = range(number * self._bundled, (number + 1) * self._bundled)
+            found = Rounds(self.listing, numbers, self.num_passes, self._lanes)
+            for old in list(self._bundles)[: max(len(self._bundles) - _KEPT_BUNDLES + 1, 0)]:
+                self._bundles.pop(old, None)
+            self._bundles[number] = found
+        return found
+
+    def first_of(self, number: Int64Array, lanes: Int64Array) -> Int64Array:
+        """Where rounds begin in the streams of lanes; any shape."""
+        return (number * self.round_samples - lanes + self._lanes - 1) // self._lanes
+
+    def rounds_of(self, low: int, high: int, start: int, stop: int) -> range:
+        """The rounds that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
+        last = (stop - 1) * self._lanes + high - 1
+        return range((start * self._lanes + low) // self.round_samples, last // self.round_samples + 1)
+
+    def runs(self, low: int, high: int, start: int, stop: int) -> Runs:
+        """The runs that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``, whole."""
+        numbers = self.rounds_of(low, high, start, stop)
+        bundles = range(numbers.start // self._bundled, (numbers.stop - 1) // self._bundled + 1)
+        found = [self._runs_of(self.bundle(bundle), numbers, (low, high), (start, stop)) for bundle in bundles]
+        if len(found) == 1:
+            return found[0]
+        whole = Runs.joined(found)
+        return whole.taken(np.argsort(whole.lanes, kind="stable"))
+
+    def _runs_of(self, bundle: Rounds, numbers: range, lane_range: tuple[int, int], positions: tuple[int, int]) -> Runs:
+        """The runs of those rounds that a bundle holds, by lane."""
+        rounds = range(max(numbers.start, bundle.numbers.start), min(numbers.stop, bundle.numbers.stop))
+        # One row for each lane and round of it.
+        lanes = np.repeat(np.arange(*lane_range, dtype=np.int64), len(rounds))
+        number = np.tile(np.arange(rounds.start, rounds.stop, dtype=np.int64), lane_range[1] - lane_range[0])
+        first, within = self.first_of(number, lanes), number - bundle.numbers.start
+        lane_starts, lane_stops = bundle.lane_starts[within, lanes], bundle.lane_starts[within, lanes + 1]
+        lows = np.clip(lane_starts + positions[0] - first, lane_starts, lane_stops)
+        highs = np.clip(lane_starts + positions[1] - first, lane_starts, lane_stops)
+        here = np.flatnonzero(highs > lows)
+        # One row for each part in it.
+        low_part = np.searchsorted(bundle.starts, lows[here], side="right") - 1
+        counts = np.searchsorted(bundle.starts, highs[here], side="left") - low_part
+        row = np.repeat(here, counts)
+        part = np.arange(len(row)) + np.repeat(low_part - (np.cumsum(counts) - counts), counts)
+        begins = np.maximum(bundle.starts[part], lane_starts[row])
+        return Runs(
+            lanes=lanes[row],
+            chunk_ids=bundle.chunk_ids[part],
+            firsts=begins - bundle.starts[part],
+            sizes=np.minimum(bundle.starts[part + 1], lane_stops[row]) - begins,
+            begins=first[row] + begins - lane_starts[row],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Growth:
+    """How the share of one source grows with time: linear between the times at which weights change.
+
+    Attributes:
+        times: float64[n], at which each segment starts, the first at 0.
+        shares: float64[n], in each segment.
+        dues: float64[n], samples due at each start.
+    """
+
+    times: _Floats
+    shares: _Floats
+    dues: _Floats
+
+    def due(self, time: float) -> float:
+        """Samples that the share of the first ``time`` samples of a lane comes to."""
+        segment = int(np.searchsorted(self.times, time, side="right")) - 1
+        return float(self.dues[segment] + (time - self.times[segment]) * self.shares[segment])
+
+    def stamps(self, samples: _Floats) -> _Floats:
+        """The times at which so many samples (above 0) are due, at the earliest; infinity where they never are.
+
+        Monotone, whatever is rounded. What is due before a segment starts does not depend on that segment.
+        """
+        segment = np.searchsorted(self.dues, samples, side="left") - 1
+        share = self.shares[segment]
+        after = np.full(len(samples), np.inf)
+        np.divide(samples - self.dues[segment], share, out=after, where=share > 0)
+        ends = np.append(self.times[1:], np.inf)
+        stamps: _Floats = np.minimum(self.times[segment] + after, ends[segment])
+        return stamps
+
+
+def growths(names: Sequence[str], schedule: Sequence[Weights]) -> dict[str, Growth]:
+    """How the shares of all sources grow; those that weights do not name have none."""
+    times = [float(entry.start) for entry in schedule]
+    lengths = [after.start - before.start for before, after in pairwise(schedule)]
+    exact = [checked_weights(entry.weights) for entry in schedule]
+    totals = [sum(weights.values(), Fraction()) for weights in exact]
+    found = {}
+    for name in names:
+        shares = [float(weights[name] / total) if name in weights else 0.0 for weights, total in
+                  zip(exact, totals, strict=True)]  # fmt: skip
+        dues, due = [0.0], Fraction()
+        for share, length in zip(shares, lengths, strict=False):
+            due += Fraction(share) * length
+            dues.append(float(due))
+        found[name] = Growth(times=np.array(times), shares=np.array(shares), dues=np.array(dues))
+    return found
+
+
+def checked_schedule(names: Sequence[str], schedule: Sequence[Weights]) -> tuple[Weights, ...]:
+    """Weights by time; of several from one time on, the last.
+
+    Raises:
+        ConfigError: The first do not apply from 0 on, times fall, or a source is named that is none.
+    """
+    kept: list[Weights] = []
+    for entry in schedule:
+        unknown = sorted(set(entry.weights) - set(names))
+        if unknown:
+            raise ConfigError(f"weights: {', '.join(map(repr, unknown))}: no such source, got {', '.join(names)}")
+        checked_weights(entry.weights)
+        if kept and entry.start < kept[-1].start:
+            raise ConfigError(f"weights: expected ascending starts, got {entry.start} after {kept[-1].start}")
+        if kept and entry.start == kept[-1].start:
+            kept.pop()
+        kept.append(entry)
+    if not kept or kept[0].start != 0:
+        raise ConfigError("weights: the first must apply from 0 on")
+    return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Block:
+    """What some lanes lay in a stretch of time.
+
+    ``runs.begins`` are lane positions; those of lane ``low + i`` are rows ``splits[i]`` to ``splits[i + 1]``, on lane
+    positions ``[starts[i], stops[i])``.
+    """
+
+    runs: Runs
+    splits: Int64Array
+    starts: Int64Array
+    stops: Int64Array
+
+
+class MixedLanes:
+    """The order of a mixture without end: one pass, number 0, in which every lane is a stream of chunks by weight.
+
+    After ``n`` samples of a lane a source has given ``n`` times its share, give or take one of its chunks, and its
+    share of one chunk of every source. Any position is found by arithmetic and a pass's permutation of each source.
+
+    Thread-safe but for ``append``, and with a ``lock`` that too. What was planned stays as it is: weights are only ever
+    appended behind it.
+
+    Args:
+        sources: The sources.
+        schedule: Weights by time, counted in samples of one lane: L times as many over all. The first from 0 on; a
+            source that is not named has no share.
+        lock: A ``threading.RLock``, to be given where one thread appends weights while another plans.
+
+    Attributes:
+        schedule: Weights by time, the appended ones included.
+
+    Raises:
+        ConfigError: The weights are none.
+    """
+
+    is_endless = True
+    samples_per_pass = ENDLESS
+
+    def __init__(
+        self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None
+    ) -> None:
+        self.sources, self.settings, self.chunk_samples = sources, sources.settings, sources.chunk_samples
+        self.schedule = checked_schedule(self.sources.names, schedule)
+        names, settings = sorted(sources.names), sources.settings
+        self._growths = growths(names, self.schedule)
+        self._lanes = {name: SourceLanes(self.sources.listings[name], settings) for name in names}
+        self._phases = {name: _phases(name, settings) for name in names}
+        self._block_time = max(_LEAST_BLOCK, 2 * settings.window)
+        self._blocks: dict[tuple[int, int], _Block] = {}
+        self._frontier = 0
+        self._lock = lock or nullcontext()
+
+    def of_pass(self, number: int) -> MixedLanes:
+        """The order itself: there is one pass.
+
+        Raises:
+            ConfigError: Another pass than 0 is asked for.
+        """
+        if number:
+            raise ConfigError(f"a mixture without end has one pass, number 0; got {number}")
+        return self
+
+    def under(self, settings: OrderSettings) -> MixedLanes:
+        """The same mixture under other settings."""
+        return MixedLanes(self.sources.under(settings), self.schedule)
+
+    # --- weights that change ---
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """See ``Orders``."""
+        return tuple(entry.start * self.settings.lanes for entry in self.schedule[1:])
+
+    @property
+    def frontier(self) -> int:
+        """The first time, in samples of a lane, from which on other weights may still apply: nothing is planned there.
+
+        Other ranks have frontiers of their own; a change must lie behind all of them.
+        """
+        with self._lock:
+            return self._frontier
+
+    @contextmanager
+    def held(self) -> Iterator[int]:
+        """Keep the frontier where it is, and give it: who plans beyond waits until the end of the ``with`` block."""
+        with self._lock:
+            yield self._frontier
+
+    def append(self, weights: Weights) -> None:
+        """Let other weights apply from a time on.
+
+        Raises:
+            ConfigError: Something is planned there already, or the weights are none.
+        """
+        with self._lock:
+            if weights.start < max(self._frontier, self.schedule[-1].start):
+                raise ConfigError(
+                    f"weights from {weights.start} on: planned up to {self._frontier}, and weights apply from "
+                    f"{self.schedule[-1].start} on; give a start that is not before either"
+                )
+            schedule = checked_schedule(self.sources.names, (*self.schedule, weights))
+            # Nothing stamped at or behind the start was given to anybody, and what comes before does not depend on it.
+            self.schedule, self._growths = schedule, growths(sorted(self.sources.names), schedule)
+
+    # --- the order ---
+
+    def lane_size(self, lane: int) -> int:  # noqa: ARG002  all are the same
+        """See ``Order``."""
+        return ENDLESS // self.settings.lanes
+
+    def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """See ``Order``."""
+        if start == stop:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        places = window_slice(self.settings, 0, lane, start, stop, self.lane_size(lane))
+        runs = self.laid(lane, int(places.min()), int(places.max()) + 1)
+        row = np.searchsorted(runs.begins, places, side="right") - 1
+        return runs.chunk_ids[row], places - (runs.begins - runs.firsts)[row]
+
+    def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
+        """See ``Order``."""
+        reach = max(self.settings.window - 1, 0)
+        found = []
+        for group in range(low // _GROUP * _GROUP, high, _GROUP):
+            lanes = range(max(group, low), min(group + _GROUP, high))
+            found += [self.laid(lane, max(start - reach, 0), stop + reach) for lane in lanes]
+        runs = Runs.joined(found)
+        runs = runs.taken(np.lexsort((runs.lanes, runs.chunk_ids)))
+        return LaneParts(
+            chunk_ids=runs.chunk_ids,
+            lanes=runs.lanes,
+            begins=np.maximum(runs.begins - reach, 0),
+            ends=runs.begins + runs.sizes + reach,
+        )
+
+    def chunks_before(self, chunk_id: int) -> Iterator[int]:
+        """See ``Order``."""
+        return self.sources.chunks_before(chunk_id)
+
+    def laid(self, lane: int, start: int, stop: int) -> Runs:
+        """The runs at positions ``[start, stop)`` of a lane as it is laid, before the window moves samples."""
+        group, within = lane // _GROUP, lane % _GROUP
+        number = max(start // self._block_time, 0)
+        while number and self._block(group, number).starts[within] > start:
+            number -= 1
+        while (block := self._block(group, number)).stops[within] <= start:
+            number += 1
+        found = []
+        while True:
+            rows = np.arange(block.splits[within], block.splits[within + 1])
+            found.append(block.runs.taken(rows))
+            if block.stops[within] >= stop:
+                break
+            number += 1
+            block = self._block(group, number)
+        runs = Runs.joined(found) if len(found) > 1 else found[0]
+        low = int(np.searchsorted(runs.begins, start, side="right")) - 1
+        high = int(np.searchsorted(runs.begins, stop, side="left"))
+        return runs.taken(np.arange(low, high))
+
+    def _block(self, group: int, number: int) -> _Block:
+        """What a group of lanes lays in one stretch of time; the latest are kept."""
+        with self._lock:
+            found = self._blocks.get((group, number))
+            if found is None:
+                start, stop = number * self._block_time, (number + 1) * self._block_time
+                found = self._lay(group, start, stop)
+                for old in list(self._blocks)[: max(len(self._blocks) - _KEPT_BLOCKS + 1, 0)]:
+                    del self._blocks[old]
+                self._blocks[group, number] = found
+                # All that is laid is stamped before the frontier: weights from there on leave it as it is.
+                self._frontier = max(self._frontier, stop + 1)
+            return found
+
+    def _lay(self, group: int, start: int, stop: int) -> _Block:
+        """The runs stamped in ``(start, stop]``, by lane and stamp."""
+        low, high = group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
+        before = np.zeros(high - low, np.int64)
+        drawn, stamped = [], []
+        for name, lanes in self._lanes.items():
+            growth = self._growths[name]
+            due = growth.due(stop)
+            if not due:
+                continue
+            runs = lanes.runs(low, high, max(int(growth.due(start)) - 1, 0), int(due) + 2)
+            stamps = growth.stamps(runs.begins + runs.sizes * self._phases[name][runs.lanes])
+            is_before = stamps <= start
+            # What a source gave before: all up to the first run here that is stamped later.
+            firsts = np.flatnonzero(np.diff(runs.lanes, prepend=-1))
+            before += runs.begins[firsts]
+            np.add.at(before, runs.lanes[is_before] - low, runs.sizes[is_before])
+            kept = np.flatnonzero(~is_before & (stamps <= stop))
+            drawn.append(runs.taken(kept))
+            stamped.append(stamps[kept])
+        runs = Runs.joined(drawn)
+        by_lane = np.lexsort((np.concatenate([np.empty(0), *stamped]), runs.lanes))
+        runs = runs.taken(by_lane)
+        splits = np.searchsorted(runs.lanes, np.arange(low, high + 1))
+        ends = np.concatenate([[0], np.cumsum(runs.sizes)])
+        sizes = np.diff(ends[splits])
+        begins = ends[:-1] + np.repeat(before - ends[splits[:-1]], np.diff(splits))
+        placed = Runs(
+            lanes=runs.lanes, chunk_ids=runs.chunk_ids, firsts=runs.firsts, sizes=runs.sizes, begins=begins
+        )  # fmt: skip
+        return _Block(runs=placed, splits=splits, starts=before, stops=before + sizes)
+
+
+def _phases(name: str, settings: OrderSettings) -> _Floats:
+    """Where in a chunk's length a source begins in each lane: ``(i + 1/2) / lanes``, permuted over the lanes."""
+    places = permutations(keyed_number(settings.seed, "phases", name), np.array([0]), settings.lanes)[0]
+    phases: _Floats = (2 * places + 1) / (2 * settings.lanes)
+    return phases

@@ -1,0 +1,446 @@
+"""Mixtures under a plan: P1 to P5, shares at every row, intervals that cover every use, changes; both regimes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streaming.errors import ConfigError
+from streaming.plan.lanes import MixedLanes
+from streaming.plan.mixing import MixedPasses, Sources, Weights
+from streaming.plan.order import ENDLESS, Orders, OrderSettings
+from streaming.plan.plan import Plan
+from streaming.types import LastBatch
+
+GOLDEN = Path(__file__).parent / "golden" / "mixed_order.json"
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+sizes_ = st.lists(st.integers(0, 9), min_size=1, max_size=10).filter(sum)
+sources_ = st.dictionaries(st.sampled_from(["web", "code", "math", "chat"]), sizes_, min_size=1)
+Row = tuple[int, int, int]
+
+
+@st.composite
+def weights_(draw: st.DrawFn, names: list[str]) -> dict[str, int]:
+    """Of some of the sources; a source that is not named has none."""
+    named = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    return draw(st.fixed_dictionaries(dict.fromkeys(named, st.integers(0, 5))).filter(lambda w: any(w.values())))
+
+
+@st.composite
+def schedules(draw: st.DrawFn, names: list[str]) -> list[Weights]:
+    starts = sorted(draw(st.lists(st.integers(1, 300), max_size=3, unique=True)))
+    return [Weights(start=start, weights=draw(weights_(names))) for start in [0, *starts]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A mixture and the arguments of a plan."""
+
+    sources: dict[str, list[int]]
+    settings: OrderSettings
+    quotas: dict[str, int] | None
+    schedule: list[Weights]
+    """Empty: the mixture ends."""
+    global_batch_size: int
+    dp_world_size: int
+    last_batch: LastBatch
+    epoch: int
+    epoch_size: int | None
+    start: int
+
+    def orders(self) -> Orders:
+        sources = Sources(self.sources, self.settings)
+        return MixedLanes(sources, self.schedule) if self.schedule else MixedPasses(sources, quotas=self.quotas)
+
+    def plan(self, **change: Any) -> Plan:
+        case = replace(self, **change)
+        orders = case.orders()
+        return Plan(
+            orders.chunk_samples, case.settings, orders=orders, global_batch_size=case.global_batch_size,
+            dp_world_size=case.dp_world_size, last_batch=case.last_batch, epoch=case.epoch, epoch_size=case.epoch_size,
+            start=case.start,
+        )  # fmt: skip
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, endless: bool | None = None) -> Case:
+    sources = draw(sources_)
+    is_endless = draw(st.booleans()) if endless is None else endless
+    quotas = None
+    if not is_endless and draw(st.booleans()):
+        quotas = {name: draw(st.integers(0, 2 * sum(sizes))) for name, sizes in sources.items()}
+        quotas[min(quotas)] += 1
+    per_pass = sum(quotas.values()) if quotas else sum(map(sum, sources.values()))
+    epoch_size = draw(st.integers(1, 400)) if is_endless else draw(st.none() | st.integers(1, 3 * per_pass))
+    return Case(
+        sources=sources,
+        settings=OrderSettings(
+            seed=draw(st.integers(0, 2**64 - 1)), lanes=draw(st.integers(1, 20)), window=draw(st.integers(0, 20))
+        ),
+        quotas=quotas,
+        schedule=draw(schedules(list(sources))) if is_endless else [],
+        global_batch_size=draw(st.integers(1, 30)),
+        dp_world_size=draw(st.integers(1, 9)),
+        last_batch=draw(st.sampled_from(["drop", "pad", "partial"])),
+        epoch=draw(st.integers(0, 3)),
+        epoch_size=epoch_size,
+        start=draw(st.just(0) | st.integers(0, epoch_size or per_pass)),
+    )
+
+
+def batches_of(plan: Plan, dp_rank: int) -> list[list[Row]]:
+    """Per batch: (stream position, chunk, offset) of one rank's valid rows."""
+    rows = plan.rank_batches(0, plan.num_batches, dp_rank)
+    table = list(zip(rows.positions.tolist(), rows.chunk_ids.tolist(), rows.offsets.tolist(), strict=True))
+    splits = rows.row_splits.tolist()
+    return [[table[i] for i in range(start, stop) if rows.valid[i]] for start, stop in pairwise(splits)]
+
+
+def global_batches(plan: Plan) -> list[list[Row]]:
+    """Valid rows of all ranks per global batch, sorted: what comes twice would show."""
+    ranks = [batches_of(plan, dp_rank) for dp_rank in range(plan.dp_world_size)]
+    return [sorted(row for rank in ranks for row in rank[k]) for k in range(plan.num_batches)]
+
+
+def all_samples(sources: dict[str, list[int]]) -> list[tuple[int, int]]:
+    sizes = [size for table in sources.values() for size in table]
+    return [(chunk, offset) for chunk, size in enumerate(sizes) for offset in range(size)]
+
+
+@unhurried
+@given(cases(), st.integers(1, 9))
+def test_batches_do_not_depend_on_the_ranks_and_are_dealt_equally(case: Case, other: int) -> None:
+    whole = case.plan(dp_world_size=1)
+    expected = global_batches(whole)
+    for ranks in {case.dp_world_size, other}:
+        plan = case.plan(dp_world_size=ranks)
+        assert plan.num_batches == whole.num_batches
+        assert global_batches(plan) == expected
+    positions = [row[0] for batch in expected for row in batch]
+    first = case.epoch * whole.num_samples + case.start
+    assert sorted(positions) == list(range(first, first + len(positions)))
+
+
+@unhurried
+@given(cases(endless=False), st.integers(0, 3))
+def test_a_pass_gives_each_sample_once_or_as_often_as_its_quota_says(case: Case, number: int) -> None:
+    plan = case.plan(epoch=number, epoch_size=None, start=0, last_batch="partial")
+    got = Counter((chunk, offset) for batch in global_batches(plan) for _, chunk, offset in batch)
+    if case.quotas is None:
+        assert got == Counter(all_samples(case.sources))
+        return
+    sources = Sources(case.sources, case.settings)
+    expected: Counter[tuple[int, int]] = Counter()
+    for name, quota in case.quotas.items():
+        parts = sources.listings[name].samples(number * quota, (number + 1) * quota)
+        for chunk, first, size in zip(
+            parts.chunk_ids.tolist(), parts.firsts.tolist(), parts.sizes.tolist(), strict=True
+        ):
+            expected.update((chunk, offset) for offset in range(first, first + size))
+    assert got == expected
+
+
+@unhurried
+@given(cases(), st.data())
+def test_a_resume_at_any_sample_is_the_tail(case: Case, data: st.DataObject) -> None:
+    case = replace(case, start=0, last_batch="partial")
+    whole = case.plan(dp_world_size=1)
+    rows = sorted(row for batch in global_batches(whole) for row in batch)
+    start = data.draw(st.integers(0, len(rows)))
+    tail = global_batches(case.plan(start=start))
+    assert sorted(row for batch in tail for row in batch) == rows[start:]
+
+
+@unhurried
+@given(cases())
+def test_intervals_cover_every_use_and_come_in_order(case: Case) -> None:
+    plan = case.plan()
+    plan.__dict__["_stretch_batches"] = 2 if case.schedule else plan._stretch_batches
+    for dp_rank in {0, plan.dp_world_size - 1}:
+        rows = plan.rank_batches(0, plan.num_batches, dp_rank)
+        batch = np.repeat(np.arange(plan.num_batches), np.diff(rows.row_splits))
+        live = plan.chunk_intervals(dp_rank)
+        assert np.all(np.diff(live.first_batches) >= 0) or not case.schedule
+        assert live.first_batches.min(initial=0) >= 0
+        assert live.last_batches.max(initial=0) <= max(plan.num_batches - 1, 0)
+        for chunk, at in zip(rows.chunk_ids.tolist(), batch.tolist(), strict=True):
+            mine = live.chunk_ids == chunk
+            assert np.any(mine & (live.first_batches <= at) & (live.last_batches >= at))
+        needed = set(rows.chunk_ids.tolist())
+        assert needed <= set(plan.rank_chunks(dp_rank).tolist())
+        sizes = np.arange(1, len(plan.chunk_samples) + 1)
+        at_once = max(
+            (int(sizes[np.unique(rows.chunk_ids[batch == k])].sum()) for k in range(plan.num_batches)), default=0
+        )
+        assert at_once <= plan.live_bytes(sizes, dp_rank) <= int(sizes.sum())
+
+
+def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
+    """(chunk, offset) of the first samples of a lane, source by source from the beginning, one chunk at a time."""
+    orders = case.orders()
+    assert isinstance(orders, MixedLanes)
+    waiting = []
+    for name in sorted(case.sources):
+        listing, lanes, seen = orders.sources.listings[name], case.settings.lanes, 0
+        passes = -(-lanes // listing.num_chunks)
+        stream: list[tuple[float, int, int, int]] = []
+        draw = 0
+        while seen < stop:
+            parts = listing.at(np.arange(len(stream_key := range(draw, draw + passes * listing.num_chunks))) + draw)
+            draw = stream_key.stop
+            samples = [
+                (part, int(chunk), offset)
+                for part, (chunk, size) in enumerate(zip(parts.chunk_ids, parts.sizes, strict=True))
+                for offset in range(int(size))
+            ]
+            number = draw // (passes * listing.num_chunks) - 1
+            dealt = Counter(n % lanes for n in range(number * len(samples), (number + 1) * len(samples)))
+            begin = sum(dealt[below] for below in range(lane))
+            mine = samples[begin : begin + dealt[lane]]
+            for part in dict.fromkeys(part for part, _, _ in mine):
+                run = [(chunk, offset) for of, chunk, offset in mine if of == part]
+                mark = seen + len(run) * orders._phases[name][lane]
+                stamp = float(orders._growths[name].stamps(np.array([mark]))[0])
+                stream.append((stamp, run[0][0], run[0][1], len(run)))
+                seen += len(run)
+        waiting += stream
+    laid = sorted(waiting, key=lambda run: run[0])
+    return [(chunk, first + k) for _, chunk, first, size in laid for k in range(size)][:stop]
+
+
+@unhurried
+@given(cases(endless=True), st.integers(1, 150), st.data())
+def test_lanes_are_laid_by_stamps(case: Case, stop: int, data: st.DataObject) -> None:
+    orders = case.orders()
+    assert isinstance(orders, MixedLanes)
+    lane = data.draw(st.integers(0, case.settings.lanes - 1))
+    expected = laid_by_hand(case, lane, stop)
+    start = data.draw(st.integers(0, stop - 1))
+    orders._block_time = data.draw(st.integers(1, 100))
+    runs = orders.laid(lane, start, stop)
+    got = {
+        begin + k: (chunk, first + k)
+        for begin, chunk, first, size in zip(
+            runs.begins.tolist(), runs.chunk_ids.tolist(), runs.firsts.tolist(), runs.sizes.tolist(), strict=True
+        )
+        for k in range(size)
+    }
+    assert [got[place] for place in range(start, stop)] == expected[start:]
+
+
+def share_of(name: str, schedule: list[Weights], laid: int) -> tuple[Fraction, Fraction]:
+    """What a source should have given of so many samples, and its greatest share so far."""
+    target, most = Fraction(), Fraction()
+    for index, entry in enumerate(schedule):
+        stop = schedule[index + 1].start if index + 1 < len(schedule) else laid
+        if index and entry.start > laid + 1000:
+            break
+        share = Fraction(entry.weights.get(name, 0), sum(entry.weights.values()))
+        target += share * max(min(stop, laid) - entry.start, 0)
+        most = max(most, share)
+    return target, most
+
+
+@unhurried
+@given(cases(endless=True), st.integers(0, 500) | st.integers(0, 10**11))
+def test_shares_hold_at_every_row_of_every_lane(case: Case, start: int) -> None:
+    """Within one chunk of the source and its share of one chunk of every source, near the start and far away."""
+    orders = case.orders()
+    assert isinstance(orders, MixedLanes)
+    biggest = {name: max(sizes) for name, sizes in case.sources.items()}
+    lane = start % case.settings.lanes
+    runs = orders.laid(lane, start, start + 40)
+    of = orders.sources.source_of(runs.chunk_ids)
+    for index, name in enumerate(orders.sources.names):
+        counted = int(given_before(orders, name, lane, int(runs.begins[0])))
+        for row in range(len(runs.sizes)):
+            target, share = share_of(name, case.schedule, int(runs.begins[row]))
+            assert abs(counted - target) <= biggest[name] + share * sum(biggest.values()) + Fraction(1, 100)
+            counted += int(runs.sizes[row]) * (of[row] == index)
+
+
+def given_before(orders: MixedLanes, name: str, lane: int, place: int) -> int:
+    """Samples of a source before a lane position, from the source's own stream: where its next run there begins."""
+    stop = place + 40
+    while True:
+        runs = orders.laid(lane, place, stop)
+        mine = np.flatnonzero(orders.sources.source_of(runs.chunk_ids) == orders.sources.names.index(name))
+        if len(mine) or stop - place > 10_000:
+            break
+        stop += 500
+    lanes = orders._lanes[name]
+    if not len(mine):  # it has no share any more: what it was given last
+        due = orders._growths[name].due(float(ENDLESS // 4))
+        own = lanes.runs(lane, lane + 1, max(int(due) - 1, 0), int(due) + 2)
+        stamps = orders._growths[name].stamps(own.begins + own.sizes * orders._phases[name][lane])
+        return int(own.begins[0] + own.sizes[stamps < np.inf].sum())
+    row = mine[0]
+    due = orders._growths[name].due(float(runs.begins[row]))
+    own = lanes.runs(lane, lane + 1, max(int(due) - 200, 0), int(due) + 200)
+    same = (own.chunk_ids == runs.chunk_ids[row]) & (own.firsts == runs.firsts[row])
+    near = own.begins[same]
+    return int(near[np.argmin(np.abs(near - due))])
+
+
+@unhurried
+@given(cases(endless=True), st.integers(1, 300), st.data())
+def test_appended_weights_are_those_that_were_there_from_the_start(
+    case: Case, change_at: int, data: st.DataObject
+) -> None:
+    """And what was planned before stays: a run with feedback can be replayed."""
+    first = replace(case, schedule=case.schedule[:1])
+    later = Weights(start=change_at, weights=data.draw(weights_(list(case.sources))))
+    whole = replace(first, schedule=[*first.schedule, later]).orders()
+    appended = first.orders()
+    assert isinstance(appended, MixedLanes)
+    assert isinstance(whole, MixedLanes)
+    for order in (whole, appended):
+        order._block_time = 16
+    lane, stop = case.settings.lanes - 1, data.draw(st.integers(0, 150))
+    before = appended.laid(lane, 0, stop).begins.tolist() if stop else []
+    if appended.frontier > change_at:
+        with pytest.raises(ConfigError, match=f"planned up to {appended.frontier}"):
+            appended.append(later)
+        return
+    appended.append(later)
+    got, expected = appended.laid(lane, 0, 600), whole.laid(lane, 0, 600)
+    assert got.chunk_ids.tolist() == expected.chunk_ids.tolist()
+    assert got.begins.tolist() == expected.begins.tolist()
+    assert got.begins.tolist()[: len(before)] == before
+
+
+@unhurried
+@given(cases(endless=True), st.integers(0, 3))
+def test_every_round_of_a_source_gives_each_sample_once_a_pass(case: Case, number: int) -> None:
+    orders = case.orders()
+    assert isinstance(orders, MixedLanes)
+    for name, lanes in orders._lanes.items():
+        got: Counter[tuple[int, int]] = Counter()
+        ends = []
+        for lane in range(case.settings.lanes):
+            start, stop = (int(lanes.first_of(np.array([number + k]), np.array([lane]))[0]) for k in (0, 1))
+            ends.append(stop)
+            runs = lanes.runs(lane, lane + 1, start, stop)
+            rows = zip(runs.chunk_ids.tolist(), runs.firsts.tolist(), runs.sizes.tolist(), strict=True)
+            for chunk, first, size in rows:
+                got.update((chunk, first + k) for k in range(size))
+        first_chunk = sum(
+            len(case.sources[other]) for other in orders.sources.names[: orders.sources.names.index(name)]
+        )
+        each = {
+            (first_chunk + c, k): lanes.num_passes for c, size in enumerate(case.sources[name]) for k in range(size)
+        }
+        assert got == each
+        assert max(ends) - min(ends) <= 1  # lanes stay together, for ever
+
+
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_a_plan_without_an_epoch_size_has_no_end(lanes: int) -> None:
+    sources = Sources({"a": [5, 6], "b": [7]}, OrderSettings(seed=1, lanes=lanes, window=6))
+    orders = MixedLanes(sources, [Weights(start=0, weights={"a": 1, "b": 1})])
+    plan = Plan(orders.chunk_samples, orders.settings, orders=orders, global_batch_size=16, dp_world_size=2)
+    assert plan.is_endless
+    assert plan.num_batches == ENDLESS // 16
+    assert len(plan.rank_batches(10**9, 10**9 + 2, 1).chunk_ids) == 16
+    assert plan.live_bytes([1, 1, 1], 0) == 3
+    assert plan.rank_chunks(1).tolist() == [0, 1, 2]
+    assert len(next(plan.intervals_by_pass(0)).chunk_ids)
+    with pytest.raises(ConfigError, match="no end: give an epoch_size"):
+        plan.chunk_intervals(0)
+    with pytest.raises(ConfigError, match="no end: give an epoch_size"):
+        plan.read_bytes([1, 1, 1], 0)
+
+
+def test_substitutes_come_from_the_chunks_own_source() -> None:
+    sources = Sources({"a": [5, 6, 0], "b": [7, 8]}, OrderSettings(seed=1, lanes=2, window=6))
+    for order in (MixedPasses(sources).of_pass(3), MixedLanes(sources, [Weights(start=0, weights={"a": 1})])):
+        assert [list(order.chunks_before(chunk)) for chunk in range(5)] == [[2, 1], [0, 2], [1, 0], [4], [3]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ([], "the first must apply from 0 on"),
+        ([Weights(start=1, weights={"a": 1})], "the first must apply from 0 on"),
+        ([Weights(start=0, weights={"c": 1})], "'c': no such source, got a, b"),
+        ([Weights(start=0, weights={"a": 0})], "at least one must be above 0"),
+        ([Weights(start=0, weights={"a": 1}), Weights(start=9, weights={"b": 1}), Weights(start=8, weights={"a": 1})],
+         "ascending starts, got 8 after 9"),
+    ],
+)  # fmt: skip
+def test_wrong_schedules_are_refused(schedule: list[Weights], words: str) -> None:
+    sources = Sources({"a": [5], "b": [7]}, OrderSettings(seed=1, lanes=2, window=6))
+    with pytest.raises(ConfigError, match=words):
+        MixedLanes(sources, schedule)
+
+
+def test_wrong_sources_and_quotas_are_refused() -> None:
+    order = OrderSettings(seed=1, lanes=2, window=6)
+    with pytest.raises(ConfigError, match="none are given"):
+        Sources({}, order)
+    with pytest.raises(ConfigError, match="source 'a': the data set is empty"):
+        Sources({"a": [0]}, order)
+    with pytest.raises(ConfigError, match='scope="global"'):
+        Sources({"a": [1]}, replace(order, scope="lane"))
+    for quotas in ({"a": 1}, {"a": 1, "b": -1}, {"a": 1, "b": 1, "c": 1}):
+        with pytest.raises(ConfigError, match="expected samples of each of"):
+            MixedPasses(Sources({"a": [5], "b": [7]}, order), quotas=quotas)
+    with pytest.raises(ConfigError, match="a pass would be empty"):
+        MixedPasses(Sources({"a": [5]}, order), quotas={"a": 0})
+
+
+def golden_orders() -> dict[str, Orders]:
+    sources = Sources(
+        {"web": [5, 4, 6, 5] * 5, "code": [3, 0, 3], "math": [1, 1]}, OrderSettings(seed=11, lanes=4, window=8)
+    )
+    schedule = [
+        Weights(start=0, weights={"web": 0.5, "code": 0.3, "math": 0.2}),
+        Weights(start=60, weights={"web": 1, "code": 0.01}),
+    ]
+    return {
+        "by size": MixedPasses(sources),
+        "by quotas": MixedPasses(sources, quotas={"web": 50, "code": 15, "math": 2}),
+        "by weights": MixedLanes(sources, schedule),
+    }
+
+
+def test_the_order_of_mixtures_is_the_same_for_ever() -> None:
+    found = {}
+    for name, orders in golden_orders().items():
+        plan = Plan(
+            orders.chunk_samples, orders.settings, orders=orders, global_batch_size=8, dp_world_size=1, epoch=1,
+            epoch_size=400,
+        )  # fmt: skip
+        rows = plan.rank_batches(0, 20, 0)
+        found[name] = [f"{chunk}:{offset}" for chunk, offset in zip(rows.chunk_ids, rows.offsets, strict=True)]
+    assert found == json.loads(GOLDEN.read_text())
+
+
+def test_the_order_does_not_depend_on_how_sources_are_listed() -> None:
+    tables = {"web": [5, 4, 6, 5], "code": [3, 0, 3], "math": [1, 1]}
+    order = OrderSettings(seed=3, lanes=4, window=8)
+    seen = []
+    for names in (list(tables), list(tables)[::-1]):
+        sources = Sources({name: tables[name] for name in names}, order)
+        lanes = MixedLanes(sources, [Weights(start=0, weights={"web": 1, "math": 3, "code": 2})])
+        for orders in (lanes, MixedPasses(sources)):
+            plan = Plan(
+                sources.chunk_samples, order, orders=orders, global_batch_size=8, dp_world_size=1, epoch_size=24
+            )
+            rows = plan.rank_batches(0, 3, 0)
+            starts = np.cumsum([0, *(len(tables[name]) for name in names)])
+            of = sources.source_of(rows.chunk_ids)
+            seen.append(
+                [(names[s], c - starts[s], o) for s, c, o in zip(of, rows.chunk_ids, rows.offsets, strict=True)]
+            )
+    assert seen[:2] == seen[2:]
