@@ -22,7 +22,7 @@ REPLICA_NAMES = PIPELINE_NAMES | frozenset(
 
 
 def row_major(place: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence[str]) -> int:
-    """Number of a place within the grid of ``axes`` alone, the first varying slowest."""
+    """Number a place within the grid of ``axes`` alone, the first varying slowest."""
     number = 0
     for name in axes:
         number = number * sizes[name] + place[name]
@@ -30,12 +30,12 @@ def row_major(place: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence
 
 
 def show(sizes: Mapping[str, int]) -> str:
-    """The sizes for an error message: ``(dp=2, tp=4)``."""
+    """Return the sizes for an error message: ``(dp=2, tp=4)``."""
     return "(" + ", ".join(f"{name}={size}" for name, size in sizes.items()) + ")"
 
 
 def check_axes(names: tuple[str, ...], shape: tuple[int, ...], data_axes: tuple[str, ...]) -> None:
-    """Raises MeshError unless names are unique, sizes positive and data axes known."""
+    """Raise MeshError unless names are unique, sizes positive and data axes known."""
     if len(names) != len(shape):
         raise MeshError(f"{len(names)} axis names {names} for {len(shape)} axes of sizes {shape}")
     for kind, axes in (("axis name", names), ("data axis", data_axes)):
@@ -48,7 +48,7 @@ def check_axes(names: tuple[str, ...], shape: tuple[int, ...], data_axes: tuple[
 
 
 def check_sizes(sizes: Mapping[str, int | None]) -> None:
-    """Raises MeshError unless every size that is given is a positive int."""
+    """Raise MeshError unless every size that is given is a positive int."""
     for name, size in sizes.items():
         if size is None:
             continue
@@ -57,7 +57,7 @@ def check_sizes(sizes: Mapping[str, int | None]) -> None:
 
 
 def check_order(order: Sequence[str], given: Mapping[str, int | None]) -> None:
-    """Raises MeshError unless ``order`` names known axes and every axis that has a size."""
+    """Raise MeshError unless ``order`` names known axes and every axis that has a size."""
     if isinstance(order, str):
         raise MeshError(f'order: expected axis names such as ("dp", "tp"), got the string {order!r}')
     unknown = [name for name in order if name not in given]
@@ -69,7 +69,7 @@ def check_order(order: Sequence[str], given: Mapping[str, int | None]) -> None:
 
 
 def rest_of_world(world_size: int, given: Mapping[str, int | None]) -> int:
-    """What the given sizes leave of the world.
+    """Return what the given sizes leave of the world.
 
     Raises:
         MeshError: If they do not divide it.
@@ -85,7 +85,7 @@ def rest_of_world(world_size: int, given: Mapping[str, int | None]) -> int:
 
 
 def check_product(sizes: Mapping[str, int], world_size: int) -> None:
-    """Raises MeshError unless the sizes multiply to the world size."""
+    """Raise MeshError unless the sizes multiply to the world size."""
     product = math.prod(sizes.values())
     if product != world_size:
         used = {name: size for name, size in sizes.items() if size != 1}
@@ -96,7 +96,7 @@ def check_product(sizes: Mapping[str, int], world_size: int) -> None:
 
 
 def guess_data_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
-    """The axes whose names say that they are data axes, in the mesh's order.
+    """Return the axes whose names say that they are data axes, in the mesh's order.
 
     Raises:
         MeshError: If the name of an axis longer than 1 says nothing.
@@ -113,13 +113,13 @@ def guess_data_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str
 
 
 def nested_list(ranks: object) -> object:
-    """``ranks.tolist()`` where there is one (tensors, arrays), else ``ranks``."""
+    """Return ``ranks.tolist()`` where there is one (tensors, arrays), else ``ranks``."""
     tolist = getattr(ranks, "tolist", None)
     return tolist() if callable(tolist) else ranks
 
 
 def flatten(nested: object, num_axes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks in row-major order, and the shape.
+    """Return the ranks in row-major order, and the shape.
 
     Raises:
         MeshError: If it is not a rectangular nest of ints, ``num_axes`` deep.

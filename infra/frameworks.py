@@ -35,7 +35,7 @@ class TrainWorker:
 
 
 def train_worker() -> TrainWorker | None:
-    """This process as a worker of Ray Train; None where it is none, a Ray driver or another Ray actor for example."""
+    """Find this process among the workers of Ray Train; None where it is none, as a driver or another actor."""
     train: Any = sys.modules.get("ray.train")
     if train is None or not hasattr(train, "get_context"):
         return None

@@ -110,7 +110,7 @@ def _by_environment(env: Environ) -> Launch:
 
 
 def _by_group(group: ProcessGroup, env: Environ, launch: Launch | None) -> Launch:
-    """The place that torch.distributed names, with what the launcher adds to it.
+    """Return the place that torch.distributed names, with what the launcher adds to it.
 
     Raises:
         MeshError: If the innermost launcher says otherwise, counting processes or equal groups of them (nodes).
@@ -156,7 +156,7 @@ def _torchrun(env: Environ) -> Launch | None:
 
 
 def _lightning(env: Environ) -> Launch | None:
-    """Lightning's own launcher tells the processes that it starts everything but their rank.
+    """Read what Lightning's own launcher tells the processes that it starts: everything but their rank.
 
     On the first node the rank is ``LOCAL_RANK``. On others only torch.distributed will know, for nothing says how many
     processes a node has.
@@ -222,7 +222,7 @@ def _slurm(env: Environ) -> Launch | None:
 
 
 def _slurm_tasks_on_node(env: Environ) -> int | None:
-    """Tasks of this step on this node, from a list such as ``"4(x2),3"``."""
+    """Return the tasks of this step on this node, from a list such as ``"4(x2),3"``."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
     node = _integer(env, "SLURM_NODEID")
     for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -261,7 +261,7 @@ READERS: tuple[Callable[[Environ], Launch | None], ...] = (
 
 
 def _single(env: Environ) -> Launch:
-    """One process; refuses the half of a torchrun environment, and of that of an indexed Job.
+    """Take this for the only process; refuse half of the environment of torchrun, or of an indexed Job.
 
     All pods of such a Job would else take themselves for the only process, and read the same samples.
     """
@@ -281,7 +281,7 @@ def _single(env: Environ) -> Launch:
 
 
 def _check_exported_rank(env: Environ, inner: Launch, outer: Launch) -> None:
-    """RANK exported once, before srun or mpirun made many processes, gives each of them the same rank."""
+    """Refuse a RANK that was exported before srun or mpirun made many processes: all would have the same."""
     same_world = outer.world_size == inner.world_size and "TORCHELASTIC_RUN_ID" not in env
     if same_world and outer.rank != inner.rank:
         raise MeshError(
@@ -291,14 +291,14 @@ def _check_exported_rank(env: Environ, inner: Launch, outer: Launch) -> None:
 
 
 def _check_half_set(env: Environ, launch: Launch) -> None:
-    """Scripts export WORLD_SIZE (or RANK) and leave the rest to SLURM or MPI: fine, if it agrees."""
+    """Compare a WORLD_SIZE (or RANK) that a script exports with what SLURM or MPI say of the rest."""
     for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.world_size)):
         if name in env and _integer(env, name) != value:
             raise MeshError(f"{name}={env[name]}, but {launch.launcher} says {value}: correct or unset {name}")
 
 
 def _launch(env: Environ, launcher: str, **sources: str | int | None) -> Launch:
-    """A Launch whose fields come from the named variables (or are given as they are)."""
+    """Make a Launch whose fields come from the named variables (or are given as they are)."""
     values = {field: _integer(env, src) if isinstance(src, str) else src for field, src in sources.items()}
     try:
         return Launch(

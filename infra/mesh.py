@@ -96,7 +96,7 @@ class DeviceMesh:
         data_axes: Sequence[str] = _DATA_AXES,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
-        """The mesh of these sizes, ranks numbered row-major over ``order``.
+        """Return the mesh of these sizes, ranks numbered row-major over ``order``.
 
         A size of None is 1, but ``dp_size=None`` takes what the other axes leave of the world. Without any
         size the mesh is plain data parallel over all processes.
@@ -150,7 +150,7 @@ class DeviceMesh:
         allow_subset: bool = False,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
-        """The same grid as a ``torch.distributed.device_mesh.DeviceMesh``, for any names and order of axes.
+        """Return the same grid as a ``torch.distributed.device_mesh.DeviceMesh``, for any names and order of axes.
 
         Args:
             torch_device_mesh: The mesh; not kept.
@@ -187,7 +187,7 @@ class DeviceMesh:
     def from_ranks(
         cls, ranks: object, axis_names: Sequence[str], *, rank: int, data_axes: Sequence[str] | None = None
     ) -> Self:
-        """The mesh of a nested list (or array) of ranks, one level per axis name.
+        """Return the mesh of a nested list (or array) of ranks, one level per axis name.
 
         Args:
             ranks: Nested sequences of ints, or anything with ``tolist()``; rectangular.
@@ -204,7 +204,7 @@ class DeviceMesh:
         return cls(axis_names=names, shape=shape, ranks=flat, rank=rank, data_axes=used)
 
     def with_rank(self, rank: int) -> Self:
-        """The same mesh as another of its ranks sees it."""
+        """Return the same mesh as another of its ranks sees it."""
         return replace(self, rank=rank)
 
     @property
@@ -258,7 +258,7 @@ class DeviceMesh:
         return all(self.coordinates[name] == self.axis_sizes[name] - 1 for name in self._pipeline_axes)
 
     def replicas_of(self, data_rank: int) -> tuple[int, ...]:
-        """The ranks that read share ``data_rank``, by replica rank.
+        """Return the ranks that read share ``data_rank``, by replica rank.
 
         Raises:
             MeshError: If there is no such share.
@@ -278,7 +278,7 @@ class DeviceMesh:
         return tuple(name for name in self.axis_names if name.lower() in axes.PIPELINE_NAMES)
 
     def _place(self, position: int) -> dict[str, int]:
-        """Coordinates of the ``position``-th rank in row-major order."""
+        """Return the coordinates of the ``position``-th rank in row-major order."""
         place: dict[str, int] = {}
         for name, size in zip(reversed(self.axis_names), reversed(self.shape), strict=True):
             position, place[name] = divmod(position, size)
@@ -286,7 +286,7 @@ class DeviceMesh:
 
 
 def as_device_mesh(mesh: DeviceMesh | TorchDeviceMesh | None) -> DeviceMesh:
-    """``mesh`` itself, the same grid as a torch mesh, or, for None, data parallel over all processes.
+    """Return ``mesh`` itself, the same grid as a torch mesh, or, for None, data parallel over all processes.
 
     Raises:
         MeshError: If it is none of these.

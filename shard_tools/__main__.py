@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Runs the command line and exits with its code."""
+    """Run the command line and exit with its code."""
     from shard_tools.cli import cli  # noqa: PLC0415  (starts faster when only the entry point is imported)
 
     cli(prog_name="shard_tools")

@@ -58,7 +58,7 @@ _RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_pref
 )
 @click.version_option(VERSION, prog_name="shard_tools")
 def cli() -> None:
-    """Packs, indexes, checks and shows WebDataset tar shards, in any store.
+    """Pack, index, check and show WebDataset tar shards, in any store.
 
     \b
     Example:
@@ -104,7 +104,7 @@ def cli() -> None:
 def convert_command(
     source: str, target: str, *, engine: str, workers: int | None, as_json: bool, **arguments: Any
 ) -> None:
-    """Packs SOURCE (a folder of images, JSONL, Parquet, CSV, text, tars) into indexed tar shards in TARGET.
+    """Pack SOURCE (a folder of images, JSONL, Parquet, CSV, text, tars) into indexed tar shards in TARGET.
 
     The same source gives the same bytes. A conversion that was stopped goes on where it was when run again.
 
@@ -142,7 +142,7 @@ def convert_command(
 def index_command(
     urls: tuple[str, ...], *, engine: str, workers: int | None, columns: str | None, as_json: bool, **arguments: Any
 ) -> None:
-    """Builds the index of existing shards, beside them or at --index. Goes on where it was stopped.
+    """Build the index of existing shards, beside them or at --index. Goes on where it was stopped.
 
     \b
     Example:
@@ -189,7 +189,7 @@ def verify_command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    """Checks every promise of the index against every byte of the shards; lists all that fails.
+    """Check every promise of the index against every byte of the shards; list all that fails.
 
     With --bad, only the samples on a list, of these shards or (without URL) of all shards on it: which are still
     bad, and why.
@@ -254,7 +254,7 @@ def reshard_command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    """Writes the samples of SOURCE into new shards in TARGET: split, merged, mixed, sorted or filtered.
+    """Write the samples of SOURCE into new shards in TARGET: split, merged, mixed, sorted or filtered.
 
     Fields keep their bytes, samples their columns in the index. Every byte read is checked; a damaged sample is an
     error unless --drop lists it. A run that was stopped goes on where it was when run again.
@@ -290,7 +290,7 @@ def reshard_command(
 @json_option
 @with_storage_options
 def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **arguments: Any) -> None:
-    """Writes what can be saved of damaged tars to TARGET, under their names, indexed; says what is lost.
+    """Write what can be saved of damaged tars to TARGET, under their names, indexed; say what is lost.
 
     Mends a missing end-of-archive mark, archives joined by cat, and hard links. Where the shards have an index, its
     checksums tell damaged bytes. A shard of which samples are lost is left out unless --drop-damaged is given.
@@ -325,7 +325,7 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
 def copy_command(
     source: str, target: str, *, target_option: tuple[tuple[str, str], ...], as_json: bool, **arguments: Any
 ) -> None:
-    """Copies the shards of SOURCE and their index to TARGET, every byte checked; the index comes last.
+    """Copy the shards of SOURCE and their index to TARGET, every byte checked; the index comes last.
 
     A run that was stopped goes on when run again: shards that are at the target are read there, and skipped if right.
 
@@ -354,7 +354,7 @@ def copy_command(
 @json_option
 @with_storage_options
 def info_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
-    """Shows what a data set holds: shards, samples, bytes, fields, index; and shards that are gone or cut off.
+    """Show what a data set holds: shards, samples, bytes, fields, index; and shards that are gone or cut off.
 
     \b
     Example:
@@ -377,7 +377,7 @@ def info_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool,
 def ls_command(
     urls: tuple[str, ...], *, index_url: str | None, limit: int | None, long: bool, as_json: bool, **arguments: Any
 ) -> None:
-    """Lists samples: key and fields. --json prints one object a line.
+    """List samples: key and fields. --json prints one object a line.
 
     \b
     Example:
@@ -401,7 +401,7 @@ def ls_command(
 def cat_command(
     url: str, sample: str, *, index_url: str | None, field: str | None, as_json: bool, **arguments: Any
 ) -> None:
-    """Shows one SAMPLE, given by its key or its number; --field writes that field's bytes as they are.
+    """Show one SAMPLE, given by its key or its number; --field writes that field's bytes as they are.
 
     A key made of digits is taken as a key first, and as a number if there is no such key.
 
@@ -464,7 +464,7 @@ def plan_command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    """Shows who reads what under a topology: lanes, bytes, requests, memory and read amplification of every data rank.
+    """Show who reads what under a topology: lanes, bytes, requests, memory and read amplification of every data rank.
 
     Worked out by the planner that training uses, from the index alone. A plan that does not fit into memory or reads
     much more than once is a warning, with its cure.

@@ -18,7 +18,7 @@ from streaming.storage import Storage
 
 @click.group("column")
 def column_group() -> None:
-    """Adds, lists and drops late columns: values that came after the shards, for filters.
+    """Add, list and drop late columns: values that came after the shards, for filters.
 
     \b
     Example:
@@ -49,7 +49,7 @@ def add_command(
     urls: tuple[str, ...], *, source: str | None, on: str | None, lift: str | None, workers: int, as_json: bool,
     **arguments: Any,
 ) -> None:  # fmt: skip
-    """Adds the late column NAME to the shards at URL: joined from a file by key, or lifted out of the samples.
+    """Add the late column NAME to the shards at URL: joined from a file by key, or lifted out of the samples.
 
     Beside the index, a file for each shard; no shard is written, and with --from none is read. Says which keys do not
     match. A key that comes twice in the file is an error.
@@ -82,7 +82,7 @@ def add_command(
 @json_option
 @with_storage_options
 def list_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
-    """Lists the late columns of shards.
+    """List the late columns of shards.
 
     \b
     Example:
@@ -98,7 +98,7 @@ def list_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool,
 @json_option
 @with_storage_options
 def drop_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
-    """Deletes the late column NAME. Runs and views that ask for it cannot go on without it.
+    """Delete the late column NAME. Runs and views that ask for it cannot go on without it.
 
     \b
     Example:
@@ -113,7 +113,7 @@ def drop_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool,
 
 @click.group("view")
 def view_group() -> None:
-    """Saves filters under a name beside the index, for StreamingDataset(view=NAME).
+    """Save filters under a name beside the index, for StreamingDataset(view=NAME).
 
     \b
     Example:
@@ -131,7 +131,7 @@ def view_group() -> None:
 @json_option
 @with_storage_options
 def save_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
-    """Saves which samples of the shards at URL are kept as the view NAME, with the versions of the late columns.
+    """Save which samples of the shards at URL are kept as the view NAME, with the versions of the late columns.
 
     \b
     Example:
@@ -150,7 +150,7 @@ def save_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
 @json_option
 @with_storage_options
 def views_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
-    """Lists the views of shards.
+    """List the views of shards.
 
     \b
     Example:
@@ -166,7 +166,7 @@ def views_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool
 @json_option
 @with_storage_options
 def show_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
-    """Shows one view: what it asks for, and which versions of columns it was saved with.
+    """Show one view: what it asks for, and which versions of columns it was saved with.
 
     \b
     Example:

@@ -23,7 +23,7 @@ class SizeType(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes in ``value``."""
+        """Return the bytes in ``value``."""
         try:
             return parse_bytes(value, name=param.name if param and param.name else "size")
         except ConfigError as error:
@@ -36,7 +36,7 @@ class PairType(click.ParamType[tuple[str, str]]):
     name = "key=value"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """Both sides of the first ``=``."""
+        """Return both sides of the first ``=``."""
         if isinstance(value, tuple):
             return value
         key, equals, text = str(value).partition("=")
@@ -61,7 +61,7 @@ def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) ->
 
 
 def with_storage_options(command: Command) -> Command:
-    """Adds the options that say how to reach a store, and ``--debug``; see :func:`as_storage_options`."""
+    """Add the options that say how to reach a store, and ``--debug``; see :func:`as_storage_options`."""
     decorators = (
         click.option("--endpoint-url", metavar="URL", help="Address of an S3-compatible server."),
         click.option("--region", help="Region of the bucket."),
@@ -90,7 +90,7 @@ def with_storage_options(command: Command) -> Command:
 
 
 def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
-    """Takes what :func:`with_storage_options` added out of ``arguments``; returns it as ``Storage`` expects it."""
+    """Take what :func:`with_storage_options` added out of ``arguments``; return it as ``Storage`` expects it."""
     pairs: tuple[tuple[str, str], ...] = arguments.pop("storage_option")
     options: dict[str, object] = {key: typed_option(key, text) for key, text in pairs}
     for name in ("endpoint_url", "region", "profile", "anon"):
@@ -101,7 +101,7 @@ def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
 
 
 def typed_option(key: str, text: str) -> object:
-    """``text`` as the type that the store's option ``key`` has; all but switches and times are text."""
+    """Return ``text`` as the type that the store's option ``key`` has; all but switches and times are text."""
     if key in _SWITCHES and text.lower() in {"true", "false"}:
         return text.lower() == "true"
     if key not in _NUMBERS:
@@ -113,19 +113,19 @@ def typed_option(key: str, text: str) -> object:
 
 
 def json_option(command: Command) -> Command:
-    """Adds ``--json``."""
+    """Add ``--json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
 
 
 def index_option(command: Command) -> Command:
-    """Adds ``--index``."""
+    """Add ``--index``."""
     return click.option(
         "--index", "index_url", metavar="URL", help="Where the index lies. Default: beside the shards."
     )(command)
 
 
 def duplicates_option(command: Command) -> Command:
-    """Adds ``--duplicate-keys``."""
+    """Add ``--duplicate-keys``."""
     return click.option(
         "--duplicate-keys",
         type=click.Choice(get_args(DuplicateKeys)),

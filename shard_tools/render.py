@@ -34,18 +34,18 @@ _BINARY = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plain(text: str) -> str:
-    """``text`` from the data on one line of a terminal: control characters, which could steer it, are written out."""
+    """Put ``text`` of the data on one line of a terminal: control characters, which could steer it, are shown."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def as_json(value: object, *, indent: int | None = None) -> str:
-    """``value`` as JSON that any terminal and any encoding takes."""
+    """Return ``value`` as JSON that any terminal and any encoding takes."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     return _NOT_PLAIN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def show_error(error: BaseException) -> None:
-    """An error and its notes, without secrets in URLs and without control characters from names."""
+    """Print an error and its notes, without secrets in URLs and without control characters from names."""
     for line in (f"Error: {error}", *getattr(error, "__notes__", ())):
         for part in redact_text(line).split("\n"):
             click.echo(plain(part), err=True)
@@ -56,7 +56,7 @@ def _rate(num_bytes: int, seconds: float) -> str:
 
 
 def show_convert(report: ConvertReport) -> None:
-    """The outcome of a conversion."""
+    """Print the outcome of a conversion."""
     if report.num_resumed_samples:
         click.echo(f"went on after {report.num_resumed_samples:,} samples that were there already")
     click.echo(
@@ -78,7 +78,7 @@ def show_convert(report: ConvertReport) -> None:
 
 
 def show_index(report: IndexReport) -> None:
-    """The outcome of indexing."""
+    """Print the outcome of indexing."""
     click.echo(
         f"{report.num_shards:,} shards, {report.num_samples:,} samples, {report.num_chunks:,} chunks, "
         f"{format_bytes(report.num_bytes)}; read {format_bytes(report.num_scanned_bytes)} in {report.seconds:.1f} s "
@@ -90,7 +90,7 @@ def show_index(report: IndexReport) -> None:
 
 
 def _show_findings(findings: Sequence[Finding]) -> None:
-    """The first of each kind, and how many more there are."""
+    """Print the first of each kind, and how many more there are."""
     shown: Counter[str] = Counter()
     for finding in findings:
         shown[finding.kind] += 1
@@ -102,7 +102,7 @@ def _show_findings(findings: Sequence[Finding]) -> None:
 
 
 def show_verify(report: VerifyReport) -> None:
-    """Every finding, and the sum."""
+    """Print every finding, and the sum."""
     _show_findings(report.findings)
     if report.not_decoded:
         click.echo(f"not decoded, for want of a safe decoder: {plain(', '.join(report.not_decoded))}", err=True)
@@ -114,7 +114,7 @@ def show_verify(report: VerifyReport) -> None:
 
 
 def show_recheck(report: RecheckReport) -> None:
-    """Every sample that is still bad, and the sum."""
+    """Print every sample that is still bad, and the sum."""
     for finding in report.findings:
         click.echo(str(finding))
     if report.num_unreadable:
@@ -128,7 +128,7 @@ def show_recheck(report: RecheckReport) -> None:
 
 
 def show_reshard(report: ReshardReport) -> None:
-    """The outcome of resharding."""
+    """Print the outcome of resharding."""
     if report.num_resumed_samples:
         click.echo(f"went on after {report.num_resumed_samples:,} samples that were there already")
     if report.num_not_found or report.num_unreadable:
@@ -152,7 +152,7 @@ def show_reshard(report: ReshardReport) -> None:
 
 
 def show_repair(report: RepairReport) -> None:
-    """What became of every shard that was not whole, and the sum."""
+    """Print what became of every shard that was not whole, and the sum."""
     for shard in report.shards:
         links = [f"{shard.num_links:,} hard links written as files"] if shard.num_links else []
         for text in (*shard.mended, *links):
@@ -173,7 +173,7 @@ def show_repair(report: RepairReport) -> None:
 
 
 def show_copy(report: CopyReport) -> None:
-    """The outcome of copying."""
+    """Print the outcome of copying."""
     click.echo(
         f"{report.target}: {report.num_shards:,} shards, {report.num_samples:,} samples, "
         f"{format_bytes(report.num_bytes)}; {report.num_copied:,} copied, "
@@ -183,7 +183,7 @@ def show_copy(report: CopyReport) -> None:
 
 
 def show_info(report: DataSetInfo) -> None:
-    """Totals, and a table of fields."""
+    """Print totals, and a table of fields."""
     mean = report.num_bytes / report.num_samples if report.num_samples else 0
     click.echo(f"shards    {report.num_shards:,}")
     click.echo(f"samples   {report.num_samples:,}")
@@ -204,7 +204,7 @@ def show_info(report: DataSetInfo) -> None:
 
 
 def show_sample_line(sample: SampleEntry, *, long: bool) -> None:
-    """One line of ``ls``."""
+    """Print one line of ``ls``."""
     if long:
         fields = "  ".join(f"{plain(field)}:{size}" for field, size in sample.fields.items())
         click.echo(f"{sample.number}\t{redact(sample.shard)}\t{plain(sample.key)}\t{fields}")
@@ -213,7 +213,7 @@ def show_sample_line(sample: SampleEntry, *, long: bool) -> None:
 
 
 def show_sample(sample: SampleView) -> None:
-    """One sample: text as text, all else by its size."""
+    """Print one sample: text as text, all else by its size."""
     shard = redact(sample.entry.shard)
     click.echo(f"key    {plain(sample.entry.key)}\nnumber {sample.entry.number}\nshard  {shard}")
     for field, payload in sample.payloads.items():
@@ -227,7 +227,7 @@ def show_sample(sample: SampleView) -> None:
 
 
 def is_binary(payload: bytes) -> bool:
-    """Whether ``payload`` is not text that a terminal can take."""
+    """Tell whether ``payload`` is not text that a terminal can take."""
     try:
         text = payload.decode()
     except UnicodeDecodeError:

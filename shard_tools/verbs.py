@@ -18,12 +18,12 @@ class ToolGroup(click.Group):
     """Turns the errors of the library into one line and an exit code; with ``--json`` into JSON, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Notes whether a program reads the output, so that a wrong option is JSON as well."""
+        """Note whether a program reads the output, so that a wrong option is JSON as well."""
         ctx.meta[_AS_JSON] = "--json" in args
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the verb."""
+        """Run the verb."""
         try:
             return super().invoke(ctx)
         except ShardstreamError as error:
@@ -42,7 +42,7 @@ class ToolGroup(click.Group):
 
 
 def _tell_program(ctx: click.Context, error: BaseException, message: str) -> None:
-    """A failure as a JSON object on standard output, if ``--json`` was given."""
+    """Print a failure as a JSON object on standard output, if ``--json`` was given."""
     if ctx.meta.get(_AS_JSON):
         notes = [redact_text(note) for note in getattr(error, "__notes__", ())]
         told = {"type": type(error).__name__, "message": redact_text(message), "notes": notes}
@@ -50,7 +50,7 @@ def _tell_program(ctx: click.Context, error: BaseException, message: str) -> Non
 
 
 def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
-    """Prints a result value: as JSON, or with its renderer."""
+    """Print a result value: as JSON, or with its renderer."""
     if as_json:
         click.echo(render.as_json(result.as_dict(), indent=2))
     else:
@@ -58,6 +58,6 @@ def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> No
 
 
 def finish(*, failed: bool) -> None:
-    """Exit code 1 for a finding."""
+    """Exit with 1 for a finding."""
     if failed:
         click.get_current_context().exit(1)

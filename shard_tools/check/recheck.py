@@ -69,7 +69,7 @@ def recheck(
     workers: int = 8,
     progress: Progress | None = None,
 ) -> RecheckReport:
-    """Reads the samples on a list again, checks their bytes against the index, and decodes every field.
+    """Read the samples on a list again, check their bytes against the index, and decode every field.
 
     Args:
         urls: Shards to look at, as in ``StreamingDataset``; none: those of the list.

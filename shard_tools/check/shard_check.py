@@ -84,7 +84,7 @@ class ShardCheck:
     not_decoded: set[str] = field(default_factory=set)
 
     def run(self) -> ShardOutcome:
-        """Reads the whole shard. Never raises for what is wrong with the shard or its index."""
+        """Read the whole shard. Never raises for what is wrong with the shard or its index."""
         try:
             self._check()
         except NotFoundError:
@@ -178,7 +178,7 @@ class ShardCheck:
             self._decode(layout, body, start)
 
     def _compare(self, layout: ChunkLayout, body: memoryview, samples: SampleTable, first: int, base: int) -> None:
-        """The sample table's rows of one chunk with the members that are there."""
+        """Compare the sample table's rows of one chunk with the members that are there."""
         last = first + len(layout.keys)
         for number, (got, expected) in enumerate(zip(layout.keys, samples.keys[first:last], strict=True)):
             if got != expected:
@@ -196,7 +196,7 @@ class ShardCheck:
             self._compare_field(name, layout, samples, first, base)
 
     def _compare_sums(self, body: memoryview, samples: SampleTable, first: int, last: int) -> None:
-        """All checksums in a chunk whose bytes are right, and whose records are where the table says."""
+        """Compare all checksums in a chunk whose bytes are right, and whose records are where the table says."""
         base = int(samples.record_starts[first])
         spans_alone = replace(samples, large=LargeSums())
         for one in dict.fromkeys((*sums_of(spans_alone, first, last), *sums_of(samples, first, last))):
@@ -250,7 +250,7 @@ class ShardCheck:
                     )  # fmt: skip
 
     def _check_tail(self, start: int, size_bytes: int) -> None:
-        """Behind the last chunk there are only zeros: the end-of-archive mark and padding."""
+        """Check that only zeros lie behind the last chunk: the end-of-archive mark and padding."""
         for begin, end in _pieces(start, size_bytes, _MAX_TAIL_BYTES):
             body = np.frombuffer(self.storage.read(self.task.url, begin, end), np.uint8)
             self.num_bytes += body.size

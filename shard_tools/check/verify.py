@@ -49,7 +49,7 @@ def verify(
     workers: int = 8,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Reads every byte of the shards once, and compares all that the index says about them.
+    """Read every byte of the shards once, and compare all that the index says about them.
 
     Checked are the sizes, the CRC32C of every chunk, the checksum of every member header, that members and samples
     fill the chunks exactly, the number of samples, the sample tables' keys and byte ranges, that keys are unique in
@@ -95,7 +95,7 @@ def verify(
 def _plan(
     shards: Sequence[str], storage: Storage, index_url: str | None, *, whole: bool
 ) -> tuple[list[ShardTask], list[Finding]]:
-    """What to check, and what can be said without reading a shard."""
+    """Return what to check, and what can be said without reading a shard."""
     promised: dict[str, ChunkTable] = {}  # by URL, each a table of one shard
     named = {(home_of(url, index_url), shard_name(url, index_url)): url for url in shards}
     folders = {home_of(url, index_url): split_url(url)[0] for url in reversed(shards)}
@@ -152,7 +152,7 @@ def _check_all(
 
 
 def repeated_keys(outcomes: Sequence[ShardOutcome]) -> list[Finding]:
-    """A finding for every key that occurs again, in its shard or in a later one; the first thousand, and the sum.
+    """Find every key that occurs again, in its shard or in a later one; list the first thousand, and the sum.
 
     Keys are compared by a 64-bit hash first, and then as text, which comes from the sample tables of the shards
     concerned; a shard without one has a finding for that already.

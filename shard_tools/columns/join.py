@@ -160,7 +160,7 @@ class _Rows:
             )
 
     def batches(self) -> Iterator[tuple[pa.Array, pa.Array]]:
-        """Keys and values."""
+        """Yield the keys and values."""
         columns = list(dict.fromkeys([self._on, self.value]))
         for batch in self._parquet.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
             keys, values = (batch.column(batch.schema.get_field_index(name)) for name in (self._on, self.value))
@@ -198,7 +198,7 @@ def _digest(file: SourceFile, storage: Storage) -> str:
 
 
 def _groups(sizes: Sequence[int], most_samples: int) -> list[list[int]]:
-    """Runs of shards of at most so many samples; one shard is always allowed."""
+    """Return the runs of shards of at most so many samples; one shard is always allowed."""
     groups: list[list[int]] = [[]]
     held = 0
     for shard, size in enumerate(sizes):
@@ -211,7 +211,7 @@ def _groups(sizes: Sequence[int], most_samples: int) -> list[list[int]]:
 
 
 def _joined(target: ColumnTarget, group: Sequence[int], rows: _Rows, found: _Found, *, is_last: bool) -> pa.Array:
-    """The values of the samples of some shards, one after the other."""
+    """Return the values of the samples of some shards, one after the other."""
     keys = _keys_of(target, group)
     hashes = stable_hash(keys).to_numpy(zero_copy_only=False)
     order = np.argsort(hashes, kind="stable")
@@ -239,7 +239,7 @@ def _joined(target: ColumnTarget, group: Sequence[int], rows: _Rows, found: _Fou
 
 
 def _keys_of(target: ColumnTarget, group: Sequence[int]) -> pa.Array:
-    """The keys of some shards, as bytes."""
+    """Return the keys of some shards, as bytes."""
 
     def read(shard: int) -> pa.Array:
         return target.columns_of(shard, [KEY])[KEY].cast(pa.large_binary())
@@ -250,7 +250,7 @@ def _keys_of(target: ColumnTarget, group: Sequence[int]) -> pa.Array:
 def _matches(
     keys: pa.Array, hashes: Int64Array, order: Int64Array, row_keys: pa.Array
 ) -> tuple[Int64Array, Int64Array]:
-    """Samples, and the row of the batch that each of them has; int64[n] each."""
+    """Return the samples, and the row of the batch that each of them has; int64[n] each."""
     hashed = stable_hash(row_keys)
     valid = np.flatnonzero(hashed.is_valid().to_numpy(zero_copy_only=False))
     wanted = hashed.fill_null(0).to_numpy(zero_copy_only=False)[valid]

@@ -91,7 +91,7 @@ def _as_array(values: list[ColumnValue], target: ColumnTarget, shard: int) -> pa
 
 
 def _values(target: ColumnTarget, shard: int, path: str) -> tuple[list[ColumnValue], bool]:
-    """The value of each sample of a shard, and whether any has the field."""
+    """Return the value of each sample of a shard, and whether any has the field."""
     url = target.urls[shard]
     table = load_samples(target.storage, url, target.index_url)
     if table is None:
@@ -125,14 +125,14 @@ def _values(target: ColumnTarget, shard: int, path: str) -> tuple[list[ColumnVal
 
 
 def _field_of(table: SampleTable, path: str) -> str | None:
-    """The field that a path begins with: the longest that fits."""
+    """Return the field that a path begins with: the longest that fits."""
     parts = path.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     return next((name for name in names if name in table.fields), None)
 
 
 def _runs(pieces: ShardPieces) -> list[tuple[int, int]]:
-    """Runs of pieces of about 8 MiB."""
+    """Return the runs of pieces of about 8 MiB."""
     starts = pieces.record_starts[pieces.bounds]
     runs, first = [], 0
     for piece in range(1, len(starts)):

@@ -104,12 +104,12 @@ class ColumnTarget:
         return rows
 
     def rows_of(self, shard: int) -> ChunkTable:
-        """The chunk table of one shard alone."""
+        """Return the chunk table of one shard alone."""
         low, high = self._chunk_rows[shard : shard + 2]
         return self.table.rows(np.arange(low, high), self.table.num_samples[low:high]).alone(shard)
 
     def columns_of(self, shard: int, names: Sequence[str]) -> dict[str, pa.Array]:
-        """Columns of one sample table."""
+        """Return the columns of one sample table."""
         url = self.urls[shard]
         path = join_url(home_of(url, self.index_url), samples_path(shard_name(url, self.index_url)))
         try:
@@ -120,7 +120,7 @@ class ColumnTarget:
             ) from error
 
     def version_of(self, **made_of: object) -> str:
-        """What tells this column from every other one, by what it is made of; 16 hex digits."""
+        """Return what tells this column from every other one, by what it is made of; 16 hex digits."""
         content = {"name": self.name, "shards": self.table.fingerprint, **made_of}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -178,7 +178,7 @@ class ListReport(Report):
 
 
 def list_all(urls: Sequence[str], *, storage: Storage, index_url: str | None) -> ListReport:
-    """All late columns of some shards."""
+    """Return all late columns of some shards."""
     shards = open_set(urls, storage, index_url)
     found = [(home, column) for home in homes_of(shards.urls, index_url) for column in list_columns(storage, home)]
     names = ColumnDocument.__dataclass_fields__

@@ -31,7 +31,7 @@ class ViewReport(Report):
 
     @classmethod
     def of(cls, view: View) -> ViewReport:
-        """What there is to say about a view."""
+        """Return what there is to say about a view."""
         return cls(
             name=view.name, where=view.where, subset=view.subset, num_excluded=len(view.excluded), columns=view.columns,
             num_kept=view.num_kept, num_samples=view.num_samples, hash=view.hash,
@@ -92,7 +92,7 @@ def save(
 
 
 def show(urls: Sequence[str], name: str, *, storage: Storage, index_url: str | None) -> ViewReport:
-    """One view.
+    """Return one view.
 
     Raises:
         ConfigError: There is none of this name.
@@ -101,13 +101,13 @@ def show(urls: Sequence[str], name: str, *, storage: Storage, index_url: str | N
 
 
 def show_all(urls: Sequence[str], *, storage: Storage, index_url: str | None) -> ViewsReport:
-    """All views."""
+    """Return all views."""
     home = _opened(urls, storage, index_url)[1]
     return ViewsReport(views=tuple(ViewReport.of(view) for view in list_views(storage, home)))
 
 
 def _opened(urls: Sequence[str], storage: Storage, index_url: str | None) -> tuple[OpenShards, str]:
-    """The shards, and the directory beside whose index views lie: that of the first."""
+    """Return the shards, and the directory beside whose index views lie: that of the first."""
     found = open_set(urls, storage, index_url)
     if found.scanned is not None:
         raise IndexMissingError(

@@ -47,7 +47,7 @@ class Work:
     storage_options: Mapping[str, object] | None
 
     def writer(self, shard: int) -> ShardWriter:
-        """A writer that begins with this shard."""
+        """Return a writer that begins with this shard."""
         return ShardWriter(
             self.pattern,
             max_bytes=self.max_bytes,
@@ -71,7 +71,7 @@ class _Shard:
 def write_elsewhere(
     work: Work, executor: Executor, progress: Progress, *, start: int, first_shard: int, known_keys: Collection[str]
 ) -> int:
-    """Writes all shards from ``first_shard`` on, which begins with record ``start``; the number of all records.
+    """Write all shards from ``first_shard`` on, which begins with record ``start``; the number of all records.
 
     Raises:
         ConfigError: The source cannot be read from its middle.
@@ -94,7 +94,7 @@ def write_elsewhere(
 
 
 def _measured(work: Work, executor: Executor, numbers: range, known_keys: Collection[str]) -> Iterator[tuple[str, int]]:
-    """Key and size of every record, in order; no key is among ``known_keys``."""
+    """Yield key and size of every record, in order; no key is among ``known_keys``."""
     length = min(_MAX_RANGE, max(_MIN_RANGE, len(numbers) // _RANGES))
     ranges = (numbers[first : first + length] for first in range(0, len(numbers), length))
     for part in ordered(executor, partial(_measure, work), ranges, _AHEAD):
@@ -104,7 +104,7 @@ def _measured(work: Work, executor: Executor, numbers: range, known_keys: Collec
 
 
 def _measure(work: Work, numbers: range) -> list[tuple[str, int]]:
-    """Key, and bytes in a tar, of these records."""
+    """Measure these records: key, and bytes in a tar."""
     with contextlib.closing(work.reader.records(numbers.start)) as records:
         return [
             (record.key, make_record(record.fields, check_key(record.key)).num_bytes)
@@ -113,7 +113,7 @@ def _measure(work: Work, numbers: range) -> list[tuple[str, int]]:
 
 
 def _cut(sizes: Iterator[tuple[str, int]], work: Work, start: int, number: int) -> Iterator[_Shard]:
-    """The shards, by the writer's own rule."""
+    """Yield the shards, by the writer's own rule."""
     seen = SeenKeys()
     shard_bytes = shard_samples = 0
     for key, num_bytes in sizes:
@@ -133,7 +133,7 @@ def _cut(sizes: Iterator[tuple[str, int]], work: Work, start: int, number: int) 
 
 
 def _write_shard(work: Work, shard: _Shard) -> tuple[_Shard, int]:
-    """Writes one shard and its sample table; the bytes of its fields. May be repeated."""
+    """Write one shard and its sample table; the bytes of its fields. May be repeated."""
     num_bytes = 0
     writer = work.writer(shard.number)
     try:

@@ -54,7 +54,7 @@ class FileSource:
         return ()
 
     def identity(self) -> dict[str, object]:
-        """The names and sizes of the files, as one digest."""
+        """Return the names and sizes of the files, as one digest."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{file.name}\0{file.size_bytes}\n".encode())
@@ -62,14 +62,14 @@ class FileSource:
 
 
 def is_local(url: str) -> bool:
-    """Whether ``url`` is a path of this machine's file system."""
+    """Tell whether ``url`` is a path of this machine's file system."""
     return scheme_of(url) == "file"
 
 
 def find_files(
     spec: str, storage: Storage, suffixes: tuple[str, ...] | None = None, *, exclude: str | None = None
 ) -> list[SourceFile]:
-    """The files that ``spec`` names, sorted by name within each of its parts.
+    """Return the files that ``spec`` names, sorted by name within each of its parts.
 
     Args:
         spec: A file, a folder or prefix ending in ``/``, a pattern with ``*``, or a brace list of these.
@@ -135,7 +135,7 @@ def _list(base: str, storage: Storage, exclude: str | None) -> Iterator[SourceFi
 
 
 def walk_folder(root: str, exclude: str | None = None) -> tuple[list[SourceFile], list[Skipped]]:
-    """Files under ``root``, and what is no file to be read.
+    """Return the files under ``root``, and what is no file to be read.
 
     Links to folders are not entered, links to files out of ``root`` are not followed, and the folder ``exclude`` is
     left out without a word.
@@ -183,25 +183,25 @@ class StoredFile(io.RawIOBase):
         self._url, self._size_bytes, self._storage, self._position = url, size_bytes, storage, 0
 
     def readable(self) -> bool:
-        """True."""
+        """Say yes."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Say yes."""
         return True
 
     def tell(self) -> int:
-        """The position."""
+        """Return the position."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves the position."""
+        """Move the position."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: object) -> int:
-        """Fills ``buffer`` as far as the object goes."""
+        """Fill ``buffer`` as far as the object goes."""
         out = memoryview(buffer).cast("B")  # type: ignore[arg-type]
         stop = min(self._position + len(out), self._size_bytes)
         count = max(0, stop - self._position)
@@ -212,7 +212,7 @@ class StoredFile(io.RawIOBase):
 
 
 def open_stored(file: SourceFile, storage: Storage, *, unzip: bool = True) -> BinaryIO:
-    """A buffered reader of ``file``; ``.gz`` is unpacked on the way. The caller closes it."""
+    """Return a buffered reader of ``file``; ``.gz`` is unpacked on the way. The caller closes it."""
     reader = io.BufferedReader(StoredFile(file.url, file.size_bytes, storage), _BLOCK_BYTES)
     if unzip and file.name.lower().endswith(".gz"):
         return cast("BinaryIO", gzip.GzipFile(fileobj=reader, mode="rb"))

@@ -101,14 +101,14 @@ class ImageFolder:
         return sum(image.file.size_bytes for image in self._images)
 
     def identity(self) -> dict[str, object]:
-        """A digest of names and sizes, in order."""
+        """Return a digest of names and sizes, in order."""
         digest = hashlib.sha256()
         for image in self._images:
             digest.update(f"{image.key}\0{image.file.name}\0{image.file.size_bytes}\n".encode())
         return {"kind": self.kind, "num_files": len(self._images), "sha256_of_names": digest.hexdigest()}
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Images from number ``start`` on, read by several threads."""
+        """Return the images from number ``start`` on, read by several threads."""
         return map_ordered(self._read, self._images[start:], self._num_threads)
 
     def _read(self, image: _Image) -> Record:
@@ -127,7 +127,7 @@ class ImageFolder:
 def numbered_classes(
     names: Sequence[str], given: str | None, source: str, target: str | None, storage: Storage
 ) -> tuple[dict[str, int], str]:
-    """The number of each class, and where it comes from; "" where this folder alone says it.
+    """Return the number of each class, and where it comes from; "" where this folder alone says it.
 
     Args:
         names: Classes of the folder, sorted.
@@ -178,7 +178,7 @@ def _last(folder: str) -> str:
 
 
 def _beside(source: str, target: str | None) -> list[str]:
-    """Where the classes of the training set may be: converted beside the target, or as a local folder."""
+    """Tell where the classes of the training set may be: converted beside the target, or as a local folder."""
     places = []
     for folder in (target, source if is_local(source) else None):
         if folder is not None and _last(folder).lower() not in _TRAINING:
@@ -188,7 +188,7 @@ def _beside(source: str, target: str | None) -> list[str]:
 
 
 def _listed(place: str, storage: Storage) -> list[str]:
-    """The names of classes, in the order of their numbers, that ``place`` tells; see :func:`numbered_classes`."""
+    """Read the names of classes at ``place``, in the order of their numbers; see :func:`numbered_classes`."""
     if "," in place and "://" not in place:
         listed: Any = [name.strip() for name in place.split(",")]
     elif is_local(place) and os.path.isdir(local_path(place)) and not os.path.exists(f"{local_path(place)}/{CLASSES}"):
@@ -245,7 +245,7 @@ def _classify(file: SourceFile) -> _Image | Skipped:
 
 
 def _refuse_collisions(images: list[_Image]) -> None:
-    """Keys must differ by more than case: some readers fold it, and some file systems too."""
+    """Refuse keys that differ by case alone: some readers fold it, and some file systems too."""
     seen: dict[str, _Image] = {}
     for image in images:
         other = seen.setdefault(image.key.casefold(), image)

@@ -32,11 +32,11 @@ class Journal:
     num_samples: int | None = None
 
     def same_work(self, other: Journal) -> bool:
-        """Whether both describe one conversion."""
+        """Tell whether both describe one conversion."""
         return self.source == other.source and self.options == other.options
 
     def differences(self, other: Journal) -> str:
-        """What differs, for people."""
+        """Return what differs, for people."""
         pairs = (("source", self.source, other.source), ("options", self.options, other.options))
         return "; ".join(
             f"{what} {name}: there {theirs.get(name)!r}, here {ours.get(name)!r}"
@@ -47,7 +47,7 @@ class Journal:
 
 
 def load_journal(target: str, storage: Storage) -> Journal | None:
-    """The journal in ``target``, or None.
+    """Return the journal in ``target``, or None.
 
     Raises:
         IndexFormatError: If it is damaged, or of another version.
@@ -76,7 +76,7 @@ def _check_version(name: object, version: object) -> None:
 
 
 def save_journal(target: str, journal: Journal, storage: Storage) -> None:
-    """Writes the journal, whole or not at all."""
+    """Write the journal, whole or not at all."""
     content = {
         "format": _FORMAT,
         "version": _VERSION,

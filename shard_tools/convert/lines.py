@@ -48,7 +48,7 @@ class LineFiles(FileSource):
             raise ConfigError(f"--shuffle: {zipped.url} is compressed and cannot be read out of order; unpack it")
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Records from number ``start`` on."""
+        """Return the records from number ``start`` on."""
         return self._in_order(start) if self._seed is None else self._shuffled(start, self._seed)
 
     def _in_order(self, start: int) -> Generator[Record, None, None]:
@@ -94,7 +94,7 @@ class LineFiles(FileSource):
 
 
 def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
-    """Lines of ``stream``, with their ends.
+    """Yield the lines of ``stream``, with their ends.
 
     Raises:
         DataError: If a line is longer than 256 MiB, or a ``.gz`` is damaged.
@@ -118,7 +118,7 @@ def _bounded_lines(text: io.TextIOWrapper, url: str) -> Iterator[str]:
 
 
 def _line_table(file: SourceFile, storage: Storage) -> Int64Array:
-    """int64[n, 3]: begin, end and line number of every line that is not blank."""
+    """Find every line that is not blank: int64[n, 3], its begin, end and line number."""
     with open_stored(file, storage) as stream:
         found = [
             np.stack(lines, axis=1) for lines in scan_lines(iter(lambda: stream.read(_BLOCK_BYTES), b""), file.url)
@@ -134,7 +134,7 @@ class CsvFiles(FileSource):
         self._mapper = RowMapper.of(options)
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Rows from number ``start`` on."""
+        """Yield the rows from number ``start`` on."""
         number = 0
         for file in self.files:
             with open_stored(file, self._storage) as stream:

@@ -65,7 +65,7 @@ def pack(
     executor: Executor | None = None,
     progress: Progress,
 ) -> Packed:
-    """Writes all records of ``reader``; goes on where an earlier run of the same work was stopped.
+    """Write all records of ``reader``; go on where an earlier run of the same work was stopped.
 
     Args:
         reader: The records.
@@ -125,7 +125,7 @@ class Place:
 
     @classmethod
     def of(cls, target: str) -> Place:
-        """The place that a user's ``target`` means: a folder or prefix, or a pattern.
+        """Return the place that a user's ``target`` means: a folder or prefix, or a pattern.
 
         Raises:
             ConfigError: It is the name of one shard.
@@ -146,7 +146,7 @@ class Place:
 
 
 def refuse_overlap(source: str, place: Place) -> None:
-    """Refuses to write into what is read, which could delete it.
+    """Refuse to write into what is read, which could delete it.
 
     Raises:
         ConfigError: Both are one place.
@@ -171,7 +171,7 @@ class _Earlier:
 
 
 def _prepare(place: Place, journal: Journal, storage: Storage, *, overwrite: bool) -> _Earlier:
-    """Makes the target ready: empty, or holding the finished shards of this very conversion.
+    """Make the target ready: empty, or holding the finished shards of this very conversion.
 
     Raises:
         TargetNotEmptyError: If it holds anything else.
@@ -200,14 +200,14 @@ def _prepare(place: Place, journal: Journal, storage: Storage, *, overwrite: boo
 
 
 def _is_ours(url: str, place: Place) -> bool:
-    """Whether ``url`` is a shard or part of an index directly in the target."""
+    """Tell whether ``url`` is a shard or part of an index directly in the target."""
     base = place.directory.rstrip("/") + "/"
     name = url.removeprefix(base)
     return name.startswith("_shardstream/") or ("/" not in name and name.endswith(".tar"))
 
 
 def _earlier_work(place: Place, storage: Storage, *, complete: bool) -> _Earlier:
-    """The finished shards: numbered from 0 without a gap, each with its sample table, of the size it tells.
+    """Return the finished shards: numbered from 0 without a gap, each with its sample table, of the size it tells.
 
     Unless all is done the last one is left out and written again: so there is always a shard to write, and with it
     the writer publishes the chunk table, which may be what the stopped run had not come to.
@@ -243,7 +243,7 @@ def _finished_shard(place: Place, number: int, sizes: Mapping[str, int], storage
 
 
 def _write(work: Work, start: int, first_shard: int, known_keys: Collection[str], progress: Progress) -> int:
-    """Writes all records but those that are there, one after the other; the number of all records."""
+    """Write all records but those that are there, one after the other; the number of all records."""
     number = start
     with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
         for record in records:

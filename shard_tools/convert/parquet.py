@@ -51,11 +51,11 @@ class ParquetFiles(FileSource):
         return sum(num_rows for _, _, num_rows in self._groups)
 
     def identity(self) -> dict[str, object]:
-        """Names and sizes of the files, and the number of rows."""
+        """Return the names and sizes of the files, and the number of rows."""
         return {**super().identity(), "num_rows": self.num_records}
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Rows from number ``start`` on; row groups before it are not read."""
+        """Yield the rows from number ``start`` on; row groups before it are not read."""
         ends = list(itertools.accumulate(num_rows for _, _, num_rows in self._groups))
         for which in range(bisect.bisect_right(ends, start), len(self._groups)):
             file, group, num_rows = self._groups[which]
@@ -67,7 +67,7 @@ class ParquetFiles(FileSource):
     def _group_rows(
         self, file: SourceFile, group: int, skip: int, *, salt: int
     ) -> Iterator[tuple[int, dict[str, object]]]:
-        """(number within the group, row) from row ``skip`` on."""
+        """Yield (number within the group, row) from row ``skip`` on."""
         with self._open(file) as parquet:
             if self._seed is not None:
                 table = parquet.read_row_group(group)
@@ -100,7 +100,7 @@ def _batch_rows(parquet: pq.ParquetFile, group: int) -> int:
 
 
 def _fit_mapper(mapper: RowMapper, schema: pa.Schema) -> RowMapper:
-    """``mapper`` with what the column types say: which columns are binary, which are lists of numbers."""
+    """Tell ``mapper`` what the column types say: which columns are binary, which are lists of numbers."""
     named = {column for column, _ in mapper.fields}
     free = [column for column in schema if column.name not in named]
     return replace(

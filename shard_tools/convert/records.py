@@ -34,7 +34,7 @@ class Skipped:
     reason: str
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return {"path": self.path, "reason": self.reason}
 
 
@@ -84,19 +84,19 @@ class Source(Protocol):
         """What was left out so far."""
 
     def identity(self) -> dict[str, object]:
-        """JSON-able facts that tell this source from another one: a stopped conversion goes on only if they hold."""
+        """Give JSON-able facts that tell this source from others: a stopped conversion goes on only if they hold."""
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Records from number ``start`` on."""
+        """Return the records from number ``start`` on."""
 
 
 def number_key(number: int) -> str:
-    """The key of record ``number`` where keys are counted."""
+    """Return the key of record ``number`` where keys are counted."""
     return f"{number:0{_NUMBER_DIGITS}d}"
 
 
 def permutation(num_items: int, seed: int) -> Int64Array:
-    """A permutation of ``range(num_items)``, the same in every release of NumPy.
+    """Return a permutation of ``range(num_items)``, the same in every release of NumPy.
 
     Sorts by the splitmix64 finaliser of (seed, item): Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", 2014.

@@ -28,7 +28,7 @@ _BRANDS = {b"avif": "avif", b"heic": "heic", b"M4A ": "m4a"}  # ISO media files,
 
 
 def sniff_extension(payload: bytes) -> str:
-    """The extension of a file with these first bytes, or ``"bin"``."""
+    """Return the extension of a file with these first bytes, or ``"bin"``."""
     if payload[:4] == b"RIFF":
         return _BOXED.get(bytes(payload[8:12]), "bin")
     if payload[4:8] == b"ftyp":
@@ -37,7 +37,7 @@ def sniff_extension(payload: bytes) -> str:
 
 
 def dump_json(value: object) -> bytes:
-    """Compact JSON. Dates become ISO text, decimals text, and numbers that JSON does not have (NaN) null."""
+    """Write compact JSON. Dates become ISO text, decimals text, numbers that JSON does not have (NaN) null."""
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
     except ValueError:
@@ -66,7 +66,7 @@ def _without_nan(value: object) -> object:
 
 
 def dump_npy(value: Sequence[object]) -> bytes:
-    """A list of numbers as ``.npy``: int64, float64 or bool, as many dimensions as the nesting has."""
+    """Return a list of numbers as ``.npy``: int64, float64 or bool, as many dimensions as the nesting has."""
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -110,7 +110,7 @@ class RowMapper:
             raise ConfigError("--field: a column or an extension is named twice; each may appear once")
 
     def record(self, row: Mapping[str, object], number: int, where: str, raw: bytes | None = None) -> Record:
-        """The sample of ``row``.
+        """Return the sample of ``row``.
 
         Args:
             row: The values by column.
@@ -162,12 +162,12 @@ class RowMapper:
 
 
 def safe_extension(column: str) -> str:
-    """``column`` as a part of a field name."""
+    """Make ``column`` a part of a field name."""
     return _UNSAFE.sub("_", column.lower()).strip("_") or "column"
 
 
 def as_payload(value: object) -> bytes | None:
-    """The bytes of a binary value, or of Hugging Face's ``{"bytes", "path"}`` struct; None for anything else."""
+    """Return the bytes of a binary value, or of Hugging Face's ``{"bytes", "path"}`` struct; None for anything else."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, dict) and value.keys() == {"bytes", "path"} and isinstance(value["bytes"], bytes):
@@ -176,7 +176,7 @@ def as_payload(value: object) -> bytes | None:
 
 
 def encode_value(value: object, extension: str, column: str) -> bytes:
-    """``value`` as the content of a field called ``extension``.
+    """Return ``value`` as the content of a field called ``extension``.
 
     Raises:
         DataError: If the value has no such form.

@@ -56,7 +56,7 @@ class ConvertOptions:
     overwrite: bool = False
 
     def identity(self) -> dict[str, object]:
-        """What the bytes of the result depend on."""
+        """Return what the bytes of the result depend on."""
         return {
             "max_bytes": self.max_bytes,
             "max_samples": self.max_samples,
@@ -105,7 +105,7 @@ def convert(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Packs ``source`` into shards ``000000.tar``, … in ``target``, with their index.
+    """Pack ``source`` into shards ``000000.tar``, … in ``target``, with their index.
 
     Deterministic: the same source and options give the same bytes, whether or not the conversion was stopped and gone
     on with in between. Memory: a few samples per worker, and what the writer holds.
@@ -177,7 +177,7 @@ def convert(
 
 
 def _numbers_of(reader: Source, classes: Mapping[str, int]) -> dict[str, object]:
-    """What the numbers of classes add to the options that the result depends on; nothing, if names alone say them."""
+    """Tell what numbers of classes add to the options that the result depends on: nothing, if names say them."""
     if list(classes) == sorted(getattr(reader, "class_names", classes)):
         return {}
     return {"classes": sorted(classes, key=classes.__getitem__)}

@@ -39,7 +39,7 @@ class TarFiles(FileSource):
         return tuple(self._skipped.values())
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Samples from number ``start`` on; those before it are read over."""
+        """Yield the samples from number ``start`` on; those before it are read over."""
         number = 0
         for file in self.files:
             for key, fields in self._samples(file):

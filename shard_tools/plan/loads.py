@@ -54,7 +54,7 @@ class RankLoad:
     amplification: float
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         values: dict[str, object] = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {**values, "ranks": list(self.ranks), "lanes": list(self.lanes)}
 
@@ -94,7 +94,7 @@ class Loads:
             )
 
     def num_samples(self, dp_rank: int) -> int:
-        """Samples that a rank is handed in the whole plan, padding not counted."""
+        """Return the samples that a rank is handed in the whole plan, padding not counted."""
         plan = self.plan
         whole, tail = divmod(plan.num_samples - plan.start, plan.global_batch_size)
         if plan.last_batch == "drop":
@@ -104,7 +104,7 @@ class Loads:
         return sum(times * (high - low) for times, low, high in shares)
 
     def of(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
-        """The load of one rank; ``ranks`` are the processes that get its share."""
+        """Return the load of one rank; ``ranks`` are the processes that get its share."""
         return self._of_slices(dp_rank, ranks) if self.sliced else self._of_chunks(dp_rank, ranks)
 
     def check_memory(self, load: RankLoad) -> None:
@@ -146,7 +146,7 @@ class Loads:
         )
 
     def _of_slices(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
-        """Batch k takes the stream positions [low, high): one request for each chunk that they touch."""
+        """Count requests: batch k takes the stream positions [low, high), one request for each chunk they touch."""
         plan, size = self.plan, self.plan.global_batch_size
         starts = plan.epoch * plan.num_samples + plan.start + np.arange(plan.num_batches, dtype=np.int64) * size
         end = (plan.epoch + 1) * plan.num_samples
@@ -174,7 +174,7 @@ class Loads:
         )
 
     def _along_stream(self, positions: Int64Array, *, up: bool = False) -> tuple[Int64Array, Int64Array]:
-        """Chunk number of each stream position in storage order, and the bytes before the span border there.
+        """Find the chunk of each stream position in storage order, and the bytes before the span border there.
 
         The border is the one at or before the position, or at or behind it (``up``), as if the records of a chunk were
         equal. Both are counted over all passes.
@@ -211,7 +211,7 @@ class Loads:
 
 
 def _distinct(low_chunks: Int64Array, high_chunks: Int64Array, num_chunks: int) -> int:
-    """Different chunks in the closed ranges [low, high], which ascend; chunk numbers repeat every ``num_chunks``."""
+    """Count the chunks in the closed ranges [low, high], which ascend; numbers repeat every ``num_chunks``."""
     if not len(low_chunks):
         return 0
     touched = np.zeros(num_chunks + 1, dtype=np.int64)

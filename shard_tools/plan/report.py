@@ -135,12 +135,12 @@ class PlanReport:
     warnings: tuple[str, ...]
 
     def spread(self, name: str) -> Spread:
-        """Of one attribute of ``RankLoad`` over the ranks that were worked out."""
+        """Spread one attribute of ``RankLoad`` over the ranks that were worked out."""
         values = [getattr(load, name) for load in self.loads]
         return Spread(least=min(values), mean=sum(values) / len(values), most=max(values))
 
     def total(self, name: str) -> int:
-        """Over all data ranks, replicas counted once; an estimate if ``sampled``."""
+        """Add up over all data ranks, replicas counted once; an estimate if ``sampled``."""
         counted = sum(getattr(load, name) for load in self.loads)
         return round(counted * self.data_world_size / len(self.loads)) if self.sampled else int(counted)
 
@@ -151,7 +151,7 @@ class PlanReport:
         return self.total("read_bytes") / delivered
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in {"loads", "warnings"}}
         counted = ("num_samples", "num_requests", "read_bytes", "start_requests", "start_bytes", "live_bytes")
         spreads = {name: self.spread(name) for name in (*counted, "amplification")}
@@ -176,7 +176,7 @@ class PlanReport:
 def plan(
     urls: str | Sequence[str], *, options: PlanOptions, storage: Storage, index_url: str | None = None
 ) -> PlanReport:
-    """Works out who reads what of the shards at ``urls``; reads their index, never their data.
+    """Work out who reads what of the shards at ``urls``; read their index, never their data.
 
     Args:
         urls: Shards, as ``StreamingDataset`` takes them.
@@ -205,7 +205,7 @@ def plan_table(
     sliced: bool = False,
     samples_of: Callable[[int], SampleTable | None] = lambda _: None,
 ) -> PlanReport:
-    """Works out who reads what of a data set with this chunk table. Pure.
+    """Work out who reads what of a data set with this chunk table. Pure.
 
     Args:
         table: The chunk table.
@@ -249,7 +249,7 @@ def plan_table(
 
 
 def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
-    """The processes that get each share of the data, ``mesh.replicas_of`` for all shares at once."""
+    """Return the processes that get each share of the data, ``mesh.replicas_of`` for all shares at once."""
     grid = np.array(mesh.ranks).reshape(mesh.shape)
     outer = [mesh.axis_names.index(name) for name in (*mesh.data_axes, *mesh.replica_axes)]
     shares = grid.transpose(outer).reshape(mesh.data_world_size, -1)
@@ -287,7 +287,7 @@ def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
 
 
 def _swept_ranks(whole: Plan, *, sliced: bool) -> list[int]:
-    """The data ranks to work out: all, or some at equal distances with the first and the last."""
+    """Return the data ranks to work out: all, or some at equal distances with the first and the last."""
     low, high = whole.rank_lanes(0)
     share = 1 / whole.dp_world_size if sliced else (high - low) / whole.settings.lanes
     rows = max(1, int(len(whole.chunk_samples) * share) * len(whole.passes))
@@ -327,7 +327,7 @@ def _with_warnings(report: PlanReport, loads: Loads, *, may_slice: bool, tables:
 
 
 def _lane_advice(report: PlanReport) -> str:
-    """Why bytes are read more than once, and what cures it."""
+    """Tell why bytes are read more than once, and what cures it."""
     ranks, lanes, size = report.data_world_size, report.lanes, report.global_batch_size
     said = f"{report.amplification:.1f} times the bytes are read"
     if lanes % ranks == 0 and size % lanes == 0:

@@ -20,7 +20,7 @@ _SHOWN_REPLICAS = 8
 
 
 def show_plan(report: PlanReport) -> None:
-    """Totals, spreads, a table of data ranks, warnings."""
+    """Print totals, spreads, a table of data ranks, warnings."""
     for line in _summary(report):
         click.echo(line)
     _show_spread(report)
@@ -30,7 +30,7 @@ def show_plan(report: PlanReport) -> None:
 
 
 def save_plot(report: PlanReport, path: str) -> None:
-    """Draws bytes read, requests and memory over data ranks into a new PNG file at ``path``.
+    """Draw bytes read, requests and memory over data ranks into a new PNG file at ``path``.
 
     Raises:
         ConfigError: matplotlib is not installed, or ``path`` cannot be written.

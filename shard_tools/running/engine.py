@@ -22,7 +22,7 @@ _R = TypeVar("_R")
 
 
 def open_engine(name: str, workers: int | None) -> AbstractContextManager[Executor | None]:
-    """The executor of this name, to be left with ``with``; None for ``"local"``: threads and processes of this one.
+    """Open the executor of this name, for ``with``; None for ``"local"``: threads and processes of this one.
 
     Raises:
         ConfigError: Its package is missing.
@@ -33,7 +33,7 @@ def open_engine(name: str, workers: int | None) -> AbstractContextManager[Execut
 def ordered(
     executor: Executor, function: Callable[[_T], _R], items: Iterable[_T], ahead: int
 ) -> Generator[_R, None, None]:
-    """``map``: results in the order of ``items``, at most ``ahead`` of them under way or ready."""
+    """Map ``items`` in their order, at most ``ahead`` of them under way or ready."""
     pending: deque[Future[_R]] = deque()
     try:
         for item in items:
@@ -48,7 +48,7 @@ def ordered(
 
 
 def map_ordered(function: Callable[[_T], _R], items: Iterable[_T], num_threads: int) -> Generator[_R, None, None]:
-    """``map`` on threads: results in the order of ``items``, at most ``2 * num_threads`` ahead of the consumer."""
+    """Map ``items`` on threads, in their order, at most ``2 * num_threads`` ahead of the consumer."""
     if num_threads <= 1:
         yield from map(function, items)
         return

@@ -44,7 +44,7 @@ class Finding:
         return redact_text(f"{where}: {self.what}{compared}; {self.cure}")
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form; what does not apply is null."""
+        """Return the JSON-able form; what does not apply is null."""
         return {
             "kind": self.kind,
             "shard": redact(self.shard),

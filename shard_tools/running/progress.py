@@ -22,20 +22,20 @@ class Progress(Protocol):
     """What a long library function tells about its way. Thread-safe."""
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
-        """Sets what there is to do, in bytes and (optionally) in shards or samples."""
+        """Set what there is to do, in bytes and (optionally) in shards or samples."""
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
-        """Counts bytes and items done since the last call."""
+        """Count bytes and items done since the last call."""
 
 
 class NoProgress:
     """Tells nobody."""
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
-        """Ignored."""
+        """Do nothing."""
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
-        """Ignored."""
+        """Do nothing."""
 
 
 @dataclass
@@ -49,13 +49,13 @@ class _Bar:
     num_done: int = field(default=0)
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
-        """Sets the totals."""
+        """Set the totals."""
         self.num_total = total
         self.display.update(self.task, total=total_bytes)
         self.advance()
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
-        """Moves the bar."""
+        """Move the bar."""
         self.num_done += num
         of_total = f"/{self.num_total:,}" if self.num_total else ""
         self.display.update(self.task, advance=num_bytes, items=f"{self.num_done:,}{of_total} {self.counted}")
@@ -73,12 +73,12 @@ class _Lines:
         self._total: int | None = None
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
-        """Sets the totals."""
+        """Set the totals."""
         with self._lock:
             self._total_bytes, self._total = total_bytes, total
 
     def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
-        """Counts, and tells if the last line is old enough."""
+        """Count, and tell if the last line is old enough."""
         with self._lock:
             self._done_bytes += num_bytes
             self._done += num
@@ -101,7 +101,7 @@ class _Lines:
 
 @contextlib.contextmanager
 def progress_bar(title: str, counted: str, *, enabled: bool | None = None, every_s: float = 60.0) -> Iterator[Progress]:
-    """A progress bar on standard error while the block runs, or a line a minute where that is no terminal.
+    """Show a bar on standard error while the block runs, or a line a minute where that is no terminal.
 
     Args:
         title: What is being done.

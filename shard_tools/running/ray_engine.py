@@ -47,7 +47,7 @@ class RayExecutor(Executor):
         self._lock = threading.Lock()
 
     def submit(self, function: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
-        """The future of ``function(…)``; its exceptions come out as they were raised."""
+        """Start ``function(…)``; exceptions come out of the future as they were raised."""
         import ray
 
         self._room.acquire()

@@ -37,7 +37,7 @@ class BadList:
 
 
 def load_bad_list(specs: Sequence[str], storage: Storage) -> BadList:
-    """The records in these files; local paths may be patterns with ``*``.
+    """Return the records in these files; local paths may be patterns with ``*``.
 
     Raises:
         NotFoundError: There is no such file, or none fits a pattern.
@@ -71,7 +71,7 @@ def _files(spec: str) -> list[str]:
 
 
 def shards_by_shown_url(urls: Iterable[str]) -> dict[str, str]:
-    """The URL of each shard by the name that records know it under.
+    """Return the URL of each shard by the name that records know it under.
 
     Raises:
         ConfigError: Two URLs differ in their secrets alone: a record could mean either.
@@ -87,7 +87,7 @@ def shards_by_shown_url(urls: Iterable[str]) -> dict[str, str]:
 
 
 def rows_of(record: BadRecord, table: SampleTable, keys: Mapping[str, int]) -> list[int]:
-    """Numbers, in the shard of ``table``, of the samples that ``record`` means; none where the shard lacks them.
+    """Find the samples that ``record`` means: their numbers in the shard of ``table``; none where it lacks them.
 
     Its key counts; without one its number in the shard; without that every sample that its byte range touches (to
     the end of the shard where only the beginning is known).
@@ -111,7 +111,7 @@ def rows_of(record: BadRecord, table: SampleTable, keys: Mapping[str, int]) -> l
 
 
 def records_of(findings: Iterable[Finding]) -> list[BadRecord]:
-    """The findings that are about samples, as records; each sample or range once."""
+    """Return the findings that are about samples, as records; each sample or range once."""
     records: dict[object, BadRecord] = {}
     for finding in findings:
         if finding.kind not in _SAMPLE_KINDS:

@@ -83,7 +83,7 @@ def copy(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> CopyReport:
-    """Copies the shards of ``source`` and their index to ``target``, byte for byte; folders are kept.
+    """Copy the shards of ``source`` and their index to ``target``, byte for byte; folders are kept.
 
     Every chunk is compared with the checksum in the index before it is written. A shard appears at the target only
     when it is whole; sample tables follow when all shards are there, and the chunk table comes last, joined with
@@ -159,7 +159,7 @@ def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, targe
 
 
 def _relative_names(urls: Sequence[str]) -> list[str]:
-    """Paths below the innermost folder that holds all shards; plain names where there is no such folder.
+    """Return the paths below the innermost folder that holds all shards; plain names where there is no such folder.
 
     Raises:
         ConfigError: Two shards have one name.
@@ -178,7 +178,7 @@ def _relative_names(urls: Sequence[str]) -> list[str]:
 
 
 def _is_there(shard: _Shard, here: Storage, *, overwrite: bool) -> bool:
-    """Whether the target holds this very shard.
+    """Tell whether the target holds this very shard.
 
     Raises:
         TargetNotEmptyError: It holds another one, which is not to be overwritten.
@@ -210,7 +210,7 @@ def _ranges(chunks: ChunkTable) -> list[tuple[int, int, int]]:
 
 
 def _tails(shard: _Shard, url: str, storage: Storage) -> list[memoryview]:
-    """What lies behind the last chunk."""
+    """Return what lies behind the last chunk."""
     starts = range(shard.end, shard.size_bytes, _TAIL_BYTES)
     return [storage.read(url, start, min(shard.size_bytes, start + _TAIL_BYTES)) for start in starts]
 
@@ -254,7 +254,7 @@ def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
 
 
 def _copy_samples(shard: _Shard, there: Storage, here: Storage, index_url: str | None) -> bool:
-    """Whether the shard has a sample table, which is at the target now."""
+    """Tell whether the shard has a sample table, which is at the target now."""
     url = join_url(home_of(shard.source, index_url), samples_path(shard_name(shard.source, index_url)))
     try:
         body = bytes(there.read(url))
@@ -275,7 +275,7 @@ def _copy_samples(shard: _Shard, there: Storage, here: Storage, index_url: str |
 
 
 def _write_chunk_tables(shards: Sequence[_Shard], here: Storage) -> None:
-    """The chunk table of each folder of the target: the copied shards, and those that were listed there before."""
+    """Write the chunk table of each folder of the target: the copied shards, and those listed there before."""
     homes: dict[str, dict[str, ChunkTable]] = {}
     for shard in shards:
         homes.setdefault(split_url(shard.target)[0], {})[shard.chunks.shards[0].name] = shard.chunks

@@ -62,7 +62,7 @@ class DataSetInfo:
     findings: tuple[Finding, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return {
             "num_shards": self.num_shards,
             "num_samples": self.num_samples,
@@ -96,7 +96,7 @@ class SampleEntry:
     fields: Mapping[str, int]
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return {"number": self.number, "shard": redact(self.shard), "key": self.key, "fields": dict(self.fields)}
 
 
@@ -108,7 +108,7 @@ class SampleView:
     payloads: Mapping[str, bytes]
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form: sizes, and the content of fields that are JSON or text (null for others)."""
+        """Return the JSON-able form: sizes, and the content of fields that are JSON or text (null for others)."""
         return {**self.entry.as_dict(), "content": {name: _content(name, body) for name, body in self.payloads.items()}}
 
 
@@ -127,7 +127,7 @@ def _content(field: str, payload: bytes) -> object:
 def info(
     urls: Sequence[str], *, storage: Storage, index_url: str | None = None, progress: Progress | None = None
 ) -> DataSetInfo:
-    """Totals of a data set, from its index; a small set without one is read (and its index not stored).
+    """Return the totals of a data set, from its index; a small set without one is read (and its index not stored).
 
     Raises:
         IndexMissingError: If there is no index and the set is too large to read for this.
@@ -161,7 +161,7 @@ def info(
 
 
 def _compare(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator[Finding]:
-    """The shards that are not there as the index has them; one request each."""
+    """Yield the shards that are not there as the index has them; one request each."""
 
     def size_of(url: str) -> int | None:
         try:
@@ -212,7 +212,7 @@ def _where(shards: OpenSet, urls: Sequence[str]) -> str:
 def list_samples(
     urls: Sequence[str], *, storage: Storage, index_url: str | None = None, limit: int | None = None
 ) -> Iterator[SampleEntry]:
-    """Samples in the order of the data set, at most ``limit``; sample tables are loaded as they are needed.
+    """Yield the samples in the order of the data set, at most ``limit``; sample tables are loaded as they are needed.
 
     Raises:
         IndexMissingError: As :func:`info`.
@@ -233,7 +233,7 @@ def _entry(number: int, url: str, place: SampleLocation) -> SampleEntry:
 
 
 def describe_sample(url: str, sample: str, *, storage: Storage, index_url: str | None = None) -> SampleView:
-    """One sample, by its key or its number, with the bytes of all its fields.
+    """Return one sample, by its key or its number, with the bytes of all its fields.
 
     Raises:
         NotFoundError: If there is no such sample.
@@ -244,7 +244,7 @@ def describe_sample(url: str, sample: str, *, storage: Storage, index_url: str |
 
 
 def cat_field(url: str, sample: str, field: str, *, storage: Storage, index_url: str | None = None) -> bytes:
-    """The bytes of one field of one sample; only these are read.
+    """Return the bytes of one field of one sample; only these are read.
 
     Raises:
         NotFoundError: If there is no such sample, or it has no such field.
@@ -258,7 +258,7 @@ def cat_field(url: str, sample: str, field: str, *, storage: Storage, index_url:
 
 
 def _find(url: str, sample: str, storage: Storage, index_url: str | None) -> tuple[SampleEntry, SampleLocation]:
-    """A key is looked for first; text that is a number and no key counts samples from 0."""
+    """Find a sample: by its key first; text that is a number and no key counts samples from 0."""
     shards = open_set([url], storage, index_url)
     with contextlib.closing(tables_of(shards, storage, READ_THREADS)) as tables:
         for first, shard, table in tables:

@@ -40,7 +40,7 @@ def open_set(
     exclude: str | None = None,
     duplicate_keys: DuplicateKeys = "keep",
 ) -> OpenSet:
-    """The shards at ``urls`` but those below ``exclude``, with their index; a small set without one is read for it.
+    """Open the shards at ``urls``, but those below ``exclude``, with their index; small sets are read for one.
 
     What comes twice is kept unless ``duplicate_keys`` says otherwise: whoever looks into a set wants to see it.
 
@@ -59,7 +59,7 @@ def open_set(
 
 
 def shards_beside(urls: Sequence[str], storage: Storage, exclude: str | None) -> tuple[str, ...]:
-    """The shards at ``urls`` that do not lie below ``exclude``, which may be a target inside a source.
+    """Return the shards at ``urls`` that do not lie below ``exclude``, which may be a target inside a source.
 
     Raises:
         NotFoundError: There is none.
@@ -89,7 +89,7 @@ def _read_all(
 def tables_of(
     shards: OpenSet, storage: Storage, num_threads: int = 1
 ) -> Generator[tuple[int, str, SampleTable], None, None]:
-    """(number of the first sample, URL, sample table) of every shard; several threads read ahead."""
+    """Yield (number of the first sample, URL, sample table) of every shard; several threads read ahead."""
 
     def load(position: int) -> SampleTable:
         return table_of(shards, position, storage)
@@ -101,7 +101,7 @@ def tables_of(
 
 
 def table_of(shards: OpenSet, position: int, storage: Storage) -> SampleTable:
-    """The sample table of the shard at this position.
+    """Return the sample table of the shard at this position.
 
     Raises:
         IndexMissingError: If the index has none of it.

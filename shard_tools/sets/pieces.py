@@ -35,7 +35,7 @@ class ShardPieces:
 
     @classmethod
     def of(cls, url: str, table: SampleTable) -> ShardPieces:
-        """The pieces of the shard at ``url``, which ``table`` describes."""
+        """Return the pieces of the shard at ``url``, which ``table`` describes."""
         chunks = table.chunks
         spans = table.num_spans > 0
         return cls(
@@ -52,11 +52,11 @@ class ShardPieces:
         return self.record_starts.size - 1
 
     def piece_of(self, rows: Int64Array) -> Int64Array:
-        """The piece that holds each of these samples."""
+        """Return the piece that holds each of these samples."""
         return np.searchsorted(self.bounds, rows, side="right").astype(np.int64) - 1
 
     def range(self, first: int, stop: int) -> FetchRange:
-        """The bytes of pieces ``[first, stop)``."""
+        """Return the bytes of pieces ``[first, stop)``."""
         borders = self.record_starts[self.bounds[first : stop + 1]]
         ends = (borders[1:] - borders[0]).tolist()
         return FetchRange(
@@ -74,7 +74,7 @@ class ShardPieces:
 def read_pieces(
     storage: Storage, wanted: FetchRange, samples: Callable[[], SampleTable | None]
 ) -> tuple[bytearray, UnitLayout]:
-    """The bytes of ``wanted`` and where each field lies in them; where some are damaged, the layout says whose.
+    """Return the bytes of ``wanted`` and where each field lies in them; where some are damaged, the layout says whose.
 
     Args:
         storage: Where the shard lies.

@@ -48,7 +48,7 @@ class IndexReport(Report):
     seconds: float
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return Report.as_dict(self) | {"bytes_per_s": round(self.num_scanned_bytes / max(self.seconds, 1e-9))}
 
 
@@ -81,7 +81,7 @@ def index(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> IndexReport:
-    """Indexes shards; those whose index is there and fits their size are not read again.
+    """Index shards; those whose index is there and fits their size are not read again.
 
     Args:
         urls: Shards, as in ``StreamingDataset``.
@@ -132,7 +132,7 @@ def index(
 
 
 def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | None) -> int:
-    """Takes shards that are gone out of the index at ``home``; their number."""
+    """Take shards that are gone out of the index at ``home``; their number."""
     url = join_url(home, chunks_path())
     table = ChunkTable.from_parquet(storage.read(url), redact(url))
     named = {shard_name(shard, index_url): shard for shard in shards}

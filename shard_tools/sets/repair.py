@@ -65,7 +65,7 @@ class ShardRepair:
     exact: bool
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         plain = {name: getattr(self, name) for name in ("num_samples", "num_links", "exact", "target")}
         lists = {name: list(getattr(self, name)) for name in ("mended", "lost", "lost_keys")}
         return {"url": redact(self.url), **plain, **lists}
@@ -84,7 +84,7 @@ class RepairReport:
         return all(shard.target is not None for shard in self.shards)
 
     def as_dict(self) -> dict[str, object]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return {"ok": self.ok, "target": redact(self.target), "shards": [shard.as_dict() for shard in self.shards]}
 
 
@@ -97,7 +97,7 @@ def repair(
     drop_damaged: bool = False,
     progress: Progress | None = None,
 ) -> RepairReport:
-    """Writes what can be saved of the shards at ``urls`` into ``target``, under their names, and indexes it.
+    """Write what can be saved of the shards at ``urls`` into ``target``, under their names, and index it.
 
     Members are found by their headers; after damage the search goes on at the next header that holds. Mended without a
     loss: a missing end-of-archive mark, archives joined by ``cat``, hard links (written as files), long padding. Where
@@ -155,7 +155,7 @@ class _Source:
         self._storage, self._start, self._window = storage, 0, memoryview(b"")
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``[start, stop)``, cut off at the end of the shard; at most a window."""
+        """Return the bytes ``[start, stop)``, cut off at the end of the shard; at most a window."""
         stop = min(stop, self.size_bytes)
         if not (self._start <= start and stop <= self._start + len(self._window)):
             end = max(start, min(self.size_bytes, start + _WINDOW_BYTES))
@@ -163,7 +163,7 @@ class _Source:
         return self._window[start - self._start : max(start, stop) - self._start]
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Bytes ``[start, stop)``, a window at a time."""
+        """Yield the bytes ``[start, stop)``, a window at a time."""
         for begin in range(start, stop, _WINDOW_BYTES):
             yield self.read(begin, min(stop, begin + _WINDOW_BYTES))
 
@@ -202,13 +202,13 @@ def _header_at(source: _Source, at: int) -> bytes:
 
 
 def _holds(source: _Source, at: int) -> bool:
-    """Whether a header, or the end-of-archive mark, stands at ``at``."""
+    """Tell whether a header, or the end-of-archive mark, stands at ``at``."""
     header = _header_at(source, at)
     return at == source.size_bytes or (len(header) == BLOCK_BYTES and (not any(header) or checksum_matches(header)))
 
 
 def _member_at(source: _Source, at: int) -> _Member | None:
-    """The member whose headers begin at ``at``; None for a block of zeros.
+    """Return the member whose headers begin at ``at``; None for a block of zeros.
 
     Raises:
         _DamageError: There is none, or not all of it.
@@ -247,7 +247,7 @@ def _member_at(source: _Source, at: int) -> _Member | None:
 
 
 def _extension(source: _Source, kind: int, start: int, size: int) -> tuple[bytes | None, bytes | None, int | None]:
-    """Name, link and size that an extension header's payload gives to the member after it; None: not told.
+    """Read what an extension header gives to the member after it: name, link and size; None: not told.
 
     Raises:
         _DamageError: It is damaged.
@@ -282,7 +282,7 @@ class _Salvage:
         self._lost_keys: dict[str, None] = {}
 
     def run(self) -> None:
-        """Finds what can be saved."""
+        """Find what can be saved."""
         at, ended, open_end = 0, False, False
         while at < self._source.size_bytes:
             try:
@@ -306,7 +306,7 @@ class _Salvage:
         self._drop_incomplete()
 
     def _skip(self, at: int, error: _DamageError) -> int:
-        """Notes what is lost at ``at``; where the next header stands."""
+        """Note what is lost at ``at``; where the next header stands."""
         after = error.next if error.next is not None else self._next_header(at + BLOCK_BYTES)
         whose = f", member {decode_name(error.name)!r}" if error.name else ""
         self.lost.append(f"bytes {at}-{after}{whose}: {error}")
@@ -363,7 +363,7 @@ class _Salvage:
         self._samples[-1].beside |= beside
 
     def _compare_with_index(self) -> None:
-        """What the index of the shard as it was knows of damaged bytes."""
+        """Ask the index of the shard as it was which bytes are damaged."""
         table = self._table
         if table is None:
             return
@@ -397,7 +397,7 @@ class _Salvage:
         self._order = [entry for entry in self._order if id(entry) not in gone]
 
     def write(self, out: StoreWriter) -> None:
-        """Writes what was saved."""
+        """Write what was saved."""
         for entry in self._order:
             for member in entry.members.values() if isinstance(entry, _Sample) else (entry,):
                 out.write(member_header(_text(member.name, self._source.url), member.size))
@@ -407,7 +407,7 @@ class _Salvage:
         out.write(END_OF_ARCHIVE)
 
     def report(self, target: str | None) -> ShardRepair:
-        """What became of it."""
+        """Return what became of it."""
         return ShardRepair(
             url=self._source.url,
             target=target,

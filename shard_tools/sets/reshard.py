@@ -82,13 +82,13 @@ class ReshardOptions:
             )
 
     def packing(self, columns: tuple[str, ...]) -> Packing:
-        """How the records become shards."""
+        """Tell how the records become shards."""
         return Packing(
             max_bytes=self.max_bytes, max_samples=self.max_samples, columns=columns, overwrite=self.overwrite
         )
 
     def identity(self) -> dict[str, object]:
-        """What the bytes of the result depend on, but the samples taken."""
+        """Return what the bytes of the result depend on, but the samples taken."""
         more = {"dedupe": True} if self.dedupe else {}
         return {
             **more,
@@ -146,7 +146,7 @@ def reshard(
     storage_options: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> ReshardReport:
-    """Writes the samples of ``source`` into shards ``000000.tar``, … in ``target``, with their index.
+    """Write the samples of ``source`` into shards ``000000.tar``, … in ``target``, with their index.
 
     The bytes of every field are carried over as they are, and so are the columns of the sample tables. Every byte
     that is read is checked against the index. Deterministic, and resumable: as :func:`shard_tools.convert.convert`.

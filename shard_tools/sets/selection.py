@@ -76,7 +76,7 @@ class Selection:
         return sum(part.rows.size for part in self.parts)
 
     def digest(self) -> str:
-        """Tells this choice of samples from every other one of the same source."""
+        """Tell this choice of samples from every other one of the same source."""
         sha = hashlib.sha256()
         for part in self.parts:
             sha.update(np.int64(part.rows.size).tobytes() + part.rows.astype("<i8").tobytes())
@@ -92,7 +92,7 @@ def select(
     with_keys: bool,
     progress: Progress,
 ) -> Selection:
-    """Reads all sample tables, shard by shard, and keeps what reading the samples needs.
+    """Read all sample tables, shard by shard, and keep what reading the samples needs.
 
     Memory: 16 bytes for a sample that is taken, and its lifted columns (and its key ``with_keys``).
 
@@ -139,7 +139,7 @@ def _shown(shards: OpenSet) -> set[str]:
 
 
 def _dropped(table: SampleTable, records: Sequence[BadRecord]) -> tuple[npt.NDArray[np.bool_], list[BadRecord]]:
-    """Which samples are on the list, and the records that mean none."""
+    """Tell which samples are on the list, and the records that mean none."""
     dropped = np.zeros(table.num_samples, np.bool_)
     keys = {key: row for row, key in enumerate(table.keys)} if any(record.key for record in records) else {}
     missing = []
@@ -180,7 +180,7 @@ def _part(
 
 
 def sorted_order(selection: Selection, column: str, *, descending: bool) -> Int64Array:
-    """Numbers of the selection's samples, by the values of a column or by ``__key__``; equal ones keep their order.
+    """Sort the selection's samples by the values of a column or by ``__key__``; equal ones keep their order.
 
     Missing values come last, before them NaNs.
 

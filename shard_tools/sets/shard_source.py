@@ -100,11 +100,11 @@ class ShardSource:
         return int(self._ends[-1]) if self._ends.size else 0
 
     def identity(self) -> dict[str, object]:
-        """The shards' content, and which of their samples are taken."""
+        """Return the shards' content, and which of their samples are taken."""
         return dict(self._facts)
 
     def records(self, start: int) -> Generator[Record, None, None]:
-        """Records from number ``start`` on; what lies before is not read.
+        """Yield the records from number ``start`` on; what lies before is not read.
 
         Raises:
             ChecksumError, TarError, IndexMismatchError: A sample is damaged; notes name it.
@@ -126,7 +126,7 @@ class ShardSource:
             yield current
 
     def _samples(self, start: int) -> Generator[Record, None, None]:
-        """The samples at ``start`` of the order and after, each as a record."""
+        """Yield the samples at ``start`` of the order and after, each as a record."""
         pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="shard_tools-read")
         try:
             before: tuple[int, list[Future[_Found]]] | None = None
@@ -149,7 +149,7 @@ class ShardSource:
             start = stop
 
     def _runs(self, window: Int64Array) -> Iterator[_Run]:
-        """Runs that hold the samples of ``window`` (numbers in the selection), by place."""
+        """Yield the runs that hold the samples of ``window`` (numbers in the selection), by place."""
         by_place = np.argsort(window, kind="stable")  # parts and rows ascend with the number
         numbers = window[by_place]
         bounds = np.searchsorted(numbers, self._offsets)

@@ -16,22 +16,22 @@ _REQUESTS = 32  # at once; they wait for the store, not for the CPU
 
 
 def home_of(url: str, index_url: str | None) -> str:
-    """The directory that holds the index of the shard at ``url``."""
+    """Return the directory that holds the index of the shard at ``url``."""
     return split_url(url)[0] if index_url is None else index_url
 
 
 def place_of(name: str, folder: str, index_url: str | None) -> str:
-    """The URL of the shard that an index calls ``name``; ``folder`` is where its neighbours lie."""
+    """Return the URL of the shard that an index calls ``name``; ``folder`` is where its neighbours lie."""
     return join_url(index_url, name) if index_url is not None and "/" in name else join_url(folder, name)
 
 
 def names_shards(urls: Sequence[str]) -> bool:
-    """Whether ``urls`` name shards; folders and prefixes stand for all that lies below them."""
+    """Tell whether ``urls`` name shards; folders and prefixes stand for all that lies below them."""
     return any(url.partition("?")[0].endswith(SHARD_SUFFIXES) for url in urls)
 
 
 def sizes_of(storage: Storage, urls: Sequence[str]) -> list[int]:
-    """The size of each shard in bytes.
+    """Return the size of each shard in bytes.
 
     Raises:
         NotFoundError: One is not there.
@@ -40,7 +40,7 @@ def sizes_of(storage: Storage, urls: Sequence[str]) -> list[int]:
 
 
 def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTable | None:
-    """The sample table of the shard at ``url``, or None if there is none.
+    """Return the sample table of the shard at ``url``, or None if there is none.
 
     Raises:
         IndexFormatError: If it is damaged.

@@ -16,7 +16,7 @@ ColumnValue = bool | int | float | str | None
 
 
 def parse_columns(columns: ColumnSpec) -> dict[str, ColumnSource]:
-    """Column name to its source; a list of paths names each column by its path.
+    """Map each column's name to its source; a list of paths names each column by its path.
 
     Raises:
         ConfigError: If it is neither a mapping of names to callables or paths, nor a list of paths.
@@ -38,7 +38,7 @@ def parse_columns(columns: ColumnSpec) -> dict[str, ColumnSource]:
 
 
 def column_value(sample: Mapping[str, object], name: str, source: ColumnSource, key: str) -> ColumnValue:
-    """The value of one column for one sample; None where the sample has nothing there.
+    """Return the value of one column for one sample; None where the sample has nothing there.
 
     Raises:
         ConfigError: If the value is neither a number, a str, a bool nor None. What a user's callable raises
@@ -60,7 +60,7 @@ def column_value(sample: Mapping[str, object], name: str, source: ColumnSource, 
 
 
 def _follow(sample: Mapping[str, object], path: str) -> object:
-    """``"json.w"``: entry ``w`` of field ``json``. The longest field name that starts the path wins."""
+    """Follow ``"json.w"`` to entry ``w`` of field ``json``. The longest field name that starts the path wins."""
     parts = path.split(".")
     for num_parts in range(len(parts), 0, -1):
         field = ".".join(parts[:num_parts])

@@ -88,7 +88,7 @@ _BINARY: Final = (
 
 
 def encode_field(value: object, *, field: str, key: str) -> Buffers:
-    """The bytes of one field, as buffers to be written one after the other.
+    """Return the bytes of one field, as buffers to be written one after the other.
 
     Bytes-like values and contiguous arrays are not copied: the buffers are views of them and valid for as
     long as the caller leaves them unchanged.
@@ -208,7 +208,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _json_default(value: object) -> object:
-    """NumPy scalars and arrays inside a JSON value, as numbers and lists."""
+    """Write NumPy scalars and arrays inside a JSON value as numbers and lists."""
     if isinstance(value, (np.generic, np.ndarray)) and not value.dtype.hasobject:
         return value.tolist()
     raise TypeError(f"type {type(value).__qualname__} inside it")
@@ -227,7 +227,7 @@ def _msgpack(value: object) -> bytes:
 
 
 def _sorted(value: object) -> object:
-    """``value`` with the keys of all dicts sorted, so that equal dicts give equal bytes."""
+    """Return ``value`` with the keys of all dicts sorted, so that equal dicts give equal bytes."""
     if isinstance(value, dict):
         return {name: _sorted(value[name]) for name in sorted(value)}
     if isinstance(value, (list, tuple)):

@@ -20,7 +20,7 @@ _LOG_CHUNK: Final = 1024
 
 
 def check_key(key: object) -> str:
-    """``key``, if every reader finds the sample under exactly this key.
+    """Return ``key``, if every reader finds the sample under exactly this key.
 
     Raises:
         ConfigError: Otherwise; it says what is wrong and which reader would do what.
@@ -34,7 +34,7 @@ def check_key(key: object) -> str:
 
 
 def check_field(field: object, key: str) -> str:
-    """``field``, if every reader finds the value under exactly this name.
+    """Return ``field``, if every reader finds the value under exactly this name.
 
     Raises:
         ConfigError: Otherwise; it says what is wrong and which reader would do what.
@@ -120,7 +120,7 @@ class SeenKeys:
         self._folded: dict[str, str] = {}
 
     def check(self, key: str, *, new_shard: bool) -> None:
-        """Nothing, if ``key`` may be used; call :meth:`add` once it is.
+        """Check that ``key`` may be used; call :meth:`add` once it is.
 
         Args:
             key: The key.
@@ -139,7 +139,7 @@ class SeenKeys:
             )
 
     def add(self, key: str, *, new_shard: bool) -> None:
-        """Remembers ``key``, which :meth:`check` has passed."""
+        """Remember ``key``, which :meth:`check` has passed."""
         if new_shard:
             self._folded.clear()
         self._folded[key.casefold()] = key

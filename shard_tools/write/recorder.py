@@ -108,7 +108,7 @@ class ShardRecorder:
             at += len(whole)
 
     def table(self, size_bytes: int) -> SampleTable:
-        """The sample table of the finished shard of ``size_bytes``.
+        """Return the sample table of the finished shard of ``size_bytes``.
 
         Raises:
             ConfigError: If a column's values have no common type, or its name is one that the format uses.
@@ -188,7 +188,7 @@ class IndexRecorder:
     def create(
         cls, storage: Storage, directory: str, *, index: bool | str | os.PathLike[str], columns: ColumnSpec
     ) -> Self | None:
-        """A recorder, or None where there shall be no index."""
+        """Return a recorder, or None where there shall be no index."""
         if index is False:
             if parse_columns(columns):
                 raise ConfigError("columns: they live in the sample table, which index=False leaves out")
@@ -200,11 +200,11 @@ class IndexRecorder:
         return cls(storage, directory, index=os.fspath(index), columns=columns)
 
     def column_values(self, sample: Mapping[str, object], key: str) -> tuple[ColumnValue, ...]:
-        """The values of all columns for one sample."""
+        """Return the values of all columns for one sample."""
         return tuple(column_value(sample, name, source, key) for name, source in self._columns.items())
 
     def start_shard(self, url: str) -> None:
-        """From here on, samples belong to this shard."""
+        """Begin a shard: from here on, samples belong to it."""
         self._shard = ShardRecorder(shard_name(url, self._elsewhere), self._columns)
 
     def add(self, record: Record, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
@@ -294,7 +294,7 @@ class IndexRecorder:
             return None
 
     def _sizes_below(self, url: str, suffix: str) -> dict[str, int]:
-        """Name relative to ``url`` to size of all files with this suffix below it."""
+        """List all files with this suffix below ``url``: size by name relative to it."""
         prefix = url.rstrip("/") + "/"
         return {
             info.url.removeprefix(prefix): info.size_bytes

@@ -242,14 +242,14 @@ class ShardWriter:
 
 
 def is_full(shard_bytes: int, shard_samples: int, num_bytes: int, *, max_bytes: int, max_samples: int | None) -> bool:
-    """Whether a record of ``num_bytes`` goes into a new shard, after a shard of so many bytes and samples."""
+    """Tell whether a record of ``num_bytes`` goes into a new shard, after a shard of so many bytes and samples."""
     if max_samples is not None and shard_samples >= max_samples:
         return True
     return shard_bytes + num_bytes + len(END_OF_ARCHIVE) > max_bytes
 
 
 def make_record(sample: Mapping[str, object], key: str) -> Record:
-    """The tar blocks of one sample, its fields sorted by name.
+    """Return the tar blocks of one sample, its fields sorted by name.
 
     Raises:
         ConfigError: For a field or value that cannot be stored, or a sample without any field.

@@ -30,12 +30,12 @@ class Found(enum.Enum):
 
 
 def file_bytes(num_bytes: int) -> int:
-    """Length of the file that holds ``num_bytes``."""
+    """Return the length of the file that holds ``num_bytes``."""
     return HEADER_BYTES + num_bytes
 
 
 def charged_bytes(length_bytes: int) -> int:
-    """What a file of this length counts towards the limit: whole blocks, as on the disk."""
+    """Return what a file of this length counts towards the limit: whole blocks, as on the disk."""
     return -(-length_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -104,7 +104,7 @@ def _header_crc(header: bytearray) -> int:
 
 
 def _read_all(fd: int, views: list[memoryview]) -> int:
-    """Number of bytes read into ``views``, fewer than they hold only at the end of the file."""
+    """Read into ``views``; return the number of bytes, fewer than they hold only at the end of the file."""
     done = 0
     while views:
         count = os.preadv(fd, views, done)

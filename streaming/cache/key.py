@@ -39,7 +39,7 @@ class EntryKey:
 
     @classmethod
     def of(cls, url: str, version: str, start: int, num_bytes: int) -> EntryKey:
-        """The key of bytes [start, start + num_bytes) of that version of the object at ``url``.
+        """Return the key of bytes [start, start + num_bytes) of that version of the object at ``url``.
 
         Raises:
             ConfigError: If the range is not one.
@@ -56,17 +56,17 @@ class EntryKey:
 
 
 def is_entry_name(name: str) -> bool:
-    """Whether a file of this name in the folder of entries is ours."""
+    """Tell whether a file of this name in the folder of entries is ours."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_part_name(name: str) -> bool:
-    """Whether a file of this name in the folder of unfinished entries is ours."""
+    """Tell whether a file of this name in the folder of unfinished entries is ours."""
     return _PART_NAME.fullmatch(name) is not None
 
 
 def normalised(url: str) -> str:
-    """``url`` without what may differ between two ways to reach the same object, or is secret.
+    """Return ``url`` without what may differ between two ways to reach the same object, or is secret.
 
     Local paths become absolute. User, password, fragment, default port and the parameters of signed URLs (AWS, Google,
     CloudFront, Azure SAS) are dropped, scheme and host become lower case. Every other parameter stays: it may say

@@ -34,7 +34,7 @@ class Waiting:
 
 
 def try_lock(path: str, *, create: bool = True) -> int | None:
-    """An open descriptor of the file at ``path`` that holds its lock; None if somebody else holds it.
+    """Return an open descriptor of the file at ``path`` that holds its lock; None if somebody else holds it.
 
     The file is the one that bears this name now, not one that was unlinked or renamed while it was waited for. To be
     given back with :func:`unlock`.

@@ -146,7 +146,7 @@ class NodeCache:
             self._trouble(error)
 
     def _load(self, key: EntryKey, crc32c: int | None, out: memoryview) -> bool:
-        """Whether ``out`` now holds the entry. A damaged one is deleted."""
+        """Tell whether ``out`` now holds the entry. A damaged one is deleted."""
         path = self._layout.entry(key)
         try:
             self._layout.check_owner()
@@ -187,7 +187,7 @@ class NodeCache:
         self._ready = True
 
     def _claim(self, key: EntryKey, crc32c: int | None, out: memoryview) -> Part | None:
-        """The right and duty to fetch that entry; None to fetch without storing; ``_LOADED`` if ``out`` is filled.
+        """Claim the right to fetch that entry; None: fetch without storing; ``_LOADED``: ``out`` is filled.
 
         A claim is the lock on the entry's part. It ends with its holder: the next one who waits takes it over.
         """
@@ -287,7 +287,7 @@ _LOADED = Part("", -1)
 
 
 def open_cache(cache_dir: str | PathLike[str] | None, cache_limit: int | str | None) -> NodeCache | None:
-    """The cache that a user asked for; by default it may take four fifths of what is free on its disk.
+    """Return the cache that a user asked for; by default it may take four fifths of what is free on its disk.
 
     Raises:
         ConfigError: A limit without a folder.

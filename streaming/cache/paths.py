@@ -70,16 +70,16 @@ class Layout:
         return os.path.join(self.root, "entries")
 
     def entry(self, key: EntryKey) -> str:
-        """Path of the entry of ``key``."""
+        """Return the path of the entry of ``key``."""
         name = key.name
         return os.path.join(self.entries, name[:2], name)
 
     def part(self, key: EntryKey, suffix: str = "") -> str:
-        """Path of the unfinished entry of ``key``; a ``suffix`` of 16 digits makes it one's own."""
+        """Return the path of the unfinished entry of ``key``; a ``suffix`` of 16 digits makes it one's own."""
         return os.path.join(self.parts, f"{key.name}.{suffix}.part" if suffix else f"{key.name}.part")
 
     def check_owner(self) -> None:
-        """Nothing, if our folder is ours alone to write, or not there: who else could, could feed us bytes.
+        """Check that our folder is ours alone to write, or not there: others who could might feed us bytes.
 
         Raises:
             PermissionError: It is a link, belongs to another user (but root), or others may write into it.
@@ -116,17 +116,17 @@ class Layout:
             raise OSError(f"{self.marker}: expected {marker!r}, got {found!r}; not a cache of this release")
 
     def part_paths(self) -> Iterator[str]:
-        """Unfinished entries, ours by name."""
+        """List unfinished entries, ours by name."""
         return (entry.path for entry in _scan(self.parts) if is_part_name(entry.name))
 
     def entry_files(self) -> Iterator[os.DirEntry[str]]:
-        """Whole entries, ours by name."""
+        """List whole entries, ours by name."""
         for folder in _scan(self.entries):
             if folder.is_dir(follow_symlinks=False):
                 yield from (entry for entry in _scan(folder.path) if is_entry_name(entry.name))
 
     def older(self) -> list[Layout]:
-        """Caches of earlier releases in the same directory, by name and marker."""
+        """Return the caches of earlier releases in the same directory, by name and marker."""
         found = []
         for entry in _scan(self.directory):
             match = _FOLDER.fullmatch(entry.name)
@@ -161,7 +161,7 @@ class Layout:
 
 
 def try_lock_existing(path: str) -> int | None:
-    """As :func:`try_lock`, without making the file; None also where there is none."""
+    """Lock as :func:`try_lock` does, without making the file; None also where there is none."""
     try:
         return try_lock(path, create=False)
     except FileNotFoundError:

@@ -78,7 +78,7 @@ class Space:
         self._metrics = metrics
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether an entry of ``num_bytes`` could ever be kept."""
+        """Tell whether an entry of ``num_bytes`` could ever be kept."""
         return charged_bytes(file_bytes(num_bytes)) <= self._limit_bytes
 
     def reserve(self, part: Part, num_bytes: int) -> None:
@@ -155,7 +155,7 @@ class Space:
         return used_bytes, residents
 
     def _make_room_alone(self, need_bytes: int) -> bool:
-        """As :meth:`_make_room`; False if another process is at it, whose first bytes may be enough."""
+        """Make room as :meth:`_make_room` does; False if another process is at it, which may be enough."""
         evicting = try_lock(self._layout.evict)
         if evicting is None:
             return False
@@ -165,7 +165,7 @@ class Space:
             unlock(evicting)
 
     def _make_room(self, need_bytes: int) -> bool:
-        """Evict down to the low-water mark; whether ``need_bytes`` then fit. The lock of evicting is held."""
+        """Evict down to the low-water mark; return whether ``need_bytes`` then fit. The evicting lock is held."""
         with self._locked() as usage:
             used_bytes, residents = self._count(usage)
         if used_bytes + need_bytes > self._limit_bytes:
@@ -195,7 +195,7 @@ class Space:
 
 
 def _live_bytes(path: str) -> int:
-    """Space reserved for the part at ``path``; it is deleted if its writer is dead."""
+    """Return the space reserved for the part at ``path``, which is deleted if its writer is dead."""
     try:
         fd = try_lock(path, create=False)
         if fd is None:

@@ -50,7 +50,7 @@ class ArrayDecoder:
     accepts_buffer = True
 
     def __post_init__(self) -> None:
-        """Refuses types that are not plain numbers and conversions that lose the kind.
+        """Refuse types that are not plain numbers and conversions that lose the kind.
 
         Raises:
             ConfigError: If so.
@@ -64,7 +64,7 @@ class ArrayDecoder:
             raise ConfigError(f"array: shape must hold sizes and at most one -1, got {self.shape}")
 
     def __call__(self, data: ReadBuffer) -> npt.NDArray[Any]:
-        """The items as an array of ``shape``.
+        """Return the items as an array of ``shape``.
 
         Raises:
             ValueError: If the length is not a whole number of items, or does not fit the shape.
@@ -76,7 +76,7 @@ class ArrayDecoder:
 
 
 def array(dtype: npt.DTypeLike, to: npt.DTypeLike | None = None, shape: tuple[int, ...] | None = None) -> ArrayDecoder:
-    """Decoder of raw little-endian ``dtype`` items, converted to ``to`` (default: unchanged) and shaped.
+    """Make a decoder of raw little-endian ``dtype`` items, converted to ``to`` (default: unchanged) and shaped.
 
     Raises:
         ConfigError: If a type is not a plain number, the conversion loses values, or the shape is none.
@@ -93,7 +93,7 @@ def _dtype(spec: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def npy(data: ReadBuffer) -> npt.NDArray[Any]:
-    """The array of one ``.npy`` file.
+    """Return the array of one ``.npy`` file.
 
     Raises:
         ValueError: If the header is damaged or holds objects (pickle), or the payload's length is another.
@@ -117,7 +117,7 @@ def npy(data: ReadBuffer) -> npt.NDArray[Any]:
 
 @functools.lru_cache(maxsize=128)  # fields of one data set share a few headers: parsing costs more than the copy
 def _npy_header(header: bytes, version: int) -> tuple[np.dtype[Any], bool, tuple[int, ...]]:
-    """(dtype, Fortran order, shape) of a ``.npy`` header, checked as far as a header can be."""
+    """Read (dtype, Fortran order, shape) of a ``.npy`` header, checked as far as a header can be."""
     try:
         fields = ast.literal_eval(header.decode("utf-8" if version == 3 else "latin1"))
         descr, fortran_order, shape = fields["descr"], fields["fortran_order"], fields["shape"]
@@ -144,7 +144,7 @@ class NpzDecoder:
     accepts_buffer = True
 
     def __call__(self, data: ReadBuffer) -> dict[str, npt.NDArray[Any]]:
-        """The arrays by name, without ``.npy``.
+        """Return the arrays by name, without ``.npy``.
 
         Raises:
             ValueError: If it is damaged, encrypted, too large unpacked, or holds something other than plain
@@ -171,12 +171,12 @@ class NpzDecoder:
 
 
 def npz(*, max_bytes: int = MAX_UNPACKED_BYTES) -> NpzDecoder:
-    """Decoder of ``.npz`` archives that unpack to at most ``max_bytes``."""
+    """Make a decoder of ``.npz`` archives that unpack to at most ``max_bytes``."""
     return NpzDecoder(max_bytes=max_bytes)
 
 
 def safetensors(data: ReadBuffer) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of a safetensors file, by name.
+    """Return the tensors of a safetensors file, by name.
 
     Raises:
         ConfigError: If the package ``safetensors`` is not installed.

@@ -92,7 +92,7 @@ class ImageDecoder:
     accepts_buffer = True
 
     def __post_init__(self) -> None:
-        """Refuses what cannot work.
+        """Refuse what cannot work.
 
         Raises:
             ConfigError: If the mode is unknown, or a number is not positive.
@@ -119,7 +119,7 @@ class ImageDecoder:
         return self.size if channels == 1 else (*self.size, channels)
 
     def __call__(self, data: ReadBuffer) -> npt.NDArray[Any] | Image.Image:
-        """The image, in memory of its own.
+        """Return the image, in memory of its own.
 
         Raises:
             ValueError: If it is no image of a known kind, is damaged, or is larger than ``max_pixels``.
@@ -132,7 +132,7 @@ class ImageDecoder:
         return pixels if kind == "uint8" else np.multiply(pixels, np.float32(1 / 255), dtype=np.float32)
 
     def _decode(self, data: ReadBuffer) -> npt.NDArray[np.uint8]:
-        """The image as uint8 ``[H, W(, C)]``."""
+        """Return the image as uint8 ``[H, W(, C)]``."""
         pixels = self._decode_jpeg(data) if bytes(data[:3]) == b"\xff\xd8\xff" else None
         if pixels is None:
             pixels = self._decode_pillow(data)
@@ -141,7 +141,7 @@ class ImageDecoder:
         return pixels
 
     def _decode_jpeg(self, data: ReadBuffer) -> npt.NDArray[np.uint8] | None:
-        """The JPEG, scaled as far down as ``size`` allows; None if this is a case for Pillow."""
+        """Return the JPEG, scaled as far down as ``size`` allows; None if this is a case for Pillow."""
         try:
             height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         except ValueError:
@@ -176,7 +176,7 @@ class ImageDecoder:
 
 
 def image(mode: str = "rgb8", size: tuple[int, int] | None = None, *, max_pixels: int = MAX_PIXELS) -> ImageDecoder:
-    """Decoder of images into ``mode``, resized to ``size`` (height, width): an :class:`ImageDecoder`.
+    """Make a decoder of images into ``mode``, resized to ``size`` (height, width).
 
     Raises:
         ConfigError: If the mode is unknown, or a number is not positive.
@@ -185,7 +185,7 @@ def image(mode: str = "rgb8", size: tuple[int, int] | None = None, *, max_pixels
 
 
 def parse_image_spec(spec: str) -> ImageDecoder | None:
-    """The decoder of ``"rgb8"`` or ``"rgb8:224x224"`` (height x width); None if ``spec`` names no image mode.
+    """Return the decoder of ``"rgb8"`` or ``"rgb8:224x224"`` (height x width); None if ``spec`` names no image mode.
 
     Raises:
         ConfigError: If the size is zero.
@@ -197,7 +197,7 @@ def parse_image_spec(spec: str) -> ImageDecoder | None:
 
 
 def open_image(data: ReadBuffer) -> ImageFile.ImageFile:
-    """``data`` opened by the Pillow reader of its kind, not decoded yet, over a copy of the bytes.
+    """Open ``data`` with the Pillow reader of its kind, over a copy of the bytes; not decoded yet.
 
     Raises:
         ValueError: If the first bytes are those of no image that we read.
@@ -210,7 +210,7 @@ def open_image(data: ReadBuffer) -> ImageFile.ImageFile:
 
 
 def to_uint8(image: Image.Image, mode: str) -> npt.NDArray[np.uint8]:
-    """The pixels of ``image`` in Pillow's ``mode`` (L, RGB, RGBA): a new array ``[H, W(, C)]``.
+    """Return the pixels of ``image`` in Pillow's ``mode`` (L, RGB, RGBA): a new array ``[H, W(, C)]``.
 
     Raises:
         ValueError: If its pixels are 32 bits wide, which has no agreed form in eight.
@@ -225,7 +225,7 @@ def to_uint8(image: Image.Image, mode: str) -> npt.NDArray[np.uint8]:
 
 
 def resize(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """``pixels`` ``[H, W(, C)]`` at ``size`` (height, width).
+    """Resize ``pixels`` ``[H, W(, C)]`` to ``size`` (height, width).
 
     Area averages where an axis shrinks by more than ``LINEAR_UP_TO`` and none grows, else bilinear: a JPEG
     scaled by libjpeg is mostly close enough, and bilinear takes a fifth of the time.
@@ -248,7 +248,7 @@ def resize(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[
 
 @functools.cache
 def opencv() -> Any | None:
-    """The module ``cv2``, or None without the extra ``images``."""
+    """Return the module ``cv2``, or None without the extra ``images``."""
     try:
         return importlib.import_module("cv2")
     except ImportError:
@@ -256,14 +256,14 @@ def opencv() -> Any | None:
 
 
 def use_one_thread() -> None:
-    """Keeps OpenCV from starting threads of its own: for processes of which many run side by side."""
+    """Keep OpenCV from starting threads of its own: for processes of which many run side by side."""
     cv2 = opencv()
     if cv2 is not None:
         cv2.setNumThreads(1)
 
 
 def _check_webp(data: ReadBuffer, check: Callable[[int, int], None]) -> None:
-    """Calls ``check(height, width)`` for an extended WebP, whose canvas Pillow would allocate on opening."""
+    """Call ``check(height, width)`` for an extended WebP, whose canvas Pillow would allocate on opening."""
     head = bytes(data[:30])
     if len(head) == 30 and head[:4] == b"RIFF" and head[8:16] == b"WEBPVP8X":
         width = int.from_bytes(head[24:27], "little") + 1

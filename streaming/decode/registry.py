@@ -24,7 +24,7 @@ class FieldDecoder(Protocol):
     """Knows the decoder of every field. Thread-safe; picklable if the decoders in it are."""
 
     def decoder_for(self, field: str, /) -> Decoder:
-        """The decoder of ``field`` (an extension without the leading dot), the same object on every call.
+        """Return the decoder of ``field`` (an extension without the leading dot), the same object on every call.
 
         ``streaming.decode.raw`` itself stands for "bytes as they are", so that an engine may hand out views.
 
@@ -81,7 +81,7 @@ class CallOnBytes:
     accepts_buffer = True
 
     def __call__(self, data: ReadBuffer) -> object:
-        """What the function returns."""
+        """Return what the function returns."""
         return self.function(bytes(data))
 
 
@@ -90,7 +90,7 @@ class RawFields:
     """Every field as ``bytes``."""
 
     def decoder_for(self, field: str, /) -> Decoder:  # noqa: ARG002 - the protocol's argument
-        """``raw``, always."""
+        """Return ``raw``, always."""
         return values.raw
 
 
@@ -111,7 +111,7 @@ class AutoFields:
     _known: dict[str, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def decoder_for(self, field: str, /) -> Decoder:
-        """The decoder of ``field``.
+        """Return the decoder of ``field``.
 
         Raises:
             ConfigError: If its kind is refused (pickles), or needs a package that is missing.
@@ -138,7 +138,7 @@ class AutoFields:
 
 
 def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
-    """The decoders that a user's ``decode=`` asks for.
+    """Return the decoders that a user's ``decode=`` asks for.
 
     Args:
         spec: ``"auto"``: by extension. None, ``"raw"`` or ``"bytes"``: every field as bytes. An image mode
@@ -169,7 +169,7 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
 
 
 def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noqa: PLR0911 - one per kind
-    """The decoder that ``spec`` means for ``field``.
+    """Return the decoder that ``spec`` means for ``field``.
 
     Args:
         spec: A name (``"int"``, ``"rgb8:224x224"``, ``"array:uint16->int64"``, ``"auto"``, …), ``int``,
@@ -216,7 +216,7 @@ def _decoder_of_name(name: str, field: str) -> Decoder | FieldDecoder:
 
 
 def _checked(decoder: Decoder) -> Decoder:
-    """``decoder``, after a look whether the package it needs is there."""
+    """Return ``decoder``, after a look whether the package it needs is there."""
     needs = _NEEDS.get(decoder)
     if needs is not None:
         values.require(needs[0], extra=needs[1])
@@ -224,13 +224,13 @@ def _checked(decoder: Decoder) -> Decoder:
 
 
 def is_ours(decoder: Decoder) -> bool:
-    """Whether it runs no code of the user."""
+    """Tell whether it runs no code of the user."""
     known = (arrays.ArrayDecoder, arrays.NpzDecoder, images.ImageDecoder)
     return isinstance(decoder, known) or any(decoder is one for one in BY_NAME.values())
 
 
 def runs_code_of_user(decoders: FieldDecoder) -> bool:
-    """Whether some field may be decoded by code of the user."""
+    """Tell whether some field may be decoded by code of the user."""
     if isinstance(decoders, AutoFields):
         return any(
             runs_code_of_user(one) if isinstance(one, FieldDecoder) else not is_ours(one)
@@ -240,7 +240,7 @@ def runs_code_of_user(decoders: FieldDecoder) -> bool:
 
 
 def decode_field(decoder: Decoder, data: ReadBuffer, *, url: str, key: str, field: str) -> object:
-    """``decoder(data)``, its errors named.
+    """Return ``decoder(data)``, its errors named.
 
     Args:
         decoder: The decoder of ``field``.

@@ -11,12 +11,12 @@ from streaming.types import ReadBuffer
 
 
 def raw(data: ReadBuffer) -> bytes:
-    """The bytes themselves, as a copy of their own."""
+    """Return the bytes themselves, as a copy of their own."""
     return bytes(data)
 
 
 def text(data: ReadBuffer) -> str:
-    """UTF-8 text, exactly as stored: nothing is stripped.
+    """Return UTF-8 text, exactly as stored: nothing is stripped.
 
     Raises:
         UnicodeDecodeError: If it is not UTF-8.
@@ -25,7 +25,7 @@ def text(data: ReadBuffer) -> str:
 
 
 def integer(data: ReadBuffer) -> int:
-    """A decimal integer in ASCII; white space around it is allowed.
+    """Return a decimal integer in ASCII; white space around it is allowed.
 
     Raises:
         ValueError: If it is anything else.
@@ -34,7 +34,7 @@ def integer(data: ReadBuffer) -> int:
 
 
 def number(data: ReadBuffer) -> float:
-    """A float as text, ``inf`` and ``nan`` included; white space around it is allowed.
+    """Return a float as text, ``inf`` and ``nan`` included; white space around it is allowed.
 
     Raises:
         ValueError: If it is anything else.
@@ -43,7 +43,7 @@ def number(data: ReadBuffer) -> float:
 
 
 def json(data: ReadBuffer) -> object:
-    """A JSON document (UTF-8, 16 or 32); ``NaN`` and ``Infinity`` are accepted, as Python writes them.
+    """Return a JSON document (UTF-8, 16 or 32); ``NaN`` and ``Infinity`` are accepted, as Python writes them.
 
     Raises:
         ValueError: If it is not JSON.
@@ -62,7 +62,7 @@ _FOREIGN_START = frozenset(("\ufeff", "\0"))  # a byte order mark; UTF-16 or 32 
 
 
 def msgpack(data: ReadBuffer) -> object:
-    """A MessagePack document; lengths in it are bounded by the length of ``data``.
+    """Return a MessagePack document; lengths in it are bounded by the length of ``data``.
 
     Raises:
         ConfigError: If the package ``msgpack`` is not installed.
@@ -72,7 +72,7 @@ def msgpack(data: ReadBuffer) -> object:
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """The optional dependency ``module``.
+    """Return the optional dependency ``module``.
 
     Raises:
         ConfigError: If it is not installed; names the extra that brings it.

@@ -30,7 +30,7 @@ class HandledField:
     accepts_buffer = True
 
     def __call__(self, data: ReadBuffer) -> object:
-        """What the first handler that applies returns.
+        """Return what the first handler that applies returns.
 
         Raises:
             ConfigError: If none does and ``rest`` refuses the field.
@@ -53,12 +53,12 @@ class WebdatasetFields:
     rest: FieldDecoder
 
     def decoder_for(self, field: str, /) -> HandledField:
-        """The decoder of ``field``; equal ones for equal fields."""
+        """Return the decoder of ``field``; equal ones for equal fields."""
         return HandledField(field=field, handlers=self.handlers, rest=self.rest)
 
 
 def from_webdataset(*handlers: Handler | str, rest: DecodeSpec = "auto") -> WebdatasetFields:
-    """Webdataset's decode handlers as ``decode=``, for all fields or as the value of one.
+    """Take webdataset's decode handlers as ``decode=``, for all fields or as the value of one.
 
     ``decode=from_webdataset(wds.imagehandler("rgb8"))`` does what ``.decode(wds.imagehandler("rgb8"))`` does
     there, but for webdataset's own default handlers, which load pickles: what no handler wants is decoded by

@@ -13,10 +13,10 @@ class Account(Protocol):
     """Where the consumer stands, while the loader is ahead of it."""
 
     def pulled(self) -> None:
-        """The loader has given a batch."""
+        """Note that the loader has given a batch."""
 
     def handed_out(self) -> None:
-        """The oldest batch that was pulled, and not handed out before, goes to the consumer.
+        """Note that the oldest batch not handed out before goes to the consumer.
 
         Raises:
             IteratorEndedError: The loader was moved or closed meanwhile.
@@ -60,7 +60,7 @@ class Noted:
         self.state, self.epoch = self._ahead.popleft()
 
     def seed(self, seed: Any) -> None:
-        """A new seed, which the loader got when it was ahead already."""
+        """Note a new seed, which the loader got when it was ahead already."""
         for state in (self.state, *(state for state, _ in self._ahead)):
             if state is not None and "next_seed" in state:
                 state["next_seed"] = seed

@@ -26,7 +26,7 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
-        """Whether all work before it is done."""
+        """Tell whether all work before it is done."""
 
     def synchronize(self) -> None:
         """Block until it is, in the device's own way."""
@@ -63,7 +63,7 @@ class Copier(Protocol):
         """Make the consumer's stream, the current one, wait for the copies, and keep their memory for it."""
 
     def mark(self) -> Event:
-        """An event behind all that the consumer's stream was given so far."""
+        """Return an event behind all that the consumer's stream was given so far."""
 
     def wait(self, event: Event) -> None:
         """Block until ``event``, one of this copier's, is done."""
@@ -85,14 +85,14 @@ class CpuCopier:
     page_locker: PageLocker | None = None
 
     def issue(self, batch: Any) -> Copied:
-        """``batch``, with its tensors as they are."""
+        """Return ``batch``, with its tensors as they are."""
         return Copied(batch=map_tensors(batch, lambda tensor: tensor.to("cpu")), event=_Done())
 
     def hand_over(self, copied: Copied) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is no other stream."""
 
     def mark(self) -> Event:
-        """Done."""
+        """Return an event that is over."""
         return _Done()
 
     def wait(self, event: Event) -> None:
@@ -190,7 +190,7 @@ class CudaCopier:
         map_tensors(copied.batch, keep_for_consumer)
 
     def mark(self) -> Event:
-        """An event at the end of the current stream."""
+        """Return an event at the end of the current stream."""
         event = self._cuda.Event()
         event.record(self._cuda.current_stream(self._device))
         return event  # type: ignore[no-any-return]  # torch.cuda is Any here
@@ -221,7 +221,7 @@ class CudaCopier:
 def map_tensors(
     value: Any, function: Callable[[torch.Tensor], torch.Tensor], others: Callable[[Any], Any] | None = None
 ) -> Any:
-    """``value`` with ``function`` applied to each tensor in nested dicts, lists, tuples and named tuples.
+    """Return ``value`` with ``function`` applied to each tensor in nested dicts, lists, tuples and named tuples.
 
     Containers keep their types; those that hold nothing but text and numbers are passed on themselves, and so are all
     other objects, unless ``others`` makes something of them. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU,
@@ -262,5 +262,5 @@ def _map_sequence(
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a copy on another device has the same strides, so that it is one run of bytes."""
+    """Tell whether a copy on another device has the same strides, so that it is one run of bytes."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -73,7 +73,7 @@ class _Flight:
     maker: Maker = field(default_factory=lambda: Maker("this iteration over a DevicePrefetcher", "Begin one here"))
 
     def advance(self) -> bool:
-        """Whether there is a next batch; if so, ``depth`` batches behind it are under way, too.
+        """Tell whether there is a next batch; if so, ``depth`` batches behind it are under way, too.
 
         Raises:
             Exception: What the loader or a copy raised, once the batches before it are handed out.
@@ -104,7 +104,7 @@ class _Flight:
         return bool(self.ahead)
 
     def hand_out(self) -> Any:
-        """The next batch, of which ``advance`` told; the current stream waits for it.
+        """Return the next batch, of which ``advance`` told; the current stream waits for it.
 
         Raises:
             IteratorEndedError: The loader was moved or closed meanwhile.
@@ -263,7 +263,7 @@ class DevicePrefetcher:
         return _DeviceBatches(self, flight, turn)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, as the loader says."""
+        """Return the batches of a whole epoch, as the loader says."""
         return len(self.loader)
 
     @property
@@ -285,13 +285,13 @@ class DevicePrefetcher:
             self._move(f"set_epoch({epoch})")
 
     def seed(self, seed: int) -> None:
-        """A new order, from the next epoch on that *you* start, though the loader may be at its end already."""
+        """Set another order, from the next epoch on that *you* start, though the loader may have ended this one."""
         self.loader.seed(seed)
         if self._noted is not None:
             self._noted.seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch handed out last, though ``depth`` further ones may have been pulled."""
+        """Return the position after the batch handed out last, though ``depth`` further ones may have been pulled."""
         state: dict[str, Any]
         if self._noted is None or self._noted.state is None:
             state = self.loader.state_dict()
@@ -306,12 +306,12 @@ class DevicePrefetcher:
         self._noted = None
 
     def metrics(self) -> dict[str, Any]:
-        """The loader's metrics; its ``wait_s`` is what this object waited for the loader."""
+        """Return the loader's metrics; its ``wait_s`` is what this object waited for the loader."""
         numbers: dict[str, Any] = self.loader.metrics()
         return numbers
 
     def describe(self) -> str:
-        """In words: what this object and the loader are at. From any thread."""
+        """Say what this object and the loader are at. From any thread."""
         describe = getattr(self.loader, "describe", None)
         if describe is None:
             return self.describe_stage()
@@ -319,7 +319,7 @@ class DevicePrefetcher:
         return told if hasattr(self.loader, "add_stage") else f"{told}\n{self.describe_stage()}"
 
     def describe_stage(self) -> str:
-        """In words: what this object is at. From any thread."""
+        """Say what this object is at. From any thread."""
         flight = self._flight
         if flight is None:
             return f"prefetcher to {self.device}: not running"
@@ -388,7 +388,7 @@ class DevicePrefetcher:
 
 
 def resolve_device(device: str | int | torch.device | None) -> torch.device:
-    """The CPU, or a CUDA device with its index.
+    """Return the CPU, or a CUDA device with its index.
 
     Raises:
         ConfigError: There is no such device, or it is of another kind.
@@ -428,7 +428,7 @@ class _DeviceBatches:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, on the device."""
+        """Return the next batch, on the device."""
         self._flight.maker.check()
         if self._is_over:
             self._end()

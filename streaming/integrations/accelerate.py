@@ -46,7 +46,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """The loader's batches, on the device."""
+        """Yield the loader's batches, on the device."""
         self.begin()
         try:
             for batch in self._loader:

@@ -43,7 +43,7 @@ class ReadAhead:
         self._loader.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:
-        """The loader's batches."""
+        """Yield the loader's batches."""
         batches = iter(self._loader)
         for number, batch in enumerate(batches):
             batches.hold_back(1)

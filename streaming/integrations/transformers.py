@@ -82,7 +82,7 @@ class _Resumed(IterableDataset[Any]):
 
 
 def _batches_seen(loader: DataLoader) -> int:
-    """Batches of the epoch in progress before the loader's position."""
+    """Return the batches of the epoch in progress before the loader's position."""
     seen: int = -(-loader.state_dict()["samples_seen"] // loader.global_batch_size)
     return seen
 

@@ -42,7 +42,7 @@ class Board(Protocol):
         """Count up; the new number."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Tell whether all are there."""
 
     def wait(self, keys: list[str], timeout: timedelta) -> object:
         """Wait for all; raises at the time-out."""
@@ -121,13 +121,13 @@ def _gather(board: Board, home: str, ranks: Sequence[int], timeout_s: float) -> 
 
 
 def majority_of(told: Sequence[Facts]) -> dict[str, Any]:
-    """By fact: what most say; among equals, what the first says."""
+    """Find what most say, by fact; among equals, what the first says."""
     names = dict.fromkeys(name for facts in told for name in facts)
     return {name: json.loads(Counter(_text(facts.get(name)) for facts in told).most_common(1)[0][0]) for name in names}
 
 
 def differences(told: Mapping[int, Facts], majority: Facts) -> list[tuple[int, str, Any, Any]]:
-    """Rank, fact, its value, the majority's, for all that differ."""
+    """List rank, fact, its value, the majority's, for all that differ."""
     return [
         (rank, name, facts.get(name), value)
         for rank, facts in told.items()
@@ -170,7 +170,7 @@ def _absent(missing: Sequence[int], timeout_s: float, *, required: bool) -> None
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """``agreement_timeout`` itself.
+    """Check ``agreement_timeout``, and return it.
 
     Raises:
         ConfigError: It is no positive number, and not None.

@@ -12,7 +12,7 @@ from streaming.errors import WorkerError
 
 
 def error_to_json(error: BaseException) -> bytes:
-    """An exception as JSON: its type by name, its arguments where they are plain, its message and notes."""
+    """Return an exception as JSON: its type by name, its arguments where they are plain, its message and notes."""
     args = [arg if isinstance(arg, (str, int, float, bool, type(None))) else None for arg in error.args]
     plain = all(arg is None or type(arg) in {str, int, float, bool} for arg in error.args)
     kind = type(error)
@@ -23,7 +23,7 @@ def error_to_json(error: BaseException) -> bytes:
 
 
 def error_from_json(data: bytes, note: str) -> BaseException:
-    """The exception with one more note: of the same type and message where that type is known here.
+    """Return the exception with one more note: of the same type and message where that type is known here.
 
     Else it is a ``WorkerError`` that names the type.
     """
@@ -38,7 +38,7 @@ def error_from_json(data: bytes, note: str) -> BaseException:
 
 
 def _same_type(told: dict[str, Any]) -> BaseException | None:
-    """Only of modules that this process has loaded, and only types whose message comes out the same."""
+    """Make the error again, if its type is loaded here and gives the same message; else None."""
     home = {"builtins": builtins, errors.__name__: errors}.get(told["module"], sys.modules.get(told["module"]))
     kind: Any = getattr(home, told["name"], None)
     if not isinstance(kind, type) or not issubclass(kind, Exception):

@@ -37,17 +37,17 @@ class Peers(Protocol):
         """All of them."""
 
     def turn(self, name: str) -> int:
-        """How often this process has asked for this name, this time included."""
+        """Tell how often this process has asked for this name, this time included."""
 
     def leave(self, name: str, data: bytes) -> None:
         """Leave ``data`` for the others."""
 
     def find(self, name: str, timeout_s: float) -> bytes | None:
-        """What somebody left, or None if nobody did in time."""
+        """Return what somebody left, or None if nobody did in time."""
 
 
 def shared(peers: Peers, name: str, make: Callable[[], bytes]) -> bytes:
-    """What ``make`` returns: called on rank 0, whose result all others get.
+    """Return what ``make`` returns: called on rank 0, whose result all others get.
 
     The n-th call for a name meets the n-th of the others. Where rank 0 does not begin in time (this process works
     alone), or the result is too large to be handed to all (more than ``MOST_BYTES`` together), ``make`` is called here.
@@ -66,7 +66,7 @@ def shared(peers: Peers, name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def shared_parts(peers: Peers, name: str, make: Callable[[int], bytes]) -> list[bytes]:
-    """What ``make`` returns for each rank: called here for this rank, the others' results come from them.
+    """Return what ``make`` returns for each rank: called here for this rank, the others' results come from them.
 
     What a rank has not begun in time is made here, and so is what comes after it, unless it is there already.
 
@@ -87,7 +87,7 @@ def shared_parts(peers: Peers, name: str, make: Callable[[int], bytes]) -> list[
 
 
 def _told(peers: Peers, place: str, raised: str) -> bytes | None:
-    """What a rank that has begun leaves; None if that did not come, or was too large."""
+    """Wait for what a rank that has begun leaves; None if that did not come, or was too large."""
     told = peers.find(f"{place}/told", RESULT_WAIT_S)
     if told is None:
         return None

@@ -42,7 +42,7 @@ class TorchPeers:
 
 
 def job_store(needed_for: str) -> tuple[int, Any]:
-    """This process's rank, and the key-value store with which torch.distributed was set up, whatever its backend.
+    """Return this process's rank, and the key-value store of torch.distributed, whatever its backend.
 
     Raises:
         ConfigError: It was not.
@@ -56,10 +56,10 @@ def job_store(needed_for: str) -> tuple[int, Any]:
 
 
 def job_world_size() -> int:
-    """Processes of the job, as torch.distributed knows them; 1 where it is not set up."""
+    """Return the processes of the job, as torch.distributed knows them; 1 where it is not set up."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def job_peers() -> Peers | None:
-    """The job's processes, if torch.distributed is set up with more than one."""
+    """Return the job's processes, if torch.distributed is set up with more than one."""
     return TorchPeers() if job_world_size() > 1 else None

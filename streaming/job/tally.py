@@ -64,7 +64,7 @@ class Tally:
             self._store.delete_key(f"{self._home}/{turn - 2}")  # nobody is two rounds behind for long
 
     def total(self, own: int) -> int:
-        """What all ranks have counted in this round, as far as it is known here; asks where ``own`` or time went on.
+        """Sum what all ranks have counted in this round, as far as is known; ask where ``own`` or time went on.
 
         Args:
             own: What this rank has counted in this round.
@@ -88,7 +88,7 @@ class Tally:
 
 
 def open_tally(subject: str, rank: int, ranks: Sequence[int], *, adds: bool) -> Tally | None:
-    """A tally over the processes of torch.distributed; None where it is not set up, or numbers its ranks otherwise."""
+    """Open a tally over torch.distributed; None where it is not set up, or numbers its ranks otherwise."""
     import torch.distributed as dist  # noqa: PLC0415  only where there are ranks
 
     if not dist.is_available() or not dist.is_initialized():

@@ -15,7 +15,7 @@ _CONTROL = "control"
 
 
 def check_connected() -> None:
-    """Nothing, where this process is connected to Ray.
+    """Check that this process is connected to Ray.
 
     Raises:
         ConfigError: Ray is not installed, or not started.
@@ -29,7 +29,7 @@ def check_connected() -> None:
 
 
 def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup) -> list[Any]:
-    """An actor of class ``reader`` for each of ``arguments``.
+    """Return an actor of class ``reader`` for each of ``arguments``.
 
     They end with the driver, or with the last reference. Ray starts a dead one again, and asks it again for what was
     asked and not answered: calls may be repeated.
@@ -64,17 +64,17 @@ def start(reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup
 
 
 def read(actor: Any, step: Any, num_ranks: int) -> tuple[Any, ...]:
-    """References to the note and the batches of a step. They are this process's: they outlive the actor."""
+    """Return the references to the note and the batches of a step. They are this process's: they outlive the actor."""
     return tuple(actor.read.options(num_returns=1 + num_ranks).remote(step))
 
 
 def ask(actor: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """A reference to what ``method`` returns, beside the reads that are under way."""
+    """Return a reference to what ``method`` returns, beside the reads that are under way."""
     return getattr(actor, method).options(concurrency_group=_CONTROL).remote(*args, **kwargs)
 
 
 def get(refs: Any, *, timeout_s: float | None = None) -> Any:
-    """The value of a reference, or of each in a list. An exception raised in an actor comes out as it is.
+    """Return the value of a reference, or of each in a list. An exception raised in an actor comes out as it is.
 
     Raises:
         WorkerDiedError: The actor died again and again.

@@ -57,7 +57,7 @@ class RemoteGroup:
 
 
 def as_remote_group(given: RemoteGroup | str) -> RemoteGroup:
-    """``given`` itself, or a group of that name with one actor.
+    """Return ``given`` itself, or a group of that name with one actor.
 
     Raises:
         ConfigError: It is neither.
@@ -70,6 +70,6 @@ def as_remote_group(given: RemoteGroup | str) -> RemoteGroup:
 
 
 def deal(num_ranks: int, num_actors: int) -> tuple[range, ...]:
-    """The data ranks of each actor: equal runs, or runs that differ by one; no more actors than ranks."""
+    """Return the data ranks of each actor: equal runs, or runs that differ by one; no more actors than ranks."""
     count = min(num_ranks, num_actors)
     return tuple(range(one * num_ranks // count, (one + 1) * num_ranks // count) for one in range(count))

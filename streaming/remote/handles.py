@@ -33,7 +33,7 @@ class BatchHandle:
     ref: Any
 
     def get(self) -> Any:
-        """The batch, in memory of this process; another call makes another copy."""
+        """Return the batch, in memory of this process; another call makes another copy."""
         return unpack(cluster.get(self.ref))
 
 
@@ -60,11 +60,11 @@ class RemoteBatch:
         return self.handles[0].number
 
     def of(self, rank: int) -> BatchHandle:
-        """The handle for a rank of the mesh; replicas get the same one."""
+        """Return the handle for a rank of the mesh; replicas get the same one."""
         return self.handles[self.mesh.with_rank(rank).data_rank]
 
     def get(self) -> Any:
-        """The batch itself, where the mesh has a single data rank.
+        """Return the batch itself, where the mesh has a single data rank.
 
         Raises:
             ValueError: It has several: a global batch is never in one place.

@@ -58,12 +58,12 @@ class RemoteState:
     values: State
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``state_dict`` gives."""
+        """Return what ``state_dict`` gives."""
         return dict(self.values)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The state of ``to_dict``.
+        """Return the state of ``to_dict``.
 
         Raises:
             StateError: It is no dict.
@@ -74,7 +74,7 @@ class RemoteState:
 
 
 def travelling(create_dataset: Any, make_loader: Callable[..., Any]) -> bytes:
-    """What is sent to the actors: the function that makes the data set, and the loader's options.
+    """Return what is sent to the actors: the function that makes the data set, and the loader's options.
 
     Raises:
         ConfigError: It is no function, or drags data along.
@@ -100,7 +100,7 @@ def open_remote(
     create_dataset: Any, loader: Callable[..., Any], mesh: DeviceMesh, group: RemoteGroup | str, *, shape: Shape,
     **options: Any,
 ) -> RemoteLoop:  # fmt: skip
-    """The loop whose readers each make ``loader(dataset, device_mesh=…, **options)``.
+    """Return the loop whose readers each make ``loader(dataset, device_mesh=…, **options)``.
 
     Raises:
         ConfigError: An option that makes no sense in an actor; and see ``RemoteLoop``.
@@ -139,7 +139,7 @@ class _Ahead:
             self.pending.append(self._ask(step))
 
     def next(self) -> tuple[list[Note], _Refs]:
-        """The notes and references of the first step, by reader, once it is there."""
+        """Return the notes and references of the first step, by reader, once it is there."""
         refs_of = self.pending[0]
         notes: list[Note] = cluster.get([refs[0] for refs in refs_of])
         self.pending.popleft()
@@ -201,7 +201,7 @@ class RemoteLoop(Loop):
         return Place(epoch=int(state["epoch"]), samples_seen=int(state["samples_seen"]), detail=state)
 
     def state(self) -> RemoteState:
-        """The position after the step handed out last."""
+        """Return the position after the step handed out last."""
         return RemoteState(values=self._state_at(self.position.place, self.position.next_seed))
 
     def load(self, state: RemoteState) -> None:
@@ -216,7 +216,7 @@ class RemoteLoop(Loop):
         self.go_to(place, values["next_seed"])
 
     def report(self) -> dict[str, Any]:
-        """Own metrics; those of each data rank's loader (since its reader started) in ``readers``; bad samples."""
+        """Report own metrics; those of each data rank's loader (since its reader started); bad samples."""
         asked = [cluster.ask(actor, "reports") for actor in self._actors]
         readers = [report for reports in cluster.get(asked) for report in reports] if asked else []
         return {
@@ -226,7 +226,7 @@ class RemoteLoop(Loop):
         }
 
     def describe(self) -> str:
-        """What the first reader that runs waits for, or that Ray has not started it."""
+        """Return what the first reader that runs waits for, or that Ray has not started it."""
         if self.running is None:
             return "not running"
         for number, actor in enumerate(self._actors):
@@ -269,7 +269,7 @@ class RemoteLoop(Loop):
         return cluster.get(cluster.ask(self._open()[0], method, *args, **kwargs))
 
     def _state_at(self, place: Place, next_seed: int | None) -> State:
-        """A reader's state at ``place``."""
+        """Return a reader's state at ``place``."""
         state = place.detail
         if state is None:
             state = self._known = self._asked("adjusted", self._known, epoch=place.epoch)
@@ -281,7 +281,7 @@ class RemoteLoop(Loop):
         }  # fmt: skip
 
     def num_ahead(self) -> int:
-        """Steps to be under way or ready: as many as fit, none before the size of one is known."""
+        """Return the steps to be under way or ready: as many as fit, none before the size of one is known."""
         if self._step_bytes is None:
             return 0
         return min(self.config.prefetch, self.config.group.ahead_limit_bytes // max(1, self._step_bytes))
@@ -291,7 +291,7 @@ class RemoteLoop(Loop):
         return [cluster.read(actor, step, len(ranks)) for actor, ranks in zip(actors, self._ranks, strict=True)]
 
     def watch(self, notes: list[Note]) -> None:
-        """Sizes, and who died: readers that are other processes than before."""
+        """Return the sizes, and who died: readers that are other processes than before."""
         if not notes[0].ended:
             self._step_bytes = max(self._step_bytes or 0, sum(sum(note.num_bytes) for note in notes))
             self.metrics.peak("largest_step_bytes", self._step_bytes)
@@ -301,7 +301,7 @@ class RemoteLoop(Loop):
                 self.metrics.add("reader_restarts")
 
     def handed_out(self, notes: list[Note], refs_of: _Refs, before: State) -> RemoteBatch:
-        """The step that came after the state ``before``."""
+        """Return the step that came after the state ``before``."""
         epoch, number = int(before["epoch"]), -(-int(before["samples_seen"]) // self.shape.global_batch_size)
         handles = [
             BatchHandle(epoch=epoch, number=number, data_rank=data_rank, num_samples=rows, num_bytes=size, ref=ref)
@@ -323,7 +323,7 @@ class _RemoteRun:
         self.state = ahead.base
 
     def __next__(self) -> RemoteBatch:
-        """The next step."""
+        """Return the next step."""
         loop, ahead, before = self._loop, self._ahead, self.state
         ahead.ask_for(max(1, loop.num_ahead()))
         with loop.metrics.timed("wait_for_batch_s"):
@@ -337,8 +337,8 @@ class _RemoteRun:
         return loop.handed_out(notes, refs_of, before)
 
     def close(self) -> None:
-        """What is under way comes to its end by itself."""
+        """Do nothing: what is under way comes to its end by itself."""
 
     def describe(self) -> str:
-        """For people."""
+        """Describe for people."""
         return self._loop.describe()

@@ -72,7 +72,7 @@ class Reader:
         self._next: tuple[int, int] | None = None
 
     def read(self, step: Step) -> tuple[Any, ...]:
-        """A note, and the packed batch of each data rank; after the epoch's last step, the note alone counts."""
+        """Return a note, and the packed batch of each data rank; after the epoch's last step, the note alone counts."""
         loaders = self._open()
         if self._next != (step.run, step.number):
             self._seek(step)
@@ -95,11 +95,11 @@ class Reader:
         )
 
     def length(self) -> int:
-        """Batches in a whole epoch."""
+        """Return the batches in a whole epoch."""
         return len(self._open()[0])
 
     def adjusted(self, state: State | None, *, epoch: int | None = None) -> State:
-        """A state after ``load_state_dict``, or one at the start of ``epoch`` with the settings of ``state``.
+        """Return a state after ``load_state_dict``, or one at the start of ``epoch`` with the settings of ``state``.
 
         Checks it as a loader does, and touches none that reads.
         """
@@ -115,11 +115,11 @@ class Reader:
         return adjusted
 
     def reports(self) -> list[dict[str, Any]]:
-        """The metrics of each data rank."""
+        """Return the metrics of each data rank."""
         return [loader.metrics() for loader in self._open()]
 
     def describe(self) -> str:
-        """What the first loader that runs waits for."""
+        """Return what the first loader that runs waits for."""
         lines = [loader.describe() for loader in self._loaders]
         return next((line for line in lines if line != "not running"), "not running")
 

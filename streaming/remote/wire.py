@@ -26,7 +26,7 @@ class PackedTensor:
 
 
 def pack(value: Any) -> Any:
-    """``value`` with its tensors packed: in dicts, lists and tuples, at any depth. Other objects stay as they are."""
+    """Pack the tensors of ``value``, in dicts, lists and tuples, at any depth. Other objects stay as they are."""
     if isinstance(value, torch.Tensor):
         bits = _AS_BITS.get(value.dtype)
         if value.layout is not torch.strided or value.device.type != "cpu" or value.requires_grad:
@@ -39,7 +39,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """What ``pack`` was given, in memory of its own: tensors may be changed."""
+    """Return what ``pack`` was given, in memory of its own: tensors may be changed."""
     if isinstance(value, PackedTensor):
         tensor = torch.from_numpy(value.array.copy())
         return tensor if value.dtype is None else tensor.view(value.dtype)
@@ -47,7 +47,7 @@ def unpack(value: Any) -> Any:
 
 
 def num_bytes(value: Any) -> int:
-    """Payload of a packed batch: arrays, bytes and text, at any depth."""
+    """Count the payload of a packed batch: arrays, bytes and text, at any depth."""
     if isinstance(value, PackedTensor):
         return value.array.nbytes
     if isinstance(value, np.ndarray):
@@ -62,7 +62,7 @@ def num_bytes(value: Any) -> int:
 
 
 def num_rows(value: Any) -> int | None:
-    """Samples in a packed batch: the length of its first column, or of the list of samples; None: it does not tell."""
+    """Count samples of a packed batch: the length of its first column, or of the list; None: it does not tell."""
     if isinstance(value, Mapping):
         return num_rows(next(iter(value.values()), ()))
     array = value.array if isinstance(value, PackedTensor) else value
