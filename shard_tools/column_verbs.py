@@ -180,7 +180,7 @@ def show_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool,
 
 
 def show_added(report: AddReport) -> None:
-    """What was added, for people."""
+    """Print what was added."""
     for count, what, keys in (
         (report.num_missing, "samples have no value", report.first_missing),
         (report.num_unmatched, "rows mean no sample", report.first_unmatched),

@@ -14,7 +14,7 @@ DONE += ("streaming.job", "streaming.remote")
 VERBS = frozenset(re.findall(r"\w+", """
     add announce append apply ask begin block build call check choose claim clear close collate compare convert copy
     count cut decode delete describe divide do draw drop encode end evict exit explain fetch fill find finish follow
-    forget gather get give go group guard have hold index iterate join keep leave let limit list load lock log look
+    forget gather get give go group guard have hold index iterate join keep leave let lift limit list load lock log look
     make map mark measure merge move note number open pack parse pass prepare print publish put raise read refuse
     release remember remove rename repair repeat report reserve reset resize resolve return run save say scan search
     see select send set share show sleep sort split spread start stop sum take tell test turn unpack update use

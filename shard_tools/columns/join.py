@@ -172,7 +172,7 @@ class _Rows:
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Without dictionaries; text with short offsets."""
+    """Take off dictionaries; give text short offsets."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return pa.string() if pa.types.is_large_string(kind) else kind
@@ -190,7 +190,7 @@ def _value_column(names: Sequence[str], name: str, on: str) -> str:
 
 
 def _digest(file: SourceFile, storage: Storage) -> str:
-    """Of the file's bytes: the same file gives the same column version."""
+    """Sum the file's bytes: the same file gives the same column version."""
     digest = hashlib.sha256()
     for start in range(0, file.size_bytes, _HASH_BYTES):
         digest.update(storage.read(file.url, start, min(start + _HASH_BYTES, file.size_bytes)))
@@ -267,7 +267,7 @@ def _matches(
 
 
 def _refuse_twice(row_of: Int64Array, samples: Int64Array, matches: Int64Array, row_keys: pa.Array) -> None:
-    """A sample that has a row already, or two of this batch.
+    """Refuse a sample that has a row already, or two of this batch.
 
     Raises:
         DataError: Naming the first few keys.

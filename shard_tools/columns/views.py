@@ -46,7 +46,7 @@ class ViewsReport(Report):
 
 
 def parse_subset(text: str | None) -> Subset | None:
-    """``0%..80%`` as two shares, ``1000..2000`` as two numbers.
+    """Read ``0%..80%`` as two shares, ``1000..2000`` as two numbers.
 
     Raises:
         ConfigError: It is neither.
