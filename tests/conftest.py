@@ -113,8 +113,8 @@ def azure_container(azurite: AzuriteServer) -> str:
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Forked]:
     """Starts processes that have imported what we have."""
-    names = ("streaming.loader", "streaming.dataset", "shard_tools.convert", "data_sets", "torch.distributed.tensor")
-    with Forked(*names) as origin:
+    names = ("streaming.loader", "streaming.dataset", "shard_tools.convert", "shard_tools.cli", "data_sets")
+    with Forked(*names, "torch.distributed.tensor") as origin:
         yield origin
 
 

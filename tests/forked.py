@@ -38,13 +38,17 @@ class ForkedProcess:
         """The exit code, negative for a signal; None while it runs."""
         return self._origin.poll(self.pid, 0)
 
+    def poll_for(self, timeout: float) -> int | None:
+        """The same, if it ends in time."""
+        return self._origin.poll(self.pid, timeout)
+
     def wait(self, timeout: float = 240) -> int:
         """The exit code.
 
         Raises:
             AssertionError: It runs too long; what it has written is in the message.
         """
-        code = self._origin.poll(self.pid, timeout)
+        code = self.poll_for(timeout)
         assert code is not None, f"runs for more than {timeout} s: {self.output.read_text()[-4000:]}"
         return code
 
@@ -147,6 +151,17 @@ def all_end(processes: Sequence[ForkedProcess], timeout: float = 240) -> list[in
                 one.kill()
         running = [one for one in running if codes[one.pid] is None]
     return [one.wait(0) for one in processes]
+
+
+def killed_until_it_is_done(forked: Forked, program: str, *arguments: str, output: Path) -> int:
+    """Kill a program again and again, each time after a little longer, until it has ended well; how often."""
+    kills, wait_s = 0, 0.01
+    while (code := (process := forked.start(program, *arguments, output=output)).poll_for(wait_s)) is None:
+        process.kill()
+        process.wait()
+        kills, wait_s = kills + 1, wait_s * 1.2
+    assert code == 0, output.read_text()[-4000:]
+    return kills
 
 
 # --- the process that forks ---

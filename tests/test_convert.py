@@ -8,8 +8,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forked import Forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -396,12 +395,12 @@ convert(sys.argv[1], sys.argv[2], options=ConvertOptions(max_samples=20))
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 20, 21, 59, 60, 99])
-def test_killed_and_gone_on_with(tmp_path: Path, stop_at: int) -> None:
+def test_killed_and_gone_on_with(tmp_path: Path, forked: Forked, stop_at: int) -> None:
     source = make_jsonl(tmp_path / "in.jsonl", 100)
     options = ConvertOptions(max_samples=20)
     convert(str(source), str(tmp_path / "calm"), options=options)
-    command = [sys.executable, "-c", STOPPER, str(source), str(tmp_path / "out"), str(stop_at)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    arguments = (str(source), str(tmp_path / "out"), str(stop_at))
+    assert forked.start(STOPPER, *arguments, output=tmp_path / "said").wait() == -signal.SIGKILL
     for shard in (tmp_path / "out").glob("*.tar"):
         assert shard.read_bytes() == (tmp_path / "calm" / shard.name).read_bytes()
     report = convert(str(source), str(tmp_path / "out"), options=options)

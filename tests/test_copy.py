@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from data_sets import make_sample
 from fault_proxy import Fault, FaultProxy
+from forked import Forked, killed_until_it_is_done
 from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
@@ -197,10 +196,10 @@ module.copy(sys.argv[1], sys.argv[2], workers=1)
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 3, 5, 6, 8, 11, 12])
-def test_killed_and_gone_on_with(data: Path, tmp_path: Path, stop_at: int) -> None:
+def test_killed_and_gone_on_with(data: Path, tmp_path: Path, forked: Forked, stop_at: int) -> None:
     """6 chunks, 6 sample tables, 1 chunk table: killed before each kind, and in between."""
-    killed = [sys.executable, "-c", KILLER, str(data), str(tmp_path / "out"), str(stop_at)]
-    assert subprocess.run(killed, check=False).returncode == -signal.SIGKILL
+    arguments = (str(data), str(tmp_path / "out"), str(stop_at))
+    assert forked.start(KILLER, *arguments, output=tmp_path / "said").wait() == -signal.SIGKILL
     half = tree(tmp_path / "out") if (tmp_path / "out").exists() else {}
     assert all(tree(data)[name] == body for name, body in half.items())
     assert "_shardstream/chunks.parquet" not in half
@@ -211,21 +210,13 @@ def test_killed_and_gone_on_with(data: Path, tmp_path: Path, stop_at: int) -> No
     assert tree(tmp_path / "out") == tree(data)
 
 
-def test_killed_at_random_moments(data: Path, tmp_path: Path) -> None:
+COMMAND = "from shard_tools.cli import cli; cli(prog_name='shard_tools')"
+
+
+def test_killed_at_random_moments(data: Path, tmp_path: Path, forked: Forked) -> None:
     """SIGKILL from outside, whenever; again and again until it is done."""
-    arguments = [sys.executable, "-m", "shard_tools", "copy", str(data), str(tmp_path / "out"), "--workers", "2"]
-    kills, wait_s = 0, 0.5
-    while True:
-        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            code = process.wait(wait_s)  # what is tested: any moment
-            break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills, wait_s = kills + 1, wait_s * 1.15
-    assert code == 0
-    assert kills
+    arguments = ("copy", str(data), str(tmp_path / "out"), "--workers", "2")
+    assert killed_until_it_is_done(forked, COMMAND, *arguments, output=tmp_path / "said")
     assert tree(tmp_path / "out") == tree(data)
 
 

@@ -6,8 +6,6 @@ import io
 import json
 import random
 import signal
-import subprocess
-import sys
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from data_sets import make_sample, mesh_of
 from fault_proxy import Fault, FaultProxy
+from forked import Forked, killed_until_it_is_done
 from servers import MiniS3Server, fresh_name
 
 import shard_tools.sets.shard_source as shard_source
@@ -121,7 +120,8 @@ def test_exactly_these_samples_in_this_order(
     source, found = dict(samples(data)), samples(tmp_path / "out")
     assert [int(key) for key, _ in found] == list(expected)
     assert all(fields == source[key] for key, fields in found)
-    assert columns(tmp_path / "out") == {key: columns(data)[key] for key, _ in found}
+    known = columns(data)
+    assert columns(tmp_path / "out") == {key: known[key] for key, _ in found}
     assert verify([str(tmp_path / "out")], storage=Storage(), decode=True).findings == ()
     assert (report.num_source, report.num_dropped, report.num_filtered) == (COUNT, 0, COUNT - len(found))
     assert report.num_samples == len(found)
@@ -374,33 +374,25 @@ reshard(sys.argv[1], sys.argv[2], options=ReshardOptions(max_samples=20, shuffle
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 21, 45, 79])
-def test_killed_and_gone_on_with(data: Path, tmp_path: Path, stop_at: int) -> None:
+def test_killed_and_gone_on_with(data: Path, tmp_path: Path, forked: Forked, stop_at: int) -> None:
     options: dict[str, Any] = {"max_samples": 20, "shuffle_seed": 3, "where": "tokens < 25"}
     run(data, tmp_path / "calm", **options)
-    killed = [sys.executable, "-c", STOPPER, str(data), str(tmp_path / "out"), str(stop_at)]
-    assert subprocess.run(killed, check=False).returncode == -signal.SIGKILL
+    arguments = (str(data), str(tmp_path / "out"), str(stop_at))
+    assert forked.start(STOPPER, *arguments, output=tmp_path / "said").wait() == -signal.SIGKILL
     report = run(data, tmp_path / "out", **options)
     assert tree(tmp_path / "out") == tree(tmp_path / "calm")
     assert report.num_resumed_samples == max(0, (stop_at - 1) // 20 * 20 - 20)
 
 
-def test_killed_at_random_moments(data: Path, tmp_path: Path) -> None:
+COMMAND = "from shard_tools.cli import cli; cli(prog_name='shard_tools')"
+
+
+def test_killed_at_random_moments(data: Path, tmp_path: Path, forked: Forked) -> None:
     """SIGKILL from outside, whenever; again and again until it is done."""
     options = ["--max-samples", "3", "--shuffle", "--seed", "5", "--memory", "100KB"]
     assert command("reshard", data, tmp_path / "calm", *options).exit_code == 0
-    arguments = [sys.executable, "-m", "shard_tools", "reshard", str(data), str(tmp_path / "out"), *options]
-    kills, wait_s = 0, 0.6
-    while True:
-        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            code = process.wait(wait_s)  # what is tested: any moment
-            break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills, wait_s = kills + 1, wait_s * 1.1
-    assert code == 0
-    assert kills
+    arguments = ("reshard", str(data), str(tmp_path / "out"), *options)
+    assert killed_until_it_is_done(forked, COMMAND, *arguments, output=tmp_path / "said")
     assert tree(tmp_path / "out") == tree(tmp_path / "calm")
 
 
