@@ -218,6 +218,7 @@ def test_hash_is_that_of_its_description() -> None:
     expected = [None if text is None else of_text(text) for text in texts]
     for kind in (pa.string(), pa.large_string()):
         assert stable_hash(pa.array(["zz", *texts], kind)[1:]).to_pylist() == expected
+    assert stable_hash(pa.array(texts * 50)).to_pylist() == expected * 50  # few values among many rows
     numbers = [0, 1, -1, 2**63 - 1, None]
     expected = [None if one is None else mix(one % 2**64) >> 1 for one in numbers]
     assert stable_hash(pa.array(numbers, pa.int64())).to_pylist() == expected

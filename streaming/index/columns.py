@@ -25,6 +25,7 @@ KIND = "column"
 _VALUE = "value"
 _NO_FIELD = re.compile(r"No match for FieldRef\.Name\((.*?)\) in ", re.DOTALL)
 _MAX_NAMES = 1000
+_LOOKED_AT = 1024  # texts, to tell whether there are few different ones
 
 Values: TypeAlias = pa.Array
 """A column's values, for modules that hand them on without knowing Arrow."""
@@ -178,10 +179,19 @@ def stable_hash(column: pa.Array) -> pa.Array:
         hashed = _mix(whole.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64).view(np.uint64))
     elif pa.types.is_floating(kind):
         hashed = _mix(_words_of_floats(column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)))
+    elif len(column[:_LOOKED_AT].unique()) * 4 < min(len(column), _LOOKED_AT):  # few values: each is hashed once
+        encoded = column.dictionary_encode()
+        return _hash_of_texts(encoded.dictionary).take(encoded.indices)
     else:
-        hashed = _hash_of_bytes(column)
+        return _hash_of_texts(column)
     mask = column.is_null().to_numpy(zero_copy_only=False) if column.null_count else None
     return pa.array((hashed >> np.uint64(1)).view(np.int64), pa.int64(), mask=mask)
+
+
+def _hash_of_texts(texts: Values) -> Values:
+    """:func:`stable_hash` of texts, one by one."""
+    mask = texts.is_null().to_numpy(zero_copy_only=False) if texts.null_count else None
+    return pa.array((_hash_of_bytes(texts) >> np.uint64(1)).view(np.int64), pa.int64(), mask=mask)
 
 
 def _mix(values: _U64) -> _U64:
