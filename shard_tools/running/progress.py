@@ -81,7 +81,7 @@ class _Lines:
         """Count, and tell if the last line is old enough."""
         with self._lock:
             self._done_bytes += num_bytes
-            self._done += num
+            self._done += num  # sums are of all calls so far, whichever threads made them
             now_s = time.monotonic()
             if now_s - self._told_s < self._every_s:
                 return

@@ -56,7 +56,7 @@ class RayExecutor(Executor):
         ref = self._call.remote(self._stored, args, kwargs)
         future: Future[_R] = Future()
         with self._lock:
-            self._under_way.add(ref)
+            self._under_way.add(ref)  # from here until its callback has run, shutdown waits for it
 
         def done(inner: Future[_R]) -> None:
             with self._lock:

@@ -64,7 +64,7 @@ class _Told:
     def __call__(self, url: str, num_bytes: int) -> None:
         with self._lock:
             new = url not in self._begun
-            self._begun.add(url)
+            self._begun.add(url)  # each shard counts once, however many pieces of it are told
             self.num_bytes += num_bytes
         self._progress.advance(num_bytes=num_bytes, num=int(new))
 
