@@ -78,6 +78,42 @@ class Launch:
         _check_share(name, "node rank", self.node_rank, "number of nodes", self.num_nodes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStore:
+    """The key-value store that torchrun's agent keeps for the processes it starts, before any of them has a group.
+
+    Attributes:
+        host: Where it listens.
+        port: Its port.
+        rank: This process among those of the job.
+        world_size: Their number.
+        attempt: Differs between the starts of a job: a restart meets nothing that was left before it.
+    """
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    attempt: str
+
+
+def agent_store(environ: Environ | None = None) -> AgentStore | None:
+    """Find the store of torchrun's agent; None where there is no such agent, or it has started one process.
+
+    Args:
+        environ: Environment variables; when None the process's own.
+    """
+    env = os.environ if environ is None else environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not _has(env, "MASTER_ADDR", "RANK", "WORLD_SIZE"):
+        return None
+    rank, world_size, port = (_integer(env, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank is None or world_size is None or port is None or world_size < 2:
+        return None
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
+    attempt = "/".join(env.get(name, "") for name in names)
+    return AgentStore(host=env["MASTER_ADDR"], port=port, rank=rank, world_size=world_size, attempt=attempt)
+
+
 def discover(environ: Environ | None = None) -> Launch:
     """Find where this process runs, by the table above.
 

@@ -12,7 +12,7 @@ from typing import Any, Self, SupportsIndex, get_args, overload
 
 import numpy as np
 
-from infra import MeshError, MeshFinder
+from infra import MeshError, MeshFinder, agent_store
 from streaming.arguments import (
     Urls,
     checked_fields,
@@ -186,7 +186,7 @@ class StreamingDataset(ChunkSource):
         if mirrors:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
-        peers = job_peers()
+        peers = job_peers(agent_store())
         tell_of_opening_alone(1 if peers is not None else _num_data_ranks())
         self.shards: OpenShards = open_shards(
             self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys

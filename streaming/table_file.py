@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from infra import agent_store
 from streaming.arguments import checks_names
 from streaming.catalog.lines import RecordStarts, scan_lines
 from streaming.catalog.open import digest_of
@@ -72,7 +73,7 @@ class TableDataset:
         self.transform = transform
         self.storage = Storage(storage_options)
         self._kinds = tuple(_kind_of(url, kind) for url in self.urls)
-        peers = job_peers()
+        peers = job_peers(agent_store())
         self._files: list[RecordStarts] = []
         for url, one in zip(self.urls, self._kinds, strict=True):
             if peers is None:

@@ -208,3 +208,14 @@ def test_killed_in_mid_epoch_and_resumed_on_another_world_size(
     assert prefix + rest == merged(play(samples.open(**DATASET), 1, epochs=2, **SHUFFLED))
     assert total((prefix + rest)[: results[0]["length"]]) == Counter(samples.keys)
     assert not {name for name in set(os.listdir("/dev/shm")) - shared_before if "shardstream" in name}
+
+
+def test_one_rank_opens_the_set_for_all_before_there_is_a_group(
+    samples: SampleSet, mini_s3: MiniS3Server, tmp_path: Path, forked: Forked
+) -> None:
+    """Under torchrun its agent's store is there from the start; a group these ranks never have."""
+    mini_s3.clear_log()
+    with ranks(forked, tmp_path / "run", samples, 4, job("whole", SHUFFLED)) as running:
+        running.finish()
+    opened = [one for one in mini_s3.log() if str(one["path"]).endswith("/_shardstream/chunks.parquet")]
+    assert len(opened) == 1

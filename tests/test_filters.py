@@ -301,7 +301,7 @@ def test_views(data: str) -> None:
 
 def test_ranks_share_the_work(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = ThreadPeers(4)
-    monkeypatch.setattr("streaming.dataset.job_peers", lambda: peers)
+    monkeypatch.setattr("streaming.dataset.job_peers", lambda _: peers)
     looked: list[int] = []
     from streaming.filters import select as filters  # noqa: PLC0415
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra import DEFAULT_AXIS_ORDER, DeviceMesh, MeshError, MeshFinder, as_device_mesh, discover
+from infra import DEFAULT_AXIS_ORDER, DeviceMesh, MeshError, MeshFinder, agent_store, as_device_mesh, discover
 
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")
 TORCHRUN = {
@@ -544,3 +544,19 @@ def test_lengths_are_known_before_the_rank_is(
     group(monkeypatch, 3, 4)
     assert finder.look_again(to_read=True)
     assert finder.mesh.rank == 3
+
+
+def test_the_store_of_torchruns_agent() -> None:
+    started = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "RANK": "3",
+               "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "0"}  # fmt: skip
+    found = agent_store(started)
+    assert found is not None
+    assert (found.host, found.port, found.rank, found.world_size) == ("node0", 29500, 3, 4)
+    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
+        other = agent_store({**started, name: "5"})
+        assert other is not None
+        assert other.attempt != found.attempt
+    assert agent_store({**started, "TORCHELASTIC_USE_AGENT_STORE": "False"}) is None  # rank 0 will keep one, later
+    assert agent_store({**started, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        assert agent_store({key: value for key, value in started.items() if key != name}) is None

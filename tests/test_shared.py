@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from data_sets import SampleSet, write_set
 from servers import MiniS3Server
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (the backend of one process)
 
+from infra import AgentStore
 from streaming import StreamingDataset
 from streaming.catalog.listing import Found
 from streaming.errors import ConfigError, IndexMismatchError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.job import once as shared
+from streaming.job import store
 from streaming.storage import Storage
 
 NUM_RANKS = 64
@@ -57,7 +60,7 @@ class ThreadPeers:
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> ThreadPeers:
     found = ThreadPeers()
-    monkeypatch.setattr("streaming.dataset.job_peers", lambda: found)
+    monkeypatch.setattr("streaming.dataset.job_peers", lambda _: found)
     return found
 
 
@@ -94,7 +97,7 @@ def test_many_ranks_ask_as_often_as_one(
     mini_s3: MiniS3Server, indexed: SampleSet, peers: ThreadPeers, monkeypatch: pytest.MonkeyPatch, options: Any
 ) -> None:
     with monkeypatch.context() as alone:
-        alone.setattr("streaming.dataset.job_peers", lambda: None)
+        alone.setattr("streaming.dataset.job_peers", lambda _: None)
         single = indexed.open(**options)
         cost = requests(mini_s3, lambda: indexed.open(**options))
     found: list[StreamingDataset] = []
@@ -215,3 +218,18 @@ def test_a_job_of_torch_distributed_reads_the_index_on_rank_0_alone(
     assert lengths == [9, 9, 9]
     assert any(url.endswith("chunks.parquet") for _, url in reads)
     assert {rank for rank, _ in reads} == {0}
+
+
+def test_the_store_of_torchruns_agent_serves_the_processes_it_started() -> None:
+    """What they start themselves has the same variables, and would ask for names out of turn."""
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [AgentStore(host="127.0.0.1", port=kept.port, rank=rank, world_size=2, attempt="0") for rank in (0, 1)]
+    first, second = (store._agent_peers(rank, 1000 + rank.rank) for rank in ranks)
+    assert first is not None
+    assert second is not None
+    assert first.turn("a") == first.turn("b") == second.turn("a") == 1
+    first.leave("a", b"one")
+    assert second.find("a", 5) == b"one"
+    assert second.find("b", 0.01) is None
+    assert store._agent_peers(ranks[1], 2000) is None
+    assert store._agent_peers(replace(ranks[1], attempt="1"), 2000) is not None

@@ -50,7 +50,7 @@ def tell_of_opening_alone(num_ranks: int) -> None:
     """Log that each of several ranks reads the index of a data set, and what would spare them that."""
     if num_ranks > 1:
         _log.info(
-            "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet; made after "
-            "init_process_group, rank 0 lists the shards and reads the index for all",
+            "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet, nor did "
+            "torchrun start them; made after init_process_group, rank 0 lists the shards and reads the index for all",
             num_ranks,
         )

@@ -1,27 +1,61 @@
-"""The other processes of the job, where torch.distributed knows them: for sharing work that each could do alone."""
+"""The other processes of the job, where torch.distributed or torchrun's agent knows them: for work that is shared."""
 
 from __future__ import annotations
 
+import logging
+import os
+import platform
 from datetime import timedelta
-from typing import Any
+from multiprocessing import parent_process
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from streaming.errors import ConfigError
 from streaming.job.once import Peers
 
+_CONNECT_S = 10.0
+"""To the store of torchrun's agent, which listens before it starts any process."""
+_log = logging.getLogger(__name__)
+_of_agents: dict[tuple[int, str], Peers | None] = {}
+"""By process, since a forked one is another, and start of the job."""
 
-class TorchPeers:
-    """Peers through the key-value store with which torch.distributed was set up.
+
+class StoreAddress(Protocol):
+    """Where a key-value store listens before torch.distributed is set up, and who this process is among its users."""
+
+    @property
+    def host(self) -> str:
+        """Host."""
+
+    @property
+    def port(self) -> int:
+        """Port."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+
+    @property
+    def world_size(self) -> int:
+        """All of them."""
+
+    @property
+    def attempt(self) -> str:
+        """Differs between the starts of a job."""
+
+
+class StorePeers:
+    """Peers through a key-value store: that with which torch.distributed was set up, or that of torchrun's agent.
 
     No collective: a process that opens a data set alone (evaluation on rank 0) waits for nobody who will not come for
     longer than the time-out.
     """
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self._store = dist.distributed_c10d._get_default_store()
+    def __init__(self, rank: int, world_size: int, store: Any) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
 
     def turn(self, name: str) -> int:
         """See ``Peers``."""
@@ -29,7 +63,7 @@ class TorchPeers:
 
     def leave(self, name: str, data: bytes) -> None:
         """See ``Peers``."""
-        self._store.set(f"shardstream/{name}", data)  # type: ignore[arg-type]  # bytes are fine, the stub is narrow
+        self._store.set(f"shardstream/{name}", data)
 
     def find(self, name: str, timeout_s: float) -> bytes | None:
         """See ``Peers``."""
@@ -60,6 +94,41 @@ def job_world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def job_peers() -> Peers | None:
-    """Return the job's processes, if torch.distributed is set up with more than one."""
-    return TorchPeers() if job_world_size() > 1 else None
+def job_peers(agent: StoreAddress | None = None) -> Peers | None:
+    """Return the job's processes, if torch.distributed is set up with more than one, or its launcher keeps a store.
+
+    Args:
+        agent: The store of the launcher, where there is one; for the time before torch.distributed is set up.
+    """
+    if job_world_size() > 1:
+        return StorePeers(dist.get_rank(), job_world_size(), dist.distributed_c10d._get_default_store())
+    if agent is None or not dist.is_available() or dist.is_initialized():
+        return None
+    own = os.getpid(), agent.attempt
+    if own not in _of_agents:
+        _of_agents.clear()
+        _of_agents[own] = _agent_peers(agent, own[0])
+    return _of_agents[own]
+
+
+def _agent_peers(agent: StoreAddress, pid: int) -> Peers | None:
+    """Return peers through the store of the launcher's agent; None in a process that it did not start.
+
+    Others inherit the variables: a worker of some pool, a program that a rank runs, what is started anew in a rank's
+    place. The first process of a rank that comes is the rank.
+    """
+    if parent_process() is not None:
+        return None
+    distributed: Any = dist
+    timeout = timedelta(seconds=_CONNECT_S)
+    try:
+        whole = distributed.TCPStore(
+            agent.host, agent.port, None, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+        store = distributed.PrefixStore(f"shardstream/{agent.attempt}", whole)
+        own = f"{platform.node()} {pid}"
+        is_rank = store.compare_set(f"process/{agent.rank}", "", own) == own.encode()
+    except RuntimeError as error:  # torch.distributed.DistError is one
+        _log.info("the store of torchrun's agent at %s:%d does not answer: %s", agent.host, agent.port, error)
+        return None
+    return StorePeers(agent.rank, agent.world_size, store) if is_rank else None
