@@ -29,7 +29,7 @@ import numpy.typing as npt
 from streaming.errors import ConfigError
 from streaming.plan.mixing import Listing, Sources, Weights, checked_weights, keyed_number
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_slice
-from streaming.plan.permutation import permutations
+from streaming.plan.permutation import hash_table, permutations
 from streaming.types import Int64Array
 
 _Floats = npt.NDArray[np.float64]
@@ -53,6 +53,9 @@ class Rounds:
         chunk_ids: int64[P], the chunk of each part.
         starts: int64[P+1], linear position of the first sample of each part.
         lane_starts: int64[rounds, L+1], linear position at which each lane of each round starts.
+        turns: int64[rounds, L], linear position of the border between parts at which a lane begins to read its run: it
+            reads from there to the end, then what is before. So the parts that lane borders cut, which are smaller, do
+            not come in all lanes of all sources at once.
     """
 
     def __init__(self, listing: Listing, numbers: range, num_passes: int, lanes: int) -> None:
@@ -67,6 +70,13 @@ class Rounds:
         lane = np.arange(lanes + 1, dtype=np.int64)
         dealt = draws // lanes * lane + np.minimum(draws % lanes, lane)
         self.lane_starts: Int64Array = np.diff(dealt, axis=0) + (draws[:-1] - draws[0])
+        begins, ends = self.lane_starts[:, :-1], self.lane_starts[:, 1:]
+        draw = hash_table(keyed_number(listing.seed, "turns", listing.name), np.array(numbers), 0, lanes) >> np.uint64(
+            33
+        )
+        anywhere = begins + (draw.astype(np.int64) * (ends - begins) >> 31)
+        borders = [self.starts[np.searchsorted(self.starts, place)] for place in (anywhere, begins)]
+        self.turns = np.where(borders[0] < ends, borders[0], np.where(borders[1] < ends, borders[1], begins))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,12 +127,14 @@ class SourceLanes:
     Attributes:
         num_passes: Passes of a round; 1 where the source has at least as many chunks as there are lanes.
         round_samples: Samples of a round.
+        mean_chunk: Samples of a chunk, on average.
     """
 
     def __init__(self, listing: Listing, settings: OrderSettings) -> None:
         self.listing, self._lanes = listing, settings.lanes
         self.num_passes = -(-settings.lanes // listing.num_chunks)
         self.round_samples = self.num_passes * listing.samples_per_pass
+        self.mean_chunk = -(-listing.samples_per_pass // listing.num_chunks)
         self._bundled = max(_BUNDLED_PARTS // (self.num_passes * listing.num_chunks), 1)
         self._bundles: dict[int, Rounds] = {}
 
@@ -159,26 +171,30 @@ class SourceLanes:
     def _runs_of(self, bundle: Rounds, numbers: range, lane_range: tuple[int, int], positions: tuple[int, int]) -> Runs:
         """The runs of those rounds that a bundle holds, by lane."""
         rounds = range(max(numbers.start, bundle.numbers.start), min(numbers.stop, bundle.numbers.stop))
-        # One row for each lane and round of it.
-        lanes = np.repeat(np.arange(*lane_range, dtype=np.int64), len(rounds))
-        number = np.tile(np.arange(rounds.start, rounds.stop, dtype=np.int64), lane_range[1] - lane_range[0])
-        first, within = self.first_of(number, lanes), number - bundle.numbers.start
-        lane_starts, lane_stops = bundle.lane_starts[within, lanes], bundle.lane_starts[within, lanes + 1]
-        lows = np.clip(lane_starts + positions[0] - first, lane_starts, lane_stops)
-        highs = np.clip(lane_starts + positions[1] - first, lane_starts, lane_stops)
-        here = np.flatnonzero(highs > lows)
+        # One row for each lane, round, and side of its turn, as they follow one another.
+        lanes = np.repeat(np.arange(*lane_range, dtype=np.int64), 2 * len(rounds))
+        number = np.tile(np.repeat(np.arange(rounds.start, rounds.stop, dtype=np.int64), 2), len(range(*lane_range)))
+        within, is_late = number - bundle.numbers.start, np.arange(len(lanes)) % 2 == 1
+        turn = bundle.turns[within, lanes]
+        lows = np.where(is_late, bundle.lane_starts[within, lanes], turn)
+        highs = np.where(is_late, turn, bundle.lane_starts[within, lanes + 1])
+        first = self.first_of(number, lanes)
+        first[1::2] += (highs - lows)[::2]
+        here = np.flatnonzero((highs > lows) & (first < positions[1]) & (first + highs - lows > positions[0]))
         # One row for each part in it.
-        low_part = np.searchsorted(bundle.starts, lows[here], side="right") - 1
-        counts = np.searchsorted(bundle.starts, highs[here], side="left") - low_part
+        from_low = np.maximum(lows[here], lows[here] + positions[0] - first[here])
+        to_high = np.minimum(highs[here], lows[here] + positions[1] - first[here])
+        low_part = np.searchsorted(bundle.starts, from_low, side="right") - 1
+        counts = np.searchsorted(bundle.starts, to_high, side="left") - low_part
         row = np.repeat(here, counts)
         part = np.arange(len(row)) + np.repeat(low_part - (np.cumsum(counts) - counts), counts)
-        begins = np.maximum(bundle.starts[part], lane_starts[row])
+        begins = np.maximum(bundle.starts[part], lows[row])
         return Runs(
             lanes=lanes[row],
             chunk_ids=bundle.chunk_ids[part],
             firsts=begins - bundle.starts[part],
-            sizes=np.minimum(bundle.starts[part + 1], lane_stops[row]) - begins,
-            begins=first[row] + begins - lane_starts[row],
+            sizes=np.minimum(bundle.starts[part + 1], highs[row]) - begins,
+            begins=first[row] + begins - lows[row],
         )
 
 
@@ -305,6 +321,7 @@ class MixedLanes:
         self._phases = {name: _phases(name, settings) for name in names}
         self._block_time = max(_LEAST_BLOCK, 2 * settings.window)
         self._blocks: dict[tuple[int, int], _Block] = {}
+        self._kept: dict[tuple[str, int], tuple[int, int, Runs, _Floats]] = {}
         self._frontier = 0
         self._lock = lock or nullcontext()
 
@@ -359,6 +376,7 @@ class MixedLanes:
             schedule = checked_schedule(self.sources.names, (*self.schedule, weights))
             # Nothing stamped at or behind the start was given to anybody, and what comes before does not depend on it.
             self.schedule, self._growths = schedule, growths(sorted(self.sources.names), schedule)
+            self._kept.clear()
 
     # --- the order ---
 
@@ -379,10 +397,12 @@ class MixedLanes:
         """See ``Order``."""
         reach = max(self.settings.window - 1, 0)
         found = []
-        for group in range(low // _GROUP * _GROUP, high, _GROUP):
-            lanes = range(max(group, low), min(group + _GROUP, high))
-            found += [self.laid(lane, max(start - reach, 0), stop + reach) for lane in lanes]
+        for group in range(low // _GROUP, -(-high // _GROUP)):
+            lanes = slice(max(low - group * _GROUP, 0), min(high - group * _GROUP, _GROUP))
+            found += [block.runs for block in self._blocks_of(group, lanes, max(start - reach, 0), stop + reach)]
         runs = Runs.joined(found)
+        is_due = (runs.begins < stop + reach) & (runs.begins + runs.sizes > start - reach)
+        runs = runs.taken(is_due & (runs.lanes >= low) & (runs.lanes < high))
         runs = runs.taken(np.lexsort((runs.lanes, runs.chunk_ids)))
         return LaneParts(
             chunk_ids=runs.chunk_ids,
@@ -398,23 +418,28 @@ class MixedLanes:
     def laid(self, lane: int, start: int, stop: int) -> Runs:
         """The runs at positions ``[start, stop)`` of a lane as it is laid, before the window moves samples."""
         group, within = lane // _GROUP, lane % _GROUP
-        number = max(start // self._block_time, 0)
-        while number and self._block(group, number).starts[within] > start:
-            number -= 1
-        while (block := self._block(group, number)).stops[within] <= start:
-            number += 1
-        found = []
-        while True:
-            rows = np.arange(block.splits[within], block.splits[within + 1])
-            found.append(block.runs.taken(rows))
-            if block.stops[within] >= stop:
-                break
-            number += 1
-            block = self._block(group, number)
+        found = [
+            block.runs.taken(np.arange(block.splits[within], block.splits[within + 1]))
+            for block in self._blocks_of(group, slice(within, within + 1), start, stop)
+        ]
         runs = Runs.joined(found) if len(found) > 1 else found[0]
         low = int(np.searchsorted(runs.begins, start, side="right")) - 1
         high = int(np.searchsorted(runs.begins, stop, side="left"))
         return runs.taken(np.arange(low, high))
+
+    def _blocks_of(self, group: int, lanes: slice, start: int, stop: int) -> Iterator[_Block]:
+        """The blocks that hold positions ``[start, stop)`` of some lanes of a group."""
+        number = start // self._block_time
+        while number and (self._block(group, number).starts[lanes] > start).any():
+            number -= 1
+        while (self._block(group, number).stops[lanes] <= start).all():
+            number += 1
+        while True:
+            block = self._block(group, number)
+            yield block
+            if (block.stops[lanes] >= stop).all():
+                return
+            number += 1
 
     def _block(self, group: int, number: int) -> _Block:
         """What a group of lanes lays in one stretch of time; the latest are kept."""
@@ -435,13 +460,14 @@ class MixedLanes:
         low, high = group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
         before = np.zeros(high - low, np.int64)
         drawn, stamped = [], []
-        for name, lanes in self._lanes.items():
+        for name in self._lanes:
             growth = self._growths[name]
             due = growth.due(stop)
             if not due:
                 continue
-            runs = lanes.runs(low, high, max(int(growth.due(start)) - 1, 0), int(due) + 2)
-            stamps = growth.stamps(runs.begins + runs.sizes * self._phases[name][runs.lanes])
+            # A run is stamped when up to a mean chunk more is due than comes before it.
+            since = max(int(growth.due(start)) - self._lanes[name].mean_chunk - 1, 0)
+            runs, stamps = self._drawn(name, group, since, int(due) + 2)
             is_before = stamps <= start
             # What a source gave before: all up to the first run here that is stamped later.
             firsts = np.flatnonzero(np.diff(runs.lanes, prepend=-1))
@@ -461,6 +487,22 @@ class MixedLanes:
             lanes=runs.lanes, chunk_ids=runs.chunk_ids, firsts=runs.firsts, sizes=runs.sizes, begins=begins
         )  # fmt: skip
         return _Block(runs=placed, splits=splits, starts=before, stops=before + sizes)
+
+    def _drawn(self, name: str, group: int, start: int, stop: int) -> tuple[Runs, _Floats]:
+        """Runs of one source that hold positions ``[start, stop)`` of its streams, perhaps others, and their stamps.
+
+        Those of a few chunks more are kept: a source of a small share has nothing new in most blocks.
+        """
+        kept = self._kept.get((name, group))
+        if kept is None or not kept[0] <= start <= stop <= kept[1]:
+            lanes = self._lanes[name]
+            ahead = max(stop, start + 4 * lanes.mean_chunk)
+            low, high = group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
+            runs = lanes.runs(low, high, start, ahead)
+            # The phase counts in mean chunks, not in those that come: else small ones would come first everywhere.
+            marks = runs.begins + lanes.mean_chunk * self._phases[name][runs.lanes]
+            kept = self._kept[name, group] = (start, ahead, runs, self._growths[name].stamps(marks))
+        return kept[2], kept[3]
 
 
 def _phases(name: str, settings: OrderSettings) -> _Floats:

@@ -95,7 +95,7 @@ class Listing:
             sizes = checked_chunk_samples(chunk_samples)
         except ConfigError as error:
             raise ConfigError(f"source {name!r}: {error}") from error
-        self.name = name
+        self.name, self.seed = name, seed
         self.samples_per_pass = int(sizes.sum())
         self._full = np.flatnonzero(sizes)
         self._sizes = sizes[self._full]
