@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from streaming.batches.sequence import SequenceSlice
     from streaming.dataset import StreamingDataset
     from streaming.device.prefetcher import DevicePrefetcher
-    from streaming.fetcher import DeviceMeshFetcher
-    from streaming.loader import DataLoader
+    from streaming.loader import DataLoader, DeviceMeshFetcher
+    from streaming.loops.ordinary_options import OrdinaryDataset
     from streaming.plan.schedule import Schedule
     from streaming.plan.settings import ShuffleConfig
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
@@ -50,9 +50,10 @@ _HOMES = {
     "BatchHandle": "streaming.remote",
     "Broadcast": "streaming.replicas.options",
     "DataLoader": "streaming.loader",
-    "DeviceMeshFetcher": "streaming.fetcher",
+    "DeviceMeshFetcher": "streaming.loader",
     "DeviceMeshSampler": "streaming.samplers.device_mesh",
     "DevicePrefetcher": "streaming.device.prefetcher",
+    "OrdinaryDataset": "streaming.loops.ordinary_options",
     "RemoteBatch": "streaming.remote",
     "RemoteGroup": "streaming.remote",
     "RetrySampler": "streaming.samplers.retry",
@@ -72,6 +73,7 @@ __all__ = [
     "DeviceMeshFetcher",
     "DeviceMeshSampler",
     "DevicePrefetcher",
+    "OrdinaryDataset",
     "RemoteBatch",
     "RemoteGroup",
     "RetrySampler",

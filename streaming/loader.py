@@ -1,4 +1,4 @@
-"""``DataLoader``: the loop that training runs."""
+"""``DataLoader``, the loop that training runs, and ``DeviceMeshFetcher``, the share of a rank that is under it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ from streaming.epochs.watch import STALL_REPORT_S, Watchdog, checked_stall_repor
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
 from streaming.loops.base import BaseLoop
-from streaming.loops.fetcher import EpochLoop
+from streaming.loops.fetcher import EpochLoop, LoopConfig
 from streaming.loops.map_style import OrdinaryLoop, is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
     ELSEWHERE,
-    check_ordinary,
     check_streaming,
     given,
     refuse_torch_names,
     streaming_config,
 )  # fmt: skip
-from streaming.loops.ordinary_options import OrdinaryConfig, Sharding
+from streaming.loops.ordinary_options import OrdinaryDataset
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.words import Announcer, what_is_read
 from streaming.plan.settings import Shape
@@ -44,183 +43,103 @@ from streaming.remote import RemoteGroup, RemoteLoop, open_remote
 from streaming.replicas.options import Broadcast, Replicas
 from streaming.replicas.start_check import StartCheck
 from streaming.storage import redact
+from streaming.types import Sample
 
 _log = logging.getLogger(__name__)
 
+_BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "pin_memory")
+_OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout", "worker_init_fn")
+"""What programs for torch's loader give, which here belongs to an ``OrdinaryDataset``."""
 _NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "__class__"})
 
 
-@checks_names(ELSEWHERE)
-class DataLoader:
-    """Batches of this process's share of a data set, epoch after epoch.
+@checks_names()
+class DeviceMeshFetcher:
+    """Fetch what one rank of a mesh is to get, batch by batch, as lists of sample dicts.
 
-    Every sample of an epoch reaches exactly one data-parallel rank, every rank gets the same number of batches, and the
-    content of global batch k depends only on the data set, its order settings, the epoch and the global batch size.
+    It maps chunks to the rank, buffers and shuffles them, retries, and substitutes what is unreadable, exactly as a
+    ``DataLoader`` with the same arguments does, which is this class with workers, batches and a trainer's manners. Here
+    samples are decoded in the calling thread and not collated. Fetching runs ahead in the background. Use it under a
+    loop of your own, or to look at any rank's share from one process::
 
-    Every ``iter(loader)`` begins the next epoch, but for the first one after the making, ``set_epoch`` or
-    ``load_state_dict``: that begins where these say. An epoch is over when its last batch is handed out. The state of a
-    loop that was left early points to the batch that would have come next. One iterator at a time: a second one
-    supersedes the first, which raises ``IteratorSupersededError`` when it is asked again.
-
-    For one thread. A batch belongs to whoever got it.
+        mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)
+        for samples in DeviceMeshFetcher(dataset, device_mesh=mesh, batch_size=32):
+            print([sample["__key__"] for sample in samples])
 
     Args:
-        dataset: A ``StreamingDataset``, a map-style or iterable torch data set, or a callable that makes one.
+        dataset: A ``StreamingDataset``, or a callable that makes one.
         batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
-        global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
-        num_workers: Processes that decode and collate; 0: threads of this process.
-        num_threads: Threads that do so where ``num_workers`` is 0; None: one per core, up to 4; 0: the caller's.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: what torch.distributed says, else the
-            launcher; looked up again until the first iteration (see ``infra.MeshFinder``).
-        last_batch: ``"drop"`` leaves out samples that do not fill a global batch; ``"pad"`` repeats samples and marks
-            them False in ``batch["__valid__"]`` (bool [B], in every batch); ``"partial"`` gives smaller batches. All
-            ranks get the same number of batches: one without a row in the tail gets a batch of 0 rows, of the same
-            fields, dtypes and trailing shapes. A ``collate_fn`` is never called without samples for it, but with one
-            and with two that stand in, and what grows with their number is cut back.
-        epoch_size: Samples in a virtual epoch over endless repetition; default: one pass over the data.
-        collate_fn: Function of the list of samples (dicts) of one batch; default: equal-shaped arrays and numbers
-            become tensors, everything else a list.
-        prefetch_factor: Batches built ahead, per worker process or thread.
-        pin_memory: Page-lock the batch's tensors (needs CUDA).
-        memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
-        stall_report_s: Where no batch comes for that long, a warning on the logger ``streaming.epochs.watch`` says what
-            every stage waits for, and again when that time has doubled; None: never.
-        remote_group: A ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset`` is then a
-            function, ``device_mesh`` the mesh of the processes that train, and the loop gives ``RemoteBatch``es, a
-            handle for each data rank, in place of batches (docs/ray.md).
-        replicate: Of the ranks of one data share, ``"read"``: each reads for itself; ``"broadcast"`` (or a
-            ``Broadcast``): one reads and sends its batches to the others.
-        stage_fields: What the first and the last pipeline stage use of a batch; stages in between get batches without
-            payload and read nothing.
-        sequence: Gives context-parallel peers their slices of the sequence.
-        agreement_timeout: How many seconds the first iteration waits for the other ranks of the mesh, to compare with
-            them what it is about to read; ranks that differ are an error, absent ones a warning. None: no comparison.
-        drop_last: torch's name: True for ``last_batch="drop"``, False for ``"partial"``.
-        shuffle: For map-style torch data sets (default True); a ``StreamingDataset`` has its own.
-        seed: Of the order of map-style data sets, and of the random numbers that iterable ones draw (default 0).
-        on_error: For map-style data sets: ``"substitute"`` (the default), ``"skip"`` or ``"raise"``; see
-            ``RetrySampler``, as for the next two.
-        max_retries: For map-style data sets (default 2).
-        max_bad_samples: For map-style data sets (default 0.001).
-        sharding: How iterable data sets are cut: ``"auto"`` (the default), ``"worker_info"``, ``"self"``; or, where
-            they cannot be (a cursor, a socket), ``"dispatch"``: rank 0 alone iterates, by itself or in one worker, and
-            sends every rank its rows (docs/dispatch.md). ``replicate=Broadcast(…)`` then says how.
-        multiprocessing_context: How the ``num_workers`` torch processes start that read ordinary data sets.
-        persistent_workers: Whether those of map-style data sets stay for the next epoch (default True); those of a
-            ``StreamingDataset`` always do.
-        timeout: Seconds that a batch of such processes may take (default 0: no limit); see ``stall_report_s``.
-        worker_init_fn: Called in such processes as they start.
-        generator: Not here: see ``seed``.
-        sampler: Not here, because this loader deals out the samples; ``DeviceMeshSampler`` is for torch's loader.
-        batch_sampler: As ``sampler``.
-        pin_memory_device: Not here: see ``DevicePrefetcher``.
-        in_order: Always.
+        global_batch_size: Samples over all data-parallel ranks.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: see ``infra.MeshFinder``.
+        last_batch: As for ``DataLoader``; under ``"pad"`` each sample says in ``"__valid__"`` whether it counts.
+        epoch_size: Samples in a virtual epoch; default: one pass over the data.
+        memory_limit: For all that this rank buffers.
+        agreement_timeout: As for ``DataLoader``.
 
     Raises:
         ConfigError: An argument, or a combination, cannot work. A misspelt one is an ``OptionError``, a ``TypeError``.
     """
 
-    _inline = False
-    """Batches are built by the thread that asks for them."""
+    _loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop
 
-    def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
+    def __init__(
         self,
-        dataset: Any,
+        dataset: StreamingDataset | Callable[[], StreamingDataset],
         batch_size: int | None = None,
         *,
         global_batch_size: int | None = None,
-        num_workers: int = 0,
-        num_threads: int | None = None,
         device_mesh: Any = None,
         last_batch: str = "drop",
         epoch_size: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        prefetch_factor: int = 2,
-        pin_memory: bool = False,
         memory_limit: int | str = "4GiB",
-        stall_report_s: float | None = STALL_REPORT_S,
-        remote_group: RemoteGroup | str | None = None,
-        replicate: Literal["read", "broadcast"] | Broadcast = "read",
-        stage_fields: StageFields | None = None,
-        sequence: SequenceSlice | None = None,
         agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
-        drop_last: bool | None = None,
-        shuffle: bool | None = None,
-        seed: int | None = None,
-        on_error: str | None = None,
-        max_retries: int | None = None,
-        max_bad_samples: float | None = None,
-        sharding: Sharding | None = None,
-        multiprocessing_context: str | BaseContext | None = None,
-        persistent_workers: bool | None = None,
-        timeout: float | None = None,
-        worker_init_fn: Callable[[int], None] | None = None,
-        generator: torch.Generator | None = None,
-        sampler: Any = None,
-        batch_sampler: Any = None,
-        pin_memory_device: str = "",
-        in_order: bool = True,
     ) -> None:
-        self._options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
-        self._loaded: Mapping[str, Any] | None = None
-        self._locker: PageLocker | None = None
+        mesh = self._begin(dataset, device_mesh, _options(locals()))
+        timeout_s = checked_timeout(agreement_timeout)
+        made = self._resolve(dataset)
+        if not isinstance(made, StreamingDataset):
+            raise _no_dataset(made)
+        config = streaming_config(
+            made, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
+            prefetch_factor=2, pin_memory=False, memory_limit=memory_limit, pin=_pin,
+        )  # fmt: skip
+        self._stream(made, config, timeout_s)
+
+    _make: Callable[..., None] = __init__
+    """Of the class that knows the options, whatever subclasses of users add."""
+
+    def _begin(self, dataset: Any, device_mesh: Any, options: dict[str, Any]) -> DeviceMesh:
+        """Take note of the options, find the mesh and the shape of batches."""
         if isinstance(dataset, str):
             raise _no_dataset(dataset)
-        refuse_torch_names(
-            given(
-                generator=generator, sampler=sampler, batch_sampler=batch_sampler, pin_memory_device=pin_memory_device,
-                in_order=in_order,
-            )
-        )  # fmt: skip
-        ordinary = given(
-            shuffle=shuffle, seed=seed, on_error=on_error, max_retries=max_retries, max_bad_samples=max_bad_samples,
-            sharding=sharding, multiprocessing_context=multiprocessing_context, persistent_workers=persistent_workers,
-            timeout=timeout, worker_init_fn=worker_init_fn,
-        )  # fmt: skip
-        common: dict[str, Any] = {
-            "num_workers": num_workers, "prefetch_factor": prefetch_factor, "collate_fn": collate_fn,
-            "pin_memory": pin_memory,
-        }  # fmt: skip
-        self.stall_report_s = checked_stall_report_s(stall_report_s)
+        self._options = options
+        self._given = self.dataset = dataset
+        self._loaded: Mapping[str, Any] | None = None
+        self._locker: PageLocker | None = None
+        self.stall_report_s = checked_stall_report_s(options.get("stall_report_s", STALL_REPORT_S))
         self._stages: _Stages = []
         self._watchdog: Watchdog | None = None
         self._check: StartCheck | None = None
-        self._finder = MeshFinder(as_device_mesh(device_mesh) if remote_group is not None else device_mesh)
+        self._finder = MeshFinder(device_mesh)
         mesh = self._finder.mesh
-        self._shape = common["shape"] = Shape.chosen(
-            batch_size, global_batch_size, mesh.data_world_size, last_batch=last_batch, drop_last=drop_last,
-            epoch_size=epoch_size,
+        self._shape = Shape.chosen(
+            options["batch_size"], options["global_batch_size"], mesh.data_world_size,
+            last_batch=options["last_batch"], drop_last=options.get("drop_last"), epoch_size=options["epoch_size"],
         )  # fmt: skip
-        self._loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop
-        if remote_group is not None:
-            self.dataset = dataset
-            self._loop = open_remote(
-                dataset, DataLoader, mesh, remote_group, num_threads=num_threads, memory_limit=memory_limit,
-                replicate=replicate, stage_fields=stage_fields, sequence=sequence, agreement_timeout=agreement_timeout,
-                **common, **ordinary,
-            )  # fmt: skip
-            return
-        replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
-        agreement_timeout_s = checked_timeout(agreement_timeout)
-        self.dataset = dataset = dataset if isinstance(dataset, StreamingDataset) else resolve_dataset(dataset)
-        if isinstance(dataset, StreamingDataset):
-            check_streaming(ordinary, dataset)
-            config = streaming_config(
-                dataset, mesh, replicas, num_threads=0 if self._inline else num_threads, memory_limit=memory_limit,
-                pin=_pin, **common,
-            )  # fmt: skip
-            self._loop = loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
-            same = {"global_batch_size": self._shape.global_batch_size, "last_batch": self._shape.last_batch}
-            self._check = StartCheck(dataset, mesh, same, replicas, agreement_timeout_s, loop.state)
-        elif self._inline:
-            raise _no_dataset(dataset)
-        else:
-            replicas.check_plain(dispatch=sharding == "dispatch")
-            if isinstance(replicate, Broadcast):
-                common["broadcast"] = replicate
-            check_ordinary(ordinary, iterable=is_iterable(dataset))
-            self._loop = open_ordinary(dataset, OrdinaryConfig(mesh=mesh, **common, **ordinary))
-        self._loop.announce = Announcer(dataset, self._loop, self._finder)
+        return mesh
+
+    def _resolve(self, dataset: Any) -> Any:
+        """The data set itself, where it was given as a function that makes it."""
+        made = dataset if isinstance(dataset, StreamingDataset) else resolve_dataset(dataset)
+        self._given = self.dataset = made
+        return made
+
+    def _stream(self, dataset: StreamingDataset, config: LoopConfig, timeout_s: float | None) -> None:
+        """Open the loop over a ``StreamingDataset``, and what compares it with that of other ranks."""
+        self._loop = loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
+        same = {"global_batch_size": self._shape.global_batch_size, "last_batch": self._shape.last_batch}
+        self._check = StartCheck(dataset, config.mesh, same, config.replicas, timeout_s, loop.state)
+        loop.announce = Announcer(dataset, loop, self._finder)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -245,39 +164,6 @@ class DataLoader:
         mesh = self.device_mesh
         return self._shape.rows_of(mesh.data_rank)
 
-    @property
-    def sampler(self) -> EpochSampler:
-        """For trainers, which call ``loader.sampler.set_epoch``; it is no source of indices."""
-        return EpochSampler(self)
-
-    batch_sampler = sampler
-
-    @property
-    def num_workers(self) -> int:
-        """As it was given, and so for the next four, which trainers look at."""
-        return int(self._options["num_workers"])
-
-    @property
-    def prefetch_factor(self) -> int | None:
-        """Batches built ahead, per worker process; None without, as torch has it (threads build as many ahead)."""
-        return int(self._options["prefetch_factor"]) if self.num_workers else None
-
-    @property
-    def pin_memory(self) -> bool:
-        """Whether batches are page-locked, where there is CUDA."""
-        return bool(self._options["pin_memory"])
-
-    @property
-    def collate_fn(self) -> Callable[[list[Any]], Any] | None:
-        """The function that was given."""
-        collate_fn: Callable[[list[Any]], Any] | None = self._options["collate_fn"]
-        return collate_fn
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether samples that do not fill a global batch are left out."""
-        return bool(self._options["last_batch"] == "drop")
-
     def __iter__(self) -> Batches:
         """Make the iterator over the epoch due, or the rest of it; wrappers that read ahead tell its ``hold_back``."""
         self._look_again(to_read=True)
@@ -292,7 +178,8 @@ class DataLoader:
         epoch = f"epoch {self.epoch}"
         with suppress(TypeError):  # of unknown length
             epoch += f" of {len(self)} batches"
-        parts = [what_is_read(self.dataset), f"global_batch_size={size}", f"num_workers={self.num_workers}", epoch]
+        workers = self._options.get("num_workers", 0)
+        parts = [what_is_read(self.dataset), f"global_batch_size={size}", f"num_workers={workers}", epoch]
         parts.append(f"rank {mesh.rank} of {mesh.world_size} (found by: {self._finder.found_by})")
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -390,10 +277,10 @@ class DataLoader:
         state = self.state_dict()
         is_new = not (state["epoch"] or state["samples_seen"]) and state["next_seed"] is None
         options = {**self._options, "device_mesh": mesh}
-        return {"dataset": self.dataset, "options": options, "state": None if is_new else state}
+        return {"dataset": self._given, "options": options, "state": None if is_new else state}
 
     def __setstate__(self, made: dict[str, Any]) -> None:
-        DataLoader.__init__(self, made["dataset"], **made["options"])
+        self._make(made["dataset"], **made["options"])
         if made["state"] is not None:
             self.load_state_dict(made["state"])
 
@@ -409,7 +296,7 @@ class DataLoader:
         state: Any = old.state()
         loaded, locker, stages = self._loaded, self._locker, self._stages
         old.close()
-        DataLoader.__init__(self, self.dataset, **{**self._options, "device_mesh": finder.mesh})
+        self._make(self._given, **{**self._options, "device_mesh": finder.mesh})
         self._finder, self._stages = finder, stages
         self._loop.announce = Announcer(self.dataset, self._loop, finder)
         if loaded is not None:
@@ -426,6 +313,172 @@ class DataLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@checks_names(ELSEWHERE)
+class DataLoader(DeviceMeshFetcher):
+    """Batches of this process's share of a data set, epoch after epoch.
+
+    Every sample of an epoch reaches exactly one data-parallel rank, every rank gets the same number of batches, and the
+    content of global batch k depends only on the data set, its order settings, the epoch and the global batch size.
+
+    Every ``iter(loader)`` begins the next epoch, but for the first one after the making, ``set_epoch`` or
+    ``load_state_dict``: that begins where these say. An epoch is over when its last batch is handed out. The state of a
+    loop that was left early points to the batch that would have come next. One iterator at a time: a second one
+    supersedes the first, which raises ``IteratorSupersededError`` when it is asked again.
+
+    For one thread. A batch belongs to whoever got it.
+
+    Args:
+        dataset: A ``StreamingDataset``, a map-style or iterable torch data set (in an ``OrdinaryDataset`` where it
+            needs options of its own), or a callable that makes one of these.
+        batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
+        global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
+        num_workers: Processes that decode and collate; 0: threads of this process.
+        num_threads: Threads that do so where ``num_workers`` is 0; None: one per core, up to 4; 0: the caller's.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: what torch.distributed says, else the
+            launcher; looked up again until the first iteration (see ``infra.MeshFinder``).
+        last_batch: ``"drop"`` leaves out samples that do not fill a global batch; ``"pad"`` repeats samples and marks
+            them False in ``batch["__valid__"]`` (bool [B], in every batch); ``"partial"`` gives smaller batches. All
+            ranks get the same number of batches: one without a row in the tail gets a batch of 0 rows, of the same
+            fields, dtypes and trailing shapes. A ``collate_fn`` is never called without samples for it, but with one
+            and with two that stand in, and what grows with their number is cut back.
+        epoch_size: Samples in a virtual epoch over endless repetition; default: one pass over the data.
+        collate_fn: Function of the list of samples (dicts) of one batch; default: equal-shaped arrays and numbers
+            become tensors, everything else a list.
+        prefetch_factor: Batches built ahead, per worker process or thread.
+        pin_memory: Page-lock the batch's tensors (needs CUDA).
+        memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
+        stall_report_s: Where no batch comes for that long, a warning on the logger ``streaming.epochs.watch`` says what
+            every stage waits for, and again when that time has doubled; None: never.
+        remote_group: A ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset`` is then a
+            function, ``device_mesh`` the mesh of the processes that train, and the loop gives ``RemoteBatch``es, a
+            handle for each data rank, in place of batches (docs/ray.md).
+        replicate: Of the ranks of one data share, ``"read"``: each reads for itself; ``"broadcast"`` (or a
+            ``Broadcast``): one reads and sends its batches to the others.
+        stage_fields: What the first and the last pipeline stage use of a batch; stages in between get batches without
+            payload and read nothing.
+        sequence: Gives context-parallel peers their slices of the sequence.
+        agreement_timeout: How many seconds the first iteration waits for the other ranks of the mesh, to compare with
+            them what it is about to read; ranks that differ are an error, absent ones a warning. None: no comparison.
+        drop_last: torch's name: True for ``last_batch="drop"``, False for ``"partial"``.
+        shuffle: For map-style torch data sets (default True); a ``StreamingDataset`` has its own. This option and the
+            next four are what programs for torch's loader give; ``OrdinaryDataset`` has them too.
+        multiprocessing_context: How the ``num_workers`` torch processes start that read ordinary data sets.
+        persistent_workers: Whether those of map-style data sets stay for the next epoch (default True); those of a
+            ``StreamingDataset`` always do.
+        timeout: Seconds that a batch of such processes may take (default 0: no limit); see ``stall_report_s``.
+        worker_init_fn: Called in such processes as they start.
+        generator: Not here: see ``seed``.
+        sampler: Not here, because this loader deals out the samples; ``DeviceMeshSampler`` is for torch's loader.
+        batch_sampler: As ``sampler``.
+        pin_memory_device: Not here: see ``DevicePrefetcher``.
+        in_order: Always.
+
+    Raises:
+        ConfigError: An argument, or a combination, cannot work. A misspelt one is an ``OptionError``, a ``TypeError``.
+    """
+
+    def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        num_workers: int = 0,
+        num_threads: int | None = None,
+        device_mesh: Any = None,
+        last_batch: str = "drop",
+        epoch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        memory_limit: int | str = "4GiB",
+        stall_report_s: float | None = STALL_REPORT_S,
+        remote_group: RemoteGroup | str | None = None,
+        replicate: Literal["read", "broadcast"] | Broadcast = "read",
+        stage_fields: StageFields | None = None,
+        sequence: SequenceSlice | None = None,
+        agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
+        drop_last: bool | None = None,
+        shuffle: bool | None = None,
+        multiprocessing_context: str | BaseContext | None = None,
+        persistent_workers: bool | None = None,
+        timeout: float | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        generator: torch.Generator | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+    ) -> None:
+        options = _options(locals())
+        refuse_torch_names(options)
+        agreement_timeout = checked_timeout(agreement_timeout) if remote_group is None else agreement_timeout
+        mesh = self._begin(dataset, as_device_mesh(device_mesh) if remote_group is not None else device_mesh, options)
+        choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
+        ordinary = given(**{name: options[name] for name in _OF_TORCH})
+        if remote_group is not None:
+            self._loop = open_remote(
+                dataset, DataLoader, mesh, remote_group, num_threads=num_threads, memory_limit=memory_limit,
+                replicate=replicate, stage_fields=stage_fields, sequence=sequence, agreement_timeout=agreement_timeout,
+                **choices, **ordinary,
+            )  # fmt: skip
+            return
+        replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
+        made = self._resolve(dataset)
+        if not isinstance(made, StreamingDataset):
+            self._open_ordinary(made, ordinary, mesh, replicas, choices)
+            return
+        check_streaming(ordinary, made)
+        config = streaming_config(
+            made, mesh, replicas, num_threads=num_threads, memory_limit=memory_limit, pin=_pin, **choices
+        )
+        self._stream(made, config, agreement_timeout)
+
+    _make: Callable[..., None] = __init__
+
+    def _open_ordinary(
+        self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]
+    ) -> None:
+        own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
+        self.dataset = read = resolve_dataset(own.dataset)
+        config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)
+        self._loop = open_ordinary(read, config)
+        self._loop.announce = Announcer(read, self._loop, self._finder)
+
+    @property
+    def sampler(self) -> EpochSampler:
+        """For trainers, which call ``loader.sampler.set_epoch``; it is no source of indices."""
+        return EpochSampler(self)
+
+    batch_sampler = sampler
+
+    @property
+    def num_workers(self) -> int:
+        """As it was given, and so for the next four, which trainers look at."""
+        return int(self._options["num_workers"])
+
+    @property
+    def prefetch_factor(self) -> int | None:
+        """Batches built ahead, per worker process; None without, as torch has it (threads build as many ahead)."""
+        return int(self._options["prefetch_factor"]) if self.num_workers else None
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches are page-locked, where there is CUDA."""
+        return bool(self._options["pin_memory"])
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any] | None:
+        """The function that was given."""
+        collate_fn: Callable[[list[Any]], Any] | None = self._options["collate_fn"]
+        return collate_fn
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether samples that do not fill a global batch are left out."""
+        return bool(self._options["last_batch"] == "drop")
 
 
 class EpochSampler:
@@ -468,6 +521,15 @@ def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: 
     """What the loop and all behind it are at."""
     behind = [describe() for stage in stages if (describe := stage()) is not None]
     return "\n".join([loop.describe(), *behind])
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a constructor's ``locals()`` what is an option."""
+    return {name: value for name, value in given.items() if name not in _NOT_OPTIONS}
+
+
+def _as_they_are(samples: list[Sample]) -> list[Sample]:
+    return samples
 
 
 def _no_dataset(given: object) -> ConfigError:

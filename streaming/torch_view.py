@@ -14,7 +14,7 @@ from infra import DeviceMesh, MeshFinder
 from streaming.arguments import checked_int, checks_names
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError, StateError
-from streaming.fetcher import DeviceMeshFetcher
+from streaming.loader import DeviceMeshFetcher
 from streaming.plan.settings import Shape
 from streaming.samplers.retry import SharedLog
 from streaming.types import Sample

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from streaming import Broadcast, DataLoader
+from streaming import Broadcast, DataLoader, OrdinaryDataset
 
 
 class Rows:
@@ -40,18 +40,18 @@ def main() -> None:
     folder = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    options: dict[str, Any] = {"global_batch_size": 8, "last_batch": "partial", "sharding": "dispatch"}
+    options: dict[str, Any] = {"global_batch_size": 8, "last_batch": "partial"}
     options["replicate"] = Broadcast(timeout_s=60)
     found: dict[str, Any] = {}
-    with DataLoader(Rows(37), **options) as loader:
+    with DataLoader(OrdinaryDataset(Rows(37), sharding="dispatch"), **options) as loader:
         found["epochs"] = [[batch["id"].tolist() for batch in loader] for _ in range(2)]
-    with DataLoader(Rows(37, rotten=20), **options) as loader:
+    with DataLoader(OrdinaryDataset(Rows(37, rotten=20), sharding="dispatch"), **options) as loader:
         try:
             list(loader)
         except LookupError as error:
             found["error"] = f"{type(error).__name__}: {error}"
     (folder / f"got-{rank}.json").write_text(json.dumps(found))
-    with DataLoader(Rows(1000), **options) as loader:
+    with DataLoader(OrdinaryDataset(Rows(1000), sharding="dispatch"), **options) as loader:
         try:
             for number, _ in enumerate(loader):
                 if rank == 0 and number == 3:

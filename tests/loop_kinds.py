@@ -13,7 +13,7 @@ from data_sets import SampleSet
 from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
-from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, DevicePrefetcher, RetrySampler
+from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, DevicePrefetcher, OrdinaryDataset, RetrySampler
 
 NUM_SAMPLES, SIZE, NUM_BATCHES = 38, 10, 4
 SHARD_SIZES = (9, 20, 9)
@@ -78,7 +78,7 @@ def makers(samples: SampleSet, compressed: SampleSet) -> dict[str, Callable[[], 
         return DataLoader(dataset, num_threads=0, **whole)
 
     def map_style() -> DataLoader:
-        return DataLoader(Squares(), shuffle=True, seed=5, **whole)
+        return DataLoader(OrdinaryDataset(Squares(), seed=5), shuffle=True, **whole)
 
     def sampler() -> DeviceMeshSampler:
         return DeviceMeshSampler(NUM_SAMPLES, seed=5, **whole)

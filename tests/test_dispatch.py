@@ -20,7 +20,7 @@ from played_ranks import Play, played
 from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
-from streaming import Broadcast, DataLoader, StageFields
+from streaming import Broadcast, DataLoader, OrdinaryDataset, StageFields
 from streaming.errors import ConfigError, ReplicaError
 
 HERE = Path(__file__).parent
@@ -59,8 +59,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
 
 
 def loader_of(dataset: Any, mesh: DeviceMesh, **options: Any) -> DataLoader:
-    chosen = {"global_batch_size": SIZE, "sharding": "dispatch", "replicate": Broadcast(timeout_s=60), **options}
-    return DataLoader(dataset, device_mesh=mesh, **chosen)
+    chosen = {"global_batch_size": SIZE, "replicate": Broadcast(timeout_s=60), **options}
+    own = {name: chosen.pop(name) for name in ("seed", "sharding") if name in chosen}
+    return DataLoader(OrdinaryDataset(dataset, **{"sharding": "dispatch", **own}), device_mesh=mesh, **chosen)
 
 
 def alone(dataset: Any, **options: Any) -> DataLoader:

@@ -21,6 +21,7 @@ from streaming import (
     DeviceMeshFetcher,
     DeviceMeshSampler,
     DevicePrefetcher,
+    OrdinaryDataset,
     RemoteGroup,
     RetrySampler,
     SequenceSlice,
@@ -76,7 +77,11 @@ def test_a_misspelt_option_says_which_was_meant(owner: Any, wrong: str, right: s
         (StreamingDataset, "batch_size", r"DataLoader\(dataset, batch_size=…\)"),
         (StreamingDataset, "local", "cache_dir="),
         (StreamingDataset, "batchsize", r"did you mean 'batch_size'\? .*DataLoader\(dataset, batch_size=…\)"),
-        (StreamingDataset, "handler", "on_error="), (DataLoader, "zzz", "there are dataset, batch_size, "),
+        (StreamingDataset, "handler", "on_error="), (DataLoader, "seed", r"OrdinaryDataset\(dataset, seed=…\)"),
+        (DataLoader, "on_error", r"StreamingDataset\(…, on_error=…\).* OrdinaryDataset\(dataset, on_error=…\)"),
+        (DataLoader, "max_bad_samples", "OrdinaryDataset"), (DataLoader, "max_retries", '"deadline_s": …'),
+        (DataLoader, "sharding", r"OrdinaryDataset\(dataset, sharding=…\)"),
+        (DataLoader, "zzz", "there are dataset, batch_size, "),
     ],
 )  # fmt: skip
 def test_an_option_that_lives_elsewhere_says_where(owner: Any, name: str, words: str) -> None:
@@ -114,10 +119,7 @@ def test_what_no_data_set_can_have_is_explained(
     ("option", "value", "words"),
     [
         ("shuffle", False, r"StreamingDataset\(…, shuffle=False\).* this one has shuffle=True"),
-        ("seed", 3, r"StreamingDataset\(…, seed=3\).* this one has seed=0"),
-        ("on_error", "raise", r"on_error='raise'\); this one has on_error='substitute'"),
-        ("max_bad_samples", 5, "max_bad_samples=5"), ("max_retries", 2, '"deadline_s": …'),
-        ("sharding", "self", "iterable data sets"), ("persistent_workers", False, r"loader\.close\(\)"),
+        ("persistent_workers", False, r"loader\.close\(\)"),
         ("timeout", 5, 'stall_report_s=.*{"deadline_s": …}'), ("worker_init_fn", print, "functools.cache"),
         ("multiprocessing_context", "fork", "fork server"),
     ],
@@ -131,7 +133,7 @@ def test_a_streaming_dataset_explains_what_is_chosen_elsewhere(
 
 def test_torchs_names_pass_where_they_say_what_holds_anyway(dataset: StreamingDataset) -> None:
     with DataLoader(
-        dataset, 2, shuffle=True, seed=0, on_error="substitute", persistent_workers=True, timeout=0, in_order=True,
+        dataset, 2, shuffle=True, persistent_workers=True, timeout=0, in_order=True,
         pin_memory_device="", sampler=None, batch_sampler=None, generator=None, worker_init_fn=None,
         multiprocessing_context=None,
     ) as loader:  # fmt: skip
@@ -165,10 +167,12 @@ def test_drop_last_is_torchs(dataset: StreamingDataset, kind: str, drop_last: bo
 )
 def test_an_iterable_data_set_explains_what_it_cannot_have(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{option}: .*iterable data set"):
-        DataLoader(Stream(), 2, **{option: value})
+        DataLoader(OrdinaryDataset(Stream(), **{option: value}), 2)
     DataLoader(Stream(), 2, shuffle=False).close()
     with pytest.raises(ConfigError, match=r"^sharding: .*map-style"):
-        DataLoader(Squares(), 2, sharding="self")
+        DataLoader(OrdinaryDataset(Squares(), sharding="self"), 2)
+    with pytest.raises(ConfigError, match=r"^shuffle: .*OrdinaryDataset.* contradict"):
+        DataLoader(OrdinaryDataset(Squares(), shuffle=True), 2, shuffle=False)
 
 
 def test_ordinary_data_sets_take_torchs_options() -> None:

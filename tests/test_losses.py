@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from data_sets import SampleSet, mesh_of, write_set
 
-from streaming import DataLoader, StreamingDataset
+from streaming import DataLoader, OrdinaryDataset, StreamingDataset
 from streaming.batches.bad_samples import BadSamples
 from streaming.batches.build import BadSample
 from streaming.errors import TooManyBadSamplesError
@@ -175,7 +175,7 @@ def test_ordinary_data_sets_tell_too(told: list[str], num_workers: int) -> None:
     random.seed(5)
     expected = random.getstate()
     with DataLoader(
-        Numbers(), batch_size=10, device_mesh=mesh_of(1, 0), num_workers=num_workers, max_bad_samples=12
+        OrdinaryDataset(Numbers(), max_bad_samples=12), 10, device_mesh=mesh_of(1, 0), num_workers=num_workers
     ) as loader:
         assert loader.metrics()["bad_samples"] == 0
         assert sum(1 for _ in loader) == 12

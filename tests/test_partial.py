@@ -17,7 +17,7 @@ import torch
 from data_sets import SampleSet, mesh_of, write_set
 from torch.utils.data import default_collate as torch_collate
 
-from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, RetrySampler
+from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, OrdinaryDataset, RetrySampler
 from streaming.batches.collate import without_rows
 from streaming.catalog import open as catalog_open
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError
@@ -201,8 +201,8 @@ class Numbers(torch.utils.data.Dataset[dict[str, Any]]):
 def test_map_style_resumed_before_the_tail(num_workers: int) -> None:
     def open_loader() -> DataLoader:
         return DataLoader(
-            Numbers(), global_batch_size=16, device_mesh=mesh_of(RANKS, 0), last_batch="partial", shuffle=False,
-            num_workers=num_workers, max_bad_samples=10,
+            OrdinaryDataset(Numbers(), max_bad_samples=10), global_batch_size=16, device_mesh=mesh_of(RANKS, 0),
+            last_batch="partial", shuffle=False, num_workers=num_workers,
         )  # fmt: skip
 
     with open_loader() as loader:

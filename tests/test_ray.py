@@ -35,7 +35,7 @@ from infra import DeviceMesh
 from shard_tools.cli import cli
 from shard_tools.running.engine import ordered
 from shard_tools.running.ray_engine import RayExecutor
-from streaming import DataLoader, RemoteBatch, RemoteGroup, StreamingDataset
+from streaming import DataLoader, OrdinaryDataset, RemoteBatch, RemoteGroup, StreamingDataset
 from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError, StateError, WorkerDiedError
 from streaming.remote import cluster, wire
 
@@ -228,14 +228,14 @@ def test_readers_join_a_placement_group_of_that_name(nodes: TwoNodes, samples: S
 
 
 def test_an_ordinary_data_set_too(nodes: TwoNodes) -> None:
-    def create() -> list[int]:
-        return list(range(40))
+    def create() -> OrdinaryDataset:
+        return OrdinaryDataset(list(range(40)), seed=3)
 
-    with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, 0), remote_group=AWAY, shuffle=True, seed=3) as loader:
+    with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, 0), remote_group=AWAY, shuffle=True) as loader:
         got = [[handle.get().tolist() for handle in batch.handles] for batch in loader]
     ranks = []
     for rank in range(2):
-        with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, rank), shuffle=True, seed=3) as local:
+        with DataLoader(create, batch_size=8, device_mesh=mesh_of(2, rank), shuffle=True) as local:
             ranks.append([batch.tolist() for batch in local])
     assert got == steps(ranks)
 

@@ -90,10 +90,12 @@ def test_skipping_has_a_limit_and_a_place() -> None:
         list(sampler.follow(DataLoader(sampler.dataset, batch_sampler=sampler)))
     with pytest.raises(ConfigError, match="substitute, skip or raise"):
         RetrySampler(over, dataset, on_error="ignore")
-    with streaming.DataLoader(dataset, 4, on_error="skip", shuffle=False, max_bad_samples=5) as loader:
+    with streaming.DataLoader(
+        streaming.OrdinaryDataset(dataset, on_error="skip", shuffle=False, max_bad_samples=5), 4
+    ) as loader:
         assert [len(batch) for batch in loader] == [3, 4, 3, 4, 3, 4, 4, 4, 4, 4]
     with pytest.raises(ConfigError, match=r'on_error="skip".*"pad"'):
-        streaming.DataLoader(dataset, 4, on_error="skip", last_batch="pad")
+        streaming.DataLoader(streaming.OrdinaryDataset(dataset, on_error="skip"), 4, last_batch="pad")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

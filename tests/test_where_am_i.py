@@ -11,7 +11,7 @@ import pytest
 from data_sets import SampleSet, write_set
 
 from infra import DeviceMesh
-from streaming import DataLoader, StreamingDataset
+from streaming import DataLoader, OrdinaryDataset, StreamingDataset
 from streaming.storage import Storage
 
 
@@ -77,7 +77,7 @@ def stream() -> Iterator[int]:
 def test_ordinary_data_sets_have_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "streaming")
     for dataset in (Numbers, stream):
-        with DataLoader(dataset, 3, seed=5) as loader:
+        with DataLoader(OrdinaryDataset(dataset, seed=5), 3) as loader:
             assert len(list(loader)) == 3
     first, second = lines(caplog)
     assert first.startswith(

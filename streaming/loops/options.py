@@ -27,7 +27,7 @@ _NEVER = {
     "sampler": _OWN_SAMPLER.format("sampler"),
     "batch_sampler": _OWN_SAMPLER.format("batch_sampler"),
     "generator": "the order comes from a seed, which must be the same on all ranks and is saved in state_dict; write "
-    "seed=generator.initial_seed(), of the StreamingDataset or, for other data sets, here",
+    "seed=generator.initial_seed(), of the StreamingDataset or, for other data sets, of an OrdinaryDataset",
     "pin_memory_device": "batches are page-locked for any device; DevicePrefetcher(loader, device=…) copies them there",
     "in_order": "batches always come in order: a state_dict says how many were handed out; leave it out",
 }
@@ -48,13 +48,6 @@ _TIMEOUT = (
 _STREAMING = {
     "shuffle": "write StreamingDataset(…, shuffle={value!r}); its order belongs to the data set, this one has "
     "shuffle={own!r}",
-    "seed": "write StreamingDataset(…, seed={value!r}); its order belongs to the data set, this one has seed={own!r}; "
-    "loader.seed(…) changes it from the next epoch on",
-    "on_error": "write StreamingDataset(…, on_error={value!r}); this one has on_error={own!r}",
-    "max_bad_samples": "write StreamingDataset(…, max_bad_samples={value!r}); this one has max_bad_samples={own!r}",
-    "max_retries": "requests to a store are retried until a time is up: StreamingDataset(…, "
-    'storage_options={{"deadline_s": …}})',
-    "sharding": "it is for iterable data sets; samples of a StreamingDataset are dealt out one by one",
     "persistent_workers": _STAYING,
     "timeout": _TIMEOUT.replace("{", "{{").replace("}", "}}"),
     "worker_init_fn": _INIT,
@@ -67,6 +60,15 @@ ELSEWHERE = {
     name: f"it is an option of the data set; write StreamingDataset(…, {name}=…)"
     for name in option_names(StreamingDataset)
 } | {
+    "seed": "it belongs to the data set's order; write StreamingDataset(…, seed=…), whose loader.seed(…) changes it "
+    "from the next epoch on, or for another data set OrdinaryDataset(dataset, seed=…)",
+    "on_error": "write StreamingDataset(…, on_error=…), or for another data set OrdinaryDataset(dataset, on_error=…)",
+    "max_bad_samples": "write StreamingDataset(…, max_bad_samples=…), or for another data set "
+    "OrdinaryDataset(dataset, max_bad_samples=…)",
+    "max_retries": "write OrdinaryDataset(dataset, max_retries=…); requests of a StreamingDataset to a store are "
+    'retried until a time is up: StreamingDataset(…, storage_options={"deadline_s": …})',
+    "sharding": "it is for iterable data sets: write OrdinaryDataset(dataset, sharding=…); samples of a "
+    "StreamingDataset are dealt out one by one",
     "drop_remainder": 'write last_batch="drop" or "partial"',
     "rank": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
     "num_replicas": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
@@ -87,9 +89,9 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: One of them is given, with a value that asks for something.
     """
-    for name, value in options.items():
-        if value not in _HARMLESS.get(name, ()):
-            raise ConfigError(f"{name}: {_NEVER[name]}")
+    for name, why in _NEVER.items():
+        if options[name] not in _HARMLESS.get(name, (None,)):
+            raise ConfigError(f"{name}: {why}")
 
 
 def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset) -> None:
@@ -103,27 +105,6 @@ def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset) -> No
         if value in _ALSO_HARMLESS.get(name, ()) or (own is not None and own == value):
             continue
         raise ConfigError(f"{name}: {_STREAMING[name].format(value=value, own=own)}")
-
-
-_MAP_ONLY = {
-    "shuffle": "an iterable data set comes in its own order; shuffle inside it, as with a buffer, and leave this out",
-    "on_error": "an iterable data set that raises ends the epoch; let it catch its own errors",
-    "max_retries": "nothing of an iterable data set can be asked for again; let it retry by itself",
-    "max_bad_samples": "an iterable data set that raises ends the epoch; let it count its own errors",
-    "persistent_workers": "worker processes of an iterable data set end with a pass over it, with epoch_size= never",
-}
-_ITERABLE_ONLY = {"sharding": "samples of a map-style data set are dealt out one by one; leave it out"}
-
-
-def check_ordinary(options: Mapping[str, Any], *, iterable: bool) -> None:
-    """Explain what a map-style or iterable data set cannot have.
-
-    Raises:
-        ConfigError: An option asks for it.
-    """
-    for name, why in (_MAP_ONLY if iterable else _ITERABLE_ONLY).items():
-        if name in options and not (name == "shuffle" and options[name] is False):
-            raise ConfigError(f"{name}: {why}")
 
 
 def streaming_config(

@@ -8,20 +8,20 @@ import multiprocessing.context
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import default_collate as torch_collate
 
 from infra import DeviceMesh
-from streaming.arguments import checked_int, is_number
+from streaming.arguments import checked_int, checks_names, is_number
 from streaming.batches.collate import default_collate, without_rows
 from streaming.engine.workers.context import ServerContext
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.errors import ConfigError
 from streaming.plan.settings import Shape
-from streaming.replicas.options import Broadcast
+from streaming.replicas.options import Broadcast, Replicas
 from streaming.samplers.retry import NoRow
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
@@ -32,6 +32,88 @@ _log = logging.getLogger(__name__)
 _PRELOAD = "streaming.loops.map_style"
 """What worker processes of both loops need: 0.3 s of imports that the server does once for all of them."""
 _FEEDER_S = 5.0  # for a daemon thread that has nothing more to do
+
+
+_MAP_ONLY = {
+    "shuffle": "an iterable data set comes in its own order; shuffle inside it, as with a buffer, and leave this out",
+    "on_error": "an iterable data set that raises ends the epoch; let it catch its own errors",
+    "max_retries": "nothing of an iterable data set can be asked for again; let it retry by itself",
+    "max_bad_samples": "an iterable data set that raises ends the epoch; let it count its own errors",
+    "persistent_workers": "worker processes of an iterable data set end with a pass over it, with epoch_size= never",
+}
+_ITERABLE_ONLY = {"sharding": "samples of a map-style data set are dealt out one by one; leave it out"}
+
+
+@checks_names()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrdinaryDataset:
+    """Read a torch data set, map-style or iterable, with other choices than the usual ones.
+
+    A data set that needs none of them goes into ``DataLoader`` as it is::
+
+        DataLoader(dataset, 32)
+        DataLoader(OrdinaryDataset(dataset, seed=3, on_error="skip"), 32)
+        DataLoader(OrdinaryDataset(rows, sharding="dispatch"), 32)
+
+    Attributes:
+        dataset: The data set, or a callable that makes one. Of all that follows None stands for the default.
+        shuffle: For map-style data sets (default True).
+        seed: Of the order of map-style data sets, and of the random numbers that iterable ones draw (default 0).
+        on_error: For map-style data sets: ``"substitute"`` (the default), ``"skip"`` or ``"raise"``; see
+            ``RetrySampler``, as for the next two.
+        max_retries: For map-style data sets (default 2).
+        max_bad_samples: For map-style data sets (default 0.001).
+        sharding: How iterable data sets are cut: ``"auto"`` (the default), ``"worker_info"``, ``"self"``; or, where
+            they cannot be (a cursor, a socket), ``"dispatch"``: rank 0 alone iterates, by itself or in one worker, and
+            sends every rank its rows (docs/dispatch.md). ``DataLoader(…, replicate=Broadcast(…))`` then says how.
+        multiprocessing_context: How the ``num_workers`` torch processes start.
+        persistent_workers: Whether those of map-style data sets stay for the next epoch (default True).
+        timeout: Seconds that a batch of such processes may take (default 0: no limit); see ``stall_report_s``.
+        worker_init_fn: Called in such processes as they start.
+    """
+
+    dataset: Any = field(kw_only=False)
+    shuffle: bool | None = None
+    seed: int | None = None
+    on_error: str | None = None
+    max_retries: int | None = None
+    max_bad_samples: float | None = None
+    sharding: Sharding | None = None
+    multiprocessing_context: str | multiprocessing.context.BaseContext | None = None
+    persistent_workers: bool | None = None
+    timeout: float | None = None
+    worker_init_fn: Callable[[int], None] | None = None
+
+    def config(
+        self, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, *, iterable: bool, **building: Any
+    ) -> OrdinaryConfig:
+        """The choices of a loop over it.
+
+        Args:
+            at_the_loader: What was given to the loader by torch's names.
+            mesh: Where this process is.
+            replicas: What was chosen about replicas.
+            iterable: Whether the data set is iterable.
+            **building: What else an ``OrdinaryConfig`` holds.
+
+        Raises:
+            ConfigError: A choice cannot work for this data set, or was made twice, differently.
+        """
+        own = [one.name for one in fields(self)[1:]]
+        chosen = {name: value for name in own if (value := getattr(self, name)) is not None}
+        for name, value in at_the_loader.items():
+            if chosen.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{name}: OrdinaryDataset(…, {name}={chosen[name]!r}) and DataLoader(…, {name}={value!r}) "
+                    "contradict each other; give one of them"
+                )
+        for name, why in (_MAP_ONLY if iterable else _ITERABLE_ONLY).items():
+            if name in chosen and not (name == "shuffle" and chosen[name] is False):
+                raise ConfigError(f"{name}: {why}")
+        replicas.check_plain(dispatch=self.sharding == "dispatch")
+        if isinstance(replicas.replicate, Broadcast):
+            building["broadcast"] = replicas.replicate
+        return OrdinaryConfig(mesh=mesh, **chosen, **building)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from data_sets import SampleSet, write_set
 
 from infra import MeshError
 from infra.frameworks import ProcessGroup
-from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler
+from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, OrdinaryDataset
 
 KINDS = ("indexed", "unindexed", "map-style", "fetcher")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK")
@@ -42,7 +42,7 @@ def initialise(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> N
 
 def make(sets: dict[str, SampleSet], kind: str, batch_size: int = 4) -> DataLoader:
     if kind == "map-style":
-        return DataLoader(list(range(48)), batch_size, seed=3)
+        return DataLoader(OrdinaryDataset(list(range(48)), seed=3), batch_size)
     dataset = sets["unindexed" if kind == "unindexed" else "indexed"].open(seed=3)
     if kind == "fetcher":
         return DeviceMeshFetcher(dataset, batch_size, last_batch="partial")
