@@ -4,6 +4,7 @@
 # make gpu    everything that needs a CUDA device, tests and figures (benchmarks/GPU.md), in at most ten minutes
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
 # make torture   an epoch under FAULTS=10000 faults, drawn from SEED=1
+# make matrix all tests, with the cells of wide matrices whose mechanism other cells show
 # make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, drawn from SEED=1
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
@@ -18,11 +19,11 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish
 GPU_ARGS ?=
 
-.PHONY: help venv demo test lint types pytest format bench gpu peers fuzz torture differential clean
+.PHONY: help venv demo test lint types pytest format bench gpu peers fuzz torture matrix differential clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
 
 venv: $(VENV)/.installed
 
@@ -61,6 +62,9 @@ gpu: venv
 
 peers: venv
 	$(BIN)/python benchmarks/peers/run.py $(PEERS_ARGS)
+
+matrix: venv
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --matrix $(PYTEST_ARGS)
 
 fuzz: venv
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)

@@ -17,10 +17,11 @@ from streaming.storage import Storage
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What ``make torture`` and ``make differential`` set: see test_torture.py, test_differential.py."""
+    """What ``make matrix``, ``make torture`` and ``make differential`` set."""
+    parser.addoption("--matrix", action="store_true", help="also run the cells whose mechanism other cells show")
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
     parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in test_torture.py")
-    parser.addoption("--differential-cases", type=int, default=300, help="cases that test_differential.py plays")
+    parser.addoption("--differential-cases", type=int, default=120, help="cases that test_differential.py plays")
     parser.addoption("--differential-first", type=int, default=0, help="number of the first of them")
     parser.addoption(
         "--differential-seed", type=int, default=1, help="seed of all that is drawn in test_differential.py"
@@ -33,8 +34,14 @@ LONGEST_FIRST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest come first: xdist gives whole files away, and the last one is not to be a long one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that take longest come first: xdist gives whole files away, and the last one is not to be a long one.
+
+    Cells marked ``matrix`` are left to ``make matrix``.
+    """
+    if not config.getoption("--matrix"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("matrix")])
+        items[:] = [item for item in items if not item.get_closest_marker("matrix")]
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

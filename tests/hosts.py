@@ -35,9 +35,14 @@ class Host:
         self.name = name
         self.address = address
 
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What comes before a command that is to run on this host."""
+        return ("ip", "netns", "exec", self.name)
+
     def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """``command`` on this host."""
-        return subprocess.Popen(["ip", "netns", "exec", self.name, *command], **options)
+        return subprocess.Popen([*self.command, *command], **options)
 
     def pids(self) -> list[int]:
         """All processes on this host."""

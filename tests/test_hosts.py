@@ -12,13 +12,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 from data_sets import SampleSet, merged, play, total, write_set
 from elastic_worker import commits
+from forked import Forked, ForkedProcess, all_end
 from hosts import Host, Hosts, why_not
 from servers import MiniS3Server
 
@@ -56,9 +58,9 @@ def samples(store: MiniS3Server) -> SampleSet:
 class Job:
     """One torchrun job over several hosts; ``start`` adds a host to it."""
 
-    def __init__(self, folder: Path, samples: SampleSet, first: Host, script: str, **config: Any) -> None:
+    def __init__(self, folder: Path, samples: SampleSet, first: Host, **config: Any) -> None:
         folder.mkdir()
-        self.folder, self._first, self._script = folder, first, script
+        self.folder, self._first = folder, first
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._hosts: list[Host] = []
         base = {"url": samples.url, "storage_options": dict(samples.storage_options or {}), "dataset": DATASET}
@@ -71,7 +73,7 @@ class Job:
             sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(num_processes),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._first.address}:{PORT}", "--rdzv-id", "hosts",
             "--rdzv-conf", f"{RENDEZVOUS},is_host={str(host is self._first).lower()}", "--local-addr", host.address,
-            "--max-restarts", "5", "--monitor-interval", "0.2", str(HERE / self._script), str(self._config),
+            "--max-restarts", "5", "--monitor-interval", "0.2", str(HERE / "elastic_worker.py"), str(self._config),
         ]  # fmt: skip
         environment = {
             **os.environ,
@@ -124,6 +126,29 @@ GRIDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@contextmanager
+def ranks_on(
+    hosts: Sequence[Host], per_host: int, output: Path, script: Path, config: Path
+) -> Iterator[list[ForkedProcess]]:
+    """Ranks with torchrun's variables, forked on their hosts from a process of each; rank 0 keeps the store."""
+    environ = {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
+    environ |= {
+        "WORLD_SIZE": str(per_host * len(hosts)),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "TORCHELASTIC_RUN_ID": "hosts",
+    }
+    with ExitStack() as stack:
+        names = ("streaming.loader", "data_sets", "torch.distributed.tensor")
+        origins = [stack.enter_context(Forked(*names, command=host.command)) for host in hosts]
+        ranks = []
+        for number, origin in enumerate(origins):
+            place = {"GROUP_RANK": str(number), "GROUP_WORLD_SIZE": str(len(hosts))}
+            for local_rank in range(per_host):
+                rank = {"RANK": str(number * per_host + local_rank), "LOCAL_RANK": str(local_rank)}
+                ranks.append(origin.start(script, str(config), output=output, environ=environ | place | rank))
+        yield ranks
+
+
 def test_grids_of_eight_processes_on_two_hosts(
     hosts: Hosts, store: MiniS3Server, samples: SampleSet, tmp_path: Path
 ) -> None:
@@ -133,13 +158,14 @@ def test_grids_of_eight_processes_on_two_hosts(
         for name, grid in GRIDS.items()
     ]
     store.clear_log()
-    with Job(tmp_path / "grids", samples, hosts.hosts[0], "torchrun_worker.py", jobs=jobs) as job:
-        for host in hosts.hosts[:2]:
-            job.start(host, "2", 4)
-        job.finish()
+    config = {"url": samples.url, "storage_options": samples.storage_options, "dataset": DATASET}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "folder": str(tmp_path), "jobs": jobs}))
+    output, script = tmp_path / "output", HERE / "torchrun_worker.py"
+    with ranks_on(hosts.hosts[:2], 4, output, script, tmp_path / "config.json") as ranks:
+        assert set(all_end(ranks)) == {0}, output.read_text()[-4000:]
     dataset = samples.open(**DATASET)
     for name, grid in GRIDS.items():
-        results = [json.loads((job.folder / f"{name}-{rank}.json").read_text()) for rank in range(8)]
+        results = [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(8)]
         sizes = dict(zip(grid["names"], grid["shape"], strict=True))
         data_size = 1
         for axis in grid["data_axes"]:
@@ -161,7 +187,7 @@ def test_a_host_is_killed_and_others_join(hosts: Hosts, samples: SampleSet, tmp_
     """Three hosts, then two, then four, in one job: the global batches are those of an undisturbed run."""
     first, second, lost, fourth = hosts.hosts
     gates = {"3": 3, "7": 2}
-    with Job(tmp_path / "elastic", samples, first, "elastic_worker.py", loader=LOADER, epochs=2, gates=gates) as job:
+    with Job(tmp_path / "elastic", samples, first, loader=LOADER, epochs=2, gates=gates) as job:
         for host in (first, second, lost):
             job.start(host, "2:4", 1)
         job.wait_for_commits(3)
