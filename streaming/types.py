@@ -36,6 +36,10 @@ DuplicateKeys: TypeAlias = Literal["error", "keep"]
 """What a key that comes twice in a shard is: an error, or (``"keep"``, as webdataset has it) a sample of its own."""
 
 
+SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
+"""How names of shards end."""
+
+
 class Decoder(Protocol):
     """Turns the bytes of one field into an object.
 

@@ -21,8 +21,9 @@ from streaming import DataLoader, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.engine.memory.arena import PAGE_BYTES
-from streaming.index.cutter import ChunkRule
+from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.storage import Storage
+from streaming.types import Int64Array
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 Batches = list[Counter[str]]
@@ -181,3 +182,12 @@ class JitteryStorage:
             delay_s = self._random.choice((0, 0, 0, 0.001, 0.004))
         time.sleep(delay_s)  # what is tested: any timing
         self._storage.read_into(url, start, out, summed=summed)
+
+
+def cut_records(record_starts: Int64Array, rule: ChunkRule = DEFAULT_RULE) -> Int64Array:
+    """The first record of each chunk, and the number of records: int64 ``[C + 1]``, for a whole shard's records."""
+    num_records = record_starts.size - 1
+    cuts = ChunkCutter(rule).extend(record_starts)
+    if num_records and (cuts.size == 0 or cuts[-1] != num_records):
+        cuts = np.append(cuts, num_records)
+    return np.concatenate((np.zeros(1, np.int64), cuts))

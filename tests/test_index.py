@@ -14,15 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_sets import cut_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_tools import ShardWriter
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
+from streaming.index import files
 from streaming.index.chunk_table import ChunkTable, ShardInfo
-from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule, cut_records
-from streaming.index.files import footer_bytes
-from streaming.index.layout import chunks_path, samples_path, shard_of_samples_path
+from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
+from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
 
 
@@ -253,13 +254,21 @@ def test_lookup() -> None:
             samples().lookup(index)
 
 
-def test_the_footer_alone_holds_the_chunk_rows() -> None:
-    data = samples().to_parquet()
-    tail = data[-footer_bytes(data[-8:], "s") :]
-    assert len(tail) < len(data)
+@pytest.mark.parametrize(("guess_bytes", "num_reads"), [(64 << 10, 1), (16, 2)])
+def test_the_footer_alone_holds_the_chunk_rows(monkeypatch, guess_bytes: int, num_reads: int) -> None:
+    monkeypatch.setattr(files, "_FOOTER_GUESS_BYTES", guess_bytes)
+    data, reads = bytes(100_000) + samples().to_parquet(), []
+
+    def read(start: int, stop: int) -> bytes:
+        reads.append((start, stop))
+        return data[start:stop]
+
+    tail = files.read_footer(read, len(data), "s")
     assert chunk_rows_from_footer(tail) == samples().chunks
-    with pytest.raises(IndexFormatError):
-        footer_bytes(b"12345678", "s")
+    assert (len(reads), max(stop - start for start, stop in reads)) == (num_reads, len(tail))
+    assert len(tail) < 100_000
+    with pytest.raises(IndexFormatError, match="does not end as a Parquet file"):
+        files.read_footer(lambda start, stop: b"12345678"[start:stop], 8, "s")
 
 
 def test_keys_that_are_not_utf8_survive() -> None:
@@ -300,9 +309,7 @@ def test_an_empty_shard() -> None:
 def test_paths() -> None:
     assert chunks_path() == "_shardstream/chunks.parquet"
     for name in ("000.tar", "part-0/000.tar", "a.b/c.parquet"):
-        assert shard_of_samples_path(samples_path(name)) == name
-    assert samples_path("p/0.tar") == "_shardstream/samples/p/0.tar.parquet"
-    assert shard_of_samples_path("_shardstream/chunks.parquet") is None
+        assert samples_path(name) == f"_shardstream/samples/{name}.parquet"
 
 
 def test_opening_a_data_set_does_not_import_pandas(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import tarfile
 import numpy as np
 import pytest
 from crc32c import crc32c
+from data_sets import cut_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ from streaming.errors import (
     TarError,
 )
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.cutter import ChunkRule, cut_records
+from streaming.index.cutter import ChunkRule
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage

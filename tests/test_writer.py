@@ -19,6 +19,7 @@ from pathlib import Path
 import crc32c
 import numpy as np
 import pytest
+from data_sets import cut_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,6 @@ from shard_tools.write.keys import SeenKeys, check_field, check_key
 from streaming.catalog.build import index_shards, load_index
 from streaming.errors import ConfigError, DuplicateKeyError, StorageError, TarError
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.cutter import cut_records
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 from streaming.tar import parse_chunk

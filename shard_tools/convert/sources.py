@@ -11,9 +11,9 @@ from shard_tools.convert import lines, parquet, tars
 from shard_tools.convert.files import find_files, is_local
 from shard_tools.convert.images import IMAGE_EXTENSIONS, ImageFolder
 from shard_tools.convert.records import Source, SourceOptions
-from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage, local_path
+from streaming.types import SHARD_SUFFIXES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ from collections.abc import Generator, Iterator
 from shard_tools.convert.files import FileSource, SourceFile, find_files
 from shard_tools.convert.records import NUMBER_KEYS, Record, Skipped, SourceOptions, number_key
 from streaming.arguments import checked_ratio
-from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import ConfigError
 from streaming.storage import Storage
 from streaming.tar.samples import iter_samples
+from streaming.types import SHARD_SUFFIXES
 
 _PIECE_BYTES = 8 << 20  # one request
 _MAX_SKIPPED = 10_000  # entries kept for the report

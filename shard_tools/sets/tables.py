@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from shard_tools.running.engine import map_ordered
 from streaming.catalog.build import shard_name
-from streaming.catalog.urls import SHARD_SUFFIXES
 from streaming.errors import NotFoundError
 from streaming.index.layout import samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact, split_url
+from streaming.types import SHARD_SUFFIXES
 
 _REQUESTS = 32  # at once; they wait for the store, not for the CPU
 

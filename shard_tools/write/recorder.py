@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import crc32c
@@ -19,7 +20,7 @@ from streaming.catalog.build import shard_name
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import ChunkCutter
-from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
+from streaming.index.files import read_footer
 from streaming.index.large import LARGE_BYTES, large_sums
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
@@ -29,7 +30,6 @@ from streaming.tar.group import check_density
 from streaming.types import Int64Array
 
 # Most footers fit into this much of a sample file's end; a longer one costs a second request.
-_TAIL_BYTES = 64 << 10
 _NUM_THREADS = 16
 
 
@@ -282,11 +282,7 @@ class IndexRecorder:
     def _footer(self, name: str, num_bytes: int) -> ChunkTable | None:
         url = self._samples_url(name)
         try:
-            tail = self._storage.read(url, max(0, num_bytes - _TAIL_BYTES), num_bytes)
-            needed = footer_bytes(bytes(tail[-FOOTER_TAIL_BYTES:]), url)
-            if needed > len(tail):
-                tail = self._storage.read(url, max(0, num_bytes - needed), num_bytes)
-            return chunk_rows_from_footer(tail, url)
+            return chunk_rows_from_footer(read_footer(partial(self._storage.read, url), num_bytes, url), url)
         except (
             IndexFormatError,
             NotFoundError,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from streaming.errors import (
 )
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import DEFAULT_RULE, ChunkRule
-from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes
+from streaming.index.files import read_footer
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import chunk_rows_from_footer
 from streaming.platforms import num_cores
@@ -32,7 +33,6 @@ from streaming.types import DuplicateKeys
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-_FOOTER_GUESS_BYTES = 64 << 10
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _MAX_PARALLEL_REQUESTS = 32
 _SHOWN_ERRORS = 10
@@ -320,11 +320,7 @@ def _read_footer(storage: Storage, url: str) -> ChunkTable | None:
         size_bytes = storage.info(url).size_bytes
     except NotFoundError:
         return None
-    tail = storage.read(url, max(0, size_bytes - _FOOTER_GUESS_BYTES), size_bytes)
-    need = footer_bytes(bytes(tail[-FOOTER_TAIL_BYTES:]), redact(url))
-    if need > len(tail) and need <= size_bytes:
-        tail = storage.read(url, size_bytes - need, size_bytes)
-    return chunk_rows_from_footer(tail, redact(url))
+    return chunk_rows_from_footer(read_footer(partial(storage.read, url), size_bytes, redact(url)), redact(url))
 
 
 def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> None:

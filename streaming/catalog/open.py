@@ -10,6 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -20,12 +21,12 @@ from streaming.catalog.scan import scan_shard
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.files import FOOTER_TAIL_BYTES, footer_bytes, read_facts
+from streaming.index.files import read_facts, read_footer
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.job.once import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
-from streaming.types import DuplicateKeys
+from streaming.types import SHARD_SUFFIXES, DuplicateKeys
 
 _log = logging.getLogger(__name__)
 SCAN_LIMIT_BYTES = 1 << 30
@@ -146,7 +147,6 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
     return found
 
 
-_FOOTER_GUESS_BYTES = 64 << 10
 _PROBED = 8
 _MOST_FOOTERS = 1024
 """Shards looked at for a field that the first ones lack: some seconds, and only for a name that is hardly right."""
@@ -244,10 +244,7 @@ def _footer_facts(storage: Storage, url: str, kind: str) -> dict[str, Any] | Non
         size_bytes = storage.info(url).size_bytes
     except NotFoundError:
         return None
-    tail = bytes(storage.read(url, max(0, size_bytes - _FOOTER_GUESS_BYTES), size_bytes))
-    need = footer_bytes(tail[-FOOTER_TAIL_BYTES:], redact(url))
-    if len(tail) < need <= size_bytes:
-        tail = bytes(storage.read(url, size_bytes - need, size_bytes))
+    tail = read_footer(partial(storage.read, url), size_bytes, redact(url))
     return read_facts(tail, kind, redact(url))
 
 
@@ -292,7 +289,7 @@ def _folders_of(urls: Any) -> list[str]:
     """Those of ``urls``, as users write them, that stand for all shards below them."""
     specs = [urls] if isinstance(urls, (str, PathLike)) else list(urls)
     parts = [part for spec in specs for part in str(spec).split("::")]
-    return [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith((".tar", ".tar.gz", ".tgz"))]
+    return [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith(SHARD_SUFFIXES)]
 
 
 def _check_all_listed(storage: Storage, folders: Sequence[str], shards: Sequence[str]) -> None:

@@ -15,8 +15,8 @@ from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import HTTP_SCHEMES, ObjectInfo, as_url, local_path, redact, scheme_of, split_query
 from streaming.storage.adapters.local import is_directory
 from streaming.storage.facade import Storage
+from streaming.types import SHARD_SUFFIXES
 
-SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 INDEX_DIRECTORY = "_shardstream"
 MAX_BRACE_URLS = 5_000_000
 """URLs that one pattern may stand for: a thousand terabytes in shards of 256 MB, and half a minute to write out."""

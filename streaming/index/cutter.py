@@ -88,12 +88,3 @@ class ChunkCutter:
             self.num_bytes = self.num_samples = 0
             at = cut
         return np.array(cuts, np.int64)
-
-
-def cut_records(record_starts: Int64Array, rule: ChunkRule = DEFAULT_RULE) -> Int64Array:
-    """The first record of each chunk, and the number of records: int64 ``[C + 1]``, for a whole shard's records."""
-    num_records = record_starts.size - 1
-    cuts = ChunkCutter(rule).extend(record_starts)
-    if num_records and (cuts.size == 0 or cuts[-1] != num_records):
-        cuts = np.append(cuts, num_records)
-    return np.concatenate((np.zeros(1, np.int64), cuts))

@@ -15,7 +15,9 @@ from streaming.errors import IndexFormatError
 FORMAT_VERSION = (1, 2)
 """Major and minor. Readers take any minor of their major: what they do not know, they ignore."""
 METADATA_KEY = b"shardstream"
-FOOTER_TAIL_BYTES = 8
+_FOOTER_TAIL_BYTES = 8
+_FOOTER_GUESS_BYTES = 64 << 10
+"""What is read of an end whose length nobody knows: most footers are shorter."""
 MAX_UNPACKED_BYTES = 1 << 30
 """What the rows of any index file may take in memory; larger files may take a thousand times their own size."""
 _MAX_RATIO = 1000
@@ -109,7 +111,7 @@ def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
 
 
 def read_facts(buffer: Any, kind: str, source: str) -> dict[str, Any]:
-    """The facts alone; ``buffer`` may be any tail of the file that holds the footer (see :func:`footer_bytes`)."""
+    """The facts alone; ``buffer`` may be any tail of the file that holds the footer (see :func:`read_footer`)."""
     try:
         metadata = pq.read_metadata(pa.BufferReader(buffer)).metadata or {}
         facts = json.loads(metadata[METADATA_KEY])
@@ -124,11 +126,22 @@ def read_facts(buffer: Any, kind: str, source: str) -> dict[str, Any]:
     return facts
 
 
-def footer_bytes(tail: bytes, source: str) -> int:
-    """How many bytes at the end of an index file make its footer, from the file's last 8 bytes."""
-    if len(tail) < FOOTER_TAIL_BYTES or tail[-4:] != _MAGIC:
+def read_footer(read: Callable[[int, int], Any], size_bytes: int, source: str) -> bytes:
+    """Read the end of an index file of ``size_bytes`` that holds its footer, in one request where that is enough.
+
+    Args:
+        read: Gives the file's bytes [start, stop).
+        size_bytes: Of the file.
+        source: Its name, for messages.
+
+    Raises:
+        IndexFormatError: It does not end as a Parquet file does.
+    """
+    tail = bytes(read(max(0, size_bytes - _FOOTER_GUESS_BYTES), size_bytes))
+    if len(tail) < _FOOTER_TAIL_BYTES or tail[-4:] != _MAGIC:
         raise _damaged(source, "it does not end as a Parquet file does")
-    return int.from_bytes(tail[-8:-4], "little") + FOOTER_TAIL_BYTES
+    need = int.from_bytes(tail[-8:-4], "little") + _FOOTER_TAIL_BYTES
+    return bytes(read(size_bytes - need, size_bytes)) if len(tail) < need <= size_bytes else tail
 
 
 def _check_version(version: str, source: str) -> None:

@@ -30,14 +30,6 @@ def samples_path(shard_name: str) -> str:
     return f"{_SAMPLES_DIRECTORY}/{shard_name}.parquet"
 
 
-def shard_of_samples_path(path: str) -> str | None:
-    """The inverse of :func:`samples_path`; None for any other path."""
-    prefix, suffix = _SAMPLES_DIRECTORY + "/", ".parquet"
-    if not path.startswith(prefix) or not path.endswith(suffix):
-        return None
-    return path[len(prefix) : -len(suffix)] or None
-
-
 def checked_name(name: str, what: str) -> str:
     """Return ``name``, which becomes a part of paths and of conditions.
 

@@ -325,7 +325,7 @@ class SampleTable:
 def chunk_rows_from_footer(buffer: Any, source: str = "sample file") -> ChunkTable:
     """The chunk rows of one shard from its sample file, or from any tail of it that holds the footer.
 
-    Use :func:`streaming.index.files.footer_bytes` on the last 8 bytes to learn how long a tail that is.
+    Use :func:`streaming.index.files.read_footer` to get such a tail.
 
     Raises:
         IndexFormatError: If the footer is damaged, of another kind of file, or of a newer major version.

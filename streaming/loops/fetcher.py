@@ -15,8 +15,8 @@ from streaming.batches.build import Recipe
 from streaming.batches.draw_watch import named_draw
 from streaming.engine.builders import is_surely_trivial
 from streaming.engine.crew import Crew
+from streaming.engine.memory.arena import keep_freed_memory
 from streaming.engine.memory.chunk_store import ChunkStore
-from streaming.engine.memory.heap import keep_freed_memory
 from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source

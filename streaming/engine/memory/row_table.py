@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.rows import FieldRange
-from streaming.engine.memory.extents import Extents
+from streaming.engine.memory.arena import Extents
 from streaming.errors import DataError
 from streaming.fetch.layout import UnitLayout
 from streaming.types import Int64Array

@@ -15,11 +15,11 @@ from typing import Any
 
 from streaming.errors import ConfigError
 from streaming.storage.base.urls import as_url, redact, split_url
+from streaming.types import SHARD_SUFFIXES
 
 REST_S = 30.0
 """How long a primary that failed is left alone; then one call tries it again, with a single attempt."""
 
-_SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 _log = logging.getLogger(__name__)
 
 
@@ -95,7 +95,7 @@ def mirrors_of(urls: object, mirrors: object) -> dict[str, Sequence[object]]:
 def _folder(spec: str) -> str:
     """The directory of a URL, or of all that its braces stand for."""
     plain, brace, _ = spec.partition("{")
-    names_shard = bool(brace) or plain.partition("?")[0].endswith(_SHARD_SUFFIXES)
+    names_shard = bool(brace) or plain.partition("?")[0].endswith(SHARD_SUFFIXES)
     return split_url(plain)[0] if names_shard else plain.rstrip("/")
 
 
