@@ -32,6 +32,7 @@ from shard_tools.options import (
     with_storage_options,
 )
 from shard_tools.plan.report import PlanOptions, plan
+from shard_tools.plan.steps import open_run, parse_steps, show_steps
 from shard_tools.plan.view import save_plot, show_plan
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
@@ -450,6 +451,11 @@ def cat_command(
     help="What becomes of the tail of the epoch.",
 )
 @click.option("--memory-limit", type=SIZE, default="4GiB", show_default=True, help="The loader's, of one rank.")
+@click.option("--state", "state_url", metavar="FILE", help="A saved state_dict (JSON): the order of --who and --when.")
+@click.option("--step", "steps", metavar="K|A..B", help="With --who: this global batch, or those from A to before B.")
+@click.option("--who", is_flag=True, help="List the samples of --step: for spikes of the loss.")
+@click.option("--key", metavar="KEY", help="With --when: the key of a sample.")
+@click.option("--when", is_flag=True, help="Tell the steps of --key, in the state's epoch and the next one.")
 @click.option("--plot", metavar="FILE.png", help="Also draw bytes and memory of every data rank (needs matplotlib).")
 @index_option
 @json_option
@@ -460,6 +466,11 @@ def plan_command(
     batch_size: int | None,
     global_batch_size: int | None,
     plot: str | None,
+    state_url: str | None,
+    steps: str | None,
+    who: bool,
+    key: str | None,
+    when: bool,
     index_url: str | None,
     as_json: bool,
     **arguments: Any,
@@ -473,6 +484,8 @@ def plan_command(
     Example:
       shard_tools plan s3://bucket/train/ --dp 8 --batch-size 256
       shard_tools plan s3://bucket/train/ --dp 16 --fsdp 8 --tp 4 --global-batch-size 4096 --json
+      shard_tools plan s3://bucket/train/ --dp 8 --batch-size 256 --state state.json --step 41200..41203 --who
+      shard_tools plan s3://bucket/train/ --dp 8 --batch-size 256 --state state.json --key cats/0001 --when
     """
     storage = Storage(as_storage_options(arguments))
     if (batch_size is None) == (global_batch_size is None):
@@ -480,6 +493,22 @@ def plan_command(
     sizes = {f"{name}_size": arguments.pop(name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")}
     mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()))
     size = global_batch_size or (batch_size or 0) * mesh.data_world_size
+    if who or when or state_url or steps or key:
+        if who == when or not state_url or (who and not steps) or (when and not key) or bool(steps) == bool(key):
+            raise click.UsageError("Give --state and --step with --who, or --state and --key with --when.")
+        run = open_run(
+            urls,
+            state_url,
+            storage=storage,
+            index_url=index_url,
+            global_batch_size=size,
+            num_ranks=mesh.data_world_size,
+            last_batch=arguments["last_batch"],
+        )
+        epochs = range(run.state.epoch, run.state.epoch + 2)
+        found = run.who(parse_steps(steps)) if steps else run.when(key or "", epochs)
+        emit(found, as_json=as_json, for_people=show_steps)
+        return
     memory_limit = arguments.pop("memory_limit")
     options = PlanOptions(mesh=mesh, global_batch_size=size, memory_limit_bytes=memory_limit, **arguments)
     report = plan(urls, options=options, storage=storage, index_url=index_url)
