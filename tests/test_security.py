@@ -16,6 +16,7 @@ import tarfile
 import threading
 import time
 import tomllib
+import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -733,3 +734,19 @@ def test_inflation_goes_in_bounded_pieces() -> None:
     sizes = [len(piece) for piece in inflated([packed])]
     assert sum(sizes) == 64 << 20
     assert max(sizes) <= 4 << 20
+
+
+def test_a_large_field_of_a_gzip_is_inflated_into_one_copy() -> None:
+    """Its pieces go as the field is put together from them."""
+    member = tarfile.TarInfo("a.bin")
+    member.size = 32 << 20
+    body = bytes(range(256)) * (member.size >> 8)
+    packed = gzip.compress(member.tobuf() + body + bytes(1024), 1)
+    tracemalloc.start()
+    try:
+        ((key, fields),) = iter_samples([packed])
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (key, fields) == ("a", {"bin": body})
+    assert peak_bytes < 1.5 * member.size

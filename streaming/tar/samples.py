@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from streaming.errors import TarError
@@ -32,7 +34,7 @@ def iter_samples(
     """Key and fields of each sample of a tar that comes in ``pieces``, in the order of the archive.
 
     A gzip stream is recognised by its first bytes and inflated on the way. A sample is yielded as soon as the next
-    one begins; memory is that of one sample and two pieces. Pieces are not kept. Samples before a damaged place are
+    one begins; memory is that of one sample and two pieces, in one copy. Samples before a damaged place are
     yielded before the error is raised.
 
     Args:
@@ -52,9 +54,10 @@ def iter_samples(
     for piece in inflated(pieces, url, max_gzip_ratio=max_gzip_ratio):
         held.add(piece)
         layout = scanner.feed(piece)
+        del piece  # what is cut out of it may let it go
         yield from held.samples(layout)
         held.drop_before(scanner.record_start)
-        if held.num_bytes > max_sample_bytes:
+        if held.stop - scanner.record_start > max_sample_bytes:
             raise TarError(
                 f"{url or 'tar'}, byte {scanner.record_start}: a sample of more than {max_sample_bytes} bytes; {larger}"
             )
@@ -62,38 +65,43 @@ def iter_samples(
 
 
 class _Held:
-    """The bytes of the stream from ``start`` on."""
+    """Pieces of the stream from ``start`` to ``stop``; they go as a large field is put together from them."""
 
     def __init__(self) -> None:
-        self.start = 0
-        self.num_bytes = 0
-        self._pieces: list[bytes] = []
+        self.start = self.stop = 0
+        self._pieces: deque[bytes] = deque()
 
     def add(self, piece: bytes) -> None:
         self._pieces.append(piece)
-        self.num_bytes += len(piece)
-
-    def _joined(self) -> bytes:
-        if len(self._pieces) > 1:
-            self._pieces = [b"".join(self._pieces)]
-        return self._pieces[0] if self._pieces else b""
+        self.stop += len(piece)
 
     def samples(self, layout: ChunkLayout) -> Iterator[tuple[str, dict[str, bytes]]]:
-        if not layout.keys:
-            return
-        whole = self._joined()
-        starts, sizes = (layout.starts - self.start).tolist(), layout.sizes.tolist()
-        for key, row_starts, row_sizes in zip(layout.keys, starts, sizes, strict=True):
-            places = zip(layout.fields, row_starts, row_sizes, strict=True)
-            yield key, {field: whole[at : at + size] for field, at, size in places if at >= 0}
+        """The samples of a layout, each once, in the order of the stream."""
+        for key, starts, sizes in zip(layout.keys, layout.starts.tolist(), layout.sizes.tolist(), strict=True):
+            places = [place for place in zip(starts, sizes, layout.fields, strict=True) if place[0] >= 0]
+            first, last = min(places), max(places)
+            self.drop_before(first[0])
+            piece, start = self._pieces[0] if self._pieces else b"", self.start
+            if last[0] + last[1] <= start + len(piece):
+                yield key, {field: piece[at - start : at - start + size] for at, size, field in places}
+            else:
+                found = {field: self._cut(at, at + size) for at, size, field in sorted(places)}
+                yield key, {field: found.pop(field) for _, _, field in places}
+
+    def _cut(self, start: int, stop: int) -> bytes:
+        """The bytes of a field; what lies before ``stop`` is forgotten piece by piece."""
+        out = io.BytesIO()
+        while start < stop:
+            self.drop_before(start)
+            size = min(self.start + len(self._pieces[0]), stop) - start
+            out.write(memoryview(self._pieces[0])[start - self.start : start - self.start + size])
+            start += size
+        return out.getvalue()  # no copy: nobody else refers to it
 
     def drop_before(self, offset: int) -> None:
-        """Forget the bytes before ``offset``."""
-        drop = offset - self.start
-        if drop > 0:
-            self._pieces = [self._joined()[drop:]]
-            self.num_bytes -= drop
-            self.start = offset
+        """Forget the pieces that end before ``offset``."""
+        while self._pieces and self.start + len(self._pieces[0]) <= offset:
+            self.start += len(self._pieces.popleft())
 
 
 def inflated(pieces: Iterable[BytesLike], url: str = "", *, max_gzip_ratio: float = MAX_GZIP_RATIO) -> Iterator[bytes]:

@@ -51,8 +51,7 @@ class Packing:
         """The rows, in memory of their own."""
         room = bytearray(self.num_bytes)
         rows = self.place(room, memoryview(room), 0)
-        whole = bytes(room)
-        return replace(rows, memory=whole, view=memoryview(whole))
+        return replace(rows, view=memoryview(room).toreadonly())
 
 
 def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -> Packing:
