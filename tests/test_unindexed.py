@@ -236,21 +236,6 @@ def test_a_window_of_tiny_samples_takes_no_more(num_fields: int) -> None:
     assert 0.5 * window_bytes < peak_bytes <= 1.1 * window_bytes
 
 
-@pytest.mark.parametrize("num_batches", [0, 1, 5])
-def test_close_from_every_state(streamed: SampleSet, num_batches: int) -> None:
-    loader = DataLoader(streamed.open(), batch_size=10, epoch_size=100, device_mesh=mesh_of(1, 0))
-    batches = iter(loader)
-    for _ in range(num_batches):
-        next(batches)
-    loader.close()
-    loader.close()
-    with pytest.raises(IteratorEndedError, match="the loader was closed"):
-        next(batches)
-    assert len(list(loader)) == 10
-    assert loader.epoch == (2 if num_batches else 1)
-    loader.close()
-
-
 def test_an_error_of_collate_fn_reaches_the_loop(streamed: SampleSet) -> None:
     def collate(samples: list[Any]) -> Any:
         raise StopIteration("out of luck")

@@ -1,0 +1,159 @@
+"""What every kind of loop promises, whatever it reads: one class for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_sets import SampleSet, write_set
+from leftovers import leftovers
+from loop_kinds import ALONE, NUM_BATCHES, NUM_SAMPLES, SHARD_SIZES, SIZE, Passes, Squares, compress, rows_of
+
+from streaming import DataLoader, DeviceMeshFetcher, OrdinaryDataset
+from streaming.errors import IteratorEndedError, IteratorSupersededError, TooManyBadSamplesError
+
+ROTTEN = 7
+Make = Callable[..., Any]
+Batches = list[tuple[int, ...]]
+
+
+def rot(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["cls"] == ROTTEN:
+        raise ValueError("rotten")
+    return sample
+
+
+class Rotten(Squares):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return rot(super().__getitem__(index))
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return write_set(tmp_path_factory.mktemp("contract") / "train", SHARD_SIZES)
+
+
+@pytest.fixture(scope="module")
+def unlisted(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return compress(samples, tmp_path_factory.mktemp("unlisted"))
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest, samples: SampleSet, unlisted: SampleSet) -> Iterator[Make]:
+    """Makes loaders of the kind that the test is about; none leaves anything behind."""
+    kind = request.param
+    before, made = leftovers(), []
+
+    def loader(*, limit: int | None = None, **options: Any) -> Any:
+        """``limit``: a sample is rotten, and so many may be."""
+        options = {"batch_size": SIZE, "device_mesh": ALONE, "last_batch": "partial", **options}
+        if kind in {"map-style", "iterable"}:
+            data: Any = Passes() if kind == "iterable" else OrdinaryDataset(
+                Squares() if limit is None else Rotten(), seed=5, max_retries=0, max_bad_samples=limit
+            )  # fmt: skip
+        else:
+            rotten = {} if limit is None else {"transform": rot, "max_bad_samples": limit}
+            data = (unlisted if kind == "unindexed" else samples).open(seed=5, **rotten)
+        if kind == "unindexed":
+            options["epoch_size"] = NUM_SAMPLES
+        made.append((DeviceMeshFetcher if kind == "fetcher" else DataLoader)(data, **options))
+        return made[-1]
+
+    yield loader
+    for one in made:
+        one.close()
+    made.clear()
+    assert leftovers() - before == {}
+
+
+def taken(loader: Any, count: int | None = None) -> Batches:
+    """The next batches of one iteration; it is left behind the last of them."""
+    return [rows_of(batch) for batch in islice(iter(loader), count)]
+
+
+def counted(batch: Any) -> int:
+    """Rows that are no padding."""
+    return sum(sample["__valid__"] for sample in batch) if isinstance(batch, list) else int(batch["__valid__"].sum())
+
+
+@pytest.mark.parametrize("make", ["indexed", "unindexed", "fetcher", "map-style", "iterable"], indirect=True)
+class TestEveryLoop:
+    @pytest.mark.parametrize("count", [0, 1, NUM_BATCHES])
+    def test_closed_it_ends_at_once_and_can_be_used_again(self, make: Make, count: int) -> None:
+        expected = [taken(loader) for loader in [make()] for _ in range(2)]
+        loader = make()
+        batches = iter(loader)
+        assert [rows_of(next(batches)) for _ in range(count)] == expected[0][:count]
+        loader.close()
+        loader.close()
+        if count == NUM_BATCHES:
+            assert list(batches) == []
+        else:
+            with pytest.raises(IteratorEndedError, match=rf"the loader was closed by .*{Path(__file__).name}:\d+"):
+                next(batches)
+        assert loader.epoch == (count == NUM_BATCHES)
+        assert taken(loader) == expected[1 if count else 0]
+
+    def test_left_early_the_next_iteration_is_the_next_epoch(self, make: Make) -> None:
+        expected = [taken(loader) for loader in [make()] for _ in range(2)]
+        with make() as loader:
+            assert taken(loader, 2) == expected[0][:2]
+            assert (loader.epoch, loader.state_dict()["samples_seen"]) == (0, 2 * SIZE)
+            assert [len(batch) for batch in taken(loader)] == [len(batch) for batch in expected[1]]
+            assert loader.epoch == 2
+
+    @pytest.mark.parametrize("count", range(NUM_BATCHES + 1))
+    def test_a_state_goes_on_behind_the_batch_handed_out_last(self, make: Make, count: int) -> None:
+        expected = [batch for loader in [make()] for _ in range(2) for batch in taken(loader)]
+        with make() as loader:
+            assert taken(loader, count) == expected[:count]
+            state = loader.state_dict()
+        with make() as other:
+            other.load_state_dict(state)
+            assert other.epoch == state["epoch"] == (count == NUM_BATCHES)
+            assert taken(other) == expected[count : NUM_BATCHES if count < NUM_BATCHES else None]
+
+    @pytest.mark.parametrize("last_batch", ["drop", "pad", "partial"])
+    def test_the_tail_is_what_last_batch_says(self, make: Make, last_batch: str) -> None:
+        rest = NUM_SAMPLES % SIZE
+        with make(last_batch=last_batch) as loader:
+            batches = list(loader)
+        sizes = [len(rows_of(batch)) for batch in batches]
+        assert sizes[:3] == [SIZE] * 3
+        assert sizes[3:] == {"drop": [], "pad": [SIZE], "partial": [rest]}[last_batch]
+        if last_batch == "pad":
+            assert [counted(batch) for batch in batches] == [SIZE, SIZE, SIZE, rest]
+
+    def test_a_second_iterator_takes_the_place_of_the_first(self, make: Make) -> None:
+        with make() as loader:
+            first = iter(loader)
+            next(first)
+            second = iter(loader)
+            next(second)
+            for _ in range(2):
+                with pytest.raises(IteratorSupersededError, match=rf"another one was made by .*{Path(__file__).name}"):
+                    next(first)
+            assert loader.epoch == 1
+            assert len(list(second)) == NUM_BATCHES - 1
+            assert loader.epoch == 2
+
+
+@pytest.mark.parametrize("make", ["indexed", "unindexed", "fetcher", "map-style"], indirect=True)
+class TestEveryLoopThatCanAskAgain:
+    """An iterable data set that raises ends the epoch."""
+
+    def test_a_bad_sample_is_named_and_another_stands_in(self, make: Make) -> None:
+        with make(limit=1) as loader:
+            rows = [row for batch in taken(loader) for row in batch]
+            found = loader.metrics()
+        assert len(rows) == NUM_SAMPLES
+        assert ROTTEN not in rows
+        assert found["bad_samples"] == len(found["bad"]) == 1
+        assert "rotten" in str(found["bad"][0])
+
+    def test_one_too_many_stops_it_by_name(self, make: Make) -> None:
+        with make(limit=0) as loader, pytest.raises(TooManyBadSamplesError, match=r"max_bad_samples=0(?s:.*)rotten"):
+            list(loader)
