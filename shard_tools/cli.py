@@ -456,6 +456,9 @@ def cat_command(
 @click.option("--who", is_flag=True, help="List the samples of --step: for spikes of the loss.")
 @click.option("--key", metavar="KEY", help="With --when: the key of a sample.")
 @click.option("--when", is_flag=True, help="Tell the steps of --key, in the state's epoch and the next one.")
+@click.option("--where", metavar="CONDITION", help="Of the samples that fit alone; see docs/filters.md.")
+@click.option("--view", metavar="NAME", help="Of those of a saved view.")
+@click.option("--subset", metavar="A..B", help="Of a range of the stored samples: 0%..80%, or 1000..2000.")
 @click.option("--plot", metavar="FILE.png", help="Also draw bytes and memory of every data rank (needs matplotlib).")
 @index_option
 @json_option
@@ -510,8 +513,9 @@ def plan_command(
         emit(found, as_json=as_json, for_people=show_steps)
         return
     memory_limit = arguments.pop("memory_limit")
+    filters = {name: arguments.pop(name) for name in ("where", "view", "subset")}
     options = PlanOptions(mesh=mesh, global_batch_size=size, memory_limit_bytes=memory_limit, **arguments)
-    report = plan(urls, options=options, storage=storage, index_url=index_url)
+    report = plan(urls, options=options, storage=storage, index_url=index_url, **filters)
     if plot is not None:
         save_plot(report, plot)
     emit(report, as_json=as_json, for_people=show_plan)

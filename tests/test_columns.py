@@ -242,6 +242,26 @@ def test_views_from_the_command_line(tmp_path: Path) -> None:
     assert "no view 'gone'" in run("view", "show", data, "gone").output
 
 
+def test_plan_counts_what_is_kept(tmp_path: Path) -> None:
+    data = write(str(tmp_path / "data"))
+    assert run("view", "save", data, "late", "--where", "__key__ >= '00060'").exit_code == 0
+    for filters, num_samples, num_chunks in (
+        ((), NUM, 4),
+        (("--where", "__key__ >= '00060'"), 30, 2),
+        (("--view", "late", "--where", "__key__ < '00070'"), 10, 1),
+        (("--subset", "0%..50%"), 45, 2),
+    ):
+        report = run("plan", data, "--dp", "2", "--batch-size", "5", *filters, "--json")
+        assert report.exit_code == 0, report.output
+        found = json.loads(report.stdout)
+        assert (found["num_samples"], found["num_chunks"], found["num_batches"]) == (
+            num_samples, num_chunks, num_samples // 10,
+        )  # fmt: skip
+    refused = run("plan", data, "--batch-size", "5", "--where", "n > 1")
+    assert refused.exit_code == 2
+    assert "no column 'n'" in refused.output
+
+
 def test_columns_in_a_bucket_are_added_without_reading_a_tar(mini_s3: MiniS3Server, tmp_path: Path) -> None:
     url, options = mini_s3.create_bucket(fresh_name()), mini_s3.storage_options
     data = write(f"{url}/train", storage_options=options)

@@ -10,7 +10,7 @@ from shard_tools.sets.open_set import open_set
 from streaming.catalog.open import OpenShards
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.late_columns import homes_of
-from streaming.filters.select import Filter, Subset, checked_subset, excluded_keys, select, versions_of
+from streaming.filters.select import Filter, Subset, excluded_keys, parse_subset, select, versions_of
 from streaming.filters.views import View, list_views, load_view, save_view
 from streaming.index.where import parse_where
 from streaming.storage import Storage, redact
@@ -43,25 +43,6 @@ class ViewsReport(Report):
     """All views beside an index."""
 
     views: tuple[ViewReport, ...]
-
-
-def parse_subset(text: str | None) -> Subset | None:
-    """Read ``0%..80%`` as two shares, ``1000..2000`` as two numbers.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    if text is None:
-        return None
-    parts = text.split("..")
-    try:
-        if len(parts) == 2 and all(part.endswith("%") for part in parts):
-            low, high = (float(part[:-1]) / 100 for part in parts)
-            return checked_subset((low, high))
-        first, stop = (int(part) for part in parts)
-    except ValueError as error:
-        raise ConfigError(f"--subset: expected a range such as 0%..80% or 1000..2000, got {text!r}") from error
-    return checked_subset((first, stop))
 
 
 def save(

@@ -15,6 +15,8 @@ from shard_tools.plan.loads import Loads, RankLoad
 from streaming.arguments import checked_int, parse_bytes
 from streaming.catalog.open import open_shards, sample_table
 from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
+from streaming.filters.select import parse_subset, select
+from streaming.filters.views import asked_filter
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.sample_table import SampleTable
 from streaming.plan import memory as budget
@@ -174,15 +176,21 @@ class PlanReport:
 
 
 def plan(
-    urls: str | Sequence[str], *, options: PlanOptions, storage: Storage, index_url: str | None = None
-) -> PlanReport:
+    urls: str | Sequence[str], *, options: PlanOptions, storage: Storage, index_url: str | None = None,
+    where: str | None = None, view: str | None = None, subset: str | None = None,
+) -> PlanReport:  # fmt: skip
     """Work out who reads what of the shards at ``urls``; read their index, never their data.
+
+    Of a filtered set chunks count with all their bytes, though what is filtered out of large samples is not read.
 
     Args:
         urls: Shards, as ``StreamingDataset`` takes them.
         options: The topology and the loader's choices.
         storage: Where the shards are.
         index_url: Where the index lies, if not beside them.
+        where: Condition, as ``StreamingDataset`` takes it.
+        view: Name of a saved view.
+        subset: Range of stored samples, as ``0%..80%`` or ``1000..2000``.
 
     Raises:
         IndexMissingError: There is none, and the set is too large to index on the fly.
@@ -195,6 +203,9 @@ def plan(
     may_slice = not options.shuffle and options.mesh.data_world_size > 1
     samples_of = partial(sample_table, storage, shards)
     sliced = may_slice and samples_of(0) is not None
+    asked = asked_filter(storage, shards, where=where, view=view, subset=parse_subset(subset), exclude=None, peers=None)
+    if asked is not None:
+        return plan_table(select(storage, shards, asked).table, options=options, sliced=sliced)
     return plan_table(shards.table, options=options, sliced=sliced, samples_of=samples_of)
 
 

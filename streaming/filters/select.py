@@ -52,7 +52,17 @@ from streaming.job.once import Peers, shared, shared_parts
 from streaming.plan.state import filter_fingerprint
 from streaming.storage import Storage, join_url, redact
 
-__all__ = ["Condition", "Filter", "Subset", "checked_subset", "excluded_keys", "filter_hash", "select", "versions_of"]
+__all__ = [
+    "Condition",
+    "Filter",
+    "Subset",
+    "checked_subset",
+    "excluded_keys",
+    "filter_hash",
+    "parse_subset",
+    "select",
+    "versions_of",
+]
 
 Subset: TypeAlias = tuple[float, float]
 _log = logging.getLogger(__name__)
@@ -146,6 +156,25 @@ def checked_subset(subset: Any) -> Subset | None:
     elif not 0 <= low < high:
         raise wrong
     return low, high
+
+
+def parse_subset(text: str | None) -> Subset | None:
+    """Read ``0%..80%`` as two shares, ``1000..2000`` as two numbers.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if text is None:
+        return None
+    parts = text.split("..")
+    try:
+        if len(parts) == 2 and all(part.endswith("%") for part in parts):
+            low, high = (float(part[:-1]) / 100 for part in parts)
+            return checked_subset((low, high))
+        first, stop = (int(part) for part in parts)
+    except ValueError as error:
+        raise ConfigError(f"--subset: expected a range such as 0%..80% or 1000..2000, got {text!r}") from error
+    return checked_subset((first, stop))
 
 
 def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]) -> tuple[str, ...]:
