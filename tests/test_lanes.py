@@ -243,6 +243,22 @@ def test_lanes_are_laid_by_stamps(case: Case, stop: int, data: st.DataObject) ->
     assert [got[place] for place in range(start, stop)] == expected[start:]
 
 
+@unhurried
+@given(cases(), st.data())
+def test_when_finds_every_use_of_a_sample_and_its_rank(case: Case, data: st.DataObject) -> None:
+    plan = case.plan()
+    first = data.draw(st.integers(0, plan.num_batches))
+    last = data.draw(st.integers(first, plan.num_batches))
+    expected: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for dp_rank in range(plan.dp_world_size):
+        for batch, rows in enumerate(batches_of(plan, dp_rank)):
+            for _, chunk, offset in rows if first <= batch < last else []:
+                expected.setdefault((chunk, offset), []).append((batch, dp_rank))
+    for chunk, offset in data.draw(st.lists(st.sampled_from(all_samples(case.sources)), max_size=5)):
+        found = plan.when(chunk, offset, first=first, last=last)
+        assert found == sorted(expected.get((chunk, offset), []))
+
+
 def share_of(name: str, schedule: list[Weights], laid: int) -> tuple[Fraction, Fraction]:
     """What a source should have given of so many samples, and its greatest share so far."""
     target, most = Fraction(), Fraction()

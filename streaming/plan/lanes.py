@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from streaming.errors import ConfigError
 from streaming.plan.mixing import Listing, Sources, Weights, checked_weights, keyed_number
-from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_slice
+from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.plan.permutation import hash_table, permutations
 from streaming.types import Int64Array
 
@@ -196,6 +196,24 @@ class SourceLanes:
             sizes=np.minimum(bundle.starts[part + 1], highs[row]) - begins,
             begins=first[row] + begins - lows[row],
         )
+
+    def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source lies."""
+        found: list[tuple[int, int]] = []
+        for number in self.rounds_of(0, self._lanes, start, stop):
+            bundle = self.bundle(number // self._bundled)
+            within = number - bundle.numbers.start
+            starts, turns = bundle.lane_starts[within], bundle.turns[within]
+            part = np.flatnonzero(bundle.chunk_ids == chunk_id)
+            linear = bundle.starts[part] + offset
+            linear = linear[(linear >= starts[0]) & (linear < starts[-1])]
+            lanes = np.searchsorted(starts, linear, side="right") - 1
+            after_turn = linear - turns[lanes]
+            size = starts[lanes + 1] - starts[lanes]
+            places = self.first_of(np.array([number]), lanes) + np.where(after_turn < 0, after_turn + size, after_turn)
+            due = (places >= start) & (places < stop)
+            found += zip(lanes[due].tolist(), places[due].tolist(), strict=True)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -414,6 +432,37 @@ class MixedLanes:
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
         """See ``Order``."""
         return self.sources.chunks_before(chunk_id)
+
+    def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """See ``Order``. Moves the frontier up to what is looked at."""
+        name = self.sources.names[int(self.sources.source_of(np.array([chunk_id]))[0])]
+        growth, lanes, window = self._growths[name], self._lanes[name], self.settings.window
+        # Positions and times differ by less than a chunk of each source.
+        slack = sum(
+            each.listing.largest_chunk + each.mean_chunk for each in self._lanes.values() for listing in [each.listing]
+        )
+        since, until = max(start - window - slack, 0), stop + window + slack
+        stream = (
+            max(int(growth.due(since)) - lanes.mean_chunk - lanes.listing.largest_chunk, 0),
+            int(growth.due(until)) + 2,
+        )
+        found = []
+        for lane, place in lanes.find(chunk_id, offset, *stream):
+            run = lanes.runs(lane, lane + 1, place, place + 1)
+            stamp = float(growth.stamps(run.begins + lanes.mean_chunk * self._phases[name][run.lanes])[0])
+            if stamp > until:
+                continue
+            number = max(-(-int(np.ceil(stamp)) // self._block_time) - 1, 0)
+            block = self._block(lane // _GROUP, number)
+            same = (
+                (block.runs.lanes == lane) & (block.runs.chunk_ids == chunk_id) & (block.runs.firsts == run.firsts[0])
+            )
+            for begin in block.runs.begins[same].tolist():
+                laid = begin + offset - int(run.firsts[0])
+                due = window_place(self.settings, 0, lane, laid, self.lane_size(lane))
+                if start <= due < stop:
+                    found.append((lane, due))
+        return sorted(set(found))
 
     def laid(self, lane: int, start: int, stop: int) -> Runs:
         """The runs at positions ``[start, stop)`` of a lane as it is laid, before the window moves samples."""

@@ -109,6 +109,11 @@ class Listing:
         """Chunks that hold a sample."""
         return len(self._full)
 
+    @property
+    def largest_chunk(self) -> int:
+        """Samples of the largest chunk."""
+        return int(self._sizes.max())
+
     def at(self, indices: Int64Array) -> Parts:
         """The chunks at some places of the list, in any order; the list has no end."""
         passes, places = np.divmod(indices, self.num_chunks)

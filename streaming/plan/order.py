@@ -201,6 +201,9 @@ class Order(Protocol):
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
         """The other chunks of the chunk's source, whose samples may stand in for its own: nearest first."""
 
+    def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Lanes and lane positions at which a sample is due, between lane positions ``start`` and ``stop``."""
+
 
 class Orders(Protocol):
     """The orders of all passes over a data set. Thread-safe.
@@ -371,6 +374,20 @@ class LaidOrder:
             ends=np.minimum(stops + reach, lane_stops) - lane_starts,
         )
 
+    def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """See ``Order``."""
+        parts = np.flatnonzero(self.chunk_order == chunk_id)
+        firsts = np.zeros_like(parts) if self._firsts is None else self._firsts[parts]
+        linear = self.chunk_starts[parts] + offset - firsts
+        linear = linear[(offset >= firsts) & (linear < self.chunk_starts[parts + 1])]
+        found = []
+        for lane, place in zip(self.lanes_of(linear).tolist(), linear.tolist(), strict=True):
+            laid = place - self.lane_bounds(lane)[0]
+            due = window_place(self.settings, self.epoch, lane, laid, self.lane_size(lane))
+            if start <= due < stop:
+                found.append((lane, due))
+        return found
+
     def cut_parts(self, low: int, high: int) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
         """Cut the parts at the borders of lanes ``[low, high)``; part, lane, linear start and stop, int64[n] each.
 
@@ -506,6 +523,13 @@ def window_slice(settings: OrderSettings, epoch: int, lane: int, start: int, sto
     keys += np.arange(high - low, dtype=np.uint64) << np.uint64(32)
     order = _argsort_stable(keys, (high - low + window) << 32)
     return order[start - low : stop - low] + low
+
+
+def window_place(settings: OrderSettings, epoch: int, lane: int, laid: int, lane_size: int) -> int:
+    """The lane position at which the sample is due that is laid at place ``laid``: see :func:`window_slice`."""
+    low, high = max(laid - settings.window, 0), min(laid + settings.window + 1, lane_size)
+    places = window_slice(settings, epoch, lane, low, high, lane_size)
+    return low + int(np.flatnonzero(places == laid)[0])
 
 
 def deal_by_lane(

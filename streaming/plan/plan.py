@@ -194,6 +194,46 @@ class Plan:
             row_splits=row_splits,
         )
 
+    def when(self, chunk_id: int, offset: int, *, first: int = 0, last: int | None = None) -> list[tuple[int, int]]:
+        """The batches of ``[first, last)`` that hold a sample, and its rank in each; padding left out.
+
+        Raises:
+            ConfigError: There is no such sample or range; or the epoch has no end, and ``last`` is not given.
+        """
+        if last is None:
+            self._check_ends()
+        last = self.num_batches if last is None else last
+        self._check_range(first, last, 0)
+        if not 0 <= chunk_id < len(self.chunk_samples) or not 0 <= offset < self.chunk_samples[chunk_id]:
+            raise ConfigError(f"sample {offset} of chunk {chunk_id}: there is none")
+        num_lanes, size = self.settings.lanes, self.global_batch_size
+        begin, end = self._origin + first * size, min(self._origin + last * size, self._stop)
+        found = []
+        for number in range(begin // self.samples_per_pass, -(-end // self.samples_per_pass)):
+            origin = number * self.samples_per_pass
+            low, high = max(begin - origin, 0), min(end - origin, self.samples_per_pass)
+            for lane, place in self.order(number).find(chunk_id, offset, low // num_lanes, -(-high // num_lanes)):
+                if low <= place * num_lanes + lane < high:
+                    found.append(self._dealt_to(origin + place * num_lanes + lane))
+        return sorted(found)
+
+    def _dealt_to(self, position: int) -> tuple[int, int]:
+        """The batch of a stream position, and the rank that gets it there."""
+        batch = (position - self._origin) // self.global_batch_size
+        cut = self._slices(np.array([batch]), 0)
+        start, stop = int(cut.starts[0]), int(cut.stops[0])
+        lane = position % self.samples_per_pass % self.settings.lanes
+        # Its slot among the batch's positions by lane: those of lower lanes come first, then earlier ones of its own.
+        slot, at = 0, start
+        while at < stop:
+            origin = at // self.samples_per_pass * self.samples_per_pass
+            end = min(stop, origin + self.samples_per_pass)
+            slot += _below(end - origin, lane, self.settings.lanes) - _below(at - origin, lane, self.settings.lanes)
+            own = min(max(position, at), end) - origin
+            slot += -(-(own - lane) // self.settings.lanes) - -(-(at - origin - lane) // self.settings.lanes)
+            at = end
+        return batch, ((slot + 1) * self.dp_world_size - 1) // (stop - start)
+
     def chunk_intervals(self, dp_rank: int) -> ChunkIntervals:
         """When this rank needs which chunk, over all remaining batches, from a closed form.
 
@@ -465,3 +505,8 @@ class _Slices:
     lows: Int64Array
     counts: Int64Array
     rows: Int64Array
+
+
+def _below(position: int, lane: int, num_lanes: int) -> int:
+    """Positions of a pass before one that belong to lanes below ``lane``."""
+    return position // num_lanes * lane + min(position % num_lanes, lane)
