@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from streaming.device.prefetcher import DevicePrefetcher
     from streaming.loader import DataLoader, DeviceMeshFetcher
     from streaming.loops.ordinary_options import OrdinaryDataset
+    from streaming.mixture import Mixture
     from streaming.plan.schedule import Schedule
     from streaming.plan.settings import ShuffleConfig
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
@@ -53,6 +54,7 @@ _HOMES = {
     "DeviceMeshFetcher": "streaming.loader",
     "DeviceMeshSampler": "streaming.samplers.device_mesh",
     "DevicePrefetcher": "streaming.device.prefetcher",
+    "Mixture": "streaming.mixture",
     "OrdinaryDataset": "streaming.loops.ordinary_options",
     "RemoteBatch": "streaming.remote",
     "RemoteGroup": "streaming.remote",
@@ -73,6 +75,7 @@ __all__ = [
     "DeviceMeshFetcher",
     "DeviceMeshSampler",
     "DevicePrefetcher",
+    "Mixture",
     "OrdinaryDataset",
     "RemoteBatch",
     "RemoteGroup",

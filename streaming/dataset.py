@@ -251,8 +251,13 @@ class StreamingDataset(ChunkSource):
         index, count = operator.index(index), self.table.total_samples
         if not -count <= index < count:
             raise IndexError(f"sample {index}: the data set has {count} samples")
-        index %= count
+        return self.sample_at(index % count)
+
+    def sample_at(self, index: int, source: str = "") -> Sample:
+        """Sample number ``index``, which there is; that of a mixture says which ``source`` of it this set is."""
         sample = self._recent.sample(index)
+        if source:
+            sample["__source__"] = source
         chain = as_chain(self.transform)
         changed = sample if chain is None else chain(sample, BatchDraws(epoch_key(self.seed, 0), np.array([index])))
         if changed is None:

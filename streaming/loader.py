@@ -37,6 +37,7 @@ from streaming.loops.options import (
 from streaming.loops.ordinary_options import OrdinaryDataset
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.words import Announcer, what_is_read
+from streaming.mixture import Mixture
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 from streaming.remote import RemoteGroup, RemoteLoop, open_remote
@@ -84,7 +85,7 @@ class DeviceMeshFetcher:
 
     def __init__(
         self,
-        dataset: StreamingDataset | Callable[[], StreamingDataset],
+        dataset: StreamingDataset | Mixture | Callable[[], StreamingDataset | Mixture],
         batch_size: int | None = None,
         *,
         global_batch_size: int | None = None,
@@ -97,7 +98,7 @@ class DeviceMeshFetcher:
         mesh = self._begin(dataset, device_mesh, _options(locals()))
         timeout_s = checked_timeout(agreement_timeout)
         made = self._resolve(dataset)
-        if not isinstance(made, StreamingDataset):
+        if not isinstance(made, (StreamingDataset, Mixture)):
             raise _no_dataset(made)
         config = streaming_config(
             made, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
@@ -130,13 +131,18 @@ class DeviceMeshFetcher:
 
     def _resolve(self, dataset: Any) -> Any:
         """The data set itself, where it was given as a function that makes it."""
-        made = dataset if isinstance(dataset, StreamingDataset) else resolve_dataset(dataset)
+        made = dataset if isinstance(dataset, (StreamingDataset, Mixture)) else resolve_dataset(dataset)
         self._given = self.dataset = made
         return made
 
-    def _stream(self, dataset: StreamingDataset, config: LoopConfig, timeout_s: float | None) -> None:
+    def _stream(self, dataset: StreamingDataset | Mixture, config: LoopConfig, timeout_s: float | None) -> None:
         """Open the loop over a ``StreamingDataset``, and what compares it with that of other ranks."""
-        self._loop = loop = EpochLoop(dataset, config) if dataset.indexed else StreamedLoop(dataset, config)
+        loop: EpochLoop | StreamedLoop
+        if isinstance(dataset, StreamingDataset) and not dataset.indexed:
+            loop = StreamedLoop(dataset, config)
+        else:
+            loop = EpochLoop(dataset, config)
+        self._loop = loop
         same = {"global_batch_size": self._shape.global_batch_size, "last_batch": self._shape.last_batch}
         self._check = StartCheck(dataset, config.mesh, same, config.replicas, timeout_s, loop.state)
         loop.announce = Announcer(dataset, loop, self._finder)
@@ -201,6 +207,11 @@ class DeviceMeshFetcher:
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
         self._look_again()
+        if getattr(self._loop, "is_endless", False):
+            raise TypeError(
+                "this DataLoader has no len(): its Mixture is drawn from without end. Count steps in the training "
+                "loop, or give an epoch_size="
+            )
         return self._loop.num_batches
 
     def set_epoch(self, epoch: int) -> None:
@@ -214,6 +225,30 @@ class DeviceMeshFetcher:
     def seed(self, seed: int) -> None:
         """A new order, from the next epoch that starts."""
         self._loop.set_seed(seed)
+
+    def set_weights(self, weights: Mapping[str, float], *, at: int | None = None, timeout: float = 600.0) -> int:
+        """Draw from the sources of a ``Mixture`` with other weights, from the first row that no rank has planned yet.
+
+        All ranks call it at the same step, with the same weights; they agree on the row through the job's store. It is
+        written to the ledger in ``state_dict()``, so that the run can be replayed and resumed. Batches that are read
+        ahead come as they were planned: chunks are laid whole, and the window mixes around them.
+
+        Args:
+            weights: Share of each source, as ``Mixture(weights=…)`` takes it. They replace a ``Schedule``, too.
+            at: The row (sample of the run, over all ranks) from which they apply; none may have been planned.
+            timeout: Seconds to wait for the other ranks.
+
+        Returns:
+            The row.
+
+        Raises:
+            ConfigError: This is no mixture without end, the weights are none, or ``at`` is planned already.
+            AgreementError: Ranks gave other weights, or did not come.
+        """
+        self._look_again()
+        if not isinstance(self._loop, EpochLoop):
+            raise ConfigError("set_weights: for a loader over a Mixture")
+        return self._loop.set_weights(weights, at=at, timeout_s=timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch received last: small, JSON-able, the same on every rank.
@@ -330,7 +365,7 @@ class DataLoader(DeviceMeshFetcher):
     For one thread. A batch belongs to whoever got it.
 
     Args:
-        dataset: A ``StreamingDataset``, a map-style or iterable torch data set (in an ``OrdinaryDataset`` where it
+        dataset: A ``StreamingDataset`` or ``Mixture``, a map-style or iterable torch data set (in an ``OrdinaryDataset`` where it
             needs options of its own), or a callable that makes one of these.
         batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
@@ -427,7 +462,7 @@ class DataLoader(DeviceMeshFetcher):
             return
         replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
         made = self._resolve(dataset)
-        if not isinstance(made, StreamingDataset):
+        if not isinstance(made, (StreamingDataset, Mixture)):
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
         check_streaming(ordinary, made)

@@ -97,7 +97,7 @@ class Pipeline(Delivery):
         self._settings = settings
         self._blocks: deque[Block] = deque()
         rows_per_batch = max(1, -(-plan.global_batch_size // plan.dp_world_size))
-        few_passes = _BLOCK_PASSES * plan.samples_per_pass // plan.global_batch_size
+        few_passes = _BLOCK_PASSES * int(plan.chunk_samples.sum()) // plan.global_batch_size
         self._block_batches = max(1, min(BLOCK_SAMPLES // rows_per_batch, few_passes))
         self._planned = 0
         self._needs = units.needs()

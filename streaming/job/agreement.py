@@ -92,6 +92,30 @@ def agree(
         _absent(verdict["missing"], timeout_s, required=required)
 
 
+def gathered(
+    board: Board, rank: int, ranks: Sequence[int], facts: Facts, *, subject: str, timeout_s: float
+) -> dict[int, dict[str, Any]]:
+    """What each of ``ranks`` says; the n-th call of a rank for a ``subject`` meets the n-th of the others.
+
+    Raises:
+        AgreementError: Some did not come.
+    """
+    digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
+    home = f"shardstream/gather/{digest}"
+    turn = board.add(f"{home}/turn/{rank}", 1)
+    board.set(f"{home}/{turn}/{rank}", json.dumps(dict(facts)))
+    if turn > 2:  # all ranks have read that one: they have come to the one behind it since
+        board.delete_key(f"{home}/{turn - 2}/{rank}")
+    keys = [f"{home}/{turn}/{one}" for one in ranks]
+    if not _came(board, keys, timeout_s):
+        missing = [one for one, key in zip(ranks, keys, strict=True) if not board.check([key])]
+        raise AgreementError(
+            f"{subject}: ranks {missing[:_NAMED]} of {len(ranks)} did not come within {timeout_s:g} s; all ranks have "
+            "to call it, at the same step"
+        )
+    return {one: json.loads(board.get(key)) for one, key in zip(ranks, keys, strict=True)}
+
+
 _MARGIN_S = 5.0  # for the comparing rank to have waited itself
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -102,13 +102,13 @@ class BaseLoop(Loop):
         self._crew = crew
         self._end_of_crew = weakref.finalize(self, close)
 
-    def _begin_account(self, num_samples: int, epoch: int) -> None:
+    def _begin_account(self, num_samples: int, epoch: int, allowed_of: Mapping[str, int] | None = None) -> None:
         """Begin the account of bad samples of an epoch of so many, shared with the other ranks if they are known."""
         mesh = self._mesh
         if self._tally is None:
             subject = "\n".join(["bad samples", *self._read_set.urls])
             self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
-        self._bad.start_epoch(num_samples, epoch, self._tally)
+        self._bad.start_epoch(num_samples, epoch, self._tally, allowed_of)
 
     def _gauges(self) -> dict[str, float]:
         """What holds at this moment, by name."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +28,11 @@ from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.fetch.read import UnitKey
 from streaming.loops.base import BaseLoop
+from streaming.loops.shares import Shares
 from streaming.metrics import Metrics
+from streaming.mixture import Mixture
 from streaming.plan import memory as budget
+from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
@@ -106,6 +111,7 @@ class EpochLoop(BaseLoop):
     def __init__(self, dataset: Source, config: LoopConfig) -> None:
         self.dataset = dataset
         self._num_samples = int(dataset.chunk_samples.sum())
+        self.shares = Shares(dataset) if isinstance(dataset, Mixture) else None
         if not self._num_samples:
             raise ConfigError(
                 f"no samples in {redact(dataset.urls[0])} and {len(dataset.urls) - 1} other shards. "
@@ -127,7 +133,40 @@ class EpochLoop(BaseLoop):
     @cached_property
     def samples_per_epoch(self) -> int:
         """Samples of an epoch, over all ranks; asked for at every batch."""
-        return self.shape.epoch_size or self._num_samples
+        return self.shape.epoch_size or self._samples_per_pass
+
+    @property
+    def _samples_per_pass(self) -> int:
+        return self._num_samples if self.shares is None else self.shares.samples_per_pass
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether an epoch has no end."""
+        return self.samples_per_epoch >= ENDLESS
+
+    def row_of(self, place: Place) -> int:
+        """Samples of the run, over all ranks and epochs, that come before a place."""
+        return place.epoch * self.samples_per_epoch + place.samples_seen
+
+    def set_seed(self, seed: int) -> None:
+        """See ``Loop``.
+
+        Raises:
+            ConfigError: The order is one without end.
+        """
+        if self._samples_per_pass >= ENDLESS:
+            raise ConfigError(
+                "seed: the order of a mixture without end is one piece, of which epochs are parts: another one from "
+                "some epoch on would repeat samples and leave out others. Give the seed to the Mixture"
+            )
+        super().set_seed(seed)
+
+    def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
+        """See ``DataLoader.set_weights``."""
+        if self.shares is None:
+            raise ConfigError("set_weights: this loader reads a single data set; weights are for a Mixture")
+        row = self.row_of(self.position.place)
+        return self.shares.set_weights(weights, self.order, row, self.config.mesh, at=at, timeout_s=timeout_s)
 
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``."""
@@ -143,6 +182,7 @@ class EpochLoop(BaseLoop):
             fingerprint=self.dataset.fingerprint,
             num_samples=self._num_samples,
             epoch_size=self.shape.epoch_size,
+            ledger=None if self.shares is None else self.shares.ledger,
         )
 
     def load(self, state: LoaderState) -> None:
@@ -152,7 +192,12 @@ class EpochLoop(BaseLoop):
             StateError: It belongs to another data set, epoch size or kind of order.
         """
         fingerprint = self.dataset.fingerprint
-        if (state.fingerprint, state.num_samples) != (fingerprint, self._num_samples):
+        if state.ledger is not None and self.shares is None:
+            raise StateError(
+                f"this state belongs to a mixture of {', '.join(state.ledger.sources)}, and this loader reads a single "
+                "data set; give it the Mixture"
+            )
+        if self.shares is None and (state.fingerprint, state.num_samples) != (fingerprint, self._num_samples):
             why = why_differs(state.fingerprint, fingerprint)
             raise StateError(
                 f"this state belongs to another choice of samples of these shards. {why}"
@@ -169,8 +214,11 @@ class EpochLoop(BaseLoop):
             raise StateError(
                 f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
             )
+        place = Place(epoch=state.epoch, samples_seen=state.samples_seen)
+        if self.shares is not None:
+            self.shares.load(state, self.row_of(place))
         self.order, self._is_resumed = state.order, True
-        self.go_to(Place(epoch=state.epoch, samples_seen=state.samples_seen), state.next_seed)
+        self.go_to(place, state.next_seed)
 
     def _drop_machinery(self) -> None:
         if self._sharing is not None:
@@ -178,7 +226,9 @@ class EpochLoop(BaseLoop):
         self._store = None
         super()._drop_machinery()
 
-    def _plan(self, place: Place) -> Plan:
+    def _plan(self, place: Place, orders: Orders | None = None) -> Plan:
+        if orders is None:
+            orders = (self.dataset if self.shares is None else self.shares).orders(self.order)
         return Plan(
             self.dataset.chunk_samples,
             self.order,
@@ -188,26 +238,28 @@ class EpochLoop(BaseLoop):
             epoch=place.epoch,
             epoch_size=self.shape.epoch_size,
             start=place.samples_seen,
-            orders=self.dataset.orders(self.order),
+            orders=orders,
         )
 
     def _start(self, place: Place) -> Run:
         plan = self._plan(place)
         if self._sharing is not None:
-            return self._sharing.run(lambda: self._read(plan), place)
+            return self._sharing.run(lambda: self._read(plan, place), place)
         if self.config.recipe.portion.is_count:
             return CountedRun(plan, self.config.mesh.data_rank)
-        return self._read(plan)
+        return self._read(plan, place)
 
-    def _read(self, plan: Plan) -> Pipeline:
+    def _read(self, plan: Plan, place: Place) -> Pipeline:
         """Begin to read this rank's share."""
         dp_rank = self.config.mesh.data_rank
         sliced = self._reads_slices(plan)
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset)
         crew, store = self._open_store()
-        store.limit_bytes, store.room = (self._slices_bytes(plan), {}) if sliced else self._arena_bytes(plan, dp_rank)
-        store.retain = not sliced and store.limit_bytes >= self._rank_bytes(plan, dp_rank)
-        self._begin_account(plan.num_samples, plan.epoch)
+        # What memory needs is looked up far ahead: in orders apart, where that does not count as planned.
+        ahead = plan if self.shares is None else self._plan(place, self.shares.apart(self.order))
+        store.limit_bytes, store.room = (self._slices_bytes(plan), {}) if sliced else self._arena_bytes(ahead, dp_rank)
+        store.retain = not sliced and store.limit_bytes >= self._rank_bytes(ahead, dp_rank)
+        self._account(place)
         return Pipeline(
             plan=plan,
             dp_rank=dp_rank,
@@ -225,6 +277,15 @@ class EpochLoop(BaseLoop):
             metrics=self.metrics,
             report=self._bad.report,
         )
+
+    def _account(self, place: Place) -> None:
+        """Begin the account of bad samples; an epoch without end counts as one pass over the data."""
+        num_samples = self._num_samples if self.is_endless else self.samples_per_epoch
+        allowed_of: Mapping[str, int] = {}
+        if self.shares is not None and isinstance(self.dataset, Mixture):
+            start = place.epoch * self.samples_per_epoch if not self.is_endless else place.samples_seen
+            allowed_of = self.dataset.bad_limits(self.shares.ledger, start, num_samples)
+        self._begin_account(num_samples, place.epoch, allowed_of)
 
     def _open_store(self) -> tuple[Crew, ChunkStore]:
         """Chunks and those who build batches of them, for all runs."""

@@ -14,6 +14,7 @@ from streaming.batches.build import Recipe
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError
 from streaming.loops.fetcher import LoopConfig
+from streaming.mixture import Mixture
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
@@ -94,7 +95,7 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: {why}")
 
 
-def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset) -> None:
+def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset | Mixture) -> None:
     """Let options of ordinary data sets pass where they say what holds for a ``StreamingDataset`` anyway.
 
     Raises:
@@ -108,7 +109,7 @@ def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset) -> No
 
 
 def streaming_config(
-    dataset: StreamingDataset, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape, num_workers: int,
+    dataset: StreamingDataset | Mixture, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape, num_workers: int,
     num_threads: int | None, collate_fn: Callable[[list[Any]], Any] | None,
     prefetch_factor: int, pin_memory: bool, memory_limit: int | str, pin: Callable[[Any], Any],
 ) -> LoopConfig:  # fmt: skip

@@ -39,12 +39,17 @@ class Announcer:
         if place.samples_seen:
             at += f" after {place.samples_seen} samples, where a checkpoint says"
         parts = [what_is_read(self._dataset), *self._amount(loop), *self._order(loop), *self._builders(), self._where()]
+        shares = getattr(loop, "shares", None)
+        if shares is not None:
+            parts += filter(None, [shares.what_follows(loop.row_of(place), loop.shape.global_batch_size)])
         return f"{at}: {'; '.join(parts)}"
 
     def _amount(self, loop: Any) -> list[str]:
         size = loop.shape.global_batch_size
         if not loop.is_counted:
             return [f"batches of {size} over all ranks, as many as there are"]
+        if getattr(loop, "is_endless", False):
+            return [f"batches of {size} over all ranks, without end"]
         return [f"{loop.batches_left(0)} batches of {size} over all ranks"]
 
     def _order(self, loop: Any) -> list[str]:

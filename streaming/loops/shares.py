@@ -1,0 +1,138 @@
+"""What a run draws of each source of a mixture, and from which row on: its ledger, and the orders that follow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from infra import DeviceMesh
+from streaming.arguments import checked_int
+from streaming.errors import AgreementError, ConfigError, StateError
+from streaming.job.agreement import gathered
+from streaming.job.store import job_store, job_world_size
+from streaming.mixture import Mixture, first_free_row
+from streaming.plan.ledger import Ledger
+from streaming.plan.mixing import Weights
+from streaming.plan.order import ENDLESS, Orders, OrderSettings
+from streaming.plan.schedule import MAX_ROW
+from streaming.plan.state import LoaderState
+
+_PASSES_TOLD = 6
+"""Passes that the line at the start names; the rest follow from them."""
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+_log = logging.getLogger("streaming")
+
+
+class Shares:
+    """Keep the ledger of one run over a mixture. For the thread that iterates.
+
+    Rows are samples of the run over all ranks and epochs.
+
+    Args:
+        mixture: What is read.
+
+    Attributes:
+        ledger: Of the run.
+    """
+
+    def __init__(self, mixture: Mixture) -> None:
+        self._mixture = mixture
+        self.ledger: Ledger = mixture.begun()
+        self._orders: Orders | None = None
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples of an epoch that has no ``epoch_size``; ``ENDLESS``: it does not end."""
+        return ENDLESS if self._mixture.is_endless else len(self._mixture)
+
+    def orders(self, settings: OrderSettings) -> Orders:
+        """The orders of all passes; the same object while the settings stay, so that weights can be appended to it."""
+        if self._orders is None or self._orders.settings != settings:
+            self._orders = self.apart(settings)
+        return self._orders
+
+    def apart(self, settings: OrderSettings) -> Orders:
+        """The same orders, for a look ahead: what is looked at in ``orders`` counts as planned."""
+        return self._mixture.orders(settings, self.ledger)
+
+    def load(self, state: LoaderState, row: int) -> None:
+        """Go on with the ledger of a state, of which ``row`` is the position.
+
+        Raises:
+            StateError: It is that of another mixture.
+        """
+        if state.ledger is None:
+            raise StateError(
+                "this state belongs to a single data set, and this loader reads a mixture; load it into a loader over "
+                "that data set"
+            )
+        self.ledger = self._mixture.resumed(state.ledger, state.order, row)
+        self._orders = None
+
+    def set_weights(
+        self, weights: Any, settings: OrderSettings, row: int, mesh: DeviceMesh, *, at: int | None, timeout_s: float
+    ) -> int:
+        """Let other weights apply from the first row on that no rank has planned, or from ``at`` on; return the row.
+
+        Raises:
+            ConfigError: The mixture ends, they are no weights of its sources, or ``at`` is planned already.
+            AgreementError: Ranks gave other weights, or did not come.
+        """
+        self._mixture.check_weights(weights)
+        orders: Any = self.orders(settings)
+        first_free_row(orders, row)
+        lanes = settings.lanes
+        # Nobody plans behind the frontier while it is held: what all ranks agree on is free on each of them.
+        with orders.held() as frontier:
+            free = self._agreed(max(frontier * lanes, row, self.ledger.last.start), weights, at, mesh, timeout_s)
+            start = free if at is None else checked_int("set_weights: at", at, 0, MAX_ROW)
+            if start < free:
+                raise ConfigError(
+                    f"set_weights: at={start}: rows up to {free} are planned already; give one from there on, or "
+                    "leave it out"
+                )
+            ledger = self._mixture.changed(self.ledger, weights, start)
+            orders.append(Weights(start=-(-start // lanes), weights=ledger.segments()[-1][1]))
+            # The orders hold what the ledger says, from the same row on.
+            self.ledger = ledger
+        _log.info("set_weights: %s from row %d on, %d rows from here", dict(weights), start, start - row)
+        return start
+
+    def what_follows(self, row: int, global_batch_size: int) -> str:
+        """Say in words which sources begin which pass when, counted in steps; "" where none does."""
+        if not self._mixture.is_endless:
+            return ""
+        coming = sorted(self._mixture.next_passes(self.ledger, row))[:_PASSES_TOLD]
+        return ", ".join(
+            f"{name} begins its {_ordinal(number)} pass at step {at // global_batch_size:,}"
+            for at, name, number in coming
+        )
+
+    def _agreed(
+        self, free: int, weights: Mapping[str, float], at: int | None, mesh: DeviceMesh, timeout_s: float
+    ) -> int:
+        """The first row that is free on all ranks."""
+        if mesh.world_size == 1:
+            return free
+        if job_world_size() < mesh.world_size or job_store("")[0] != mesh.rank:
+            if at is None:
+                raise ConfigError(
+                    f"set_weights: the {mesh.world_size} ranks have to agree on a row, which needs torch.distributed; "
+                    "call torch.distributed.init_process_group, or give all ranks the same row: set_weights(…, at=row)"
+                )
+            return free
+        rank, board = job_store("set_weights")
+        said = {"free": free, "weights": dict(weights), "at": at}
+        told = gathered(board, rank, mesh.ranks, said, subject="set_weights", timeout_s=timeout_s)
+        for other, one in told.items():
+            if (one["weights"], one["at"]) != (said["weights"], at):
+                raise AgreementError(
+                    f"set_weights: rank {other} gave {one['weights']}, at={one['at']}, rank {rank} {said['weights']}, "
+                    f"at={at}; all ranks have to give the same, at the same step"
+                )
+        return int(max(one["free"] for one in told.values()))
+
+
+def _ordinal(number: int) -> str:
+    return _ORDINALS[number - 1] if number <= len(_ORDINALS) else f"{number}."

@@ -1,0 +1,593 @@
+"""``Mixture``: several data sets as one, in given shares."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from os import PathLike
+from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
+
+from streaming.arguments import checked_int, checked_path, checks_names, format_bytes, is_limit
+from streaming.batches.build import OnError, Part
+from streaming.catalog.joined import JoinedSource
+from streaming.dataset import StreamingDataset
+from streaming.errors import ConfigError, StateError
+from streaming.plan.lanes import MixedLanes
+from streaming.plan.ledger import CHANGED, START, Entry, Ledger
+from streaming.plan.mixing import MixedPasses, Sources, Weights, checked_weights
+from streaming.plan.order import Orders, OrderSettings
+from streaming.plan.schedule import Schedule
+from streaming.plan.settings import ShuffleConfig, order_settings
+from streaming.storage import redact
+from streaming.types import Sample, Transform
+
+Quotas: TypeAlias = Literal["chunks", "exact"]
+Unit: TypeAlias = Literal["samples", "tokens", "bytes"]
+Ends: TypeAlias = Literal["first", "all"]
+_MAX_SEED = 2**64 - 1
+_TABLES_READ = 8
+"""Sample tables of a source that are read for the mean number of tokens of its samples."""
+_AT_THE_SOURCE = "it is an option of each source; write Mixture({{…: StreamingDataset(…, {}=…)}})"
+_ELSEWHERE = {
+    name: _AT_THE_SOURCE.format(name)
+    for name in ("index", "fields", "decode", "transform", "storage_options", "mirrors", "cache_dir", "cache_limit",
+                 "on_error", "where", "view", "subset")
+} | {
+    "stopping_strategy": 'write ends="first" or "all"',
+    "probabilities": "write weights={…: …}",
+    "proportions": "write weights={…: …}",
+    "streams": "give the sources as a dict by name, the first argument",
+    "epoch_size": "it is an option of the loader; write DataLoader(mixture, epoch_size=…)",
+}  # fmt: skip
+_SLASH = 'a slash stands between the names of a mixture within a mixture, as in "web/en"'
+_log = logging.getLogger("streaming")
+
+
+@dataclass(frozen=True, slots=True)
+class _Blend:
+    """What is drawn of each source: ``quotas`` in a pass, or weights without end."""
+
+    quotas: Mapping[str, int] | None
+    weights: Schedule | None
+
+    def segments(self) -> list[tuple[int, Mapping[str, float]]]:
+        """Rows, and the weights per sample from each one on; those of quotas never change."""
+        if self.weights is not None:
+            return self.weights.segments()  # type: ignore[return-value]  # of weights, as was checked
+        return [(0, dict(self.quotas or {}))]
+
+
+@checks_names(_ELSEWHERE)
+class Mixture(JoinedSource):
+    """Several data sets as one, each in a given share; a data set like any other.
+
+    It goes into a ``DataLoader``, which keeps all its promises: batches say in ``batch["__source__"]`` which source
+    each sample is of, the content of global batch k is the same on any number of ranks and workers, and a
+    ``state_dict`` goes on with the very next sample. Sources keep their own stores, caches, fields, decoders,
+    transforms and ``on_error``; what stands in for a bad sample is of its source. ::
+
+        mix = Mixture({"web": web, "code": code}, weights={"web": 0.7, "code": 0.3})
+        loader = DataLoader(mix, batch_size=8)
+        for step, batch in zip(range(100_000), loader): ...      # it has no end
+
+    How much of each source, by exactly one of these:
+
+    - neither ``weights`` nor ``repeats``: an epoch is one pass over all sources, each sample exactly once;
+    - ``repeats={"web": 1, "code": 2.5}``: so often in an epoch; what a part of a pass leaves off, the next epoch begins
+      with;
+    - ``weights``: shares, without end, or until the ``"first"`` or ``"all"`` of the sources have come to their end.
+
+    A field that some samples of a batch lack is a list with None for them.
+
+    Args:
+        sources: ``StreamingDataset``s (with an index) and other mixtures, by name. Names are what the order and
+            checkpoints know: their place in the dict means nothing. Those of a mixture within are ``"web/en"``.
+        weights: Share of each source, by name; only ratios count. Or a ``Schedule`` of such dicts.
+        repeats: How often an epoch reads each source, by name.
+        quotas: ``"chunks"``: the chunks of all sources in one order, which needs the memory and requests of one data
+            set; a share holds up to a chunk or so of each source and lane. ``"exact"``: a share holds to the sample.
+        unit: What a weight counts: ``"samples"``, ``"tokens"`` (column ``tokens`` of the sample tables) or ``"bytes"``.
+        ends: With constant ``weights``: an epoch ends when the ``"first"`` source, or ``"all"`` sources, have been read
+            once. None: there is no end; ``DataLoader(epoch_size=…)`` makes epochs.
+        shuffle: Whether sources and their samples are shuffled, or a ``ShuffleConfig``; the sources' own is not used.
+        seed: Seed of the order.
+        batches: ``"mixed"``: a batch holds samples of any source.
+        max_bad_samples: Count or share of an epoch beyond which a run stops, over all sources; each source's own limit
+            holds beside it. None: theirs alone.
+        bad_samples_file: As of a ``StreamingDataset``, for all sources.
+
+    Raises:
+        ConfigError: An argument cannot work; names of sources that are unknown, or missing, are listed.
+        IndexMissingError: A source has no index.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, StreamingDataset | Mixture],
+        *,
+        weights: Mapping[str, float] | Schedule | None = None,
+        repeats: Mapping[str, float] | None = None,
+        quotas: Quotas = "chunks",
+        unit: Unit = "samples",
+        ends: Ends | None = None,
+        shuffle: bool | ShuffleConfig = True,
+        seed: int = 0,
+        batches: Literal["mixed"] = "mixed",
+        max_bad_samples: float | None = None,
+        bad_samples_file: str | PathLike[str] | None = None,
+    ) -> None:
+        _check_sources(sources)
+        _check_choices(quotas, unit, ends, batches)
+        if max_bad_samples is not None and not is_limit(max_bad_samples):
+            raise ConfigError(f"max_bad_samples: expected a count or a share of the epoch, got {max_bad_samples!r}")
+        if not isinstance(shuffle, (bool, ShuffleConfig)):
+            raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
+        self.sources = dict(sources)
+        self.leaves: dict[str, StreamingDataset] = _leaves(sources)
+        super().__init__(self.leaves)
+        self.quotas: Quotas = quotas
+        self.unit: Unit = unit
+        self.shuffle = bool(shuffle)
+        self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
+        given = self.shuffle_config.seed
+        self.seed = checked_int("seed", seed if given is None else given, 0, _MAX_SEED)
+        self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
+        limits = [one.max_bad_samples for one in self.leaves.values()]
+        self.max_bad_samples = max(limits) if max_bad_samples is None else max_bad_samples
+        self._take_over()
+        self._blend = self._blended(weights, repeats, ends)
+
+    # --- what users see ---
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it is drawn from without end."""
+        return self._blend.quotas is None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Samples of each source."""
+        return {name: int(one.chunk_samples.sum()) for name, one in sorted(self.leaves.items())}
+
+    def __len__(self) -> int:
+        """Number of samples of an epoch.
+
+        Raises:
+            TypeError: It has no end.
+        """
+        if self._blend.quotas is None:
+            raise TypeError(
+                "this Mixture has no len(): with weights= it is drawn from without end. Give ends=, or the loader an "
+                "epoch_size=, or write sum(mixture.sizes.values()) for the samples that there are"
+            )
+        return sum(self._blend.quotas.values())
+
+    def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
+        """Sample number ``index``, decoded and transformed: those of one source after the other, by name.
+
+        A source that an epoch reads several times comes as often. Negative numbers count from the end.
+
+        Raises:
+            IndexError: There is no such sample.
+            ConfigError: A range is asked for.
+        """
+        if isinstance(index, builtins.slice):
+            raise ConfigError(
+                "mixture[a:b]: a mixture has no ranges; take those of its sources: Mixture({…: dataset[a:b], …})"
+            )
+        number = operator.index(index)
+        quotas = self.sizes if self._blend.quotas is None else self._blend.quotas
+        count = sum(quotas.values())
+        if not -count <= number < count:
+            raise IndexError(f"sample {number}: the mixture has {count} samples")
+        number %= count
+        for name in self.names:
+            if number < quotas[name]:
+                return self.leaves[name].sample_at(number % self.sizes[name], name)
+            number -= quotas[name]
+        raise AssertionError("the quotas were summed")
+
+    def map(self, function: Transform) -> Mixture:
+        """The mixture with ``function`` called on each sample, after what its source calls."""
+        made = Mixture.__new__(Mixture)
+        made.__dict__.update(self.__dict__)
+        made.sources = {name: one.map(function) for name, one in self.sources.items()}
+        made.leaves = _leaves(made.sources)
+        JoinedSource.__init__(made, made.leaves)
+        made._take_over()
+        return made
+
+    def __repr__(self) -> str:
+        parts = [f"{len(self.names)} sources: {_listed(self.names)}"]
+        parts += [f"{sum(self.sizes.values())} samples", format_bytes(int(self.chunk_bytes.sum()))]
+        parts.append(self._shares_in_words())
+        parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
+        return f"Mixture({', '.join(parts)})"
+
+    def _shares_in_words(self) -> str:
+        if self._blend.quotas is not None:
+            return f"{len(self)} samples an epoch"
+        first = self._blend.segments()[0][1]
+        total = sum(first.values())
+        shown = [f"{name} {share / total:.1%}" for name, share in sorted(first.items())]
+        changing = "" if self._blend.weights is None or len(self._blend.segments()) == 1 else " at first, by a schedule"
+        return f"without end, {_listed(shown)} of samples{changing}"
+
+    # --- what the engine needs (streaming.engine.source.Source) ---
+
+    @property
+    def indexed(self) -> bool:
+        """Whether there are chunk tables: always."""
+        return True
+
+    def _take_over(self) -> None:
+        """What the sources' options are as a whole, for those who do not ask for each source's.
+
+        ``decode`` and ``transform`` are what ranks compare, ``on_error`` is the mildest.
+        """
+        leaves = list(self.leaves.values())
+        self.fields: tuple[str, ...] | None = None
+        if all(one.fields is not None for one in leaves):
+            self.fields = tuple(dict.fromkeys(name for one in leaves for name in one.fields or ()))
+        self.decode: Any = {name: one.decode for name, one in self.leaves.items()}
+        self.transform: Any = {name: one.transform for name, one in self.leaves.items()}
+        self.decoders = leaves[0].decoders
+        kinds: tuple[OnError, ...] = ("skip", "substitute", "raise")
+        self.on_error: OnError = next(kind for kind in kinds if any(one.on_error == kind for one in leaves))
+
+    @property
+    def recipe_parts(self) -> tuple[Part, ...]:
+        """How the samples of each source become objects."""
+        return tuple(replace(part, name=name) for name in self.names for part in self.leaves[name].recipe_parts)
+
+    def order_settings(self, global_batch_size: int) -> OrderSettings:
+        """The order under a loader with batches of this size."""
+        chosen = self.shuffle_config
+        return order_settings(
+            shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
+            global_batch_size=global_batch_size, num_samples=int(self.chunk_samples.sum()),
+            num_chunks=len(self.chunk_samples),
+        )  # fmt: skip
+
+    # --- shares, and how they change ---
+
+    @property
+    def start_entry(self) -> Entry:
+        """The first entry of the ledger of a run over this mixture."""
+        blend = self._blend
+        weights = {} if blend.weights is None else dict(blend.segments()[0][1])
+        changes = blend.weights is not None and len(blend.segments()) > 1
+        return Entry(
+            start=0, weights=weights, sources=self.fingerprints, why=START, quotas=blend.quotas,
+            schedule=blend.weights if changes else None,
+        )  # fmt: skip
+
+    def begun(self) -> Ledger:
+        """The ledger of a run that begins now."""
+        return Ledger((self.start_entry,))
+
+    def resumed(self, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
+        """The ledger of a run that goes on at ``row`` with this mixture; what changes is said once in the log.
+
+        Raises:
+            StateError: It cannot: a source is another one, or its chunks are needed for what was drawn before.
+        """
+
+        def first_free() -> int:
+            return first_free_row(self.orders(settings, ledger), row)
+
+        missing = sorted(set(ledger.sources) - set(self.names))
+        if missing:
+            raise StateError(
+                f"this state drew from {_listed(list(map(repr, missing)))}, which this mixture lacks. Where the others "
+                "stand follows from the chunks that were drawn beside theirs: keep it in the mixture, with the weight "
+                "0 (weights or the Schedule at a resume); its shards are not read any more"
+            )
+        found, changes = ledger.resumed(self.start_entry, first_free)
+        if changes:
+            _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
+        return found
+
+    def changed(self, ledger: Ledger, weights: Mapping[str, float], row: int) -> Ledger:
+        """The ledger with other weights from a row on; they are as this mixture's ``weights``."""
+        blend = self._by_weight(_schedule_of(weights, self.sources))
+        return ledger.appended(
+            replace(ledger.last, start=row, weights=dict(blend.segments()[0][1]), schedule=None, why=CHANGED)
+        )
+
+    def check_weights(self, weights: Any) -> None:
+        """Refuse what cannot be the weights of this mixture from some row on.
+
+        Raises:
+            ConfigError: The mixture ends, or they are no weights of its sources.
+        """
+        if not self.is_endless:
+            raise ConfigError(
+                "set_weights: this mixture ends (by size, repeats= or ends=): an epoch of it is laid out as a whole. "
+                "Make it with weights= and ends=None, and give the loader an epoch_size"
+            )
+        if not isinstance(weights, Mapping):
+            raise ConfigError(f"set_weights: expected a dict of weights, got {weights!r}")
+        _schedule_of(weights, self.sources)
+
+    def drawn(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, float]:
+        """Samples of each source that rows ``[row, row + num_samples)`` come to, by its share."""
+        quotas = ledger.last.quotas
+        if quotas is not None:
+            return {name: num_samples * quotas[name] / sum(quotas.values()) for name in self.names}
+        segments = ledger.segments()
+        stops = [*(start for start, _ in segments[1:]), row + num_samples]
+        found: dict[str, float] = dict.fromkeys(self.names, 0.0)
+        for (start, weights), stop in zip(segments, stops, strict=True):
+            length = max(min(stop, row + num_samples) - max(start, row), 0)
+            for name in self.names:
+                found[name] += length * weights[name] / sum(weights.values())
+        return found
+
+    def next_passes(self, ledger: Ledger, row: int) -> list[tuple[int, str, int]]:
+        """At which row behind ``row`` each source begins which pass next, by its share; those that never do are out."""
+        drawn, found = self.drawn(ledger, 0, row), []
+        for name, size in self.sizes.items():
+            number = int(drawn[name] // size) + 1
+            at = self._row_of(ledger, row, name, number * size - drawn[name])
+            if at is not None:
+                found.append((at, name, number + 1))
+        return found
+
+    def _row_of(self, ledger: Ledger, row: int, name: str, missing: float) -> int | None:
+        """The row behind ``row`` up to which so many more samples of a source are drawn."""
+        segments = ledger.segments()
+        for (start, weights), stop in zip(segments, [*(at for at, _ in segments[1:]), None], strict=True):
+            begin, share = max(start, row), weights[name] / sum(weights.values())
+            if (stop is not None and stop <= begin) or not share:
+                continue
+            if stop is None or missing <= (stop - begin) * share:
+                return begin + math.ceil(missing / share)
+            missing -= (stop - begin) * share
+        return None
+
+    def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
+        """How many bad samples each source may have in so many rows: its own ``max_bad_samples``."""
+        drawn = self.drawn(ledger, row, num_samples)
+        limits = {name: self.leaves[name].max_bad_samples for name in self.names}
+        return {
+            name: limit if isinstance(limit, int) else math.ceil(limit * drawn[name]) for name, limit in limits.items()
+        }
+
+    def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
+        """The order of every pass, or of the one that has no end; None: of a run that begins."""
+        ledger = self.begun() if ledger is None else ledger
+        bounds = zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True)
+        tables = {name: self.chunk_samples[a:b] for name, (a, b) in zip(self.names, bounds, strict=True)}
+        sources = Sources(tables, settings)
+        if ledger.last.quotas is not None:
+            return MixedPasses(sources, quotas=ledger.last.quotas)
+        schedule = [Weights(start=-(-row // settings.lanes), weights=weights) for row, weights in ledger.segments()]
+        return MixedLanes(sources, schedule)
+
+    def _blended(
+        self, weights: Mapping[str, float] | Schedule | None, repeats: Mapping[str, float] | None, ends: Ends | None
+    ) -> _Blend:
+        """What is drawn of each leaf.
+
+        Raises:
+            ConfigError: The arguments contradict each other, or are of no use for these sources.
+        """
+        if weights is not None and repeats is not None:
+            raise ConfigError("weights and repeats: give one of them; weights are shares, repeats passes an epoch")
+        if weights is None:
+            if ends is not None or self.unit != "samples":
+                raise ConfigError(
+                    "ends and unit: they are about weights; without them an epoch ends after its passes. Give weights="
+                )
+            return self._by_passes(repeats)
+        blend = self._by_weight(_schedule_of(weights, self.sources))
+        if ends is None:
+            return blend
+        segments = blend.segments()
+        if len(segments) > 1:
+            raise ConfigError(
+                "ends: an epoch that ends is laid out with the same weights all over; with a Schedule leave it out, "
+                "and say how long an epoch is: DataLoader(mixture, epoch_size=…)"
+            )
+        return _Blend(_quotas_until(ends, segments[0][1], self.sizes), None)
+
+    def _by_passes(self, repeats: Mapping[str, float] | None) -> _Blend:
+        times: Mapping[str, float] = dict.fromkeys(self.sources, 1) if repeats is None else repeats
+        _check_names("repeats", times, self.sources)
+        exact = checked_weights(times)
+        quotas: dict[str, int] = {}
+        for name, within in _blends(self.sources):
+            if within.quotas is None:
+                raise ConfigError(
+                    f"the source {name!r} is a mixture without end: it has no passes to count. Give this mixture "
+                    "weights=, or that one ends="
+                )
+            quotas.update({leaf: _rounded(exact[name] * count) for leaf, count in within.quotas.items()})
+        if not sum(quotas.values()):
+            raise ConfigError(f"repeats: an epoch would be empty, got {dict(times)}")
+        return _Blend(dict(sorted(quotas.items())), None)
+
+    def _by_weight(self, given: Schedule) -> _Blend:
+        """Weights per sample of each leaf, of weights per unit of each source."""
+        blends = dict(_blends(self.sources))
+        if self.unit == "samples" and not any(isinstance(one, Mixture) for one in self.sources.values()):
+            return _Blend(None, given)
+        rows = sorted({row for row, _ in given.segments()} | {r for one in blends.values() for r, _ in one.segments()})
+        return _Blend(None, Schedule.steps({row: self._leaf_weights(given, blends, row) for row in rows}))
+
+    def _leaf_weights(self, given: Schedule, blends: Mapping[str, _Blend], row: int) -> dict[str, float]:
+        wanted: Any = given.at(row)
+        made: dict[str, float] = {}
+        for name, blend in blends.items():
+            within = [weights for start, weights in blend.segments() if start <= row][-1]
+            total = sum(within.values())
+            inside = {leaf: weight / total for leaf, weight in within.items()}
+            per_sample = sum(share * self._units_per_sample[leaf] for leaf, share in inside.items())
+            made.update({leaf: wanted[name] / per_sample * share for leaf, share in inside.items()})
+        whole = sum(made.values())
+        return {leaf: weight / whole for leaf, weight in sorted(made.items())}
+
+    @cached_property
+    def _units_per_sample(self) -> dict[str, float]:
+        """What a sample of each leaf counts on average; said once in the log."""
+        if self.unit == "samples":
+            return dict.fromkeys(self.names, 1.0)
+        mean = _mean_tokens if self.unit == "tokens" else _mean_bytes
+        found = {name: mean(name, self.leaves[name]) for name in self.names}
+        shown = _listed([f"{name} {count:.1f}" for name, count in found.items()])
+        _log.info("unit=%r: a sample has on average %s %s; weights are divided by it", self.unit, shown, self.unit)
+        return found
+
+
+def first_free_row(orders: Any, row: int) -> int:
+    """The first row from which on other weights may apply, if rows before ``row`` are to stay as they are.
+
+    The window mixes what lies around a row, and chunks are laid whole: so it lies some chunks behind ``row``.
+    """
+    settings = orders.settings
+    place = -(-row // settings.lanes)
+    for lane in range(settings.lanes if place else 0):
+        orders.lane_samples(lane, max(place - 2 * settings.window - 1, 0), place)
+    free: int = orders.frontier * settings.lanes
+    return max(free, row)
+
+
+def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset]:
+    found: dict[str, StreamingDataset] = {}
+    for name, one in sources.items():
+        if isinstance(one, Mixture):
+            found.update({f"{name}/{leaf}": dataset for leaf, dataset in one.leaves.items()})
+        else:
+            found[name] = one
+    return dict(sorted(found.items()))
+
+
+def _blends(sources: Mapping[str, Any]) -> list[tuple[str, _Blend]]:
+    """What is drawn within each source, by the names of its leaves in this mixture."""
+    found: list[tuple[str, _Blend]] = []
+    for name, one in sources.items():
+        if not isinstance(one, Mixture):
+            found.append((name, _Blend({name: int(one.chunk_samples.sum())}, None)))
+            continue
+        quotas, weights = one._blend.quotas, one._blend.weights
+        if quotas is not None:
+            found.append((name, _Blend({f"{name}/{leaf}": count for leaf, count in quotas.items()}, None)))
+        elif weights is not None:
+            steps = {row: {f"{name}/{leaf}": share for leaf, share in values.items()}  # type: ignore[union-attr]
+                     for row, values in weights.segments()}  # fmt: skip
+            found.append((name, _Blend(None, Schedule.steps(steps))))
+    return found
+
+
+def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Samples of each source until the first one, or all, have been read once."""
+    exact = {name: weight for name, weight in checked_weights(weights).items() if weight}
+    unread = sorted(set(sizes) - set(exact))
+    if unread and ends == "all":
+        raise ConfigError(f'ends="all": {_listed(unread)} with the weight 0 would never come to an end; leave them out')
+    lengths = [sizes[name] / weight for name, weight in exact.items()]
+    length = min(lengths) if ends == "first" else max(lengths)
+    return {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
+
+
+def _rounded(number: Fraction) -> int:
+    return math.floor(number + Fraction(1, 2))
+
+
+def _mean_bytes(name: str, dataset: StreamingDataset) -> float:  # noqa: ARG001  as _mean_tokens
+    return float(dataset.chunk_bytes.sum() / dataset.chunk_samples.sum())
+
+
+def _mean_tokens(name: str, dataset: StreamingDataset) -> float:
+    """Mean of the column ``tokens`` over some sample tables, evenly spread: the same ones on every rank."""
+    urls = dataset.urls
+    chosen = [urls[i * len(urls) // min(len(urls), _TABLES_READ)] for i in range(min(len(urls), _TABLES_READ))]
+    total = count = 0
+    for url in chosen:
+        table = dataset.samples_at(url)
+        column = None if table is None else table.columns.get("tokens")
+        if column is None:
+            raise ConfigError(
+                f'unit="tokens": the source {name!r} has no column "tokens" ({redact(url)}); write it with '
+                "`shard_tools convert --tokenizer`, or add it: `shard_tools column add URL tokens --compute tokens`"
+            )
+        values = column.drop_null().to_numpy()
+        total, count = total + int(values.sum()), count + len(values)
+    if not total:
+        raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens')
+    return total / count
+
+
+def _schedule_of(weights: Any, sources: Mapping[str, Any]) -> Schedule:
+    """Weights of all sources as a schedule.
+
+    Raises:
+        ConfigError: They are none, or do not name the sources.
+    """
+    if isinstance(weights, Schedule):
+        if not weights.names:
+            raise ConfigError(f"weights: expected a Schedule of dicts of weights, got one of numbers: {weights}")
+        _check_names("weights", weights.names, sources)
+        return weights
+    _check_names("weights", weights, sources)
+    return Schedule.steps({0: weights})
+
+
+def _check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
+    if not isinstance(given, (Mapping, tuple)):
+        raise ConfigError(f"{what}: expected a dict by the names of the sources, got {given!r}")
+    unknown, missing = sorted(set(given) - set(sources)), sorted(set(sources) - set(given))
+    if unknown or missing:
+        hint = "" if not missing else f"; {_listed(missing)} are missing: give 0 where a source is not to be read"
+        known = f"{what}: the sources are {_listed(sorted(sources))}"
+        raise ConfigError(known + (f", got {_listed(list(map(repr, unknown)))}" if unknown else "") + hint)
+    if isinstance(given, Mapping):
+        checked_weights(given)
+
+
+def _check_sources(sources: Any) -> None:
+    """Refuse what is no dict of data sets with an index.
+
+    Raises:
+        ConfigError: It is not.
+        IndexMissingError: A source has no index.
+    """
+    if not isinstance(sources, Mapping):
+        raise ConfigError(
+            f'sources: expected a dict of data sets by name, such as Mixture({{"web": StreamingDataset(…)}}), got '
+            f"{type(sources).__name__}"
+        )
+    if not sources:
+        raise ConfigError("sources: a mixture needs at least one data set, got none")
+    for name, one in sources.items():
+        if not isinstance(name, str) or not name or "/" in name or not name.isprintable():
+            raise ConfigError(f"sources: expected names without a slash, got {name!r}; {_SLASH}")
+        if isinstance(one, Mixture):
+            continue
+        if not isinstance(one, StreamingDataset):
+            raise ConfigError(
+                f"sources: {name!r}: expected a StreamingDataset or a Mixture, got {one!r}"
+                + ("; write StreamingDataset(…)" if isinstance(one, (str, PathLike)) else "")
+            )
+        if not one.chunk_samples.sum():  # raises where there is no index
+            raise ConfigError(f"sources: {name!r} has no samples; leave it out, or look at it with `shard_tools info`")
+
+
+def _check_choices(quotas: str, unit: str, ends: str | None, batches: str) -> None:
+    for what, given, known in (
+        ("quotas", quotas, get_args(Quotas)), ("unit", unit, get_args(Unit)), ("ends", ends, (None, *get_args(Ends))),
+        ("batches", batches, ("mixed",)),
+    ):  # fmt: skip
+        if given not in known:
+            raise ConfigError(f"{what}: expected one of {', '.join(map(repr, known))}, got {given!r}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

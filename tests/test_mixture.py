@@ -1,0 +1,471 @@
+"""A mixture as users see it: P1 to P5, shares, resumes on other worlds, weights that change, sources with options."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_sets import Batches, SampleSet, check_batch, loaders, merged, mesh_of, play, total, write_set
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig
+from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
+
+SIZES = {"code": 23, "math": 60, "web": 119}
+FIRST = {"web": 0, "code": 10_000, "math": 20_000}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleSet]:
+    root = tmp_path_factory.mktemp("sets")
+    shards = {"web": (41, 7, 23, 1, 47), "code": (20, 3), "math": (60,)}
+    return {name: write_set(root / name, sizes, first=FIRST[name]) for name, sizes in shards.items()}
+
+
+FEW_LANES = ShuffleConfig(lanes=2)
+"""Weights are planned ahead by stretches of lanes: with few of them a change comes soon."""
+
+
+def mixture(sets: Mapping[str, SampleSet], names: str = "web code math", **options: Any) -> Mixture:
+    return Mixture({name: sets[name].open() for name in names.split()}, **options)
+
+
+def source_of(key: str) -> str:
+    number = int(key)
+    return max((name for name in FIRST if FIRST[name] <= number), key=FIRST.__getitem__)
+
+
+def take(loader: DataLoader, count: int) -> list[list[str]]:
+    """The keys of so many batches, each checked against its source."""
+    found = []
+    for batch in loader:
+        keys = check_batch(batch)
+        assert batch["__source__"] == [source_of(key) for key in keys]
+        found.append(keys)
+        if len(found) == count:
+            break
+    return found
+
+
+def world(mix: Mixture, ranks: int, count: int, state: Any = None, **options: Any) -> tuple[Batches, dict[str, Any]]:
+    """So many global batches of 12 from a state on, of all ranks, and the state behind them."""
+    found, states = [], []
+    for loader in loaders(mix, ranks, global_batch_size=12, **options):
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        found.append(take(loader, count))
+        states.append(loader.state_dict())
+    assert all(one == states[0] for one in states)
+    return merged(found), states[0]
+
+
+# --- P1 to P5 ---
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_by_size_each_sample_comes_exactly_once(sets: dict[str, SampleSet], ranks: int, num_workers: int) -> None:
+    mix = mixture(sets)
+    batches = merged(play(mix, ranks, global_batch_size=12, last_batch="pad", num_workers=num_workers))
+    assert total(batches) == Counter(key for one in sets.values() for key in one.keys)
+    assert len(mix) == 202
+    assert len(batches) == 17
+
+
+def test_repeats_list_sources_so_often_over_epochs(sets: dict[str, SampleSet]) -> None:
+    mix = mixture(sets, repeats={"web": 1, "code": 2.5, "math": 0.5})
+    assert len(mix) == 119 + 58 + 30
+    epochs = merged(play(mix, 1, batch_size=9, last_batch="partial", epochs=2))
+    half = len(epochs) // 2
+    assert Counter(map(source_of, total(epochs[:half]).elements())) == {"web": 119, "code": 58, "math": 30}
+    counts = total(epochs)
+    assert {counts[key] for key in sets["math"].keys} == {1}  # a half in each of two epochs
+    assert {counts[key] for key in sets["code"].keys} <= {5, 6}
+    assert {counts[key] for key in sets["web"].keys} == {2}
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    weights=st.fixed_dictionaries({name: st.integers(0, 5) for name in SIZES}).filter(lambda w: any(w.values())),
+    ranks=st.sampled_from([1, 2, 3]), others=st.sampled_from([1, 2, 5]), stop=st.integers(1, 15),
+    nested=st.booleans(),
+)  # fmt: skip
+def test_stopped_anywhere_and_resumed_on_another_world(
+    sets: dict[str, SampleSet], weights: dict[str, int], ranks: int, others: int, stop: int, nested: bool
+) -> None:
+    mix = mixture(sets, weights=weights)
+    if nested:
+        mix = Mixture({"all": mix}, weights={"all": 1})
+        assert mix.names == ("all/code", "all/math", "all/web")
+    whole, _ = _plain_world(mix, 1, 16)
+    before, state = _plain_world(mix, ranks, stop)
+    after, _ = _plain_world(mix, others, 16 - stop, state)
+    assert before + after == whole
+
+
+def _plain_world(mix: Mixture, ranks: int, count: int, state: Any = None) -> tuple[Batches, dict[str, Any]]:
+    found = []
+    for loader in loaders(mix, ranks, global_batch_size=12, num_threads=0):
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        batches = iter(loader)
+        found.append([check_batch(next(batches)) for _ in range(count)])
+        saved = loader.state_dict()
+    return merged(found), saved
+
+
+def test_shares_hold_in_the_long_run(sets: dict[str, SampleSet]) -> None:
+    batches, state = world(mixture(sets, weights={"web": 0.5, "code": 0.3, "math": 0.2}), 1, 400)
+    counts = Counter(map(source_of, total(batches).elements()))
+    for name, share in {"web": 0.5, "code": 0.3, "math": 0.2}.items():
+        assert abs(counts[name] - share * 4800) <= 12 * 3 * 5  # a few chunks of 4, a lane
+    assert state["version"] == 2
+    assert state["num_samples"] == 202
+
+
+def test_a_source_is_drawn_from_pass_after_pass(sets: dict[str, SampleSet]) -> None:
+    batches, _ = world(mixture(sets, "web code", weights={"web": 1, "code": 1}), 1, 100)
+    counts = total(batches)
+    for name in ("web", "code"):
+        passes = {counts[key] for key in sets[name].keys}
+        assert max(passes) - min(passes) <= 2
+
+
+def test_names_and_not_places_decide(sets: dict[str, SampleSet]) -> None:
+    one = world(mixture(sets, "web code math", weights={"web": 1, "code": 2, "math": 1}), 1, 10)
+    assert world(mixture(sets, "math web code", weights={"math": 1, "code": 2, "web": 1}), 1, 10) == one
+
+
+def test_epoch_size_makes_epochs_of_what_has_no_end(sets: dict[str, SampleSet]) -> None:
+    mix = mixture(sets, weights={"web": 1, "code": 1, "math": 1})
+    whole, _ = world(mix, 1, 20)
+    with DataLoader(mix, batch_size=12, epoch_size=60) as loader:
+        assert len(loader) == 5
+        assert merged([[check_batch(batch) for _ in range(4) for batch in loader]]) == whole
+
+
+def test_without_an_end_there_is_no_len(sets: dict[str, SampleSet]) -> None:
+    mix = mixture(sets, weights={"web": 1, "code": 1, "math": 1})
+    with pytest.raises(TypeError, match="without end"):
+        len(mix)
+    with DataLoader(mix, batch_size=12) as loader:
+        with pytest.raises(TypeError, match=r"without end.*epoch_size"):
+            len(loader)
+        assert "batches" not in repr(loader)
+        with pytest.raises(ConfigError, match="Give the seed to the Mixture"):
+            loader.seed(3)
+
+
+@pytest.mark.parametrize(
+    ("ends", "quotas"), [("first", {"code": 23, "math": 12, "web": 23}), ("all", {"code": 120, "math": 60, "web": 120})]
+)
+def test_an_epoch_ends_with_the_first_or_all_sources(
+    sets: dict[str, SampleSet], ends: Any, quotas: dict[str, int]
+) -> None:
+    mix = mixture(sets, weights={"web": 2, "code": 2, "math": 1}, ends=ends)
+    keys = total(merged(play(mix, 2, global_batch_size=12, last_batch="partial")))
+    assert Counter(map(source_of, keys.elements())) == quotas
+    assert len(mix) == sum(quotas.values())
+    ended = sets["code" if ends == "first" else "math"].keys
+    assert {keys[key] for key in ended} == {1}
+
+
+# --- weights that change ---
+
+
+def test_a_schedule_changes_shares_and_resumes(sets: dict[str, SampleSet]) -> None:
+    ramp = Schedule.steps({0: {"web": 1, "code": 0, "math": 0}, 1200: {"web": 0, "code": 1, "math": 1}})
+    mix = mixture(sets, weights=ramp)
+    whole, _ = world(mix, 1, 200)
+    assert set(map(source_of, total(whole[:90]))) == {"web"}
+    assert set(map(source_of, total(whole[130:]))) == {"code", "math"}
+    before, state = world(mix, 3, 97)
+    assert state["ledger"][0]["schedule"]["shape"] == "steps"
+    after, _ = world(mix, 2, 103, state)
+    assert before + after == whole
+
+
+def test_weights_changed_in_all_ways_are_replayed_from_the_ledger_alone(
+    sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a schedule, by set_weights, by a resume, and a source added: the last state tells the whole run."""
+    ramp = Schedule.linear({"web": 1, "code": 0}, {"web": 1, "code": 1}, over=600, segments=4)
+    run: Batches = []
+    first = mixture(sets, "web code", weights=ramp, shuffle=FEW_LANES)
+    with DataLoader(first, batch_size=12, num_threads=0) as loader:
+        run += merged([take(loader, 20)])
+        row = loader.set_weights({"web": 1, "code": 4})
+        run += merged([take_on(loader, row // 12 + 30 - 20)])
+        state = loader.state_dict()
+    with caplog.at_level(logging.INFO, "streaming"):
+        grown = mixture(sets, weights={"web": 1, "code": 1, "math": 2})
+        with DataLoader(grown, batch_size=12) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))  # resumed twice
+            changed = loader.state_dict()["ledger"][-1]["from"]
+            run += merged([take(loader, changed // 12 + 100 - len(run))])
+            last = loader.state_dict()
+    told = [record.message for record in caplog.records if "the mixture changes" in record.message]
+    assert len(told) == 1
+    assert "'math' is added" in told[0]
+    assert [entry["why"] for entry in last["ledger"]] == ["start", "set_weights", "changed at a resume"]
+    assert set(map(source_of, total(run[: row // 12 - 1]))) == {"web", "code"}
+    shares = Counter(map(source_of, total(run[-90:]).elements()))
+    assert abs(shares["math"] - 540) < 100
+    # Nothing but the last state's ledger, from the first row on, on another world.
+    replayed, _ = world(grown, 2, len(run), {**last, "samples_seen": 0})
+    assert replayed == run
+
+
+def take_on(loader: DataLoader, count: int) -> list[list[str]]:
+    """Go on, in a new iterator, where the last one was left."""
+    loader.load_state_dict(loader.state_dict())
+    return take(loader, count)
+
+
+def test_set_weights_in_the_middle_of_an_iteration(sets: dict[str, SampleSet]) -> None:
+    mix = mixture(sets, "web code", weights={"web": 1, "code": 0}, shuffle=FEW_LANES)
+    with DataLoader(mix, batch_size=12) as loader:
+        batches = iter(loader)
+        before = [check_batch(next(batches)) for _ in range(5)]
+        row = loader.set_weights({"web": 0, "code": 1})
+        after = [check_batch(next(batches)) for _ in range(row // 12 + 50)]
+        state = loader.state_dict()
+    assert {source_of(key) for keys in after[-10:] for key in keys} == {"code"}
+    again, _ = world(mix, 3, len(before) + len(after), {**state, "samples_seen": 0})
+    assert again == merged([before + after])
+
+
+def test_set_weights_from_a_row_is_the_same_on_ranks_that_cannot_ask_each_other(sets: dict[str, SampleSet]) -> None:
+    mix = mixture(sets, "web code", weights={"web": 1, "code": 0})
+    found, states = [], []
+    for rank in range(2):
+        with DataLoader(mix, batch_size=6, device_mesh=mesh_of(2, rank)) as loader:
+            batches = iter(loader)
+            keys = [check_batch(next(batches)) for _ in range(3)]
+            with pytest.raises(ConfigError, match=r"ranks have to agree.*at=row"):
+                loader.set_weights({"web": 1, "code": 1})
+            with pytest.raises(ConfigError, match="planned already"):
+                loader.set_weights({"web": 1, "code": 1}, at=40)
+            assert loader.set_weights({"web": 0, "code": 1}, at=120_000) == 120_000
+            states.append(loader.state_dict())
+            found.append(keys + [check_batch(next(batches)) for _ in range(3)])
+    assert states[0] == states[1]
+    assert merged(found) == world(mix, 1, 6)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "words"),
+    [
+        ({}, {"web": 1, "code": 1}, "ends"),
+        ({"weights": {"web": 1, "code": 1}}, {"web": 1}, "'code'? are missing|code are missing"),
+        ({"weights": {"web": 1, "code": 1}}, {"web": 1, "cod": 1}, "'cod'"),
+        ({"weights": {"web": 1, "code": 1}}, {"web": 0, "code": 0}, "at least one must be above 0"),
+        ({"weights": {"web": 1, "code": 1}}, 0.5, "expected a dict"),
+    ],
+)
+def test_set_weights_refuses_what_it_cannot(
+    sets: dict[str, SampleSet], options: dict[str, Any], weights: Any, words: str
+) -> None:
+    with (
+        DataLoader(mixture(sets, "web code", **options), batch_size=4) as loader,
+        pytest.raises(ConfigError, match=words),
+    ):
+        loader.set_weights(weights)
+
+
+def test_states_of_other_makes_are_refused(sets: dict[str, SampleSet], tmp_path: Path) -> None:
+    endless = mixture(sets, "web code", weights={"web": 1, "code": 1})
+    _, state = world(endless, 1, 5)
+    with DataLoader(sets["web"].open(), batch_size=12) as loader:
+        single = loader.state_dict()
+    assert single["version"] == 1
+    for dataset, wrong, words in (
+        (mixture(sets, "web", weights={"web": 1}), state, r"drew from 'code'.*weight 0"),
+        (mixture(sets, "web code"), state, "another make"),
+        (sets["web"].open(), state, "mixture of code, web"),
+        (endless, single, "single data set"),
+    ):
+        with DataLoader(dataset, batch_size=12) as loader, pytest.raises(StateError, match=words):
+            loader.load_state_dict(wrong)
+    other = Mixture(
+        {"web": write_set(tmp_path, (30,)).open(), "code": sets["code"].open()}, weights={"web": 1, "code": 1}
+    )
+    with DataLoader(other, batch_size=12) as loader, pytest.raises(StateError, match=r"source 'web'.*web-2"):
+        loader.load_state_dict(state)
+
+
+def test_a_source_dropped_by_the_weight_0_is_read_no_more(sets: dict[str, SampleSet]) -> None:
+    both = mixture(sets, "web code", weights={"web": 1, "code": 1}, shuffle=FEW_LANES)
+    before, state = world(both, 1, 7)
+    alone = mixture(sets, "web code", weights={"web": 1, "code": 0})
+    with DataLoader(alone, batch_size=12) as loader:
+        loader.load_state_dict(state)
+        start = loader.state_dict()["ledger"][-1]["from"] // 12
+        after = take(loader, start + 40)
+        last = loader.state_dict()
+    assert {source_of(key) for keys in after[start + 5 :] for key in keys} == {"web"}
+    assert before + merged([after]) == world(alone, 2, 7 + len(after), {**last, "samples_seen": 0})[0]
+
+
+def test_the_line_at_the_start_says_when_passes_begin(
+    sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "streaming"):
+        world(mixture(sets, "web math", weights={"web": 1, "math": 1}), 1, 1)
+    line = next(record.message for record in caplog.records if "epoch 0 begins" in record.message)
+    assert "without end" in line
+    assert "math begins its second pass at step 10, web begins its second pass at step 19" in line
+
+
+# --- sources with options of their own ---
+
+
+def test_sources_have_their_own_decoders_fields_and_transforms(sets: dict[str, SampleSet]) -> None:
+    mix = Mixture(
+        {
+            "web": sets["web"].open(fields=("cls", "txt"), transform=mark),
+            "code": sets["code"].open(decode={"cls": str}),
+        }
+    )
+    for num_workers in (0, 2):
+        with DataLoader(mix, batch_size=71, num_workers=num_workers) as loader:
+            batch = next(iter(loader))
+        for i, source in enumerate(batch["__source__"]):
+            key = batch["__key__"][i]
+            assert batch["cls"][i] == (int(key) if source == "web" else str(int(key)))
+            assert batch["mark"][i] == (f"{key} of web" if source == "web" else None)
+            assert (batch["bin"][i] is None) == (source == "web")
+    assert set(batch["__source__"]) == {"web", "code"}
+
+
+def mark(sample: Any) -> Any:
+    return {**sample, "mark": f"{sample['__key__']} of {sample['__source__']}"}
+
+
+def test_the_same_set_twice_and_as_a_view(sets: dict[str, SampleSet]) -> None:
+    web = sets["web"].open()
+    mix = Mixture({"a": web, "b": web, "c": web[10:20], "d": sets["web"].open(fields=("cls",))})
+    keys: Counter[tuple[str, str]] = Counter()
+    for samples in DeviceMeshFetcher(mix, batch_size=16, last_batch="partial"):
+        for sample in samples:
+            assert ("txt" in sample) == (sample["__source__"] != "d")
+            keys[sample["__source__"], sample["__key__"]] += 1
+    assert set(keys.values()) == {1}
+    assert Counter(source for source, _ in keys) == {"a": 119, "b": 119, "c": 10, "d": 119}
+
+
+def test_bad_samples_are_replaced_by_their_own_source_and_counted_by_it(tmp_path: Path) -> None:
+    good, bad = write_set(tmp_path / "good", (60,)), write_set(tmp_path / "bad", (60,), first=10_000)
+    data = bytearray((tmp_path / "bad" / "000000.tar").read_bytes())
+    place = data.find(b"text of 10007")
+    data[place : place + 4] = b"????"
+    (tmp_path / "bad" / "000000.tar").write_bytes(data)
+    mix = Mixture({"good": good.open(), "bad": bad.open(max_bad_samples=5)})
+    with DataLoader(mix, batch_size=10, last_batch="partial") as loader:
+        keys = Counter(key for batch in loader for key in batch["__key__"])
+        lost = {one["key"] for one in loader.metrics()["bad"]}
+    assert lost
+    assert lost <= set(bad.keys)
+    assert not lost & set(keys)
+    assert sum(keys[key] for key in bad.keys) == 60
+    strict = Mixture({"good": good.open(max_bad_samples=1000), "bad": bad.open(max_bad_samples=0)})
+    with (
+        DataLoader(strict, batch_size=10) as loader,
+        pytest.raises(TooManyBadSamplesError, match=r"of the source 'bad'.*allows 0"),
+    ):
+        list(loader)
+
+
+def test_it_is_a_data_set_like_any_other(sets: dict[str, SampleSet]) -> None:
+    mix = mixture(sets, repeats={"web": 1, "code": 2, "math": 0})
+    code, web = sets["code"].keys, sets["web"].keys
+    assert [mix[i]["__key__"] for i in (0, 23, 46, -1)] == [code[0], code[0], web[0], web[-1]]
+    assert mix[0]["__source__"] == "code"
+    with pytest.raises(IndexError, match="165 samples"):
+        mix[165]
+    with pytest.raises(ConfigError, match="no ranges"):
+        mix[:5]
+    again = pickle.loads(pickle.dumps(mix))
+    assert (again.fingerprint, len(again), again[46]["txt"]) == (mix.fingerprint, len(mix), "text of 0")
+    assert repr(mix).startswith("Mixture(3 sources: code, math, web, 202 samples")
+    marked = mix.map(mark)
+    assert marked[0]["mark"] == f"{sets['code'].keys[0]} of code"
+    assert marked.fingerprint == mix.fingerprint != mixture(sets, "web code").fingerprint
+
+
+def test_one_source_alone_is_a_mixture(sets: dict[str, SampleSet]) -> None:
+    batches, _ = world(mixture(sets, "web", weights={"web": 3}), 2, 20)
+    assert set(map(source_of, total(batches))) == {"web"}
+
+
+def test_nested_shares_multiply(sets: dict[str, SampleSet]) -> None:
+    text = Mixture({"en": sets["web"].open(), "de": sets["math"].open()}, weights={"en": 3, "de": 1})
+    mix = Mixture({"text": text, "code": sets["code"].open()}, weights={"text": 0.8, "code": 0.2})
+    assert mix.start_entry.weights == pytest.approx({"code": 0.2, "text/de": 0.2, "text/en": 0.6})
+    by_size = Mixture({"text": mixture(sets, "web math"), "code": sets["code"].open()})
+    assert len(by_size) == 202
+    with pytest.raises(ConfigError, match=r"'text' is a mixture without end.*ends="):
+        Mixture({"text": text, "code": sets["code"].open()})
+
+
+def test_shares_of_bytes_are_divided_by_the_mean_size(
+    sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "streaming"):
+        mix = mixture(sets, "web code", weights={"web": 1, "code": 1}, unit="bytes")
+    means = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in mix.leaves.items()}
+    shares = mix.start_entry.weights
+    assert shares["web"] * means["web"] == pytest.approx(shares["code"] * means["code"])
+    assert f"web {means['web']:.1f}" in caplog.text
+    with pytest.raises(ConfigError, match=r"source '.*' has no column \"tokens\".*column add"):
+        mixture(sets, "web code", weights={"web": 1, "code": 1}, unit="tokens")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda web: Mixture({}), "at least one"),
+        (lambda web: Mixture("s3://bucket/"), "expected a dict of data sets by name"),
+        (lambda web: Mixture([web]), "got list"),
+        (lambda web: Mixture({"web": "s3://bucket/web/"}), "write StreamingDataset"),
+        (lambda web: Mixture({"web/en": web}), "slash"),
+        (lambda web: Mixture({"": web}), "names"),
+        (lambda web: Mixture({3: web}), "got 3"),
+        (lambda web: Mixture({"web": web[:0]}), "no samples"),
+        (lambda web: Mixture({"web": web}, weights={"web": 1}, repeats={"web": 1}), "give one of them"),
+        (lambda web: Mixture({"web": web}, weights={"wen": 1}), "sources are web, got 'wen'"),
+        (lambda web: Mixture({"web": web}, weights={}), "web are missing: give 0"),
+        (lambda web: Mixture({"web": web}, weights="web"), "expected a dict"),
+        (lambda web: Mixture({"web": web}, weights={"web": -1}), "got -1"),
+        (lambda web: Mixture({"web": web}, weights={"web": 0}), "above 0"),
+        (lambda web: Mixture({"web": web}, weights=Schedule.linear(0, 1, over=5)), "one of numbers"),
+        (lambda web: Mixture({"web": web}, repeats={"web": 0}), "above 0"),
+        (lambda web: Mixture({"web": web}, repeats={"web": 1}, unit="bytes"), "about weights"),
+        (lambda web: Mixture({"web": web}, ends="first"), "about weights"),
+        (lambda web: Mixture({"web": web}, weights={"web": 1}, ends="last"), "ends: expected one of"),
+        (lambda web: Mixture({"web": web}, quotas="all"), "quotas: expected one of"),
+        (lambda web: Mixture({"web": web}, shuffle=3), "shuffle"),
+        (lambda web: Mixture({"web": web}, seed=-1), "seed"),
+        (lambda web: Mixture({"web": web}, max_bad_samples=-1), "max_bad_samples"),
+        (lambda web: Mixture({"web": web}, wieghts={"web": 1}), "weights"),
+        (lambda web: Mixture({"web": web}, decode=None), "option of each source"),
+    ],
+)
+def test_wrong_arguments_name_the_cure(sets: dict[str, SampleSet], make: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(sets["web"].open())
+
+
+def test_a_source_without_an_index_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streaming.catalog.open.SCAN_LIMIT_BYTES", 1)
+    bare = write_set(tmp_path, (9,), indexed=False).open()
+    with pytest.raises(IndexMissingError):
+        Mixture({"bare": bare})
