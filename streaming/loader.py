@@ -365,8 +365,8 @@ class DataLoader(DeviceMeshFetcher):
     For one thread. A batch belongs to whoever got it.
 
     Args:
-        dataset: A ``StreamingDataset`` or ``Mixture``, a map-style or iterable torch data set (in an ``OrdinaryDataset`` where it
-            needs options of its own), or a callable that makes one of these.
+        dataset: A ``StreamingDataset`` or ``Mixture``, a map-style or iterable torch data set (in an
+            ``OrdinaryDataset`` where it needs options of its own), or a callable that makes one of these.
         batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
         num_workers: Processes that decode and collate; 0: threads of this process.

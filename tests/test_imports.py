@@ -18,6 +18,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "Broadcast",
         "DeviceMeshSampler",
         "DevicePrefetcher",
+        "Mixture",
         "RetrySampler",
         "Schedule",
         "SequenceSlice",
@@ -28,7 +29,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "shard_tools": ("ShardWriter",),
 }
 COMING: dict[str, tuple[str, ...]] = {
-    "streaming": ("Mixture", "Curriculum"),
+    "streaming": ("Curriculum",),
 }
 
 
