@@ -1,4 +1,4 @@
-"""Axes of a mesh: their names, sizes, and what both have to satisfy. Used by `infra.mesh` alone."""
+"""Check the axes of a mesh: their names and sizes. Used by `infra.mesh` alone."""
 
 from __future__ import annotations
 

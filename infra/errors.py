@@ -1,4 +1,4 @@
-"""The errors of this package: one, and a kind of it that may pass."""
+"""Define the errors of this package: one, and a kind of it that may pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the mesh of a loader, a sampler or a view, and looks again until it is read from."""
+"""Find the mesh of a loader, a sampler or a view, and look again until it is read from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.distributed and Ray Train say about this process. Imports neither: if one matters, it is loaded."""
+"""Ask torch.distributed and Ray Train about this process. Imports neither: if one matters, it is loaded."""
 
 from __future__ import annotations
 

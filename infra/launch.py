@@ -1,4 +1,4 @@
-"""Which launcher started this process, and as which of how many: a pure function of an environment mapping.
+"""Tell which launcher started this process, and as which of how many: a pure function of an environment.
 
 Launchers are asked in this order. The first that knows a rank wins: inner launchers come before outer ones. Two do not
 speak through the environment, and are asked where `discover` is given none: torch.distributed, and Ray Train in a

@@ -1,4 +1,4 @@
-"""Which share of the data a process needs, for any order of parallel axes.
+"""Tell which share of the data a process needs, for any order of parallel axes.
 
 A mesh is a grid of ranks with named axes. Ranks that differ along a *data axis* read different samples; ranks
 that differ only along other axes are *replicas* and get identical batches. With dp=2 and tp=2 in that order:

@@ -1,4 +1,4 @@
-"""``python -m shard_tools`` and the console script ``shard_tools``."""
+"""Start the command line: ``python -m shard_tools``, and the console script ``shard_tools``."""
 
 from __future__ import annotations
 

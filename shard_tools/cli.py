@@ -1,4 +1,4 @@
-"""The command line: every verb is a thin command over one library function.
+"""Parse the command line: every verb is a thin command over one library function.
 
 Exit codes: 0 done, 1 a finding or a failure, 2 wrong usage, 130 stopped by Ctrl-C. Results go to standard output,
 progress and errors to standard error; an error is one message without a traceback unless ``--debug`` is given.

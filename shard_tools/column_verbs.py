@@ -1,4 +1,4 @@
-"""``column`` and ``view``: values and filters that come after the shards."""
+"""Parse ``column`` and ``view``: values and filters that come after the shards."""
 
 from __future__ import annotations
 

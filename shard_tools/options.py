@@ -1,4 +1,4 @@
-"""Click options that several verbs share, and what they mean for the library."""
+"""Define the click options that several verbs share, and what they mean for the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results for people: plain lines, and tables where there are columns."""
+"""Print results for people: plain lines, and tables where there are columns."""
 
 from __future__ import annotations
 

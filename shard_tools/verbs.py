@@ -1,4 +1,4 @@
-"""What all verbs have in common: how results and failures are shown, to people and to programs."""
+"""Show results and failures of all verbs, to people and to programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``verify --bad``: whether the samples on a list are still bad; only their bytes are read."""
+"""Check again the samples on a list (``verify --bad``): are they still bad? Only their bytes are read."""
 
 from __future__ import annotations
 

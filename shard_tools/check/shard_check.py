@@ -1,4 +1,4 @@
-"""One shard against its index: every byte is read once, chunk by chunk."""
+"""Compare one shard with its index: every byte is read once, chunk by chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``verify``: every promise of the index against every byte of the shards."""
+"""Compare every promise of the index with every byte of the shards: the verb ``verify``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Late columns and saved views: values and filters that come after the shards, written beside the index.
+"""Write late columns and saved views beside the index: values and filters that come after the shards.
 
 No shard is written, and none is read but by ``--lift``.
 """

@@ -1,4 +1,4 @@
-"""Where a late column goes: shards with their indexes, and the files that are written beside these."""
+"""Find where a late column goes: shards with their indexes, and the files that are written beside these."""
 
 from __future__ import annotations
 

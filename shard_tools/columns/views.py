@@ -1,4 +1,4 @@
-"""Saved views from the command line."""
+"""Save, list and show views from the command line."""
 
 from __future__ import annotations
 

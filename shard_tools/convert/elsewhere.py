@@ -1,4 +1,4 @@
-"""Converting by an executor, on a cluster for example: many shards at a time, the same bytes as one writer's.
+"""Convert by an executor, on a cluster for example: many shards at a time, the same bytes as one writer's.
 
 Where shards end depends on the sizes of all records before, so there are two steps, each spread over the executor:
 ranges of records are measured, and from their sizes follows which records each shard holds; then shards are written,

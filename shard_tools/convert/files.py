@@ -1,4 +1,4 @@
-"""Finds and reads the files of a source, in any store."""
+"""Find and read the files of a source, in any store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of images: sub-folders are classes."""
+"""Read a folder of images: sub-folders are classes."""
 
 from __future__ import annotations
 

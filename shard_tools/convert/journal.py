@@ -1,4 +1,4 @@
-"""The note that a conversion leaves in its target, so that it can be stopped and gone on with.
+"""Keep the note that a conversion leaves in its target, so that it can be stopped and gone on with.
 
 ``_shardstream/convert.json`` says which source and which options made the shards there. It holds no time and no
 machine: the same conversion writes the same note.

@@ -1,4 +1,4 @@
-"""JSONL, text and CSV: one record a line (a CSV record may span lines)."""
+"""Read JSONL, text and CSV: one record a line (a CSV record may span lines)."""
 
 from __future__ import annotations
 

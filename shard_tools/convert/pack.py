@@ -1,4 +1,4 @@
-"""Packing: a source's records through the writer, in one pass that can be stopped and gone on with.
+"""Write a source's records through the writer, in one pass that can be stopped and gone on with.
 
 The journal in the target says which work the shards there belong to; the index of each finished shard says how
 many samples it holds. Records are written one sample each and in a fixed order, so the number of samples in the

@@ -1,4 +1,4 @@
-"""Parquet files: batches of rows, streamed row group by row group."""
+"""Read Parquet files: batches of rows, streamed row group by row group."""
 
 from __future__ import annotations
 

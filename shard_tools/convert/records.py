@@ -1,4 +1,4 @@
-"""What every source gives: records, in one fixed order, from any position on."""
+"""Define what every source gives: records, in one fixed order, from any position on."""
 
 from __future__ import annotations
 

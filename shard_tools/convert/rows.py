@@ -1,4 +1,4 @@
-"""Rows of tables: which column becomes which field of a sample, and how its value is written."""
+"""Map rows of tables to samples: which column becomes which field, and how its value is written."""
 
 from __future__ import annotations
 

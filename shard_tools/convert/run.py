@@ -1,4 +1,4 @@
-"""``convert``: a source's records through the writer."""
+"""Bring a source's records through the writer: the verb ``convert``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tars that others made: read front to back, whatever wrote them, and packed again."""
+"""Read tars that others made, front to back, whatever wrote them."""
 
 from __future__ import annotations
 

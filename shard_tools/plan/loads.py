@@ -1,4 +1,4 @@
-"""What one data rank reads and holds under a plan: pure arithmetic over the planner that training uses."""
+"""Work out what one data rank reads and holds under a plan, with the planner that training uses."""
 
 from __future__ import annotations
 

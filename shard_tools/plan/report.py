@@ -1,4 +1,4 @@
-"""Who reads what under a topology: lanes, bytes, requests, memory and read amplification of every data rank."""
+"""Tell who reads what under a topology: lanes, bytes, requests, memory and amplification of every data rank."""
 
 from __future__ import annotations
 

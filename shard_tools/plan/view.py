@@ -1,4 +1,4 @@
-"""A plan for people: text, and a picture where matplotlib is installed."""
+"""Show a plan to people: text, and a picture where matplotlib is installed."""
 
 from __future__ import annotations
 

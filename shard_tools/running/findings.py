@@ -1,4 +1,4 @@
-"""What a check found: one value per broken promise."""
+"""Hold what a check found: one value per broken promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of long verbs: a bar on a terminal, a line a minute elsewhere."""
+"""Show how far long verbs are: a bar on a terminal, a line a minute elsewhere."""
 
 from __future__ import annotations
 

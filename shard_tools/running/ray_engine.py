@@ -1,4 +1,4 @@
-"""``--engine ray``: an ``Executor`` whose calls are tasks of a Ray cluster. The one module of the tools that knows Ray.
+"""Run calls as tasks of a Ray cluster (``--engine ray``). The one module of the tools that knows Ray.
 
 A task whose worker process or node dies is run again by Ray: calls must bear to be repeated, as all of the tools' do.
 """

@@ -1,4 +1,4 @@
-"""What a verb did, for programs."""
+"""Tell programs what a verb did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of bad samples: reading them, finding their samples in a shard, and making one of what ``verify`` found."""
+"""Read lists of bad samples, find these in a shard, and make a list of what ``verify`` found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``copy``: shards from one store to another, every byte checked on the way, the index last."""
+"""Copy shards from one store to another, every byte checked on the way, the index last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking into a data set: totals, the list of samples, one sample."""
+"""Look into a data set: totals, the list of samples, one sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards with their index, for verbs that read a data set."""
+"""Open shards with their index, for verbs that read a data set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading any samples of a shard by its index: in checked pieces, which are spans, or chunks where there are none."""
+"""Read any samples of a shard by its index: in checked pieces, which are spans, or chunks where there are none."""
 
 from __future__ import annotations
 

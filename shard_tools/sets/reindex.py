@@ -1,4 +1,4 @@
-"""``index``: the index of shards that others made, or that changed."""
+"""Index shards that others made, or that changed: the verb ``index``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``repair``: what can be saved of damaged tars, and an honest word about what cannot."""
+"""Save what can be saved of damaged tars, with an honest word about what cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``reshard``: indexed shards into new ones, split, merged, mixed, sorted or with some samples left out."""
+"""Write indexed shards into new ones: split, merged, mixed, sorted or with some samples left out."""
 
 from __future__ import annotations
 

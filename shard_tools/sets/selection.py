@@ -1,4 +1,4 @@
-"""Which samples of a data set ``reshard`` takes: all but those on a list, and those that a condition fits."""
+"""Select the samples that ``reshard`` takes: all but those on a list, and those that a condition fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Indexed shards as a source of records, in any order: what ``reshard`` packs."""
+"""Read indexed shards as a source of records, in any order: what ``reshard`` packs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of the sample table, lifted from the samples while they are written."""
+"""Lift columns of the sample table from the samples while they are written."""
 
 from __future__ import annotations
 

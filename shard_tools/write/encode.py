@@ -1,4 +1,4 @@
-"""Python values to the bytes of a field, chosen by the field's extension and the value's type.
+"""Turn Python values into the bytes of a field, by the field's extension and the value's type.
 
 The field's extension is what follows its last dot, as readers decide by it (``seg.png`` is a PNG). Every
 choice is deterministic: equal values give equal bytes with the same versions of the libraries that encode.

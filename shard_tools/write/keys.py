@@ -1,4 +1,4 @@
-"""Which keys and fields every reader of WebDataset shards understands alike, and which keys are used already.
+"""Check keys and fields: those that every reader of WebDataset shards takes alike, and that are not used yet.
 
 A reader splits a member's name at the first dot of its last path component: ``a/b.seg.png`` is field
 ``seg.png`` of sample ``a/b``. Names that some reader splits otherwise, skips or lower-cases are refused here,

@@ -1,4 +1,4 @@
-"""The index of the shards that a ``ShardWriter`` writes, recorded while their bytes go by."""
+"""Record the index of the shards that a ``ShardWriter`` writes, while their bytes go by."""
 
 from __future__ import annotations
 

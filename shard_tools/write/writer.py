@@ -1,4 +1,4 @@
-"""``ShardWriter``: samples in, deterministic tar shards with their index out, on any store."""
+"""Write samples into deterministic tar shards with their index, on any store: ``ShardWriter``."""
 
 from __future__ import annotations
 

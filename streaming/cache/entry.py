@@ -1,4 +1,4 @@
-"""One entry as a file: a header that says what the bytes should be, then the bytes. Nothing is believed unchecked.
+"""Keep one entry as a file: a header that says what the bytes should be, then the bytes, always checked.
 
 Layout of the file, little-endian: magic (8 bytes), CRC32C of the bytes (4), CRC32C of the header without this field
 (4), number of bytes (8), digest of the key (32), zeros up to ``HEADER_BYTES``.

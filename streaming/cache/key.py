@@ -1,4 +1,4 @@
-"""What an entry is called: a hash of URL, version and range, so that no name tells a secret and none collides."""
+"""Give entries a name: a hash of URL, version and range, so that no name tells a secret and none collides."""
 
 from __future__ import annotations
 

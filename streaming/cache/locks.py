@@ -1,4 +1,4 @@
-"""Locks between processes that end with their holder: flock, waited for with a limit."""
+"""Lock between processes, until the holder ends: flock, waited for with a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache as readers see it: give a range, get its bytes, from here or from the store, once per node."""
+"""Give readers a range of bytes, from the cache or from the store, fetched once per node."""
 
 from __future__ import annotations
 

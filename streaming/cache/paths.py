@@ -1,4 +1,4 @@
-"""Where the files of a cache lie, and what to do with the files of other releases.
+"""Say where the files of a cache lie, and what to do with the files of other releases.
 
 ::
 

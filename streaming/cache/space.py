@@ -1,4 +1,4 @@
-"""Space of a cache: reserved before it is written, counted in one file, made by evicting what was used least recently.
+"""Reserve the space of a cache before it is written, count it in one file, and make it by evicting the oldest.
 
 The files themselves are the truth: an entry takes its length, a part (an entry being written) takes the length that it
 was stretched to when its space was reserved. The counter in ``usage`` saves looking at all of them for every entry. All

@@ -1,4 +1,4 @@
-"""Decoders for arrays: raw little-endian payloads, ``.npy``, ``.npz`` and safetensors. Never a pickle.
+"""Decode arrays: raw little-endian payloads, ``.npy``, ``.npz`` and safetensors. Never a pickle.
 
 Every array returned owns its memory and is writable. Sizes announced by a header are compared with the bytes
 at hand before anything is allocated.

@@ -1,4 +1,4 @@
-"""Decoders for images: JPEG by simplejpeg (libjpeg-turbo, without the interpreter lock), all else by Pillow.
+"""Decode images: JPEG by simplejpeg (libjpeg-turbo, without the interpreter lock), all else by Pillow.
 
 What is inside decides, not the name: a PNG called ``.jpg`` is decoded as PNG. Width and height are read from
 the header and compared with the limit before a pixel is decoded.

@@ -1,4 +1,4 @@
-"""Which decoder a field gets: by its extension, by a name such as "rgb8:224x224", by a type, or as told."""
+"""Choose the decoder of a field: by its extension, by a name such as "rgb8:224x224", by a type, or as told."""
 
 from __future__ import annotations
 

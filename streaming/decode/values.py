@@ -1,4 +1,4 @@
-"""Decoders for text, numbers and structured text or binary: str, int, float, JSON, MessagePack."""
+"""Decode text, numbers and structured text or binary: str, int, float, JSON, MessagePack."""
 
 from __future__ import annotations
 

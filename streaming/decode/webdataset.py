@@ -1,4 +1,4 @@
-"""Handlers of webdataset's ``autodecode`` as decoders: the one module that knows their calling convention.
+"""Use handlers of webdataset's ``autodecode`` as decoders; no other module knows their calling convention.
 
 A handler is a callable ``handler(key, data)``, with ``key`` such as ``".jpg"``, that returns the object, or
 None where it does not apply, or a ``Continue`` with another key and other bytes. webdataset is imported only

@@ -1,4 +1,4 @@
-"""How batches get to a device: what ``DevicePrefetcher`` leaves to the kind of device."""
+"""Bring batches to a device: what ``DevicePrefetcher`` leaves to the kind of device."""
 
 from __future__ import annotations
 

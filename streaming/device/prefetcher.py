@@ -1,4 +1,4 @@
-"""``DevicePrefetcher``: batches on the training device, copied while the step before them runs.
+"""Copy batches to the training device while the step before them runs: ``DevicePrefetcher``.
 
 The way of one batch::
 

@@ -1,4 +1,4 @@
-"""Loaders in programs that Accelerate runs."""
+"""Fit loaders into programs that Accelerate runs."""
 
 from __future__ import annotations
 

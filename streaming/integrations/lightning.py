@@ -1,4 +1,4 @@
-"""Loaders without a length in Lightning. It needs nothing for others."""
+"""Fit loaders without a length into Lightning. It needs nothing for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders in ``transformers.Trainer`` and what is derived from it."""
+"""Fit loaders into ``transformers.Trainer`` and what is derived from it."""
 
 from __future__ import annotations
 

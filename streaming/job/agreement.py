@@ -1,4 +1,4 @@
-"""Whether all ranks are about to train on the same thing: compared at the start, told by name where they differ.
+"""Compare what all ranks are about to train on, at the start, and tell by name where they differ.
 
 Through the key-value store of torch.distributed, not by a collective: a rank that iterates alone waits for nobody
 longer than a time-out. Every rank leaves one small entry and reads one verdict; the first rank of the mesh compares.

@@ -1,4 +1,4 @@
-"""An exception as JSON, and back: how it travels from one rank to another. No pickle, no import."""
+"""Write an exception as JSON, and read it back on another rank. No pickle, no import."""
 
 from __future__ import annotations
 

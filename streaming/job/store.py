@@ -1,4 +1,4 @@
-"""The other processes of the job, where torch.distributed or torchrun's agent knows them: for work that is shared."""
+"""Find the other processes of the job, where torch.distributed or torchrun's agent knows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A number that all ranks of a job add to, each when it has something to add; nobody waits for anybody.
+"""Count over all ranks of a job: each adds when it has something to add; nobody waits for anybody.
 
 Through the key-value store of torch.distributed, over a connection of its own with a short time-out: neither a rank
 that is gone, nor one that waits in a collective, nor a store that does not answer stops the others.

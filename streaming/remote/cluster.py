@@ -1,4 +1,4 @@
-"""Ray, as far as the remote loader needs it. The one module of ``streaming`` that knows Ray."""
+"""Talk to Ray, as far as the remote loader needs it. The one module of ``streaming`` that knows Ray."""
 
 from __future__ import annotations
 

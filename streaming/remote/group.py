@@ -1,4 +1,4 @@
-"""Where a remote loader's actors run, and how many there are."""
+"""Say where a remote loader's actors run, and how many there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver's loop sees in place of batches."""
+"""Show the driver's loop handles in place of batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's side of a remote loader: epochs and a position over readers in actors.
+"""Run the driver's side of a remote loader: epochs and a position over readers in actors.
 
 Every step asks all readers for one batch of each data rank. Steps are asked for a few ahead of the consumer, and no
 more: that is all the back-pressure there is. What is asked for is a pure function of the step (``reader.Step``), so a

@@ -1,4 +1,4 @@
-"""What runs in an actor: a loader for each data rank that it serves. Knows nothing of Ray."""
+"""Read in an actor: a loader for each data rank that it serves. Knows nothing of Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form in which a batch lies in Ray's object store: tensors as NumPy arrays.
+"""Pack batches for Ray's object store: tensors as NumPy arrays.
 
 Ray writes arrays into shared memory as they are, and maps them into every process of the node that reads them; torch
 tensors it pickles as a stream of bytes (`benchmarks/bench_ray.py` compares the two).
