@@ -364,6 +364,25 @@ def test_what_is_filtered_out_is_not_fetched(images: tuple[MiniS3Server, str, di
     assert counted == read
 
 
+def test_the_node_cache_keeps_what_a_filter_reads(
+    images: tuple[MiniS3Server, str, dict[str, str]], tmp_path: Path
+) -> None:
+    server, url, options = images
+    asked: dict[str, Any] = {"storage_options": options, "cache_dir": tmp_path, "decode": None}
+    few = StreamingDataset(url, where="hash(__key__) % 10 = 4", **asked)
+    first = keys_of(few)
+    server.clear_log()
+    again = StreamingDataset(url, where="hash(__key__) % 10 = 4", **asked)
+    assert keys_of(again) == first
+    assert not data_gets(server.log(), url)
+    other = StreamingDataset(url, where="hash(__key__) % 10 = 5", fields=("bin",), **asked)
+    with DataLoader(other, batch_size=4, last_batch="partial") as loader:
+        for batch in loader:
+            for key, value in zip(batch["__key__"], batch["bin"], strict=True):
+                assert bytes(value) == int(key).to_bytes(4, "little") * 25_000
+    assert data_gets(server.log(), url)
+
+
 def test_damage_to_what_is_filtered_out_harms_nobody(tmp_path: Path) -> None:
     """Of small records whole chunks are read: a damaged one that nobody wants is told from those that are kept."""
     data = write(str(tmp_path), payload=70_000)
