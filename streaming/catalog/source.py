@@ -238,7 +238,9 @@ class ChunkSource:
         return reads_whole(wanted, self._fields_of(wanted.url))
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
-        """Bytes that each chunk takes with these ``fields``, int64; reads the sample tables of their shards."""
+        """Bytes that each chunk takes with these ``fields`` and this filter, int64; reads sample tables for it."""
+        if self.fields is None and self._selected is None:
+            return self.chunk_bytes[chunk_ids]
 
         def size(chunk_id: int) -> int:
             wanted = self.chunk(chunk_id)

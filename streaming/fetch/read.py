@@ -204,7 +204,7 @@ def _part_of(wanted: FetchRange, rows: range, known: FieldsOf) -> _Part | None:
 
     The sample table is not even looked at where samples are small on average, and no long run of them is filtered out.
     """
-    kept, mean_bytes = known.kept_rows(rows), wanted.num_bytes / len(rows)
+    kept, mean_bytes = known.kept_rows(rows), wanted.num_bytes / max(1, len(rows))
     has_large = known.fields is not None and wanted.num_bytes >= known.gap_bytes and mean_bytes >= LARGE_BYTES
     if not has_large and (kept is None or _longest_run(~kept) * mean_bytes < known.gap_bytes):
         return None
