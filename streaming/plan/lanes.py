@@ -454,12 +454,11 @@ class MixedLanes:
                 continue
             number = max(-(-int(np.ceil(stamp)) // self._block_time) - 1, 0)
             block = self._block(lane // _GROUP, number)
-            same = (
-                (block.runs.lanes == lane) & (block.runs.chunk_ids == chunk_id) & (block.runs.firsts == run.firsts[0])
-            )
-            for begin in block.runs.begins[same].tolist():
-                laid = begin + offset - int(run.firsts[0])
-                due = window_place(self.settings, 0, lane, laid, self.lane_size(lane))
+            runs = block.runs
+            holds = (runs.lanes == lane) & (runs.chunk_ids == chunk_id)
+            holds &= (runs.firsts <= offset) & (offset < runs.firsts + runs.sizes)
+            for laid in (runs.begins - runs.firsts)[holds].tolist():
+                due = window_place(self.settings, 0, lane, laid + offset, self.lane_size(lane))
                 if start <= due < stop:
                     found.append((lane, due))
         return sorted(set(found))
