@@ -38,6 +38,8 @@ from streaming.index.spans import SPAN_BYTES
 from streaming.storage import Storage
 
 NUM_PARTS = 6
+WORKERS_EVERY = 60
+"""Cases of which one is played with worker processes, which take a second to start."""
 MOST_LOST = 0.5
 """Share of the samples: far from where the loader stops because most of its stand-ins are lost too."""
 MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
@@ -184,6 +186,7 @@ class Case:
     Attributes:
         known: All samples, in storage order.
         keys: Those of the view that is played, in storage order.
+        in_workers: Whether two worker processes build the batches.
         bad: Keys that are listed as bad: damaged, unreadable, or the transform raises.
         dropped: Keys that the transform drops, and nothing else is wrong with.
     """
@@ -196,6 +199,7 @@ class Case:
     data_options: dict[str, Any]
     options: dict[str, Any]
     num_epochs: int
+    in_workers: bool
     bad: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
 
@@ -256,6 +260,7 @@ def draw_case(seed: int, number: int, directory: Path) -> Case:
             "prefetch_factor": dice.randint(1, 3),
         },
         num_epochs=dice.choice((1, 1, 2)),
+        in_workers=number % WORKERS_EVERY == 1,
     )  # fmt: skip
     unreadable = {key for key in known if not decodes(case, key)}
     if case.data_options["decode"] == "auto" and case.spares(unreadable):
@@ -411,7 +416,8 @@ class Leg:
         ranks, states, per_epoch = [], [], len(case.batch_sizes)
         pads = case.options["last_batch"] == "pad"
         decoded, masked = case.data_options["decode"] == "auto", pads or case.data_options["on_error"] == "skip"
-        for loader in loaders(case.open(), world_size, num_threads=case.dice.choice((0, 0, 2)), **case.options):
+        means = {"num_workers": 2} if case.in_workers else {"num_threads": case.dice.choice((0, 0, 2))}
+        for loader in loaders(case.open(), world_size, **means, **case.options):
             assert len(loader) == per_epoch
             if state is not None:
                 loader.load_state_dict(json.loads(json.dumps(state)))

@@ -18,6 +18,8 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
 from streaming.engine.workers.ring import BatchRing
 from streaming.errors import ForkedError
+from streaming.replicas.broadcast import Sharing, _left_behind
+from streaming.replicas.options import Broadcast
 from streaming.storage import Storage
 from streaming.storage.adapters import obstore_client
 
@@ -246,3 +248,15 @@ def test_a_split_of_a_streaming_dataset_is_read_by_workers(on_s3: SampleSet) -> 
     for method in (None, "fork"):
         with DataLoader(split, 4, num_workers=1, multiprocessing_context=method) as loader:
             assert sorted(int(i) for batch in loader for i in batch["cls"]) == expected
+
+
+def test_a_child_leaves_the_connections_of_its_parents_broadcast_behind() -> None:
+    """They go on being the parent's: the child neither uses them nor, as garbage, waits for their threads."""
+    sharing = Sharing({0: lambda batch, _: batch}, Broadcast(), 0, pin=None)
+    connections: Any = object()
+    sharing._group = connections
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if sharing._group is None and connections in _left_behind else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sharing._group is connections

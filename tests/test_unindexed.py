@@ -110,7 +110,7 @@ def test_it_says_what_is_missing_and_the_cure(streamed: SampleSet, caplog: pytes
     with caplog.at_level(logging.WARNING), DataLoader(dataset, batch_size=8, epoch_size=80, device_mesh=mesh_of(1, 0)):
         pass
     assert "shard_tools index" in caplog.text
-    with pytest.raises(ConfigError, match="less than one global batch"):
+    with pytest.raises(ConfigError, match="do not fill one global batch"):
         DataLoader(dataset, batch_size=8, epoch_size=7, device_mesh=mesh_of(1, 0))
 
 

@@ -80,8 +80,8 @@ class _Encoder:
             return [_DICT, {name: self.encode(item, f"{where}[{name!r}]") for name, item in value.items()}]
         raise ConfigError(
             f"one rank reads for others: {where} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to "
-            "other ranks. Have collate_fn make tensors, arrays, text, numbers, lists and dicts with text keys of it, "
-            "or give replicate=Broadcast(encode=…, decode=…)"
+            "other ranks. Have what made it (transform, collate_fn, or the data set that is dealt out) make tensors, "
+            "arrays, text, numbers, lists and dicts with text keys of it, or give replicate=Broadcast(encode=…, decode=…)"
         )
 
     def _place(self, flat: torch.Tensor | None) -> int:

@@ -28,6 +28,7 @@ from streaming.engine.threads.jobs import LOOK_UP_S
 from streaming.epochs.iterator import Run
 from streaming.epochs.position import Place
 from streaming.errors import ReplicaError, StateError
+from streaming.forks import in_children
 from streaming.job.error_codec import error_from_json, error_to_json
 from streaming.replicas.batch_codec import decode, encode
 from streaming.replicas.group import ReplicaGroup
@@ -77,6 +78,7 @@ class Sharing:
         self._option, self._of = option, of
         self._source_type = _InlineRun if reads_inline else _SourceRun
         self._group: ReplicaGroup | None = None
+        in_children(self, Sharing.leave_behind)
 
     @classmethod
     def of_replicas(cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None) -> Sharing:
