@@ -81,7 +81,7 @@ class _Encoder:
         raise ConfigError(
             f"one rank reads for others: {where} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent to "
             "other ranks. Have what made it (transform, collate_fn, or the data set that is dealt out) make tensors, "
-            "arrays, text, numbers, lists and dicts with text keys of it, or give replicate=Broadcast(encode=…, decode=…)"
+            "arrays, text, numbers, lists and dicts of them, or give replicate=Broadcast(encode=…, decode=…)"
         )
 
     def _place(self, flat: torch.Tensor | None) -> int:
