@@ -9,12 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from streaming.errors import DuplicateKeyError
+from streaming.plan.permutation import hash_range
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
 _NUMBER_DIGITS = 9
-_MASK = 0xFFFFFFFFFFFFFFFF
+_SEEDS = 0x9E3779B97F4A7C15  # neighbouring seeds lie far apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +102,8 @@ def permutation(num_items: int, seed: int) -> Int64Array:
     Sorts by the splitmix64 finaliser of (seed, item): Steele, Lea, Flood, "Fast splittable pseudorandom number
     generators", 2014.
     """
-    state = (seed * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK
-    key = np.arange(1, num_items + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(state)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        key = (key ^ (key >> np.uint64(shift))) * np.uint64(factor)
-    return np.argsort(key ^ (key >> np.uint64(31)), kind="stable").astype(np.int64)
+    state = (seed * _SEEDS + 0xD1B54A32D192ED03) % 2**64
+    return np.argsort(hash_range(state, 1, num_items + 1), kind="stable").astype(np.int64)
 
 
 def refuse_known(key: str, known_keys: Collection[str]) -> None:
