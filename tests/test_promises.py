@@ -80,7 +80,8 @@ def test_exactly_once_same_end_and_elastic(dataset: StreamingDataset, size: int,
         counts = total(epoch)
         assert set(counts.values()) == {1}
         assert counts.total() == (len(dataset) if last_batch != "drop" else len(dataset) // size * size)
-    for world_size in WORLD_SIZES[1:]:
+    # All of them at one size: test_plan.py has the shares of any number of ranks and any size, exactly.
+    for world_size in WORLD_SIZES[1:] if size == 24 else (3, 8):
         ranks = play(dataset, world_size, **options)
         assert merged(ranks) == reference, world_size
         for batch, batch_size in enumerate(sizes):
