@@ -226,6 +226,23 @@ class DeviceMeshFetcher:
         """A new order, from the next epoch that starts."""
         self._loop.set_seed(seed)
 
+    def seen(self) -> dict[str, dict[str, float]]:
+        """Count what was drawn of each source of a ``Mixture`` up to this position, over all ranks and epochs.
+
+        By arithmetic from the plan and the ledger: it needs no log and no other rank, and holds after a resume, too.
+
+        Returns:
+            By source: ``samples``; ``passes``, these in parts of the source's size; under ``unit="tokens"`` also
+            ``tokens``, by the mean of its samples.
+
+        Raises:
+            ConfigError: This is no loader over a ``Mixture``.
+        """
+        self._look_again()
+        if not isinstance(self._loop, EpochLoop):
+            raise ConfigError("seen: for a loader over a Mixture")
+        return self._loop.seen()
+
     def set_weights(self, weights: Mapping[str, float], *, at: int | None = None, timeout: float = 600.0) -> int:
         """Draw from the sources of a ``Mixture`` with other weights, from the first row that no rank has planned yet.
 

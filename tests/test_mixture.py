@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from data_sets import Batches, SampleSet, check_batch, loaders, merged, mesh_of, play, total, write_set
+from forked import Forked, all_end
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from servers import MiniS3Server
 
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
@@ -230,6 +233,28 @@ def take_on(loader: DataLoader, count: int) -> list[list[str]]:
     return take(loader, count)
 
 
+@pytest.mark.parametrize(
+    "options", [{"weights": {"web": 3, "code": 1}}, {"repeats": {"web": 1, "code": 2.5}}], ids=["endless", "passes"]
+)
+def test_seen_counts_what_was_drawn(sets: dict[str, SampleSet], options: dict[str, Any]) -> None:
+    with DataLoader(mixture(sets, "web code", **options), batch_size=7) as loader:
+        counts: Counter[str] = Counter()
+        for step, batch in enumerate(loader):
+            counts.update(batch["__source__"])
+            if step % 5 == 0:
+                seen = loader.seen()
+                assert {name: one["samples"] for name, one in seen.items()} == {"web": 0, "code": 0} | counts
+                assert seen["code"]["passes"] == counts["code"] / 23
+            if step == 20:
+                break
+        state = loader.state_dict()
+    with DataLoader(mixture(sets, "web code", **options), global_batch_size=7, device_mesh=mesh_of(3, 1)) as loader:
+        loader.load_state_dict(state)
+        assert {name: one["samples"] for name, one in loader.seen().items()} == counts
+    with DataLoader(sets["web"].open(), batch_size=7) as loader, pytest.raises(ConfigError, match="single data set"):
+        loader.seen()
+
+
 def test_set_weights_in_the_middle_of_an_iteration(sets: dict[str, SampleSet]) -> None:
     mix = mixture(sets, "web code", weights={"web": 1, "code": 0}, shuffle=FEW_LANES)
     with DataLoader(mix, batch_size=12) as loader:
@@ -259,6 +284,58 @@ def test_set_weights_from_a_row_is_the_same_on_ranks_that_cannot_ask_each_other(
             found.append(keys + [check_batch(next(batches)) for _ in range(3)])
     assert states[0] == states[1]
     assert merged(found) == world(mix, 1, 6)[0]
+
+
+RANK = """
+import json, sys
+import torch.distributed as dist
+from data_sets import check_batch
+from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
+from streaming.errors import AgreementError
+
+web, code, out = sys.argv[1:]
+dist.init_process_group("gloo")
+sources = {"web": StreamingDataset(web), "code": StreamingDataset(code)}
+mix = Mixture(sources, weights={"web": 1, "code": 0}, shuffle=ShuffleConfig(lanes=2))
+keys, rank = [], dist.get_rank()
+with DataLoader(mix, batch_size=6) as loader:
+    batches = iter(loader)
+    for _ in range(3):
+        keys.append(check_batch(next(batches)))
+    row = loader.set_weights({"web": 0, "code": 1})
+    while len(keys) < row // 12 + 20:
+        keys.append(check_batch(next(batches)))
+    try:
+        loader.set_weights({"web": 1, "code": rank})
+        said = ""
+    except AgreementError as error:
+        said = str(error)
+    state = loader.state_dict()
+json.dump({"keys": keys, "row": row, "state": state, "said": said}, open(f"{out}-{rank}", "w"))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_two_processes_agree_on_the_row(sets: dict[str, SampleSet], tmp_path: Path, forked: Forked) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environ["TORCHELASTIC_RUN_ID"] = "test"
+    (program := tmp_path / "rank.py").write_text(RANK)
+    urls = sets["web"].url, sets["code"].url
+    ranks = forked.start_ranks(
+        program, *urls, str(tmp_path / "out"), world_size=2, output=tmp_path / "log", environ=environ
+    )
+    assert set(all_end(ranks)) == {0}, (tmp_path / "log").read_text()[-4000:]
+    told = [json.loads((tmp_path / f"out-{rank}").read_text()) for rank in range(2)]
+    assert told[0]["row"] == told[1]["row"]
+    assert told[0]["state"] == told[1]["state"]
+    assert [entry["why"] for entry in told[0]["state"]["ledger"]] == ["start", "set_weights"]
+    assert all("all ranks have to give the same" in one["said"] for one in told)
+    batches = merged([one["keys"] for one in told])
+    assert set(map(source_of, total(batches[-5:]))) == {"code"}
+    mix = mixture(sets, "web code", weights={"web": 1, "code": 0}, shuffle=FEW_LANES)
+    assert world(mix, 3, len(batches), {**told[0]["state"], "samples_seen": 0})[0] == batches
 
 
 @pytest.mark.parametrize(
@@ -401,6 +478,22 @@ def test_it_is_a_data_set_like_any_other(sets: dict[str, SampleSet]) -> None:
     assert marked.fingerprint == mix.fingerprint != mixture(sets, "web code").fingerprint
 
 
+def test_from_a_bucket_killed_and_resumed_on_another_world(mini_s3: MiniS3Server) -> None:
+    """Sources in two stores: one signed for, one on disk; each keeps its own storage options."""
+    bucket = mini_s3.create_bucket("mixtures")
+    web = write_set(f"{bucket}/web", (41, 20), storage_options=mini_s3.storage_options)
+    code = write_set(f"{bucket}/code", (30,), first=10_000, storage_options=mini_s3.storage_options)
+    mix = Mixture({"web": web.open(), "code": code.open()}, weights={"web": 2, "code": 1})
+    whole, _ = world(mix, 1, 12)
+    before, state = world(mix, 2, 5)
+    again = Mixture({"code": code.open(), "web": web.open()}, weights={"web": 2, "code": 1})
+    after, _ = world(again, 3, 7, state, num_workers=2)
+    assert before + after == whole
+    with DataLoader(mix, batch_size=12) as loader:
+        take(loader, 3)
+        assert loader.metrics()["fetched_bytes"] > 0
+
+
 def test_one_source_alone_is_a_mixture(sets: dict[str, SampleSet]) -> None:
     batches, _ = world(mixture(sets, "web", weights={"web": 3}), 2, 20)
     assert set(map(source_of, total(batches))) == {"web"}
@@ -452,6 +545,7 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
         (lambda web: Mixture({"web": web}, ends="first"), "about weights"),
         (lambda web: Mixture({"web": web}, weights={"web": 1}, ends="last"), "ends: expected one of"),
         (lambda web: Mixture({"web": web}, quotas="all"), "quotas: expected one of"),
+        (lambda web: Mixture({"web": web}, quotas="exact"), "not in this release.*chunks"),
         (lambda web: Mixture({"web": web}, shuffle=3), "shuffle"),
         (lambda web: Mixture({"web": web}, seed=-1), "seed"),
         (lambda web: Mixture({"web": web}, max_bad_samples=-1), "max_bad_samples"),

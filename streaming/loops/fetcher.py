@@ -161,6 +161,12 @@ class EpochLoop(BaseLoop):
             )
         super().set_seed(seed)
 
+    def seen(self) -> dict[str, dict[str, float]]:
+        """See ``DataLoader.seen``."""
+        if self.shares is None:
+            raise ConfigError("seen: this loader reads a single data set; state_dict() says how many of its samples")
+        return self.shares.seen(self.order, self.row_of(self.position.place))
+
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """See ``DataLoader.set_weights``."""
         if self.shares is None:

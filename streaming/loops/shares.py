@@ -12,6 +12,7 @@ from streaming.errors import AgreementError, ConfigError, StateError
 from streaming.job.agreement import gathered
 from streaming.job.store import job_store, job_world_size
 from streaming.mixture import Mixture, first_free_row
+from streaming.plan.lanes import drawn_before
 from streaming.plan.ledger import Ledger
 from streaming.plan.mixing import Weights
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
@@ -98,6 +99,17 @@ class Shares:
             self.ledger = ledger
         _log.info("set_weights: %s from row %d on, %d rows from here", dict(weights), start, start - row)
         return start
+
+    def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
+        """What was drawn of each source before ``row``, by arithmetic: see ``DataLoader.seen``."""
+        sizes, units = self._mixture.sizes, self._mixture.units_per_sample
+        orders: Any = self.apart(settings)
+        found: dict[str, dict[str, float]] = {}
+        for name, count in drawn_before(orders, row).items():
+            found[name] = {"samples": count, "passes": count / sizes[name]}
+            if self._mixture.unit == "tokens":
+                found[name]["tokens"] = round(count * units[name])
+        return found
 
     def what_follows(self, row: int, global_batch_size: int) -> str:
         """Say in words which sources begin which pass when, counted in steps; "" where none does."""

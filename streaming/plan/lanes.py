@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import ConfigError
-from streaming.plan.mixing import Listing, Sources, Weights, checked_weights, keyed_number
+from streaming.plan.mixing import Listing, MixedPasses, Sources, Weights, checked_weights, keyed_number
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.plan.permutation import hash_table, permutations
 from streaming.types import Int64Array
@@ -475,6 +475,32 @@ class MixedLanes:
         high = int(np.searchsorted(runs.begins, stop, side="left"))
         return runs.taken(np.arange(low, high))
 
+    def given(self, lane: int, place: int) -> Int64Array:
+        """Samples of each source on positions ``[0, place)`` of a lane as it is laid, int64[sources]."""
+        group, within = lane // _GROUP, lane % _GROUP
+        counts = np.zeros(len(self.sources.names), np.int64)
+        with self._lock:
+            block = next(self._blocks_of(group, slice(within, within + 1), place, place + 1))
+            start = self._block_starts(group, block)
+            for number, name in enumerate(self.sources.names):
+                due = self._growths[name].due(start)
+                if due:
+                    since = max(int(due) - self._lanes[name].mean_chunk - 1, 0)
+                    runs, stamps = self._drawn(name, group, since, int(due) + 2)
+                    here = np.flatnonzero(runs.lanes == lane)
+                    counts[number] = runs.begins[here[0]] + runs.sizes[here][stamps[here] <= start].sum()
+        rows = np.arange(block.splits[within], block.splits[within + 1])
+        runs = block.runs.taken(rows[block.runs.begins[rows] < place])
+        taken = np.minimum(runs.sizes, place - runs.begins)
+        np.add.at(counts, self.sources.source_of(runs.chunk_ids), taken)
+        return counts
+
+    def _block_starts(self, group: int, block: _Block) -> int:
+        """The time at which a block begins."""
+        return next(number for (of, number), kept in self._blocks.items() if of == group and kept is block) * (
+            self._block_time
+        )
+
     def _blocks_of(self, group: int, lanes: slice, start: int, stop: int) -> Iterator[_Block]:
         """The blocks that hold positions ``[start, stop)`` of some lanes of a group."""
         number = start // self._block_time
@@ -558,3 +584,28 @@ def _phases(name: str, settings: OrderSettings) -> _Floats:
     places = permutations(keyed_number(settings.seed, "phases", name), np.array([0]), settings.lanes)[0]
     phases: _Floats = (2 * places + 1) / (2 * settings.lanes)
     return phases
+
+
+def drawn_before(orders: MixedPasses | MixedLanes, row: int) -> dict[str, int]:
+    """Samples of each source among the first ``row`` of a run, by arithmetic.
+
+    Args:
+        orders: Of the mixture.
+        row: Samples of the run, over all ranks and epochs.
+    """
+    names, settings = orders.sources.names, orders.settings
+    number, rest = divmod(row, orders.samples_per_pass)
+    order = orders.of_pass(number)
+    counts = np.zeros(len(names), np.int64)
+    if isinstance(orders, MixedPasses):
+        counts += number * np.array([orders.quotas[name] for name in names])
+    for lane in range(settings.lanes):
+        place = rest // settings.lanes + (lane < rest % settings.lanes)
+        # All that is laid a window before the place is due, and of what comes behind, what the window brings forward.
+        laid = max(place - settings.window, 0)
+        counts += order.given(lane, laid)
+        start, size = max(place - 2 * settings.window, 0), order.lane_size(lane)
+        behind = window_slice(settings, number, lane, start, place, size) >= laid
+        chunk_ids, _ = order.lane_samples(lane, start, place)
+        counts += np.bincount(orders.sources.source_of(chunk_ids[behind]), minlength=len(names))
+    return dict(zip(names, counts.tolist(), strict=True))

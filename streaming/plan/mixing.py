@@ -322,6 +322,16 @@ class MixedOrder(LaidOrder):
         super().__init__(parts.chunk_ids, parts.sizes, parts.firsts, sources.settings, number)
         self._sources = sources
 
+    def given(self, lane: int, place: int) -> Int64Array:
+        """Samples of each source on the first ``place`` positions of a lane as it is laid, int64[sources]."""
+        start, _ = self.lane_bounds(lane)
+        first = int(np.searchsorted(self.chunk_starts, start, side="right")) - 1
+        stop = int(np.searchsorted(self.chunk_starts, start + place, side="left"))
+        bounds = np.clip(self.chunk_starts[first : max(stop, first) + 1], start, start + place)
+        counts = np.zeros(len(self._sources.names), np.int64)
+        np.add.at(counts, self._sources.source_of(self.chunk_order[first : max(stop, first)]), np.diff(bounds))
+        return counts
+
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
         """See ``Order``."""
         return self._sources.chunks_before(chunk_id)
