@@ -118,7 +118,7 @@ class OrdinaryDataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrdinaryConfig:
-    """The choices behind a loop over an ordinary data set, checked by who reads them from the user.
+    """The choices behind a loop over an ordinary data set; those of ``OrdinaryDataset`` with their defaults.
 
     Attributes:
         shape: Of the batches.
@@ -127,18 +127,7 @@ class OrdinaryConfig:
         prefetch_factor: Batches asked for ahead, per worker.
         pin_memory: Page-lock batches, where there is CUDA.
         collate_fn: Of the list of samples of a batch, or None: ``streaming.batches.collate`` for dicts, else torch's.
-        shuffle: Of map-style data sets; iterable ones shuffle themselves.
-        seed: Of the order, and of the random numbers that an iterable data set draws.
-        on_error: ``"substitute"``, ``"skip"`` (batches get smaller) or ``"raise"``, for map-style data sets.
-        max_retries: Further attempts after errors that may pass, for map-style data sets.
-        max_bad_samples: A count, or a share of the epoch, for map-style data sets.
-        sharding: How an iterable data set is cut into parts, or dealt out.
         broadcast: How batches travel from the rank that reads, with ``sharding="dispatch"``.
-        multiprocessing_context: How workers start, by name or as a context; None: torch's default.
-        persistent_workers: Whether worker processes stay for the next epoch, for map-style data sets; those of an
-            iterable one end with a pass.
-        timeout: Seconds that a batch may take to come from a worker process; 0: no limit.
-        worker_init_fn: Called with its number in each worker process that starts.
     """
 
     shape: Shape
