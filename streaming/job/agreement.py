@@ -95,7 +95,7 @@ def agree(
 def gathered(
     board: Board, rank: int, ranks: Sequence[int], facts: Facts, *, subject: str, timeout_s: float
 ) -> dict[int, dict[str, Any]]:
-    """What each of ``ranks`` says; the n-th call of a rank for a ``subject`` meets the n-th of the others.
+    """Gather what each of ``ranks`` says; the n-th call of a rank for a ``subject`` meets the n-th of the others.
 
     Raises:
         AgreementError: Some did not come.
