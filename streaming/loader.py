@@ -218,7 +218,8 @@ class DeviceMeshFetcher:
         """Go to the start of ``epoch``; if it is the one due, a loaded position is kept.
 
         In the middle of an epoch, its own number changes nothing for the iterator in progress; the next one begins that
-        epoch again. Any other number ends the iterator in progress.
+        epoch again. Any other number ends the iterator in progress. An epoch without an end, as a ``Mixture`` with
+        weights has, is the only one: each ``iter(loader)`` goes on in it, and ``set_epoch`` changes nothing.
         """
         self._loop.set_epoch(epoch)
 

@@ -154,6 +154,18 @@ def test_epoch_size_makes_epochs_of_what_has_no_end(sets: dict[str, SampleSet]) 
         assert merged([[check_batch(batch) for _ in range(4) for batch in loader]]) == whole
 
 
+def test_an_epoch_without_an_end_goes_on_in_the_next_loop(sets: dict[str, SampleSet]) -> None:
+    """As training by steps has it, with an evaluation between; trainers call ``set_epoch`` before each loop."""
+    mix = mixture(sets, weights={"web": 1, "code": 1, "math": 1})
+    with DataLoader(mix, 8) as loader, DataLoader(mix, 8) as other:
+        whole = [batch["__key__"] for _, batch in zip(range(30), loader, strict=False)]
+        parts = []
+        for epoch in range(3):
+            other.set_epoch(epoch)
+            parts += [batch["__key__"] for _, batch in zip(range(10), other, strict=False)]
+    assert parts == whole
+
+
 def test_without_an_end_there_is_no_len(sets: dict[str, SampleSet]) -> None:
     mix = mixture(sets, weights={"web": 1, "code": 1, "math": 1})
     with pytest.raises(TypeError, match="without end"):

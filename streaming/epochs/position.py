@@ -135,11 +135,14 @@ class Position:
     6. One turn at a time: ``open`` ends the turn before. ``set_epoch`` and ``load`` that move the place end the turn in
        progress; an iterator that has not begun yet begins at the new place.
     7. Leaving the rest of an epoch that was loaded in its middle is one WARNING.
+    8. An epoch without an end (``is_endless``) is never left: ``begin`` goes on behind the batch received last, and
+       ``set_epoch``, which trainers call with numbers of their own, changes nothing.
 
     For one thread, but for ``close``, which any may call.
 
     Attributes:
         next_seed: Seed from the next ``begin`` at 0 samples on; None: as it is.
+        is_endless: The epoch in progress has no end.
     """
 
     _start: Place
@@ -151,6 +154,7 @@ class Position:
 
     def __init__(self) -> None:
         self.next_seed: int | None = None
+        self.is_endless = False
         self._turn: Turn | None = None
         self._go_to(Place(epoch=0, samples_seen=0), is_loaded=False)
 
@@ -196,6 +200,8 @@ class Position:
         place = self.place
         if self.is_due:
             self._go_to(place, is_loaded=self._is_loaded and self._num_received == 0)
+        elif self.is_endless:
+            self._go_to(place, is_loaded=False)
         elif self._starts_again:
             self._go_to(self._beginning(), is_loaded=False)
         else:
@@ -246,6 +252,8 @@ class Position:
             ConfigError: It is no epoch.
         """
         checked_int("epoch", epoch, 0, _MAX_COUNT)
+        if self.is_endless:
+            return False
         if epoch != self.epoch:
             self._warn_of_the_rest(f"set_epoch({epoch}) was called")
             return self._move(Place(epoch=epoch, samples_seen=0), f"set_epoch({epoch})")

@@ -129,6 +129,7 @@ class EpochLoop(BaseLoop):
             sizes = sizes + np.where(sizes < LEAST_BYTES, 0, dataset.byte_starts % budget.PAGE_BYTES)  # skew_bytes
         self._room_bytes = budget.whole_pages(sizes)
         self.shape.check_enough(self.samples_per_epoch)
+        self.position.is_endless = self.is_endless
 
     @cached_property
     def samples_per_epoch(self) -> int:
