@@ -71,7 +71,7 @@ NOT_RUN = {
     ("column", ""): "adds or looks at a column that a filter lacks, tests/test_columns.py",
     ("column", "--from"): "tests/test_columns.py",
     ("column", "--on"): "tests/test_columns.py",
-    ("view", ""): "lists the views that there are, tests/test_views.py",
+    ("view", ""): "lists the views that there are, tests/test_columns.py",
 }
 
 
