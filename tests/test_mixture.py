@@ -298,6 +298,19 @@ def test_set_weights_from_a_row_is_the_same_on_ranks_that_cannot_ask_each_other(
     assert merged(found) == world(mix, 1, 6)[0]
 
 
+def test_set_weights_takes_the_place_of_what_a_schedule_had_in_store(sets: dict[str, SampleSet]) -> None:
+    ramp = Schedule.steps({0: {"web": 1, "code": 0}, 10**6: {"web": 0, "code": 1}})
+    mix = mixture(sets, "web code", weights=ramp, shuffle=FEW_LANES)
+    with DataLoader(mix, batch_size=12) as loader:
+        row = loader.set_weights({"web": 1, "code": 1})
+        assert row < 10**6
+        state = loader.state_dict()
+    with DataLoader(mix, batch_size=12) as loader:
+        loader.load_state_dict({**state, "samples_seen": 10**6 + 120_000})
+        keys = Counter(source_of(key) for keys in take(loader, 50) for key in keys)
+    assert abs(keys["web"] - 300) < 100
+
+
 RANK = """
 import json, sys
 import torch.distributed as dist

@@ -380,18 +380,18 @@ class MixedLanes:
             yield self._frontier
 
     def append(self, weights: Weights) -> None:
-        """Let other weights apply from a time on.
+        """Let other weights apply from a time on, in place of all that were to apply from then on.
 
         Raises:
             ConfigError: Something is planned there already, or the weights are none.
         """
         with self._lock:
-            if weights.start < max(self._frontier, self.schedule[-1].start):
+            if weights.start < self._frontier:
                 raise ConfigError(
-                    f"weights from {weights.start} on: planned up to {self._frontier}, and weights apply from "
-                    f"{self.schedule[-1].start} on; give a start that is not before either"
+                    f"weights from {weights.start} on: planned up to {self._frontier}; give a start that is not before"
                 )
-            schedule = checked_schedule(self.sources.names, (*self.schedule, weights))
+            kept = [entry for entry in self.schedule if entry.start < weights.start]
+            schedule = checked_schedule(self.sources.names, (*kept, weights))
             # Nothing stamped at or behind the start was given to anybody, and what comes before does not depend on it.
             self.schedule, self._growths = schedule, growths(sorted(self.sources.names), schedule)
             self._kept.clear()
