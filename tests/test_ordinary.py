@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
@@ -17,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from forked import Forked, all_end
 from leftovers import leftovers
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -467,19 +466,13 @@ def test_data_pipes_with_a_sharding_filter() -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranks_with_uneven_data_end_together(tmp_path: Path, num_workers: int) -> None:
+def test_ranks_with_uneven_data_end_together(tmp_path: Path, forked: Forked, num_workers: int) -> None:
     """Two processes over gloo; rank 1 has a third of the samples of rank 0."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with subprocess.Popen(
-        [*command, str(HERE / "ordinary_worker.py"), str(tmp_path), str(num_workers)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as running:  # fmt: skip
-        try:
-            output, _ = running.communicate(timeout=150)
-        finally:
-            running.terminate()  # torchrun then ends its ranks
-    assert running.returncode == 0, output[-4000:]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    arguments, output = (str(tmp_path), str(num_workers)), tmp_path / "said"
+    started = forked.start_ranks(HERE / "ordinary_worker.py", *arguments, world_size=2, output=output, environ=place)
+    assert all_end(started, 150) == [0, 0], output.read_text()[-4000:]
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for name in ("drop", "pad"):
         assert {tuple(map(len, one[name])) for one in ranks} == {tuple(map(len, ranks[0][name]))}
