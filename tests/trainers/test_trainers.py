@@ -161,11 +161,15 @@ def code_of(heading: str) -> str:
 
 
 def play_leg(
-    running: Ranks, program: Program, leg: Leg, at: int, number: int, url: str, folder: Path
+    running: Ranks, program: Program, leg: Leg, at: int, number: int, url: str, folder: Path, mixed: bool = False
 ) -> list[list[list[str]]]:
     """Run one leg; the batches that each rank received, beginning with batch ``at``."""
     script, errors, log = folder / "program.py", folder / f"errors-{number}", folder / f"received-{number}"
-    script.write_text(f"from trainer_names import *\n\n{code_of(program.heading)}")
+    code = code_of(program.heading)
+    if mixed:
+        assert "DataLoader(StreamingDataset(URL), global_batch_size=12)" in code
+        code = MIX + code.replace("(StreamingDataset(URL), ", f"(mix, epoch_size={6 * GLOBAL_BATCH}, ")
+    script.write_text(f"from trainer_names import *\n\n{code}")
     told = {
         "program": program.heading, "url": url, "folder": str(folder / "checkpoint"), "log": str(log), "epochs": EPOCHS,
         "rendezvous": str(folder / f"rendezvous-{number}"), "ranks": leg.ranks, "quiet": program.quiet,
@@ -210,6 +214,31 @@ def test_killed_and_resumed(
             assert {len(one) for one in received} == {STEPS - at}
         at = end
     assert at == STEPS
+
+
+MIX = """
+from streaming import Mixture, Schedule, StreamingDataset
+sources = {"all": StreamingDataset(URL), "some": StreamingDataset(URL, subset=(10, 40))}
+ramp = Schedule.linear({"all": 1, "some": 0}, {"all": 1, "some": 2}, over=150, segments=8)
+mix = Mixture(sources, weights=ramp)
+"""
+
+
+def test_a_scheduled_mixture_killed_and_resumed(running: Ranks, samples: SampleSet, tmp_path: Path) -> None:
+    """With a filter, whose share grows by a schedule, on two, three and one ranks: as one process alone reads it."""
+    names: dict[str, Any] = {"URL": samples.url}
+    exec(MIX, names)
+    with DataLoader(names["mix"], global_batch_size=GLOBAL_BATCH, epoch_size=6 * GLOBAL_BATCH) as loader:
+        expected = [Counter(batch["__key__"]) for _ in range(EPOCHS) for batch in loader]
+        assert loader.seen()["some"]["samples"] > 0
+    at, program = 0, Program("torchrun", ())
+    for number, leg in enumerate((Leg(2, 9), Leg(3, 13), Leg(1, None))):
+        received = play_leg(running, program, leg, at, number, samples.url, tmp_path, mixed=True)
+        end = STEPS if leg.kill_at is None else leg.kill_at - 1
+        for step in range(at, end):
+            rows = Counter(key for one in received for key in one[step - at])
+            assert rows == expected[step], f"leg {number} ({leg.ranks} ranks): batch {step}"
+        at = end
 
 
 @pytest.mark.parametrize(
