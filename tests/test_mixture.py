@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import MiniS3Server
 
-from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig
+from shard_tools import ShardWriter
+from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
 
 SIZES = {"code": 23, "math": 60, "web": 119}
@@ -462,6 +463,19 @@ def test_the_same_set_twice_and_as_a_view(sets: dict[str, SampleSet]) -> None:
             keys[sample["__source__"], sample["__key__"]] += 1
     assert set(keys.values()) == {1}
     assert Counter(source for source, _ in keys) == {"a": 119, "b": 119, "c": 10, "d": 119}
+
+
+def test_the_same_bytes_are_read_by_one_source_without_a_large_field(tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/{{:06d}}.tar") as writer:
+        for number in range(12):
+            writer.write({"__key__": str(number), "cls": number, "bin": bytes([number]) * 300_000})
+    mix = Mixture({"a": StreamingDataset(str(tmp_path), fields=("cls",)), "b": StreamingDataset(str(tmp_path))})
+    with DataLoader(mix, batch_size=6, num_workers=1, collate_fn=list) as loader:
+        samples = [sample for batch in loader for sample in batch]
+    assert len(samples) == 24
+    for sample in samples:
+        expected = bytes([sample["cls"]]) * 300_000 if sample["__source__"] == "b" else None
+        assert sample.get("bin") == expected
 
 
 def test_bad_samples_are_replaced_by_their_own_source_and_counted_by_it(tmp_path: Path) -> None:
