@@ -19,6 +19,7 @@ from streaming.batches.build import OnError, Part
 from streaming.catalog.joined import JoinedSource
 from streaming.dataset import StreamingDataset
 from streaming.errors import ConfigError, StateError
+from streaming.filters.late_columns import find_columns, homes_of, read_values
 from streaming.plan.lanes import MixedLanes
 from streaming.plan.ledger import CHANGED, START, Entry, Ledger
 from streaming.plan.mixing import MixedPasses, Sources, Weights, checked_weights
@@ -33,7 +34,7 @@ Unit: TypeAlias = Literal["samples", "tokens", "bytes"]
 Ends: TypeAlias = Literal["first", "all"]
 _MAX_SEED = 2**64 - 1
 _TABLES_READ = 8
-"""Sample tables of a source that are read for the mean number of tokens of its samples."""
+"""Shards of a source whose column is read for the mean number of tokens of its samples."""
 _AT_THE_SOURCE = "it is an option of each source; write Mixture({{…: StreamingDataset(…, {}=…)}})"
 _ELSEWHERE = {
     name: _AT_THE_SOURCE.format(name)
@@ -93,7 +94,7 @@ class Mixture(JoinedSource):
         repeats: How often an epoch reads each source, by name.
         quotas: ``"chunks"``: the chunks of all sources in one order, which needs the memory and requests of one data
             set; a share holds up to a chunk or so of each source and lane. ``"exact"`` is refused as yet.
-        unit: What a weight counts: ``"samples"``, ``"tokens"`` (column ``tokens`` of the sample tables) or ``"bytes"``.
+        unit: What a weight counts: ``"samples"``, ``"tokens"`` (the column ``tokens``) or ``"bytes"``.
         ends: With constant ``weights``: an epoch ends when the ``"first"`` source, or ``"all"`` sources, have been read
             once. None: there is no end; ``DataLoader(epoch_size=…)`` makes epochs.
         shuffle: Whether sources and their samples are shuffled, or a ``ShuffleConfig``; the sources' own is not used.
@@ -507,17 +508,22 @@ def _mean_bytes(name: str, dataset: StreamingDataset) -> float:  # noqa: ARG001 
 
 
 def _mean_tokens(name: str, dataset: StreamingDataset) -> float:
-    """Mean of the column ``tokens`` over some sample tables, evenly spread: the same ones on every rank."""
-    urls = dataset.urls
-    chosen = [urls[i * len(urls) // min(len(urls), _TABLES_READ)] for i in range(min(len(urls), _TABLES_READ))]
+    """Take the mean of the column ``tokens`` over some shards, evenly spread: the same ones on every rank."""
+    num_shards = len(dataset.urls)
+    chosen = [i * num_shards // min(num_shards, _TABLES_READ) for i in range(min(num_shards, _TABLES_READ))]
+    late = find_columns(dataset.storage, homes_of(dataset.urls, dataset.shards.index), ["tokens"]).get("tokens")
     total = count = 0
-    for url in chosen:
+    for shard in chosen:
+        url, whole = dataset.urls[shard], dataset.shards.table
         table = dataset.samples_at(url)
         column = None if table is None else table.columns.get("tokens")
+        if column is None and late is not None and whole is not None:
+            column = read_values(dataset.storage, url, dataset.shards.index, whole.take([shard]), late)
         if column is None:
             raise ConfigError(
-                f'unit="tokens": the source {name!r} has no column "tokens" ({redact(url)}); write it with '
-                "`shard_tools convert --tokenizer`, or add it: `shard_tools column add URL tokens --compute tokens`"
+                f'unit="tokens": the source {name!r} has no column "tokens" ({redact(url)}); give its number of tokens '
+                'when shards are written, ShardWriter(columns={"tokens": …}), or add it later with '
+                "`shard_tools column add`"
             )
         values = column.drop_null().to_numpy()
         total, count = total + int(values.sum()), count + len(values)

@@ -16,7 +16,7 @@ from servers import MiniS3Server, fresh_name
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.columns import join
-from streaming import DataLoader, StreamingDataset
+from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, StateError
 
 NUM = 90
@@ -293,3 +293,16 @@ def test_a_late_column_with_a_lifted_name_is_refused(tmp_path: Path) -> None:
     refused = run("column", "add", f"{tmp_path}/", "n", "--lift", "json.n")
     assert refused.exit_code == 2
     assert "the sample tables have a column of this name" in refused.output
+
+
+def test_a_mixture_by_tokens_takes_a_late_column(tmp_path: Path) -> None:
+    short, long = write(str(tmp_path / "short"), num=60), write(str(tmp_path / "long"), num=60)
+    for data, tokens in ((short, 100), (long, 700)):
+        file = tmp_path / "tokens.parquet"
+        pq.write_table(
+            pa.table({"key": [f"{n:05d}" for n in range(60)], "tokens": [tokens - 1, tokens + 1] * 30}), file
+        )
+        added(data, "tokens", "--from", str(file), "--on", "key")
+    sources = {"short": StreamingDataset(short), "long": StreamingDataset(long)}
+    mix = Mixture(sources, weights={"short": 1, "long": 1}, unit="tokens")
+    assert mix.start_entry.weights == pytest.approx({"short": 7 / 8, "long": 1 / 8})

@@ -36,8 +36,8 @@ class Announcer:
     def line(self, loop: Any, place: Place) -> str:
         """The line: what is read, in which order, within which bounds, by whom."""
         at = f"epoch {place.epoch} begins"
-        if place.samples_seen:
-            at += f" after {place.samples_seen} samples, where a checkpoint says"
+        if place.samples_seen:  # a checkpoint says so; an epoch without end goes on in any case
+            at = f"epoch {place.epoch} goes on after {place.samples_seen} samples"
         parts = [what_is_read(self._dataset), *self._amount(loop), *self._order(loop), *self._builders(), self._where()]
         shares = getattr(loop, "shares", None)
         if shares is not None:
