@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.catalog.source import ChunkSource
 from streaming.fetch.layout import TakeApart, UnitLayout
@@ -92,15 +93,15 @@ class JoinedSource:
             found[rows] = self._joined[source].samples_of(chunk_ids[rows] - self._starts[source], offsets[rows])
         return found
 
+    @cached_property
+    def _shown_urls(self) -> npt.NDArray[np.object_]:
+        """The shard of each chunk, for people; 8 bytes a chunk."""
+        every = [one.urls_of(np.arange(len(one.chunk_samples))) for one in self._joined]
+        return np.array([url for urls in every for url in urls], object)
+
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """URL of the shard of each chunk, as samples and messages show it."""
-        sources = self.source_of(chunk_ids)
-        used: list[int] = np.unique(sources).tolist()
-        found = np.empty(len(chunk_ids), object)
-        for source in used:
-            rows = sources == source
-            found[rows] = self._joined[source].urls_of(chunk_ids[rows] - self._starts[source])
-        urls: list[str] = found.tolist()
+        urls: list[str] = self._shown_urls[chunk_ids].tolist()
         return urls
 
     def chunk(self, chunk_id: int) -> FetchRange:
