@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix", action="store_true", help="also run the cells whose mechanism other cells show")
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
     parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in test_torture.py")
-    parser.addoption("--differential-cases", type=int, default=120, help="cases that test_differential.py plays")
+    parser.addoption("--differential-cases", type=int, default=300, help="cases that test_differential.py plays")
     parser.addoption("--differential-first", type=int, default=0, help="number of the first of them")
     parser.addoption(
         "--differential-seed", type=int, default=1, help="seed of all that is drawn in test_differential.py"

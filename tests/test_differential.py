@@ -1,7 +1,7 @@
 """Random small sets, options, ranks and resumes, against what Python's own ``tarfile`` reads of the same files.
 
 Every case is drawn from a seed and its number alone; a failure names both, and how to run that case by itself. The
-normal run plays 120 cases; ``--differential-cases`` (``make differential``) makes them as many as you like.
+normal run plays 300 cases; ``--differential-cases`` (``make differential``) makes them as many as you like.
 
 Of each case: the order in which samples are due is checked against the promises (each once, the same batches on any
 ranks); then the set is damaged, transforms drop and raise, and everything received is compared row by row with what
