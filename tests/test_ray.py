@@ -29,6 +29,7 @@ from ray.util import placement_group, remove_placement_group
 from ray_cluster import TwoNodes, locations, wait_for_end
 from test_convert_elsewhere import contents, parquet_source
 from test_readme import blocks
+from torch.utils.data import IterableDataset
 
 import infra
 from infra import DeviceMesh
@@ -128,6 +129,52 @@ def test_packing_keeps_every_value_and_gives_memory_of_its_own() -> None:
     assert wire.num_rows(packed) == 4
 
 
+def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have readers work in this process, without Ray: what they return stands for its reference."""
+    monkeypatch.setattr(cluster, "check_connected", lambda: None)
+    monkeypatch.setattr(cluster, "start", lambda reader, arguments, group: [reader(*given) for given in arguments])
+    monkeypatch.setattr(cluster, "read", lambda reader, step, num_ranks: reader.read(step))
+    monkeypatch.setattr(cluster, "ask", lambda reader, method, *args, **named: getattr(reader, method)(*args, **named))
+    monkeypatch.setattr(cluster, "get", lambda refs, **_: refs)
+    monkeypatch.setattr(cluster, "wait", lambda refs, timeout_s: None)
+    monkeypatch.setattr(cluster, "kill", lambda reader: None)
+
+
+class _Counting(IterableDataset[int]):
+    """A pass of 24 numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+@pytest.mark.parametrize("leaves_early", [False, True])
+def test_a_new_seed_begins_a_stream_anew_as_in_a_local_loader(
+    monkeypatch: pytest.MonkeyPatch, *, leaves_early: bool
+) -> None:
+    read_here(monkeypatch)
+
+    def create() -> _Counting:
+        return _Counting()
+
+    def tale(loader: DataLoader, numbers: Callable[[Any], list[int]]) -> list[Any]:
+        found: list[Any] = []
+        for batch in loader:
+            found.append(numbers(batch))
+            if leaves_early:
+                break
+        loader.seed(7)
+        found.append([numbers(batch) for batch in loader])
+        found += [numbers(next(iter(loader))), loader.state_dict()]
+        return found
+
+    options: dict[str, Any] = {"batch_size": 4, "epoch_size": 16, "device_mesh": mesh_of(1, 0)}
+    with DataLoader(create(), **options) as local:
+        expected = tale(local, torch.Tensor.tolist)
+    assert [0, 1, 2, 3] in expected[-3]  # not where the epoch before ended, in the middle of a pass
+    with DataLoader(create, remote_group=AWAY, **options) as loader:
+        assert tale(loader, lambda batch: batch.handles[0].get().tolist()) == expected
+
+
 def test_a_seed_outlasts_a_first_step_that_fails_and_an_epoch_that_starts_again(
     samples: SampleSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,13 +185,8 @@ def test_a_seed_outlasts_a_first_step_that_fails_and_an_epoch_that_starts_again(
             raise fails.pop()
         return refs
 
-    monkeypatch.setattr(cluster, "check_connected", lambda: None)
-    monkeypatch.setattr(cluster, "start", lambda reader, arguments, group: [reader(*given) for given in arguments])
-    monkeypatch.setattr(cluster, "read", lambda reader, step, num_ranks: reader.read(step))
-    monkeypatch.setattr(cluster, "ask", lambda reader, method, *args, **named: getattr(reader, method)(*args, **named))
+    read_here(monkeypatch)
     monkeypatch.setattr(cluster, "get", get)
-    monkeypatch.setattr(cluster, "wait", lambda refs, timeout_s: None)
-    monkeypatch.setattr(cluster, "kill", lambda reader: None)
     (expected,) = play(samples.open(seed=5), 1, batch_size=16)
     with remote(samples, 1, batch_size=16) as loader:
         loader.seed(5)

@@ -189,6 +189,8 @@ class RemoteLoop(Loop):
         base = self._state_at(place, self.position.next_seed)
         if seed is not None:
             base = {**base, "order": {**base["order"], "seed": seed}}
+            if "cursors" in base:  # of an iterable data set: a stream of the old seed does not go on under a new one
+                base["cursors"] = []
         self._known = base
         self._num_runs += 1
         ahead = _Ahead(ask=self._ask_for, run=self._num_runs, base=base)
