@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 from data_sets import write_set
@@ -59,19 +61,12 @@ FOREIGN_OPTIONS = {
 }
 FOREIGN_VARIABLES = {"CUDA_VISIBLE_DEVICES": "CUDA"}
 
-# Commands that a message names and that no scenario below runs, each with the reason.
+# Commands that a message names and that no scenario below runs, each with the test that does.
 NOT_RUN = {
-    ("cat", ""): "looks at bytes; the cure is up to whoever looks",
-    ("convert", ""): "packs a table that was refused as a whole: its own error follows, tests/test_convert.py",
-    ("info", ""): "looks at what is there",
-    ("ls", ""): "lists the keys",
-    ("reshard", "--where"): "a filter by columns that the user has, tests/test_reshard.py",
-    ("verify", ""): "lists what is damaged; the cures of what it lists are others of this table",
-    ("verify", "--duplicate-keys"): "tests/test_duplicate_keys.py",
-    ("column", ""): "adds or looks at a column that a filter lacks, tests/test_columns.py",
-    ("column", "--from"): "tests/test_columns.py",
-    ("column", "--on"): "tests/test_columns.py",
-    ("view", ""): "lists the views that there are, tests/test_columns.py",
+    ("cat", ""): "test_cli.py::test_cat_verb",
+    ("convert", ""): "test_cli.py::test_convert_reports",
+    ("info", ""): "test_cli.py::test_info_verb",
+    ("reshard", "--where"): "test_reshard.py::test_as_a_command",
 }
 
 
@@ -142,13 +137,18 @@ def commands_of(message: Message) -> Iterator[tuple[str, list[str]]]:
         yield found[1], _FLAG.findall(found[2])
 
 
+def options_of(message: Message) -> list[str]:
+    """Names of the options that a message writes as ``name=``."""
+    return _OPTION.findall(message.text)
+
+
 def test_messages_are_found() -> None:
     assert len(messages()) > 500
     assert sum(1 for message in messages() for _ in commands_of(message)) > 40
 
 
 def test_every_option_that_a_message_names_exists() -> None:
-    named = {(name, message.place) for message in messages() for name in _OPTION.findall(message.text)}
+    named = {(name, message.place) for message in messages() for name in options_of(message)}
     assert len(named) > 100
     unknown = {item for item in named if item[0] not in our_options() and item[0] not in FOREIGN_OPTIONS}
     assert not unknown
@@ -323,6 +323,11 @@ def an_archive_that_inflates_far_is_allowed(folder: Path) -> None:
     (folder / "in" / "a.tar.gz").write_bytes(packed)
     text = error_of(lambda: tool_error("convert", folder / "in", folder / "out"))
     assert "shard_tools convert --max-gzip-ratio" in text
+    assert "a larger max_gzip_ratio=" in text
+    options = {"decode": None, "max_gzip_ratio": 1000}
+    assert next(iter(DataLoader(StreamingDataset(folder / "in", **options), batch_size=1, epoch_size=1)))[
+        "__key__"
+    ] == ["a"]
     tool("convert", folder / "in", folder / "out", "--max-gzip-ratio", 1000)
     assert keys(folder / "out") == ["a"]
 
@@ -410,6 +415,54 @@ def classes_are_given(folder: Path) -> None:
     assert StreamingDataset(folder / "out", decode={"png": None})[0]["cls"] == 1
 
 
+@scenario(("verify", "--duplicate-keys"))
+def a_key_in_two_shards_is_meant(folder: Path) -> None:
+    for name in ("a", "b"):
+        tar(folder / f"{name}.tar", ("one.txt", name.encode()))
+    tool("index", folder)
+    text = tool("verify", folder, code=1).stdout
+    assert "`shard_tools verify --duplicate-keys keep`, if it is meant" in text
+    tool("verify", folder, "--duplicate-keys", "keep")
+
+
+@scenario(("verify", ""))
+def bad_samples_are_listed(folder: Path) -> None:
+    samples = write_set(folder, (8, 8))
+    data = bytearray((folder / "000000.tar").read_bytes())
+    data[600] ^= 1
+    (folder / "000000.tar").write_bytes(data)
+    text = error_of(lambda: keys(samples.url, on_error="skip", max_bad_samples=0.0))
+    assert "Check the shards with `shard_tools verify`, or raise max_bad_samples" in text
+    assert "000000.tar" in tool("verify", samples.url, code=1).stdout
+    assert keys(samples.url, on_error="substitute", max_bad_samples=1.0)
+
+
+@scenario(("ls", ""))
+def keys_that_there_are_are_listed(folder: Path) -> None:
+    samples = write_set(folder, (3,))
+    shown = do(error_of(lambda: tool_error("cat", samples.url, "nobody")), "ls").stdout
+    assert [line.split()[0] for line in shown.splitlines()] == list(samples.keys)
+
+
+@scenario(("column", ""), ("column", "--from"), ("column", "--on"), ("view", ""))
+def a_column_and_a_view_are_added(folder: Path) -> None:
+    samples, other = write_set(folder / "in", (3,)), write_set(folder / "other", (3,), first=3)
+    scores = folder / "scores.parquet"
+    both = [*samples.keys, *other.keys]
+    pq.write_table(pa.table({"key": both, "score": range(6)}), scores)
+    text = error_of(lambda: keys(samples.url, where="score > 0"))
+    assert "added with `shard_tools column add`" in text
+    tool("column", "add", samples.url, "score", "--from", scores, "--on", "key")
+    assert keys(samples.url, where="score > 0") == both[1:3]
+    text = error_of(lambda: StreamingDataset([samples.url, other.url], where="score > 0"))
+    do(text, "column", **{"URL…": other.url, "FILE": scores, "KEY": "key"})
+    assert len(StreamingDataset([samples.url, other.url], where="score > 0")) == 5
+    text = error_of(lambda: keys(samples.url, view="good"))
+    assert "`shard_tools view save`" in text
+    tool("view", "save", samples.url, "good", "--where", "score > 0")
+    assert keys(samples.url, view="good") == both[1:3]
+
+
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_a_cure_works_as_it_is_written(name: str, tmp_path: Path) -> None:
     SCENARIOS[name][0](tmp_path)
@@ -445,3 +498,23 @@ def test_every_command_that_a_message_names_is_run_or_says_why_not() -> None:
     }
     assert named - run - NOT_RUN.keys() == set()
     assert NOT_RUN.keys() <= named, "no message names this any more"
+
+
+def source_of(test: str) -> str:
+    """The text of a test, ``file::name``; of a helper that is no test and no cure nothing is proven.
+
+    Raises:
+        AssertionError: There is no such test or cure.
+    """
+    file, name = test.split("::")
+    tree = ast.parse((Path(__file__).parent / file).read_text())
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    assert name in functions, f"there is no {test}"
+    assert name.startswith("test_") or name in SCENARIOS, f"nothing runs {test}"
+    return ast.unparse(functions[name])
+
+
+@pytest.mark.parametrize("command", NOT_RUN)
+def test_what_runs_a_command_elsewhere_is_there(command: tuple[str, str]) -> None:
+    source = source_of(NOT_RUN[command])
+    assert [word for word in command if f"'{word}'" not in source and word] == []

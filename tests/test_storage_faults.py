@@ -320,6 +320,8 @@ class TestRefusals:
                 StorageError, match=r"eu-north-1 \(from the storage option region\).*region='us-east-1'"
             ):
                 call(url)
+        cured = Storage({**mini_s3.storage_options, "region": "us-east-1"})
+        assert len(cured.read(url)) == cured.info(url).size_bytes > 0
 
     def test_a_refused_endpoint(self, s3fs_closed) -> None:
         with socket.socket() as held:  # bound, so that nobody else takes the port, but not listening
