@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import io
 import re
@@ -16,7 +17,7 @@ import pytest
 import torch
 from data_sets import write_set
 from PIL import Image
-from test_cures import FOREIGN_OPTIONS, error_of, keys, messages, options_of, source_of, tar
+from test_cures import FOREIGN_OPTIONS, error_of, keys, messages, options_of, source_of, tar, tool
 from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
@@ -316,6 +317,54 @@ def bounds_of_decoders_are_raised(folder: Path) -> None:
     tight, wide = decode.image("rgb8", max_pixels=100), decode.image("rgb8", max_pixels=4096)
     said(lambda: StreamingDataset(images, decode={"png": tight})[0], "decode.image('rgb8', max_pixels=...)")
     assert "png" in StreamingDataset(images, decode={"png": wide})[0]
+
+
+@cure("epoch_size")
+def a_set_without_an_index_says_how_long_an_epoch_is(folder: Path) -> None:
+    samples = write_set(folder, (8,), indexed=False)
+    plain = folder / "000000.tar"
+    packed = Path(f"{plain}.gz")
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    said(lambda: count(samples.open()), "before they are unpacked (`gunzip`)", "needs epoch_size=", "shard_tools index")
+    assert count(samples.open(), epoch_size=8) == 2
+    plain.write_bytes(gzip.decompress(packed.read_bytes()))
+    packed.unlink()
+    tool("index", samples.url)
+    assert count(samples.open()) == 2
+
+
+@cure("decode", "fields")
+def names_of_decoders(folder: Path) -> None:
+    tokens = np.arange(4, dtype=np.uint16).tobytes()
+    url = tar(folder / "a.tar", ("a.tok", tokens), ("a.txt", b"x"))
+    said(lambda: StreamingDataset(url, decode={"tok": "uint16"})[0], '"array:uint16->int64"')
+    sample = StreamingDataset(url, decode={"tok": "array:uint16->int64"})[0]
+    assert torch.equal(torch.as_tensor(sample["tok"]), torch.arange(4))
+    said(lambda: StreamingDataset(url, decode="nothing"), 'expected "auto", "raw"')
+    assert StreamingDataset(url, decode="raw")[0]["tok"] == tokens
+    assert StreamingDataset(url, fields=("txt",), decode="auto")[0]["txt"] == "x"
+
+
+@cure("index", "columns")
+def columns_need_an_index(folder: Path) -> None:
+    def write(**options: Any) -> None:
+        columns = {"length": lambda one: len(one["txt"])}
+        with ShardWriter(f"{folder}/{{:06d}}.tar", columns=columns, **options) as writer:
+            writer.write({"__key__": "a", "txt": "x"})
+
+    said(lambda: write(index=False), "columns: they live in the sample table")
+    write(index=True)
+    assert len(StreamingDataset(folder, where="length = 1")) == 1
+
+
+@cure("subset")
+def a_view_that_has_a_subset(folder: Path) -> None:
+    samples = write_set(folder, (8,))
+    tool("view", "save", folder, "half", "--subset", "0%..50%")
+    said(lambda: samples.open(view="half", subset=(0, 2)), "leave one out, or take a range", "dataset[a:b]")
+    assert (len(samples.open(view="half")), len(samples.open(subset=(0, 2)))) == (4, 2)
+    assert len(samples.open(view="half")[0:2]) == 2
 
 
 @cure("subset")

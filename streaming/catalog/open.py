@@ -320,7 +320,7 @@ def _without_index(storage: Storage, urls: tuple[str, ...], missing: IndexMissin
     if total_bytes <= SCAN_LIMIT_BYTES and not compressed:
         return Found(urls=urls, table=None, sizes=sizes)
     why = (
-        f"{compressed[0]} is compressed, and compressed shards have no index"
+        f"{compressed[0]} is compressed, and compressed shards have no index before they are unpacked (`gunzip`)"
         if compressed
         else f"{missing}; its {format_bytes(total_bytes)} are too much to index at every start"
     )
