@@ -282,37 +282,19 @@ def test_shares_hold_at_every_row_of_every_lane(case: Case, start: int) -> None:
     lane = start % case.settings.lanes
     runs = orders.laid(lane, start, start + 40)
     of = orders.sources.source_of(runs.chunk_ids)
+    before = orders.given(lane, int(runs.begins[0]))
+    assert before.sum() == runs.begins[0]
+    if start < 5_000:
+        laid = orders.laid(lane, 0, max(start, 1))
+        counts = np.bincount(orders.sources.source_of(laid.chunk_ids), weights=laid.sizes, minlength=len(before))
+        counts[of[0]] -= laid.begins[-1] + laid.sizes[-1] - runs.begins[0]
+        assert before.tolist() == counts.tolist()
     for index, name in enumerate(orders.sources.names):
-        counted = int(given_before(orders, name, lane, int(runs.begins[0])))
+        counted = int(before[index])
         for row in range(len(runs.sizes)):
             target, share = share_of(name, case.schedule, int(runs.begins[row]))
             assert abs(counted - target) <= biggest[name] + share * sum(biggest.values()) + Fraction(1, 100)
             counted += int(runs.sizes[row]) * (of[row] == index)
-
-
-def given_before(orders: MixedLanes, name: str, lane: int, place: int) -> int:
-    """Samples of a source before a lane position, from the source's own stream: where its next run there begins."""
-    stop = place + 40
-    while True:
-        runs = orders.laid(lane, place, stop)
-        mine = np.flatnonzero(orders.sources.source_of(runs.chunk_ids) == orders.sources.names.index(name))
-        if len(mine) or stop - place > 10_000:
-            break
-        stop += 500
-    lanes = orders._lanes[name]
-    if not len(mine):  # it has no share any more: what it was given last
-        due = orders._growths[name].due(float(ENDLESS // 4))
-        own = lanes.runs(lane, lane + 1, max(int(due) - lanes.mean_chunk - 1, 0), int(due) + 2)
-        stamps = orders._growths[name].stamps(
-            own.begins + lanes.mean_chunk * orders._phases[name][[lane] * len(own.lanes)]
-        )
-        return int(own.begins[0] + own.sizes[stamps < np.inf].sum())
-    row = mine[0]
-    due = orders._growths[name].due(float(runs.begins[row]))
-    own = lanes.runs(lane, lane + 1, max(int(due) - 200, 0), int(due) + 200)
-    same = (own.chunk_ids == runs.chunk_ids[row]) & (own.firsts == runs.firsts[row])
-    near = own.begins[same]
-    return int(near[np.argmin(np.abs(near - due))])
 
 
 @unhurried

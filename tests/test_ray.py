@@ -45,6 +45,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 AWAY = RemoteGroup(name="readers", num_cpus=0.5, resources={"away": 0.01})
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_stays_pythons() -> Iterator[None]:
+    """Ray Train takes SIGINT over and keeps it behind its run: later tests of this process interrupt themselves."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[TwoNodes]:
     with TwoNodes() as nodes:
