@@ -37,7 +37,6 @@ from streaming.index.columns import (
     Bits,
     Values,
     fitting,
-    key_array,
     names_of,
     no_values,
     read_sample_columns,
@@ -46,6 +45,7 @@ from streaming.index.columns import (
     without,
 )
 from streaming.index.kept import Kept, Selected
+from streaming.index.keys import key_array
 from streaming.index.layout import samples_path
 from streaming.index.where import Condition, Where, unknown_column
 from streaming.job.once import Peers, shared, shared_parts

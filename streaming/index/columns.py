@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from streaming.errors import ConfigError, IndexFormatError
 from streaming.index.chunk_table import ShardInfo, shard_rows, shards_of_rows
 from streaming.index.files import read_table, write_table
-from streaming.index.keys import Keys
+from streaming.index.keys import key_array
 from streaming.index.sample_table import KIND as SAMPLES
 from streaming.index.sample_table import SampleTable
 from streaming.index.where import Where, hash_column, is_comparable, unknown_column
@@ -43,16 +43,6 @@ def sample_columns(table: SampleTable, names: Collection[str]) -> dict[str, pa.A
     if KEY in names:
         found[KEY] = key_array(table.keys)
     return found
-
-
-def key_array(keys: Collection[str]) -> pa.Array:
-    """Keys as text; as bytes where one of them is not UTF-8."""
-    if isinstance(keys, Keys):
-        return keys.array
-    try:
-        return pa.array(keys, pa.string())
-    except (UnicodeEncodeError, pa.ArrowException):
-        return pa.array([key.encode("utf-8", "surrogateescape") for key in keys], pa.binary())
 
 
 def names_of(where: Where, type_of: Callable[[str], pa.DataType]) -> frozenset[str]:

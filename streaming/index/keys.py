@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -56,6 +56,16 @@ class Keys(Sequence[str]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Keys, (self.array,)
+
+
+def key_array(keys: Collection[str]) -> pa.Array:
+    """Make an array of keys: text, or bytes for all where one is not UTF-8 (its odd bytes are surrogates in Python)."""
+    if isinstance(keys, Keys):
+        return keys.array
+    try:
+        return pa.array(keys, pa.string())
+    except (UnicodeEncodeError, pa.ArrowException):
+        return pa.array([key.encode("utf-8", "surrogateescape") for key in keys], pa.binary())
 
 
 def _from_buffers(kind: Any, data: bytes, stops: Int64Array) -> Any:

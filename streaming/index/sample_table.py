@@ -23,7 +23,7 @@ from streaming.index.chunk_table import (
     shards_of_rows,
 )
 from streaming.index.files import read_facts, read_table, write_table
-from streaming.index.keys import Keys
+from streaming.index.keys import key_array
 from streaming.index.large import LargeSums
 from streaming.types import Int64Array
 
@@ -248,7 +248,7 @@ class SampleTable:
             IndexFormatError: If a field's name is not UTF-8.
         """
         arrays: dict[str, Any] = {
-            "key": _key_column(self.keys),
+            "key": key_array(self.keys),
             "chunk": pa.array(self.chunk, pa.int32()),
             "record_start": pa.array(self.record_starts[:-1]),
             "record_size": pa.array(np.diff(self.record_starts)),
@@ -380,16 +380,6 @@ def _sums_of_column(column: Any) -> Int64Array:
 
 def _is_utf8(text: str) -> bool:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") == text
-
-
-def _key_column(keys: Sequence[str]) -> pa.Array:
-    """Keys as strings, or all of them as bytes if one is not UTF-8 (its odd bytes are surrogates in Python)."""
-    if isinstance(keys, Keys):
-        return keys.array
-    try:
-        return pa.array(keys, pa.string())
-    except (UnicodeEncodeError, pa.ArrowException):
-        return pa.array([key.encode("utf-8", "surrogateescape") for key in keys], pa.binary())
 
 
 def _keys(column: Any) -> list[str]:
