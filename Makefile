@@ -3,7 +3,7 @@
 # make venv | lint | types | pytest | bench | peers    the parts (peers: us beside the other loaders, PEERS_ARGS=--quick)
 # make gpu    everything that needs a CUDA device, tests and figures (benchmarks/GPU.md), in at most ten minutes
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
-# make torture   an epoch under FAULTS=10000 faults, drawn from SEED=1
+# make torture   an epoch under FAULTS=10000 faults, and CHANGES=1000 of the world with kills, drawn from SEED=1
 # make matrix all tests, with the cells of wide matrices whose mechanism other cells show
 # make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, drawn from SEED=1
 #
@@ -71,9 +71,10 @@ fuzz: venv
 
 torture: venv
 	$(BIN)/python -m pytest -n 0 -s -o faulthandler_timeout=0 tests/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n 0 -s -o faulthandler_timeout=0 tests/test_remesh_processes.py --torture-changes $(or $(CHANGES),1000) --torture-seed $(or $(SEED),1)
 
 differential: venv
-	$(BIN)/python -m pytest -n $(JOBS) tests/test_differential.py --differential-cases $(or $(CASES),10000) --differential-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n $(JOBS) tests/test_differential.py tests/test_differential_streamed.py --differential-cases $(or $(CASES),10000) --differential-seed $(or $(SEED),1)
 
 clean:
 	rm -rf .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

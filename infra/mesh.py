@@ -207,6 +207,29 @@ class DeviceMesh:
         """Return the same mesh as another of its ranks sees it."""
         return replace(self, rank=rank)
 
+    def with_data_rank(self, data_rank: int, data_world_size: int) -> Self:
+        """Return the mesh of another number of data shares, as this rank sees it when it reads one of them.
+
+        The first data axis grows or shrinks, where the others divide the number; else they become 1. What `rank` is
+        among replicas stays. Ranks are numbered anew, row-major from 0.
+
+        Raises:
+            MeshError: There is no such share, or no data axis.
+        """
+        if not self.data_axes or not 0 <= data_rank < data_world_size:
+            shown = axes.show(self.axis_sizes)
+            raise MeshError(f"data rank {data_rank} of {data_world_size}: there is none in {shown}")
+        sizes, place, rest = self.axis_sizes, self.coordinates, data_rank
+        inner = math.prod(sizes[name] for name in self.data_axes[1:])
+        if data_world_size % inner:
+            sizes |= dict.fromkeys(self.data_axes[1:], 1)
+            inner = 1
+        sizes[self.data_axes[0]] = data_world_size // inner
+        for name in reversed(self.data_axes):
+            rest, place[name] = divmod(rest, sizes[name])
+        rank = axes.row_major(place, sizes, self.axis_names)
+        return replace(self, shape=tuple(sizes.values()), ranks=tuple(range(math.prod(sizes.values()))), rank=rank)
+
     @property
     def world_size(self) -> int:
         """Number of ranks in the mesh."""

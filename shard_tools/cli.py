@@ -31,7 +31,8 @@ from shard_tools.options import (
     typed_option,
     with_storage_options,
 )
-from shard_tools.plan.report import PlanOptions, plan
+from shard_tools.plan.report import PlanOptions, plan_opened
+from shard_tools.plan.sources import chosen_of, open_planned
 from shard_tools.plan.steps import open_run, parse_steps, show_steps
 from shard_tools.plan.view import save_plot, show_plan
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
@@ -42,6 +43,7 @@ from shard_tools.sets.inspect import cat_field, describe_sample, info, list_samp
 from shard_tools.sets.reindex import index
 from shard_tools.sets.repair import repair
 from shard_tools.sets.reshard import ReshardOptions, reshard
+from shard_tools.token_verbs import convert_tokens, take_token_options, tokenizer_options
 from shard_tools.verbs import ToolGroup, emit, finish
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
@@ -97,8 +99,13 @@ def cli() -> None:
     show_default=True,
     help="Refuse a .tar.gz that inflates to more than so many times its size.",
 )
+@tokenizer_options
 @engine_option
-@click.option("--workers", type=click.IntRange(min=1), help="Reading threads (default 8), or tasks on Ray (64).")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Reading threads (default 8), tasks on Ray (64), or processes of a tokenizer (as many as processors).",
+)
 @click.option("--overwrite", is_flag=True, help="Delete what the target holds, and begin anew.")
 @json_option
 @with_storage_options
@@ -107,17 +114,24 @@ def convert_command(
 ) -> None:
     """Pack SOURCE (a folder of images, JSONL, Parquet, CSV, text, tars) into indexed tar shards in TARGET.
 
-    The same source gives the same bytes. A conversion that was stopped goes on where it was when run again.
+    With --tokenizer, documents become token ids: field tok, column tokens. The same source gives the same bytes. A
+    conversion that was stopped goes on where it was when run again.
 
     \b
     Example:
       shard_tools convert photos/ s3://bucket/train/ --max-bytes 256MB
       shard_tools convert 'web-*.jsonl' shards/ --key id --columns tokens,lang
       shard_tools convert table.parquet shards/ --field image=jpg --shuffle 7
+      shard_tools convert web.jsonl.zst tokens/ --tokenizer tokenizer.json --text-field text --split val=0.5%
     """
     storage_options = as_storage_options(arguments)
     columns = tuple(name.strip() for name in (arguments.pop("columns") or "").split(",") if name.strip())
     fields = tuple(arguments.pop("fields"))
+    tokens = take_token_options(arguments)
+    if tokens:
+        tokens |= {"columns": columns, "fields": fields, "storage_options": storage_options, **arguments}
+        convert_tokens(source, target, engine=engine, workers=workers, as_json=as_json, **tokens)
+        return
     threads = workers if workers and engine == "local" else DEFAULT_WORKERS["local"]
     options = ConvertOptions(columns=columns, fields=fields, workers=threads, **arguments)
     with open_engine(engine, workers) as executor, progress_bar("convert", "samples") as progress:
@@ -435,12 +449,12 @@ def cat_command(
 @click.option("--ep", type=COUNT, default=1, help="Expert-parallel size, as an axis of its own: the same data.")
 @click.option("--batch-size", type=COUNT, metavar="N", help="Samples of a batch per data rank.")
 @click.option("--global-batch-size", type=COUNT, metavar="N", help="Samples of a batch over all ranks.")
-@click.option("--shuffle/--no-shuffle", default=True, show_default=True, help="Shuffled, or in storage order.")
+@click.option("--shuffle/--no-shuffle", default=None, help="Shuffled (default), or in storage order.")
 @click.option("--lanes", type=COUNT, help="Parts of an epoch read side by side. Default: the loader's.")
 @click.option(
     "--window", type=click.IntRange(min=0), help="How far a sample may move in its lane. Default: the loader's."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the order.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the order. Default: 0, or that of the mixture.")
 @click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="Which epoch.")
 @click.option("--epoch-size", type=COUNT, metavar="N", help="Samples of a virtual epoch. Default: one pass.")
 @click.option(
@@ -455,7 +469,10 @@ def cat_command(
 @click.option("--step", "steps", metavar="K|A..B", help="With --who: this global batch, or those from A to before B.")
 @click.option("--who", is_flag=True, help="List the samples of --step: for spikes of the loss.")
 @click.option("--key", metavar="KEY", help="With --when: the key of a sample.")
-@click.option("--when", is_flag=True, help="Tell the steps of --key, in the state's epoch and the next one.")
+@click.option(
+    "--when", is_flag=True, help="Tell the steps of --key: of --step, or of the state's epoch and the next one."
+)
+@click.option("--thorough", is_flag=True, help="With --when: read all keys, for sets in which some come twice.")
 @click.option("--where", metavar="CONDITION", help="Of the samples that fit alone; see docs/filters.md.")
 @click.option("--view", metavar="NAME", help="Of those of a saved view.")
 @click.option("--subset", metavar="A..B", help="Of a range of the stored samples: 0%..80%, or 1000..2000.")
@@ -474,6 +491,7 @@ def plan_command(
     who: bool,
     key: str | None,
     when: bool,
+    thorough: bool,
     index_url: str | None,
     as_json: bool,
     **arguments: Any,
@@ -481,7 +499,7 @@ def plan_command(
     """Show who reads what under a topology: lanes, bytes, requests, memory and read amplification of every data rank.
 
     Worked out by the planner that training uses, from the index alone. A plan that does not fit into memory or reads
-    much more than once is a warning, with its cure.
+    much more than once is a warning, with its cure. URL may be the JSON file of a mixture (Mixture.from_file).
 
     \b
     Example:
@@ -489,33 +507,40 @@ def plan_command(
       shard_tools plan s3://bucket/train/ --dp 16 --fsdp 8 --tp 4 --global-batch-size 4096 --json
       shard_tools plan s3://bucket/train/ --dp 8 --batch-size 256 --state state.json --step 41200..41203 --who
       shard_tools plan s3://bucket/train/ --dp 8 --batch-size 256 --state state.json --key cats/0001 --when
+      shard_tools plan mixture.json --dp 8 --global-batch-size 512 --plot shares.png
     """
-    storage = Storage(as_storage_options(arguments))
+    storage_options = as_storage_options(arguments)
+    storage = Storage(storage_options)
     if (batch_size is None) == (global_batch_size is None):
         raise click.UsageError("Give exactly one of --batch-size (per data rank) and --global-batch-size (over all).")
     sizes = {f"{name}_size": arguments.pop(name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ulysses", "ep")}
     mesh = DeviceMesh.from_sizes(**sizes, rank=0, world_size=math.prod(sizes.values()))
     size = global_batch_size or (batch_size or 0) * mesh.data_world_size
-    if who or when or state_url or steps or key:
-        if who == when or not state_url or (who and not steps) or (when and not key) or bool(steps) == bool(key):
-            raise click.UsageError("Give --state and --step with --who, or --state and --key with --when.")
+    filters = {name: arguments.pop(name) for name in ("where", "view", "subset")}
+    is_run = who or when or state_url or steps or key
+    if is_run and (who == when or not state_url or (who and not steps) or (when and not key) or (who and key)):
+        raise click.UsageError("Give --state and --step with --who, or --state and --key with --when.")
+    planned = open_planned(urls, storage=storage, storage_options=storage_options, index_url=index_url, **filters)
+    if state_url:
         run = open_run(
-            urls,
+            planned,
             state_url,
             storage=storage,
-            index_url=index_url,
             global_batch_size=size,
             num_ranks=mesh.data_world_size,
             last_batch=arguments["last_batch"],
         )
-        epochs = range(run.state.epoch, run.state.epoch + 2)
-        found = run.who(parse_steps(steps)) if steps else run.when(key or "", epochs)
+        asked = None if steps is None else parse_steps(steps)
+        found = (
+            run.who(range(0) if asked is None else asked) if key is None else run.when(key, asked, thorough=thorough)
+        )
         emit(found, as_json=as_json, for_people=show_steps)
         return
     memory_limit = arguments.pop("memory_limit")
-    filters = {name: arguments.pop(name) for name in ("where", "view", "subset")}
-    options = PlanOptions(mesh=mesh, global_batch_size=size, memory_limit_bytes=memory_limit, **arguments)
-    report = plan(urls, options=options, storage=storage, index_url=index_url, **filters)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    chosen = {**chosen_of(planned), **given}
+    options = PlanOptions(mesh=mesh, global_batch_size=size, memory_limit_bytes=memory_limit, **chosen)
+    report = plan_opened(planned, options=options)
     if plot is not None:
         save_plot(report, plot)
     emit(report, as_json=as_json, for_people=show_plan)

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import click
 
+from shard_tools.columns.compute import ComputeOptions, compute_column
 from shard_tools.columns.join import JoinOptions, Missing, join_column
 from shard_tools.columns.lift import lift_column
 from shard_tools.columns.target import AddReport, ColumnTarget, ListReport, drop_column, list_all
@@ -33,6 +34,13 @@ def column_group() -> None:
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
 @click.option("--lift", metavar="PATH", help="Take the values out of the samples instead, such as json.similarity.")
 @click.option(
+    "--compute", metavar="tokens|MODULE:FUNCTION", help="Compute them of the samples, by a function of yours."
+)
+@click.option("--fields", metavar="A,B", help="With --compute: read and decode these fields alone.")
+@click.option(
+    "--dtype", type=click.Choice(["uint16", "uint32"]), help="With --compute tokens. Default: as the set says."
+)
+@click.option(
     "--missing",
     type=click.Choice(get_args(Missing)),
     default="null",
@@ -40,36 +48,47 @@ def column_group() -> None:
     help="Samples without a row: no value, or an error.",
 )
 @click.option("--memory", "memory_bytes", type=SIZE, default="1GiB", show_default=True, help="For keys held at once.")
-@click.option("--workers", type=COUNT, default=8, show_default=True, help="Shards at a time that --lift reads.")
+@click.option(
+    "--workers", type=COUNT, default=8, show_default=True, help="Shards at a time that --lift or --compute reads."
+)
 @click.option("--overwrite", is_flag=True, help="Replace a late column of this name.")
 @index_option
 @json_option
 @with_storage_options
 def add_command(
-    urls: tuple[str, ...], *, source: str | None, on: str | None, lift: str | None, workers: int, as_json: bool,
-    **arguments: Any,
+    urls: tuple[str, ...], *, source: str | None, on: str | None, lift: str | None, compute: str | None,
+    fields: str | None, dtype: str | None, workers: int, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Add the late column NAME to the shards at URL: joined from a file by key, or lifted out of the samples.
+    """Add the late column NAME to the shards at URL: joined from a file by key, lifted out of the samples, or computed.
 
     Beside the index, a file for each shard; no shard is written, and with --from none is read. Says which keys do not
-    match. A key that comes twice in the file is an error.
+    match. A key that comes twice in the file is an error. A function gets a sample as a dict, decoded, and returns a
+    number, text, a bool or None; it is called on several threads.
 
     \b
     Example:
       shard_tools column add s3://bucket/train/ score --from scores.parquet --on key
       shard_tools column add laion/ similarity --lift json.similarity
+      shard_tools column add s3://bucket/train/ words --compute mymodule:count_words --fields txt
+      shard_tools column add s3://bucket/tokens/ length --compute tokens
     """
     *places, name = urls
     if not places:
         raise click.UsageError("Give the URL of shards, and the name of the column.")
-    if (source is None) == (lift is None) or (source is not None and on is None):
-        raise click.UsageError("Give either --from FILE --on COLUMN, or --lift PATH.")
+    if [source, lift, compute].count(None) != 2 or (source is not None and on is None):
+        raise click.UsageError("Give one of --from FILE --on COLUMN, --lift PATH, and --compute FUNCTION.")
+    if compute is None and (fields or dtype):
+        raise click.UsageError("--fields and --dtype are for --compute.")
     storage = Storage(as_storage_options(arguments))
     overwrite, index_url = arguments.pop("overwrite"), arguments.pop("index_url")
     target = ColumnTarget(places, name, storage=storage, index_url=index_url, overwrite=overwrite)
     with progress_bar("column", "shards") as progress:
         if lift is not None:
             report = lift_column(target, lift, workers=workers, progress=progress)
+        elif compute is not None:
+            named = None if fields is None else tuple(name.strip() for name in fields.split(",") if name.strip())
+            computing = ComputeOptions(fields=named, dtype=dtype, workers=workers)
+            report = compute_column(target, compute, options=computing, progress=progress)
         else:
             options = JoinOptions(on=str(on), **arguments)
             report = join_column(target, str(source), storage=storage, options=options, progress=progress)

@@ -22,6 +22,7 @@ from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.sets.reindex import IndexReport
 from shard_tools.sets.repair import RepairReport
 from shard_tools.sets.reshard import ReshardReport
+from shard_tools.tokens.run import TokenizeReport
 from streaming.arguments import format_bytes
 from streaming.storage import redact, redact_text
 
@@ -75,6 +76,28 @@ def show_convert(report: ConvertReport) -> None:
             click.echo(f"  {plain(entry.path)}: {entry.reason}", err=True)
         if len(report.skipped) > _SHOWN_SKIPPED:
             click.echo(f"  … {len(report.skipped) - _SHOWN_SKIPPED:,} more; --json lists all", err=True)
+
+
+def show_tokens(report: TokenizeReport) -> None:
+    """Print the outcome of a tokenization."""
+    for one in report.sets:
+        if one.num_resumed_documents:
+            click.echo(f"went on after {one.num_resumed_documents:,} documents that were there already")
+        click.echo(
+            f"{redact(one.target)}: {one.num_documents:,} documents, {one.num_tokens:,} tokens, longest "
+            f"{one.longest:,}; {one.num_shards:,} shards, {format_bytes(one.num_bytes)}"
+        )
+        for reason, count in one.rejected.items():
+            click.echo(f"left out {count:,} documents: {plain(reason)}", err=True)
+    click.echo(
+        f"field tok: {report.dtype}, {report.tokenizer} of {report.vocab_size:,} ids, "
+        f"bos {'none' if report.bos is None else report.bos}, eos {'none' if report.eos is None else report.eos}"
+        f"{'; field mask: uint8, 1 where the assistant speaks' if report.masked else ''}"
+    )
+    click.echo(
+        f"{report.seconds:.1f} s, {report.documents_per_s:,.0f} documents/s, {report.tokens_per_s:,.0f} tokens/s; "
+        f'read with decode={{"tok": "array:{report.dtype}->int64"}}'
+    )
 
 
 def show_index(report: IndexReport) -> None:

@@ -33,29 +33,35 @@ from streaming.types import VERSION as __version__  # noqa: F401, N811  a consta
 if TYPE_CHECKING:
     from streaming.batches.portion import StageFields
     from streaming.batches.sequence import SequenceSlice
-    from streaming.dataset import StreamingDataset
+    from streaming.datasets.balanced import Balanced
+    from streaming.datasets.curriculum import Curriculum
+    from streaming.datasets.dataset import StreamingDataset
+    from streaming.datasets.mixture import Mixture
+    from streaming.datasets.packed import Packed
+    from streaming.datasets.table_file import TableDataset
     from streaming.device.prefetcher import DevicePrefetcher
     from streaming.loader import DataLoader, DeviceMeshFetcher
     from streaming.loops.ordinary_options import OrdinaryDataset
-    from streaming.mixture import Mixture
     from streaming.plan.schedule import Schedule
     from streaming.plan.settings import ShuffleConfig
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
     from streaming.replicas.options import Broadcast
     from streaming.samplers.device_mesh import DeviceMeshSampler
     from streaming.samplers.retry import RetrySampler
-    from streaming.table_file import TableDataset
     from streaming.torch_view import TorchIterable
 
 _HOMES = {
+    "Balanced": "streaming.datasets.balanced",
     "BatchHandle": "streaming.remote",
     "Broadcast": "streaming.replicas.options",
+    "Curriculum": "streaming.datasets.curriculum",
     "DataLoader": "streaming.loader",
     "DeviceMeshFetcher": "streaming.loader",
     "DeviceMeshSampler": "streaming.samplers.device_mesh",
     "DevicePrefetcher": "streaming.device.prefetcher",
-    "Mixture": "streaming.mixture",
+    "Mixture": "streaming.datasets.mixture",
     "OrdinaryDataset": "streaming.loops.ordinary_options",
+    "Packed": "streaming.datasets.packed",
     "RemoteBatch": "streaming.remote",
     "RemoteGroup": "streaming.remote",
     "RetrySampler": "streaming.samplers.retry",
@@ -63,20 +69,23 @@ _HOMES = {
     "SequenceSlice": "streaming.batches.sequence",
     "ShuffleConfig": "streaming.plan.settings",
     "StageFields": "streaming.batches.portion",
-    "StreamingDataset": "streaming.dataset",
-    "TableDataset": "streaming.table_file",
+    "StreamingDataset": "streaming.datasets.dataset",
+    "TableDataset": "streaming.datasets.table_file",
     "TorchIterable": "streaming.torch_view",
 }
 
 __all__ = [
+    "Balanced",
     "BatchHandle",
     "Broadcast",
+    "Curriculum",
     "DataLoader",
     "DeviceMeshFetcher",
     "DeviceMeshSampler",
     "DevicePrefetcher",
     "Mixture",
     "OrdinaryDataset",
+    "Packed",
     "RemoteBatch",
     "RemoteGroup",
     "RetrySampler",

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from types import TracebackType
@@ -14,10 +15,12 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 
 from infra import DeviceMesh, MeshFinder, as_device_mesh
-from streaming.arguments import checks_names
+from streaming.arguments import checked_int, checks_names, is_whole, resolve_batch_size
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
-from streaming.dataset import StreamingDataset
+from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.mixture import Mixture
+from streaming.datasets.packed import Packed
 from streaming.device.copiers import map_tensors
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Batches
@@ -29,7 +32,9 @@ from streaming.loops.fetcher import EpochLoop, LoopConfig
 from streaming.loops.map_style import OrdinaryLoop, is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
     ELSEWHERE,
+    check_padded,
     check_streaming,
+    checked_balance,
     given,
     refuse_torch_names,
     streaming_config,
@@ -37,8 +42,10 @@ from streaming.loops.options import (
 from streaming.loops.ordinary_options import OrdinaryDataset
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.words import Announcer, what_is_read
-from streaming.mixture import Mixture
-from streaming.plan.settings import Shape
+from streaming.packing.balance import Balance, Cost
+from streaming.plan.ramp import Ramp
+from streaming.plan.schedule import Schedule
+from streaming.plan.settings import MAX_COUNT, Shape
 from streaming.plan.state import LoaderState
 from streaming.remote import RemoteGroup, RemoteLoop, open_remote
 from streaming.replicas.options import Broadcast, Replicas
@@ -48,6 +55,8 @@ from streaming.types import Sample
 
 _log = logging.getLogger(__name__)
 
+Streamed: TypeAlias = StreamingDataset | Mixture | Packed
+_STREAMED = (StreamingDataset, Mixture, Packed)
 _BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "pin_memory")
 _OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout", "worker_init_fn")
 """What programs for torch's loader give, which here belongs to an ``OrdinaryDataset``."""
@@ -85,10 +94,10 @@ class DeviceMeshFetcher:
 
     def __init__(
         self,
-        dataset: StreamingDataset | Mixture | Callable[[], StreamingDataset | Mixture],
-        batch_size: int | None = None,
+        dataset: Streamed | Callable[[], Streamed],
+        batch_size: int | Schedule | None = None,
         *,
-        global_batch_size: int | None = None,
+        global_batch_size: int | Schedule | None = None,
         device_mesh: Any = None,
         last_batch: str = "drop",
         epoch_size: int | None = None,
@@ -98,7 +107,7 @@ class DeviceMeshFetcher:
         mesh = self._begin(dataset, device_mesh, _options(locals()))
         timeout_s = checked_timeout(agreement_timeout)
         made = self._resolve(dataset)
-        if not isinstance(made, (StreamingDataset, Mixture)):
+        if not isinstance(made, _STREAMED):
             raise _no_dataset(made)
         config = streaming_config(
             made, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
@@ -116,6 +125,7 @@ class DeviceMeshFetcher:
         self._options = options
         self._given = self.dataset = dataset
         self._loaded: Mapping[str, Any] | None = None
+        self._generation = 0
         self._locker: PageLocker | None = None
         self.stall_report_s = checked_stall_report_s(options.get("stall_report_s", STALL_REPORT_S))
         self._stages: _Stages = []
@@ -123,27 +133,39 @@ class DeviceMeshFetcher:
         self._check: StartCheck | None = None
         self._finder = MeshFinder(device_mesh)
         mesh = self._finder.mesh
-        self._shape = Shape.chosen(
-            options["batch_size"], options["global_batch_size"], mesh.data_world_size,
+        ramp = Ramp.chosen(options["batch_size"], options["global_batch_size"], mesh.data_world_size)
+        batch_size, size = options["batch_size"], options["global_batch_size"]
+        if ramp is not None:
+            batch_size, size = None, ramp.size_at(0)
+        shape = Shape.chosen(
+            batch_size, size, mesh.data_world_size,
             last_batch=options["last_batch"], drop_last=options.get("drop_last"), epoch_size=options["epoch_size"],
         )  # fmt: skip
+        self._shape = replace(shape, ramp=ramp)
         return mesh
 
     def _resolve(self, dataset: Any) -> Any:
         """The data set itself, where it was given as a function that makes it."""
-        made = dataset if isinstance(dataset, (StreamingDataset, Mixture)) else resolve_dataset(dataset)
+        made = dataset if isinstance(dataset, _STREAMED) else resolve_dataset(dataset)
         self._given = self.dataset = made
         return made
 
-    def _stream(self, dataset: StreamingDataset | Mixture, config: LoopConfig, timeout_s: float | None) -> None:
+    def _stream(self, dataset: Streamed, config: LoopConfig, timeout_s: float | None) -> None:
         """Open the loop over a ``StreamingDataset``, and what compares it with that of other ranks."""
         loop: EpochLoop | StreamedLoop
         if isinstance(dataset, StreamingDataset) and not dataset.indexed:
+            _check_one_size(self._shape)
             loop = StreamedLoop(dataset, config)
         else:
             loop = EpochLoop(dataset, config)
         self._loop = loop
-        same = {"global_batch_size": self._shape.global_batch_size, "last_batch": self._shape.last_batch}
+        ramp = self._shape.ramp
+        same: dict[str, Any] = {
+            "global_batch_size": self._shape.global_batch_size if ramp is None else [list(step) for step in ramp.steps],
+            "last_batch": self._shape.last_batch,
+        }
+        if config.balance is not None:
+            same["balance"] = config.balance.how
         self._check = StartCheck(dataset, config.mesh, same, config.replicas, timeout_s, loop.state)
         loop.announce = Announcer(dataset, loop, self._finder)
 
@@ -160,15 +182,31 @@ class DeviceMeshFetcher:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one batch over all data-parallel ranks."""
+        """Samples of one batch over all data-parallel ranks; where that changes, of the batch that comes next."""
         self._look_again()
-        return self._shape.global_batch_size
+        return self._next_shape.global_batch_size
 
     @property
     def batch_size(self) -> int:
-        """Samples of a full batch of this rank."""
+        """Samples of a full batch of this rank; where that changes, of the batch that comes next."""
         mesh = self.device_mesh
-        return self._shape.rows_of(mesh.data_rank)
+        return self._next_shape.rows_of(mesh.data_rank)
+
+    @property
+    def has_ramp(self) -> bool:
+        """Whether batches change their size with the rows of the run."""
+        return self._shape.ramp is not None
+
+    @property
+    def batches_left(self) -> int:
+        """Batches of the epoch in progress that have not been received."""
+        self._look_again()
+        return self._loop.left_behind(self._loop.position.place)
+
+    @property
+    def _next_shape(self) -> Shape:
+        loop = self._loop
+        return loop.shape_at(loop.position.place) if isinstance(loop, EpochLoop) else self._shape
 
     def __iter__(self) -> Batches:
         """Make the iterator over the epoch due, or the rest of it; wrappers that read ahead tell its ``hold_back``."""
@@ -234,7 +272,7 @@ class DeviceMeshFetcher:
 
         Returns:
             By source: ``samples``; ``passes``, these in parts of the source's size; under ``unit="tokens"`` also
-            ``tokens``, by the mean of its samples.
+            ``tokens``, by the mean of its samples. Of a source that was dropped since, ``samples`` alone.
 
         Raises:
             ConfigError: This is no loader over a ``Mixture``.
@@ -285,6 +323,76 @@ class DeviceMeshFetcher:
         state_type: Any = getattr(self._loop, "state_type", LoaderState)
         self._loop.load(state_type.from_dict(state))
         self._loaded = state
+
+    @property
+    def generation(self) -> int:
+        """How often ``remesh`` has changed the world: batches got under a lower number are of an older one."""
+        return self._generation
+
+    def remesh(self, dp_rank: int, dp_size: int, *, at: Mapping[str, Any] | int) -> None:
+        """Go on at the last committed step, in a world of more or fewer data-parallel ranks, without a restart.
+
+        Every rank that stays or joins calls it with what the quorum of the job (torchft, Ray Train, torchrun) says, and
+        then ``iter(loader)``. Batches behind ``at`` that were handed out or built are dropped, and come again: the same
+        global batches, dealt to other ranks. Worker processes stay, and of the chunks in memory those that are soon
+        due. It waits for nobody. Iterators of the older world raise ``IteratorSupersededError``. ::
+
+            if quorum.changed:
+                loader.remesh(quorum.rank, quorum.size, at=quorum.committed_steps)
+                batches = iter(loader)
+
+        The global batch size stays, also where ``batch_size`` was given per rank; it need not be divisible by
+        ``dp_size``. A loader made by a process that joins is to have the same ``global_batch_size``. The account of bad
+        samples begins anew, as after a resume.
+
+        Args:
+            dp_rank: This rank among the data-parallel ones, in [0, dp_size).
+            dp_size: How many there are from now on. Ranks along other axes of the mesh stay what they are.
+            at: The ``state_dict()`` behind the last batch that all committed; or how many global batches the run has
+                committed, over all epochs (of ``len(loader)`` batches each).
+
+        Raises:
+            ConfigError: A number cannot be; this is no loader over a ``StreamingDataset`` or ``Mixture`` with an index;
+                or ranks share what one reads (``replicate="broadcast"``).
+            StateError: The state is malformed, or belongs to another data set.
+        """
+        self._look_again()
+        loop, old, size = self._loop, self._finder.mesh, self._shape.global_batch_size
+        if not isinstance(loop, EpochLoop):
+            raise ConfigError(f"remesh: {_NO_REMESH.get(type(loop).__name__, _NOT_STREAMING)}")
+        if self._options.get("balance") == "exchange":
+            raise ConfigError(
+                'remesh: with balance="exchange" ranks hand packs to each other by their numbers in the old world; use '
+                f'balance="local", or {_ANEW}'
+            )
+        checked_int("remesh: dp_size", dp_size, 1, 2**31 - 1)
+        mesh = old.with_data_rank(checked_int("remesh: dp_rank", dp_rank, 0, dp_size - 1), int(dp_size))
+        resolve_batch_size(None, size, mesh.data_world_size)
+        position: LoaderState | int
+        if isinstance(at, Mapping):
+            position = LoaderState.from_dict(at)
+        elif is_whole(at):
+            position = checked_int("remesh: at", at, 0, MAX_COUNT)
+        else:
+            raise ConfigError(f"remesh: at: expected a state_dict(), or a number of global batches, got {at!r}")
+        came_to, number = loop.row_of(loop.position.place), self._generation + 1
+        who = f"data-parallel rank {mesh.data_rank} of {mesh.data_world_size}"
+        check_padded(loop.config.recipe, replace(loop.shape, num_ranks=mesh.data_world_size))
+        loop.remesh(mesh, position, f"remesh() to {who}, generation {number},")
+        self._generation, self._shape, self._finder = number, loop.shape, MeshFinder(mesh)
+        ramp = loop.shape.ramp
+        sizes = size if ramp is None else Schedule.steps(dict(ramp.steps))
+        self._options = {**self._options, "batch_size": None, "global_batch_size": sizes}
+        loop.announce = Announcer(self.dataset, loop, self._finder)
+        if self._check is not None:
+            self._check.become(mesh)
+        place = loop.position.place
+        dropped = max(came_to - loop.row_of(place), 0) // size
+        _log.info(
+            "remesh: %s (it was %d of %d), generation %d: goes on in epoch %d behind %d samples; of the batches handed "
+            "out %d come again", who, old.data_rank, old.data_world_size, number, place.epoch, place.samples_seen,
+            dropped,
+        )  # fmt: skip
 
     def metrics(self) -> dict[str, Any]:
         """Counters and waits since the loader was made, by name and unit; ``bad`` lists this epoch's bad samples."""
@@ -387,6 +495,8 @@ class DataLoader(DeviceMeshFetcher):
             ``OrdinaryDataset`` where it needs options of its own), or a callable that makes one of these.
         batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
+            Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: a
+            batch has the size that holds at its first row, counted in samples of the run over all ranks and epochs.
         num_workers: Processes that decode and collate; 0: threads of this process.
         num_threads: Threads that do so where ``num_workers`` is 0; None: one per core, up to 4; 0: the caller's.
         device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: what torch.distributed says, else the
@@ -412,6 +522,11 @@ class DataLoader(DeviceMeshFetcher):
         stage_fields: What the first and the last pipeline stage use of a batch; stages in between get batches without
             payload and read nothing.
         sequence: Gives context-parallel peers their slices of the sequence.
+        balance: For packs: ``"local"`` puts the rows of each batch in order, the dearest first, so that the dearest
+            microbatches of all ranks meet; ``"exchange"`` deals the packs of a global batch over the ranks by cost,
+            over a gloo group; all ranks then leave their loops after the same batch. None: as the order deals them.
+        cost: What a pack costs: a pure function of the lengths of its pieces, int64 [n], or c, the length from which a
+            document costs more in attention than in all the rest; default: 61,000, as for 8 billion parameters.
         agreement_timeout: How many seconds the first iteration waits for the other ranks of the mesh, to compare with
             them what it is about to read; ranks that differ are an error, absent ones a warning. None: no comparison.
         drop_last: torch's name: True for ``last_batch="drop"``, False for ``"partial"``.
@@ -435,9 +550,9 @@ class DataLoader(DeviceMeshFetcher):
     def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
         self,
         dataset: Any,
-        batch_size: int | None = None,
+        batch_size: int | Schedule | None = None,
         *,
-        global_batch_size: int | None = None,
+        global_batch_size: int | Schedule | None = None,
         num_workers: int = 0,
         num_threads: int | None = None,
         device_mesh: Any = None,
@@ -452,6 +567,8 @@ class DataLoader(DeviceMeshFetcher):
         replicate: Literal["read", "broadcast"] | Broadcast = "read",
         stage_fields: StageFields | None = None,
         sequence: SequenceSlice | None = None,
+        balance: Balance | None = None,
+        cost: Cost | int | None = None,
         agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
         drop_last: bool | None = None,
         shuffle: bool | None = None,
@@ -472,28 +589,31 @@ class DataLoader(DeviceMeshFetcher):
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
         ordinary = given(**{name: options[name] for name in _OF_TORCH})
         if remote_group is not None:
+            _check_one_size(self._shape)
             self._loop = open_remote(
                 dataset, DataLoader, mesh, remote_group, num_threads=num_threads, memory_limit=memory_limit,
                 replicate=replicate, stage_fields=stage_fields, sequence=sequence, agreement_timeout=agreement_timeout,
-                **choices, **ordinary,
+                balance=balance, cost=cost, **choices, **ordinary,
             )  # fmt: skip
             return
         replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
         made = self._resolve(dataset)
-        if not isinstance(made, (StreamingDataset, Mixture)):
+        rules = checked_balance(balance, cost, made, replicas, shape=self._shape, collate_fn=collate_fn)
+        if not isinstance(made, _STREAMED):
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
         check_streaming(ordinary, made)
         config = streaming_config(
             made, mesh, replicas, num_threads=num_threads, memory_limit=memory_limit, pin=_pin, **choices
         )
-        self._stream(made, config, agreement_timeout)
+        self._stream(made, replace(config, balance=rules), agreement_timeout)
 
     _make: Callable[..., None] = __init__
 
     def _open_ordinary(
         self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]
     ) -> None:
+        _check_one_size(self._shape)
         own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
         self.dataset = read = resolve_dataset(own.dataset)
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)
@@ -567,6 +687,17 @@ class EpochSampler:
         )
 
 
+_ANEW = "make a new DataLoader with the new device_mesh, and load_state_dict(state)"
+_NOT_STREAMING = f"it is for a StreamingDataset or a Mixture. For this data set {_ANEW}"
+_NO_REMESH = {
+    "StreamedLoop": "these shards have no index, and an epoch cannot go on with other ranks. Index them: shard_tools "
+    "index URL",
+    "IterableLoop": "this data set was cut into parts for its ranks and workers. Deal it out by "
+    'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or make shards of it',
+    "RemoteLoop": f"readers of a remote_group are made for one world. Close this loader, {_ANEW}",
+}
+"""By kind of loop, why it cannot change its world, and what to do."""
+
 _Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]
 
 
@@ -579,6 +710,19 @@ def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Of a constructor's ``locals()`` what is an option."""
     return {name: value for name, value in given.items() if name not in _NOT_OPTIONS}
+
+
+def _check_one_size(shape: Shape) -> None:
+    """Refuse batches whose size changes, where a loop does not know them.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if shape.ramp is not None:
+        raise ConfigError(
+            "batch_size: a Schedule of batch sizes is for a StreamingDataset with an index, or a Mixture, that the "
+            "training process reads itself; give an integer"
+        )
 
 
 def _as_they_are(samples: list[Sample]) -> list[Sample]:

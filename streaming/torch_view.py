@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import checked_int, checks_names
-from streaming.dataset import StreamingDataset
+from streaming.datasets.dataset import StreamingDataset
 from streaming.errors import ConfigError, StateError
 from streaming.loader import DeviceMeshFetcher
 from streaming.plan.settings import Shape
@@ -136,6 +136,17 @@ class TorchIterable(IterableDataset[Sample]):
         if not isinstance(state, Mapping) or set(state) != _STATE or state["version"] != _VERSION:
             raise StateError("state: expected that of TorchIterable.state_dict()")
         self._loaded, self._running = dict(state), None
+
+    def remesh(self, dp_rank: int, dp_size: int, *, at: Any) -> None:
+        """Refuse.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"remesh({dp_rank}, {dp_size}, at={at!r}): under torch's DataLoader each worker goes its own way, and its "
+            "state is for as many ranks and workers. Use streaming.DataLoader, whose remesh() changes the world"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         self._finder.look_again()  # a spawned worker has neither torch.distributed nor all of the environment

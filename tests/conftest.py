@@ -20,8 +20,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What ``make matrix``, ``make torture`` and ``make differential`` set."""
     parser.addoption("--matrix", action="store_true", help="also run the cells whose mechanism other cells show")
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
-    parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in test_torture.py")
-    parser.addoption("--differential-cases", type=int, default=300, help="cases that test_differential.py plays")
+    parser.addoption("--torture-changes", type=int, default=40, help="worlds in test_remesh_processes.py")
+    parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in both")
+    parser.addoption(
+        "--differential-cases",
+        type=int,
+        default=300,
+        help="cases that test_differential.py plays, and a fifth as streams",
+    )
     parser.addoption("--differential-first", type=int, default=0, help="number of the first of them")
     parser.addoption(
         "--differential-seed", type=int, default=1, help="seed of all that is drawn in test_differential.py"
@@ -120,7 +126,7 @@ def azure_container(azurite: AzuriteServer) -> str:
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Forked]:
     """Starts processes that have imported what we have."""
-    names = ("streaming.loader", "streaming.dataset", "shard_tools.convert", "shard_tools.cli", "data_sets")
+    names = ("streaming.loader", "streaming.datasets.dataset", "shard_tools.convert", "shard_tools.cli", "data_sets")
     with Forked(*names, "torch.distributed.tensor") as origin:
         yield origin
 

@@ -1,21 +1,18 @@
 """A loader alone in a process tree, and what that takes: run by test_memory.py as ``memory_run.py FOLDER WORKERS``,
 or ``memory_run.py FOLDER WORKERS NAME``, where ``FOLDER/NAME`` has no index unless its name begins with "objects".
 
-Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch of a batch each), ``peak_bytes`` (the most while the
-data set was read by a consumer that is slower than the loader), both over all processes, and the loader's own figures.
+Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch), ``peak_bytes`` (the most while the data set was
+read by a consumer that is slower than the loader), both over all processes, and the loader's own figures.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
-import tempfile
 import threading
-import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import psutil
 import torch
@@ -25,12 +22,16 @@ from streaming import DataLoader, ShuffleConfig, StreamingDataset
 
 LIMIT_BYTES = 128 << 20
 SAMPLE_BYTES = 256 << 10
-TINY_BATCH = 8
 
 
 def decode(data: bytes) -> torch.Tensor:
     """Twice the bytes that it gets, so that batches count."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).repeat(2)
+
+
+def forget(data: bytes) -> int:
+    """Make nothing of the bytes, which fill chunks beside objects that are dear to decode."""
+    return len(data)
 
 
 def memory_bytes(folder: str) -> int:
@@ -52,27 +53,6 @@ def memory_bytes(folder: str) -> int:
                 start, stop = line.split()[0].split("-")
                 total += int(stop, 16) - int(start, 16)
     return total
-
-
-class Meet:
-    """Keep a sample of the tiny epoch until as many processes as there are workers have had one.
-
-    A worker that has never built a batch has yet to write to pages that it shares with the others: some MiB.
-    The first batch waits for nobody, since the second is begun when its size is known.
-    """
-
-    def __init__(self, folder: str, num_workers: int) -> None:
-        self._folder, self._num_workers = Path(folder), num_workers
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        is_first = not list(self._folder.iterdir())
-        with (self._folder / str(os.getpid())).open("a"):
-            pass
-        pause = threading.Event()
-        until = time.monotonic() + (0 if is_first or int(sample["__key__"]) < TINY_BATCH else 20)
-        while len(list(self._folder.iterdir())) < self._num_workers and time.monotonic() < until:
-            pause.wait(0.01)
-        return sample
 
 
 class Sampler:
@@ -99,21 +79,19 @@ class Sampler:
 
 def loader_of(folder: str, num_workers: int, epoch_size: int | None = None) -> DataLoader:
     window = 16 if epoch_size is None else 4096  # streamed: the window is bounded by its bytes
+    decoder = forget if "objects" in folder else decode
     dataset = StreamingDataset(
-        folder, decode={"bin": decode}, shuffle=ShuffleConfig(lanes=4, window=window), transform=dict
+        folder, decode={"bin": decoder}, shuffle=ShuffleConfig(lanes=4, window=window), transform=dict
     )
     return DataLoader(dataset, batch_size=8, num_workers=num_workers, memory_limit=LIMIT_BYTES, epoch_size=epoch_size)
 
 
 def main(folder: str, num_workers: int, name: str = "large") -> None:
-    with tempfile.TemporaryDirectory() as met:
-        dataset = StreamingDataset(f"{folder}/tiny/", shuffle=False, transform=Meet(met, num_workers))
-        with DataLoader(dataset, batch_size=TINY_BATCH, num_workers=num_workers, memory_limit=LIMIT_BYTES) as tiny:
-            for batch in tiny:
-                del batch
-            gc.collect()
-            idle_bytes = memory_bytes(folder)
-        assert len(os.listdir(met)) >= num_workers, "each worker has built a batch"
+    with loader_of(f"{folder}/tiny/", num_workers) as tiny:
+        for batch in tiny:
+            del batch
+        gc.collect()
+        idle_bytes = memory_bytes(folder)
     epoch_size = None
     if name != "large" and not name.startswith("objects"):
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -44,6 +45,26 @@ class Store:
         for _ in range(number):
             assert self.asked.acquire(timeout=60)
         assert not self.asked.acquire(timeout=0.2)
+
+
+def test_pages_of_an_arena_in_pieces_keep_to_its_budget() -> None:
+    """What lies beyond the budget, since no piece below it is large enough, counts against what is free below."""
+    arena = Arena(8 * MIB)
+
+    def take(mib: int) -> int:
+        start = arena.allocate(mib * MIB)
+        assert start is not None
+        arena.memory[start : start + mib * MIB] = b"x" * (mib * MIB)
+        assert os.fstat(arena.fd).st_blocks * 512 <= 8 * MIB
+        return start
+
+    starts = [take(2) for _ in range(4)]
+    for start in starts[::2]:
+        arena.free(start, 2 * MIB)
+    assert take(4) == 8 * MIB, "beyond the budget"
+    arena.free(starts[1], 2 * MIB)
+    assert take(2) == 0
+    arena.close()
 
 
 @pytest.mark.parametrize(("mib", "at_once"), [(2, 64), (4, 32), (16, 8), (40, 8)])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import linecache
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +119,7 @@ def test_what_cannot_be_joined(tmp_path: Path) -> None:
     data = write(str(tmp_path / "data"), num=5)
     file = scores(tmp_path / "s", {"00003": 7}, when=pa.array([0], pa.timestamp("s")), number=[1])
     for arguments, problem, code in (
-        ((data, "score", "--from", file), "Give either --from FILE --on COLUMN, or --lift PATH", 2),
+        ((data, "score", "--from", file), "Give one of --from FILE --on COLUMN, --lift PATH, and --compute", 2),
         (("score", "--from", file, "--on", "key"), "Give the URL", 2),
         ((data, "score", "--from", file, "--on", "keys"), "no column 'keys'; there are: key, score, when, number", 2),
         ((data, "late", "--from", file, "--on", "key"), "no column 'late'", 2),
@@ -305,4 +308,110 @@ def test_a_mixture_by_tokens_takes_a_late_column(tmp_path: Path) -> None:
         added(data, "tokens", "--from", str(file), "--on", "key")
     sources = {"short": StreamingDataset(short), "long": StreamingDataset(long)}
     mix = Mixture(sources, weights={"short": 1, "long": 1}, unit="tokens")
-    assert mix.start_entry.weights == pytest.approx({"short": 7 / 8, "long": 1 / 8})
+    assert mix.start_entry().weights == pytest.approx({"short": 7 / 8, "long": 1 / 8})
+
+
+# --- computed ---
+
+
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
+    """Write a module into the current folder; give its name, new each time."""
+    name = fresh_name("columns_of_mine").replace("-", "_")
+    (folder / f"{name}.py").write_text(body)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return name
+
+
+def test_a_function_computes_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write(str(tmp_path / "data"))
+    name = module(
+        tmp_path, monkeypatch,
+        "def half(sample):\n"
+        "    assert sample['__url__'].endswith('.tar') and 'bin' not in sample\n"
+        "    number = int(sample['__key__'])\n"
+        "    return None if number % 10 == 3 else sample['json']['deep'].get('n', -2) / 2\n",
+    )  # fmt: skip
+    report = added(data, "half", "--compute", f"{name}:half", "--fields", "json", "--workers", "2")
+    assert (report["type"], report["num_missing"], report["num_samples"]) == ("double", 9, NUM)
+    assert kept(data, "half > 40") == [n for n in range(81, NUM) if n % 4 and n % 10 != 3]
+    assert kept(data, "half IS NULL") == list(range(3, NUM, 10))
+
+
+def test_computing_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write(str(tmp_path / "data"))
+    body = (
+        "import pathlib\n"
+        "def once(sample):\n"
+        "    with pathlib.Path('calls').open('a') as calls:\n"
+        "        calls.write(sample['__key__'] + '\\n')\n"
+        "    if sample['__key__'] == '00060' and not pathlib.Path('mended').exists():\n"
+        "        raise LookupError('no such word')\n"
+        "    return len(sample['__key__'])\n"
+    )
+    name = module(tmp_path, monkeypatch, body)
+    with pytest.raises(LookupError, match="no such word") as caught:
+        run("column", "add", data, "size", "--compute", f"{name}:once", "--workers", "1")
+    assert any("'00060'" in note for note in caught.value.__notes__)
+    assert any("000002.tar" in note for note in caught.value.__notes__)
+    with pytest.raises(ConfigError, match="size"):
+        StreamingDataset(data, where="size = 5")  # a half-written column is none
+    (tmp_path / "mended").touch()
+    assert added(data, "size", "--compute", f"{name}:once", "--workers", "1")["num_missing"] == 0
+    calls = (tmp_path / "calls").read_text().split()
+    assert calls.count("00000") == 1
+    assert calls.count("00050") == 2
+    assert len(kept(data, "size = 5")) == NUM
+    # A function that was changed computes another column: nothing of the old one stays.
+    (tmp_path / f"{name}.py").write_text(body.replace("len(sample['__key__'])", "7"))
+    sys.modules.pop(name)
+    importlib.invalidate_caches()
+    linecache.checkcache()
+    added(data, "size", "--compute", f"{name}:once", "--overwrite")
+    assert len(kept(data, "size = 7")) == NUM
+
+
+def test_tokens_are_counted_by_size(tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/tok/{{:06d}}.tar", max_samples=4) as writer:
+        for number in range(10):
+            fields = {"tok": bytes(4 * number)} if number != 5 else {"txt": "none"}
+            writer.write({"__key__": f"{number:05d}", **fields})
+    data = f"{tmp_path}/tok/"
+    unknown = run("column", "add", data, "tokens", "--compute", "tokens")
+    assert (unknown.exit_code, "--dtype" in unknown.output) == (2, True)
+    report = added(data, "tokens", "--compute", "tokens", "--dtype", "uint32")
+    assert (report["type"], report["num_missing"]) == ("int64", 1)
+    assert kept(data, "tokens >= 6") == [6, 7, 8, 9]
+    assert Mixture({"a": StreamingDataset(data)}, weights={"a": 1}, unit="tokens").units_per_sample == {"a": 40 / 9}
+    (tmp_path / "tok/_shardstream/tokens.json").write_text(json.dumps({"field": "tok", "dtype": "uint16"}))
+    added(data, "tokens", "--compute", "tokens", "--overwrite")
+    assert kept(data, "tokens >= 12") == [6, 7, 8, 9]
+    wrong = run("column", "add", data, "other", "--compute", "tokens", "--fields", "txt", "--dtype", "uint16")
+    assert wrong.exit_code == 0  # four bytes are two tokens, whatever they mean
+    with ShardWriter(f"{tmp_path}/odd/{{:06d}}.tar") as writer:
+        writer.write({"__key__": "k", "tok": bytes(7)})
+    odd = run("column", "add", f"{tmp_path}/odd/", "tokens", "--compute", "tokens", "--dtype", "uint16")
+    assert (odd.exit_code, "sample 'k', field 'tok': 7 bytes" in odd.output) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "function", "words"),
+    [
+        ("def f(sample): return [1]", "f", "expected a number, str, bool or None, got list"),
+        ("def f(sample): return 1 if sample['__key__'] < '00005' else 'x'", "f", "of several kinds"),
+        ("def f(sample): return 1 if sample['__key__'] < '00025' else 'x'", "f", "of different types"),
+        ("f = 3", "f", "is no function, but a int"),
+        ("def f(sample): return 1", "g", "has no attribute 'g'"),
+        ("import nowhere_at_all", "f", "No module named 'nowhere_at_all'"),
+    ],
+)
+def test_functions_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, function: str, words: str
+) -> None:
+    data = write(str(tmp_path / "data"))
+    name = module(tmp_path, monkeypatch, body)
+    result = run("column", "add", data, "late", "--compute", f"{name}:{function}")
+    assert (result.exit_code, words in result.output) == (2, True), result.output
+    assert run("column", "add", data, "late", "--compute", "function").exit_code == 2
+    assert run("column", "add", data, "late", "--lift", "json.n", "--compute", "a:b").exit_code == 2
+    assert run("column", "add", data, "late", "--lift", "json.n", "--fields", "json").exit_code == 2

@@ -29,8 +29,9 @@ import infra
 import shard_tools
 import streaming
 from infra import DeviceMesh
+from shard_tools import ShardWriter
 from shard_tools.cli import cli
-from streaming import DataLoader, ShuffleConfig, StreamingDataset, decode
+from streaming import DataLoader, Packed, ShuffleConfig, StreamingDataset, decode
 from streaming.errors import AccessDeniedError, MemoryLimitError, ShardstreamError
 from streaming.storage.base.options import RetryPolicy, StorageOptions
 
@@ -66,6 +67,7 @@ NOT_RUN = {
     ("cat", ""): "test_cli.py::test_cat_verb",
     ("convert", ""): "test_cli.py::test_convert_reports",
     ("info", ""): "test_cli.py::test_info_verb",
+    ("reshard", "--sort"): "test_curriculum.py::test_what_it_reads_is_said_and_sorted_shards_cure_it",
     ("reshard", "--where"): "test_reshard.py::test_as_a_command",
 }
 
@@ -413,6 +415,19 @@ def classes_are_given(folder: Path) -> None:
     assert "name a list that holds all" in text
     tool("convert", folder / "val", folder / "out", "--classes", "ant,bee")
     assert StreamingDataset(folder / "out", decode={"png": None})[0]["cls"] == 1
+
+
+@scenario(("convert", "--tokenizer"), ("column", "--compute"))
+def tokens_are_counted(folder: Path) -> None:
+    with ShardWriter(f"{folder}/own/{{:06d}}.tar") as writer:
+        writer.write({"__key__": "a", "tok": bytes(12)})
+    text = error_of(lambda: Packed(StreamingDataset(folder / "own"), 4))
+    do(text, "column add", "--dtype", "uint32", URL=folder / "own")
+    assert Packed(StreamingDataset(folder / "own"), 4).num_tokens == 3
+    (folder / "a.jsonl").write_text('{"text": "abc"}\n')
+    assert "`shard_tools convert --tokenizer`" in text
+    tool("convert", folder / "a.jsonl", folder / "made", "--tokenizer", "bytes")
+    assert Packed(StreamingDataset(folder / "made"), 4).num_tokens == 5
 
 
 @scenario(("verify", "--duplicate-keys"))

@@ -67,7 +67,7 @@ class Known:
 def read_by_tarfile(directory: Path) -> dict[str, Known]:
     """Samples in storage order, grouped by key as webdataset does."""
     found: dict[str, Known] = {}
-    for path in sorted(directory.glob("*.tar")):
+    for path in sorted(directory.glob("*.tar*")):
         with tarfile.open(path) as tar:
             for member in tar:
                 match = MEMBER.match(member.name)
@@ -225,7 +225,8 @@ class Case:
 
     def open(self, **options: Any) -> StreamingDataset:
         chosen = {"max_bad_samples": 1.0, **self.data_options, **options}
-        return StreamingDataset(f"{self.directory}/", **chosen)[self.view]
+        dataset = StreamingDataset(f"{self.directory}/", **chosen)
+        return dataset if self.view == slice(None) else dataset[self.view]
 
 
 def draw_shuffle(dice: random.Random) -> bool | ShuffleConfig:

@@ -27,6 +27,7 @@ from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, StateError
+from streaming.fetch.read import fetch_range
 from streaming.filters.select import Filter, checked_subset
 from streaming.filters.views import View, save_view
 from streaming.index.chunk_table import ChunkTable, ShardInfo
@@ -317,7 +318,7 @@ def test_the_page_about_filters_runs(
 
 def test_ranks_share_the_work(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = ThreadPeers(4)
-    monkeypatch.setattr("streaming.dataset.job_peers", lambda _: peers)
+    monkeypatch.setattr("streaming.datasets.dataset.job_peers", lambda _: peers)
     looked: list[int] = []
     from streaming.filters import select as filters  # noqa: PLC0415
 
@@ -406,6 +407,34 @@ def test_damage_to_what_is_filtered_out_harms_nobody(tmp_path: Path) -> None:
         assert [bad["key"] for bad in loader.metrics()["bad"]] == [KEPT[3]]
         assert KEPT[3] not in keys
         assert set(keys) <= set(KEPT)  # the stand-in, too
+
+
+def test_of_pieces_that_a_filter_reads_a_damaged_sample_alone_is_lost(tmp_path: Path) -> None:
+    data = write(str(tmp_path), payload=200_000, num=41)
+    where = "n % 8 = 3"
+    kept = kept_of(data, where=where)
+    shard = tmp_path / "000000.tar"
+    content = bytearray(shard.read_bytes())
+    for lost in (4, int(kept[1])):  # of the first nobody reads the bytes
+        content[content.index(lost.to_bytes(4, "little") * 100) + 40_000] ^= 1
+    shard.write_bytes(content)
+    dataset = StreamingDataset(data, where=where, decode=None, max_bad_samples=1, on_error="skip")
+    wanted = dataset.chunk(0)
+    layout = fetch_range(
+        dataset.storage, wanted, memoryview(bytearray(wanted.num_bytes)), known=dataset._fields_of(wanted.url)
+    )
+    assert list(layout.damage) == [int(kept[1])]  # what was not read is not called damaged
+    with DataLoader(dataset, batch_size=1, last_batch="partial", num_threads=0) as loader:
+        found = [
+            (key, value) for batch in loader for key, value, valid in zip(
+                batch["__key__"], batch["bin"], batch["__valid__"], strict=True
+            ) if valid
+        ]  # fmt: skip
+        said = loader.metrics()
+    assert [bad["key"] for bad in said["bad"]] == [kept[1]]
+    assert sorted(key for key, _ in found) == [key for key in kept if key != kept[1]]
+    assert all(bytes(value) == int(key).to_bytes(4, "little") * 50_000 for key, value in found)
+    assert said["fetched_bytes"] < 3 * 200_000 * len(kept)  # in pieces, those of one chunk twice
 
 
 def test_memory_is_counted_by_what_is_read(images: tuple[MiniS3Server, str, dict[str, str]]) -> None:

@@ -15,7 +15,9 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "DataLoader",
         "StreamingDataset",
         "DeviceMeshFetcher",
+        "Balanced",
         "Broadcast",
+        "Curriculum",
         "DeviceMeshSampler",
         "DevicePrefetcher",
         "Mixture",
@@ -28,9 +30,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "shard_tools": ("ShardWriter",),
 }
-COMING: dict[str, tuple[str, ...]] = {
-    "streaming": ("Curriculum",),
-}
+COMING: dict[str, tuple[str, ...]] = {}
 
 
 PROBE = """

@@ -23,6 +23,7 @@ from servers import MiniS3Server, fresh_name
 from shard_tools import ShardWriter
 from shard_tools.check.verify import verify
 from shard_tools.convert import ConvertOptions, convert
+from shard_tools.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, StreamingDataset
 from streaming.cache.paths import Layout
 from streaming.catalog.build import index_shards
@@ -214,6 +215,35 @@ def test_the_converter_goes_on_after_every_death(die: Die, tmp_path: Path) -> No
         assert all(there[name] == calm[name] for name in there if name.endswith((".tar", ".tar.parquet")))
     assert deaths >= 2
     convert(str(source), str(tmp_path / "out"), options=options)
+    assert tree(tmp_path / "out") == calm
+
+
+TOKENIZER = """
+for name in ("open", "write", "replace", "fsync", "unlink"):
+    setattr(os, name, stepping(getattr(os, name)))
+from shard_tools.tokens import TokenizeOptions, tokenize
+from shard_tools.tokens.encode import open_processes
+options = TokenizeOptions(tokenizer="bytes", max_samples=5, split=("val=30%",), workers=1)
+if __name__ == "__main__":
+    with open_processes(1) as pool:
+        tokenize(arguments["source"], arguments["folder"], options=options, executor=pool)
+"""
+
+
+def test_the_tokenizer_goes_on_after_every_death(die: Die, tmp_path: Path) -> None:
+    """Documents left out and sets by hash do not shift what a later run goes on with; no process stays."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": f"line {i} " * (i % 5)}) + "\n" for i in range(60)))
+    options = TokenizeOptions(tokenizer="bytes", max_samples=5, split=("val=30%",))
+    tokenize(str(source), str(tmp_path / "calm"), options=options)
+    calm, dice, deaths = tree(tmp_path / "calm"), random.Random(5), 0
+    for _ in range(4):
+        code = die(TOKENIZER, dice.randrange(20, 160), source=str(source), folder=str(tmp_path / "out"))
+        deaths += code == -signal.SIGKILL
+        there = tree(tmp_path / "out")
+        assert all(there[name] == calm[name] for name in there if name.endswith((".tar", ".tar.parquet")))
+    assert deaths >= 2
+    tokenize(str(source), str(tmp_path / "out"), options=options)
     assert tree(tmp_path / "out") == calm
 
 

@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.plan.lanes import MixedLanes, Rounds
-from streaming.plan.mixing import MixedPasses, Sources, Weights
+from streaming.mixing.exact import ExactLanes
+from streaming.mixing.lanes import MixedLanes, Rounds
+from streaming.mixing.passes import MixedPasses, Sources, Weights
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.types import LastBatch
@@ -51,6 +52,8 @@ class Case:
     quotas: dict[str, int] | None
     schedule: list[Weights]
     """Empty: the mixture ends."""
+    dealt: str
+    """Of one without end: chunks, samples or batches."""
     global_batch_size: int
     dp_world_size: int
     last_batch: LastBatch
@@ -60,7 +63,12 @@ class Case:
 
     def orders(self) -> Orders:
         sources = Sources(self.sources, self.settings)
-        return MixedLanes(sources, self.schedule) if self.schedule else MixedPasses(sources, quotas=self.quotas)
+        if not self.schedule:
+            return MixedPasses(sources, quotas=self.quotas)
+        if self.dealt == "chunks":
+            return MixedLanes(sources, self.schedule)
+        size = self.global_batch_size if self.dealt == "batches" else None
+        return ExactLanes(sources, self.schedule, batch_size=size)
 
     def plan(self, **change: Any) -> Plan:
         case = replace(self, **change)
@@ -73,9 +81,12 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, endless: bool | None = None) -> Case:
+def cases(draw: st.DrawFn, *, endless: bool | None = None, dealt: str | None = None) -> Case:
     sources = draw(sources_)
     is_endless = draw(st.booleans()) if endless is None else endless
+    dealt = dealt or draw(st.sampled_from(["chunks", "samples", "batches"]))
+    lanes, size = draw(st.integers(1, 20)), draw(st.integers(1, 30))
+    size = lanes * (1 + size // lanes) if dealt == "batches" and is_endless else size
     quotas = None
     if not is_endless and draw(st.booleans()):
         quotas = {name: draw(st.integers(0, 2 * sum(sizes))) for name, sizes in sources.items()}
@@ -84,12 +95,11 @@ def cases(draw: st.DrawFn, *, endless: bool | None = None) -> Case:
     epoch_size = draw(st.integers(1, 400)) if is_endless else draw(st.none() | st.integers(1, 3 * per_pass))
     return Case(
         sources=sources,
-        settings=OrderSettings(
-            seed=draw(st.integers(0, 2**64 - 1)), lanes=draw(st.integers(1, 20)), window=draw(st.integers(0, 20))
-        ),
+        settings=OrderSettings(seed=draw(st.integers(0, 2**64 - 1)), lanes=lanes, window=draw(st.integers(0, 20))),
         quotas=quotas,
         schedule=draw(schedules(list(sources))) if is_endless else [],
-        global_batch_size=draw(st.integers(1, 30)),
+        dealt=dealt,
+        global_batch_size=size,
         dp_world_size=draw(st.integers(1, 9)),
         last_batch=draw(st.sampled_from(["drop", "pad", "partial"])),
         epoch=draw(st.integers(0, 3)),
@@ -224,7 +234,7 @@ def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
 
 
 @unhurried
-@given(cases(endless=True), st.integers(1, 150), st.data())
+@given(cases(endless=True, dealt="chunks"), st.integers(1, 150), st.data())
 def test_lanes_are_laid_by_stamps(case: Case, stop: int, data: st.DataObject) -> None:
     orders = case.orders()
     assert isinstance(orders, MixedLanes)
@@ -273,7 +283,7 @@ def share_of(name: str, schedule: list[Weights], laid: int) -> tuple[Fraction, F
 
 
 @unhurried
-@given(cases(endless=True), st.integers(0, 500) | st.integers(0, 10**11))
+@given(cases(endless=True, dealt="chunks"), st.integers(0, 500) | st.integers(0, 10**11))
 def test_shares_hold_at_every_row_of_every_lane(case: Case, start: int) -> None:
     """Within one chunk of the source and its share of one chunk of every source, near the start and far away."""
     orders = case.orders()
@@ -298,7 +308,7 @@ def test_shares_hold_at_every_row_of_every_lane(case: Case, start: int) -> None:
 
 
 @unhurried
-@given(cases(endless=True), st.integers(1, 300), st.data())
+@given(cases(endless=True, dealt="chunks"), st.integers(1, 300), st.data())
 def test_appended_weights_are_those_that_were_there_from_the_start(
     case: Case, change_at: int, data: st.DataObject
 ) -> None:
@@ -325,7 +335,7 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
 
 
 @unhurried
-@given(cases(endless=True), st.integers(0, 3))
+@given(cases(endless=True, dealt="chunks"), st.integers(0, 3))
 def test_every_round_of_a_source_gives_each_sample_once_a_pass(case: Case, number: int) -> None:
     orders = case.orders()
     assert isinstance(orders, MixedLanes)
@@ -368,7 +378,8 @@ def test_a_plan_without_an_epoch_size_has_no_end(lanes: int) -> None:
 
 def test_substitutes_come_from_the_chunks_own_source() -> None:
     sources = Sources({"a": [5, 6, 0], "b": [7, 8]}, OrderSettings(seed=1, lanes=2, window=6))
-    for order in (MixedPasses(sources).of_pass(3), MixedLanes(sources, [Weights(start=0, weights={"a": 1})])):
+    weights = [Weights(start=0, weights={"a": 1})]
+    for order in (MixedPasses(sources).of_pass(3), MixedLanes(sources, weights), ExactLanes(sources, weights)):
         assert [list(order.chunks_before(chunk)) for chunk in range(5)] == [[2, 1], [0, 2], [1, 0], [4], [3]]
 
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.plan.mixing import Listing, Parts, checked_weights, lay_pass
+from streaming.mixing.passes import Listing, Parts, lay_pass
+from streaming.plan.schedule import checked_weights
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 sizes_ = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum)

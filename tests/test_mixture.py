@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from data_sets import Batches, SampleSet, check_batch, loaders, merged, mesh_of, play, total, write_set
@@ -541,7 +542,7 @@ def test_one_source_alone_is_a_mixture(sets: dict[str, SampleSet]) -> None:
 def test_nested_shares_multiply(sets: dict[str, SampleSet]) -> None:
     text = Mixture({"en": sets["web"].open(), "de": sets["math"].open()}, weights={"en": 3, "de": 1})
     mix = Mixture({"text": text, "code": sets["code"].open()}, weights={"text": 0.8, "code": 0.2})
-    assert mix.start_entry.weights == pytest.approx({"code": 0.2, "text/de": 0.2, "text/en": 0.6})
+    assert mix.start_entry().weights == pytest.approx({"code": 0.2, "text/de": 0.2, "text/en": 0.6})
     by_size = Mixture({"text": mixture(sets, "web math"), "code": sets["code"].open()})
     assert len(by_size) == 202
     with pytest.raises(ConfigError, match=r"'text' is a mixture without end.*ends="):
@@ -554,7 +555,7 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
     with caplog.at_level(logging.INFO, "streaming"):
         mix = mixture(sets, "web code", weights={"web": 1, "code": 1}, unit="bytes")
     means = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in mix.leaves.items()}
-    shares = mix.start_entry.weights
+    shares = mix.start_entry().weights
     assert shares["web"] * means["web"] == pytest.approx(shares["code"] * means["code"])
     assert f"web {means['web']:.1f}" in caplog.text
     with pytest.raises(ConfigError, match=r"source '.*' has no column \"tokens\".*column add"):
@@ -584,7 +585,9 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
         (lambda web: Mixture({"web": web}, ends="first"), "about weights"),
         (lambda web: Mixture({"web": web}, weights={"web": 1}, ends="last"), "ends: expected one of"),
         (lambda web: Mixture({"web": web}, quotas="all"), "quotas: expected one of"),
-        (lambda web: Mixture({"web": web}, quotas="exact"), "not in this release.*chunks"),
+        (lambda web: Mixture({"web": web}, quotas="exact"), 'quotas="exact": an epoch that ends.*epoch_size'),
+        (lambda web: Mixture({"web": web}, batches="one_source"), 'batches="one_source": an epoch that ends'),
+        (lambda web: Mixture({"web": web}, batches="one"), "batches: expected one of"),
         (lambda web: Mixture({"web": web}, shuffle=3), "shuffle"),
         (lambda web: Mixture({"web": web}, seed=-1), "seed"),
         (lambda web: Mixture({"web": web}, max_bad_samples=-1), "max_bad_samples"),
@@ -602,3 +605,24 @@ def test_a_source_without_an_index_is_refused(tmp_path: Path, monkeypatch: pytes
     bare = write_set(tmp_path, (9,), indexed=False).open()
     with pytest.raises(IndexMissingError):
         Mixture({"bare": bare})
+
+
+def test_sets_with_the_same_options_are_read_through_one_storage(tmp_path: Path) -> None:
+    """One client, and its connections, for many sets; the sets of the caller stay as they are, all is counted once."""
+    options = [{"max_retries": 3}, {"max_retries": 3}, {"max_retries": 4}]
+    sets = {}
+    for name, chosen in zip("abc", options, strict=True):
+        write_set(tmp_path / name, (8,))
+        sets[name] = StreamingDataset(f"{tmp_path}/{name}/", storage_options=chosen)
+    own = [one.storage for one in sets.values()]
+    mixture = Mixture(sets)
+    before = [storage.metrics.get("requests") for storage in own]
+    for name in "abc":
+        chunk = mixture.source_of(np.arange(len(mixture.chunk_samples))).tolist().index("abc".index(name))
+        wanted = mixture.chunk(chunk)
+        mixture.fetch(wanted, memoryview(bytearray(wanted.num_bytes)))
+    grown = [storage.metrics.get("requests") - was for storage, was in zip(own, before, strict=True)]
+    assert grown[0] == 2 * grown[2] > 0
+    assert grown[1] == 0
+    assert [one.storage for one in sets.values()] == own
+    assert mixture.counters()["requests"] == sum(storage.metrics.get("requests") for storage in own)

@@ -23,11 +23,14 @@ from torch.utils.data import IterableDataset
 from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import (
+    Balanced,
+    Curriculum,
     DataLoader,
     DeviceMeshSampler,
     DevicePrefetcher,
     Mixture,
     OrdinaryDataset,
+    Packed,
     RemoteGroup,
     Schedule,
     SequenceSlice,
@@ -42,6 +45,9 @@ _CURES: dict[Callable[[Path], None], tuple[str, ...]] = {}
 RUN_ELSEWHERE = {
     "agreement_timeout": "test_agreement.py::test_it_can_be_switched_off",
     "anon": "test_cures.py::test_credentials_and_anonymous_reading",
+    "balance": "test_balance.py::test_local_balance_puts_the_dearest_packs_first",
+    "budgets": "test_packing.py::test_several_budgets_are_filled_together",
+    "cost": "test_balance.py::test_a_cost_function_gets_lengths_of_pieces",
     "client": "test_forks.py::test_a_child_reads_after_its_parent_has_read",
     "duplicate_keys": "test_cures.py::keys_that_come_twice",
     "encode": "test_broadcast.py::test_objects_travel_by_the_functions_given",
@@ -51,7 +57,9 @@ RUN_ELSEWHERE = {
     "max_gzip_ratio": "test_cures.py::an_archive_that_inflates_far_is_allowed",
     "memory_limit": "test_cures.py::a_memory_limit_that_is_named_is_enough",
     "region": "test_storage_faults.py::test_a_wrong_region",
+    "transforms": "test_plan_mixtures.py::test_training_and_tool_read_the_same_file",
     "replicate": "test_broadcast.py::test_only_what_a_rank_uses_is_sent",
+    "stride": "test_packing.py::test_windows_overlap_by_length_less_stride",
     "timeout_s": "test_broadcast.py::test_objects_travel_by_the_functions_given",
     "world_size": "test_cures.py::test_a_mesh_that_is_named_plays_one_rank",
 }
@@ -61,6 +69,7 @@ NO_CURES = {
     "endpoint_url": "an example in the help of --storage-option",
     "limit": "in the description of a cache",
     "samples": "in a digest",
+    "val": "the name of a set, in the example of --split",
 }
 """Options that messages name and that are no cures, each with what they are."""
 
@@ -413,7 +422,7 @@ def shards_are_replaced(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------- mixtures, meshes
 
 
-@cure("weights", "ends", "epoch_size", "repeats", "quotas", "scope")
+@cure("weights", "ends", "epoch_size", "repeats", "quotas", "batches", "scope")
 def mixtures_end_or_do_not(folder: Path) -> None:
     sources = {name: write_set(folder / name, (8,)).open() for name in ("a", "b")}
     even = {"a": 1.0, "b": 1.0}
@@ -433,7 +442,10 @@ def mixtures_end_or_do_not(folder: Path) -> None:
     said(lambda: Mixture(sources, ends="all"), "Give weights=")
     said(lambda: Mixture(sources, weights={"a": 1.0, "b": 0.0}, ends="all"), "leave them out")
     assert len(Mixture({"a": sources["a"]}, weights={"a": 1.0}, ends="all")) == 8
-    said(lambda: Mixture(sources, weights=even, quotas="exact"), 'Use quotas="chunks"')
+    said(lambda: Mixture(sources, quotas="exact"), "Give weights= without ends=, and the loader an epoch_size")
+    assert count(Mixture(sources, weights=even, quotas="exact"), epoch_size=16) == 4
+    said(lambda: Mixture(sources, batches="one_source"), "Give weights= without ends=")
+    assert count(Mixture(sources, weights=even, batches="one_source"), epoch_size=16) == 4
     assert count(Mixture(sources, weights=even, quotas="chunks", ends="all")) == 4
     said(lambda: Mixture(sources, stopping_strategy="first"), 'write ends="first" or "all"')
     said(lambda: Mixture(sources, probabilities=[0.5, 0.5]), "write weights=")
@@ -460,6 +472,29 @@ def tokens_are_counted_in_a_column(folder: Path) -> None:
     assert mixture("counted", columns={"tokens": lambda one: len(one["txt"])}).sizes == {"a": 8}
 
 
+@cure("column", "dtype", "length", "multiple", "overlong", "padded", "labels_across", "collate_fn")
+def documents_are_packed(folder: Path) -> None:
+    with ShardWriter(f"{folder}/{{:06d}}.tar", columns={"n": lambda one: one["n"], "odd": lambda one: 7}) as writer:
+        for number in range(8):
+            writer.write({"__key__": f"{number}", "tok": np.arange(5, dtype="<u2").tobytes(), "n": 5})
+    documents = StreamingDataset(folder)
+    said(lambda: Packed(documents, length=10), "Name it with column=…", "there are: n, odd")
+    assert len(Packed(documents, length=10, column="n")) == 4
+    said(lambda: Packed(documents, length=10, column="odd"), 'give dtype="uint16" or "uint32"')
+    assert Packed(documents, length=10, column="odd", dtype="uint16").shape.token_bytes == 2
+    said(lambda: Packed(documents, length=10, column="n", multiple=3), "length=10", "take 9 or 12")
+    assert len(Packed(documents, length=12, column="n", multiple=3)) == 4
+    said(lambda: Packed(documents, max_length=10), "write length=…")
+    said(lambda: Packed(documents, length=4, column="n", overlong="drop"), "overlong='drop'")
+    assert len(Packed(documents, length=4, column="n", overlong="truncate")) == 8
+    said(lambda: Packed(documents, max_tokens=10), "write length=…; with padded=True")  # type: ignore[call-arg]
+    padded = partial(Packed, documents, length=10, column="n", padded=True)
+    said(lambda: padded(labels_across=True), "leave one of them out")
+    assert len(padded(labels_across=False)) == 4
+    said(lambda: DataLoader(padded(), batch_size=2), "expected batch_size=1", "collate_fn=list")
+    assert [len(packs) for packs in DataLoader(padded(), batch_size=2, collate_fn=list)] == [2, 2]
+
+
 @cure("order", "data_axes", "rank", "allow_subset", "dp_size")
 def meshes_say_what_they_lack(folder: Path) -> None:
     del folder
@@ -478,6 +513,30 @@ def meshes_say_what_they_lack(folder: Path) -> None:
     said(lambda: DeviceMesh.from_torch(part, environ=started), "pass rank=")
     said(lambda: DeviceMesh.from_torch(part, rank=0, environ=started), "allow_subset=True")
     assert DeviceMesh.from_torch(part, rank=0, environ=started, allow_subset=True).world_size == 2
+
+
+@cure("buckets", "schedule", "nulls", "degree", "over", "metric")
+def curricula_say_how_to_write_them(folder: Path) -> None:
+    with ShardWriter(str(folder / "{:06d}.tar"), columns={"n": "json.n"}) as writer:
+        for number in range(8):
+            writer.write({"__key__": str(number), "json": {"n": number or None}})
+    dataset = StreamingDataset(f"{folder}/")
+    ramp = Schedule.root(0.25, 1.0, over=100, degree=3)
+    said(lambda: Curriculum(dataset, "n", ramp), 'nulls="drop"')
+    said(lambda: Curriculum(dataset, "n", ramp, buckets=0), "expected 1 to 1024")
+    said(lambda: Curriculum(dataset, {}), 'metric="tokens", schedule=…')  # type: ignore[arg-type]
+    made = Curriculum(dataset, metric="n", schedule=ramp, buckets=4, nulls="drop")
+    assert len(made.pool(0)) < len(made.pool(100)) == 4
+
+
+@cure("power")
+def classes_between_balanced_and_as_they_come(folder: Path) -> None:
+    with ShardWriter(str(folder / "{:06d}.tar"), columns={"c": "json.c"}) as writer:
+        for number in range(8):
+            writer.write({"__key__": str(number), "json": {"c": int(number > 0)}})
+    dataset = StreamingDataset(f"{folder}/")
+    said(lambda: Balanced(dataset, by="c", temperature=2), "write power=1 / temperature")  # type: ignore[call-arg]
+    assert Balanced(dataset, by="c", power=0.5).sizes == {"0": 1, "1": 7}
 
 
 @cure("memory")

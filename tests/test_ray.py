@@ -640,6 +640,16 @@ def test_the_tools_give_the_same_bytes_on_ray(nodes: TwoNodes, tmp_path: Path) -
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
 
 
+def test_tokens_are_the_same_bytes_on_ray(nodes: TwoNodes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" * (i % 3) for i in range(90)))
+    for engine in ("local", "ray"):
+        words = ("--tokenizer", "bytes", "--split", "val=20%", "--engine", engine, "--workers", "1")
+        run_tool("convert", str(tmp_path / "a.txt"), str(tmp_path / engine), *words)
+    assert contents(tmp_path / "local" / "val")
+    for name in ("train", "val"):
+        assert contents(tmp_path / "ray" / name) == contents(tmp_path / "local" / name)
+
+
 def test_a_killed_task_is_done_again_and_errors_are_as_raised(nodes: TwoNodes, tmp_path: Path) -> None:
     def die_once(path: Path) -> str:
         try:

@@ -60,7 +60,7 @@ class ThreadPeers:
 @pytest.fixture
 def peers(monkeypatch: pytest.MonkeyPatch) -> ThreadPeers:
     found = ThreadPeers()
-    monkeypatch.setattr("streaming.dataset.job_peers", lambda _: found)
+    monkeypatch.setattr("streaming.datasets.dataset.job_peers", lambda _: found)
     return found
 
 
@@ -97,7 +97,7 @@ def test_many_ranks_ask_as_often_as_one(
     mini_s3: MiniS3Server, indexed: SampleSet, peers: ThreadPeers, monkeypatch: pytest.MonkeyPatch, options: Any
 ) -> None:
     with monkeypatch.context() as alone:
-        alone.setattr("streaming.dataset.job_peers", lambda _: None)
+        alone.setattr("streaming.datasets.dataset.job_peers", lambda _: None)
         single = indexed.open(**options)
         cost = requests(mini_s3, lambda: indexed.open(**options))
     found: list[StreamingDataset] = []

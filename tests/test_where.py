@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -287,3 +290,57 @@ def test_what_sqlite_selects(text: str, rows: list[dict[str, Any]]) -> None:
 def test_any_text_is_a_condition_or_an_error(text: str) -> None:
     with contextlib.suppress(ConfigError):
         selected(text, ROWS)
+
+
+# --- texts that are stored once each ---
+
+TEXTS = st.lists(
+    st.none() | st.sampled_from(["", "a", "ab", "de", "en", "ein langer Text über zwei Wörter"]), min_size=1
+)
+CONDITIONS = (
+    "lang = 'en'", "lang != 'en' OR lang IS NULL", "NOT lang LIKE 'e%'", "lang IN ('de', 'ab')", "length(lang) > 1",
+    "hash(lang) % 3 = 1", "n >= 2 AND lang = 'en'", "lang = 'en' AND hash(lang) % 2 = 0 AND n % 2 = 0",
+    "n > 1 AND lang IS NOT NULL OR hash(lang) % 5 = 0", "lang = other", "hash(lang) % 2 = hash(n) % 2 AND other > 'a'",
+    "NOT (lang = 'en' AND n > 1) AND lang < 'f'", "lang >= 'b' AND lang <= 'e' AND lang BETWEEN 'a' AND 'dz'",
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(texts=TEXTS, condition=st.sampled_from(CONDITIONS))
+def test_dictionaries_and_parts_say_the_same(texts: list[str | None], condition: str) -> None:
+    where = parse_where(condition)
+    plain = {
+        "lang": pa.array(texts, pa.string()),
+        "other": pa.array(texts[::-1], pa.string()),
+        "n": pa.array(range(len(texts))),
+    }
+    coded = {**plain, "lang": plain["lang"].dictionary_encode(), "other": plain["other"].dictionary_encode()}
+    whole = fitting(replace(where, parts=()), plain, len(texts))
+    for columns in (plain, coded):
+        assert fitting(where, columns, len(texts)).tolist() == whole.tolist()
+
+
+def test_conditions_that_and_joins_are_parts(tmp_path: Path) -> None:
+    where = parse_where("a = 1 AND hash(b) % 2 = 0 AND (c = 1 OR b = 'x')")
+    assert [sorted(part.names or ()) for part in where.parts] == [["a"], ["b"], ["b", "c"]]
+    assert [sorted(part.compared or ()) for part in where.parts] == [["a"], [], ["b", "c"]]
+    assert (where.names, where.hashed, where.compared) == ({"a", "b", "c"}, {"b"}, {"a", "b", "c"})
+    assert parse_where("a = 1 AND b = 1 OR c = 1").parts == ()
+    assert [part.names for part in where.also(parse_where("d = 1")).parts][-1] == {"d"}
+    # Row groups of a file have dictionaries of their own.
+    texts = pa.array(["x", "y"] * 3 + ["y", "z"] * 3)
+    path = tmp_path / "groups.parquet"
+    pq.write_table(pa.table({"b": texts}), path, row_group_size=6)
+    column = pq.ParquetFile(path, read_dictionary=["b"]).read().column("b").combine_chunks()
+    assert kept_rows(fitting(parse_where("b = 'y'"), {"b": column}, 12), 12).tolist() == [
+        t == "y" for t in texts.to_pylist()
+    ]
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 40), count=st.integers(1, 5))
+def test_texts_of_one_length_hash_as_all_others(length: int, count: int) -> None:
+    texts = [("xyzäöü" * 20)[at : at + length] for at in range(count)]
+    alone = [stable_hash(pa.array([text, text + "!"]))[0].as_py() for text in texts]
+    assert stable_hash(pa.array(texts)).to_pylist() == alone
+    assert stable_hash(pa.array(["", *texts])[1:]).to_pylist() == alone

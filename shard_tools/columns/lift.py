@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
@@ -40,7 +40,7 @@ def lift_column(target: ColumnTarget, path: str, *, workers: int = 8, progress: 
 
     def one(shard: int) -> tuple[str, int, bool]:
         values, has_field = _values(target, shard, path)
-        array = _as_array(values, target, shard)
+        array = as_array(values, target, shard)
         target.write(shard, array, version)
         progress.advance(num=1)
         return str(array.type), array.null_count, has_field
@@ -75,7 +75,12 @@ def lift_all(
     return reports
 
 
-def _as_array(values: list[ColumnValue], target: ColumnTarget, shard: int) -> pa.Array:
+def as_array(values: Sequence[ColumnValue], target: ColumnTarget, shard: int) -> pa.Array:
+    """Return values as an array of one type.
+
+    Raises:
+        ConfigError: They are of several kinds, or too large.
+    """
     kinds = {type(value) for value in values if value is not None}
     if kinds == {int, float}:
         values = [None if value is None else float(value) for value in values]
@@ -92,36 +97,58 @@ def _as_array(values: list[ColumnValue], target: ColumnTarget, shard: int) -> pa
 
 def _values(target: ColumnTarget, shard: int, path: str) -> tuple[list[ColumnValue], bool]:
     """Return the value of each sample of a shard, and whether any has the field."""
+    url, table = target.urls[shard], sample_table_of(target, shard)
+    field = _field_of(table, path)
+    if field is None:
+        return [None] * table.num_samples, False
+    values = list[ColumnValue]()
+    for key, fields in samples_of(target, shard, table, (field,)):
+        try:
+            values.append(column_value(fields, target.name, path, key) if fields else None)
+        except (ValueError, UnicodeDecodeError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise DataError(f"{redact(url)}: sample {key!r}, field {field!r}: {error}") from error
+    return values, True
+
+
+def sample_table_of(target: ColumnTarget, shard: int) -> SampleTable:
+    """Return the sample table of a shard.
+
+    Raises:
+        IndexMissingError: It has none.
+    """
     url = target.urls[shard]
     table = load_samples(target.storage, url, target.index_url)
     if table is None:
         raise IndexMissingError(f"{redact(url)}: the index has no sample table of it; run `shard_tools index --force`")
-    field = _field_of(table, path)
-    if field is None:
-        return [None] * table.num_samples, False
-    pieces, values = ShardPieces.of(url, table), list[ColumnValue]()
-    known = FieldsOf(samples=lambda: table, fields=(field,), gap_bytes=_GAP_BYTES)
+    return table
+
+
+def samples_of(
+    target: ColumnTarget, shard: int, table: SampleTable, fields: tuple[str, ...] | None
+) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Yield the key and the bytes of the ``fields`` that it has (None: all) of each sample of a shard, in its order.
+
+    Every byte that is read is checked; large fields that nobody asks for are not read.
+
+    Raises:
+        DataError: A sample cannot be read.
+    """
+    url = target.urls[shard]
+    pieces = ShardPieces.of(url, table)
+    known = FieldsOf(samples=lambda: table, fields=fields, gap_bytes=_GAP_BYTES)
     for first, stop in _runs(pieces):
         wanted = pieces.range(first, stop)
         buffer = bytearray(wanted.num_bytes)
         with memoryview(buffer) as out:
             layout = fetch_range(target.storage, wanted, out, known=known)
-        column = layout.fields.index(field) if field in layout.fields else -1
         for row, key in enumerate(layout.keys):
             if row in layout.damage:
                 raise layout.damage[row]
-            start = -1 if column < 0 else int(layout.starts[row, column])
-            if start < 0:
-                values.append(None)
-                continue
-            data = bytes(buffer[start : start + int(layout.sizes[row, column])])
-            try:
-                values.append(column_value({field: data}, target.name, path, key))
-            except (ValueError, UnicodeDecodeError, RecursionError) as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise DataError(f"{redact(url)}: sample {key!r}, field {field!r}: {error}") from error
-    return values, True
+            ranges = zip(layout.fields, layout.starts[row].tolist(), layout.sizes[row].tolist(), strict=True)
+            wanted_here = [(name, start, size) for name, start, size in ranges if fields is None or name in fields]
+            yield key, {name: bytes(buffer[start : start + size]) for name, start, size in wanted_here if start >= 0}
 
 
 def _field_of(table: SampleTable, path: str) -> str | None:

@@ -16,10 +16,10 @@ from shard_tools.running.report import Report
 from shard_tools.sets.open_set import open_set
 from shard_tools.sets.tables import home_of
 from streaming.catalog.build import shard_name
-from streaming.errors import ConfigError, IndexMissingError, NotFoundError
+from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.filters.late_columns import ColumnDocument, homes_of, list_columns
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.columns import read_sample_columns, write_column
+from streaming.index.columns import read_column, read_sample_columns, write_column
 from streaming.index.layout import checked_name, column_document_path, column_path, columns_directory, samples_path
 from streaming.storage import Storage, join_url, redact
 
@@ -128,6 +128,16 @@ class ColumnTarget:
         """Take an older column of this name back: until all is written, there is none."""
         for home in self._taken:
             self.storage.delete(join_url(home, column_document_path(self.name)))
+
+    def written(self, shard: int, version: str) -> pa.Array | None:
+        """Return the values of one shard that were written before, if they are of this version and this shard."""
+        url, rows = self.urls[shard], self.rows_of(shard)
+        path = join_url(home_of(url, self.index_url), column_path(self.name, shard_name(url, self.index_url)))
+        try:
+            values, facts = read_column(self.storage.read(path), redact(path))
+        except (NotFoundError, IndexFormatError):
+            return None
+        return values if (facts["column_version"], facts["fingerprint"]) == (version, rows.fingerprint) else None
 
     def write(self, shard: int, values: pa.Array, version: str) -> None:
         """Write the values of one shard."""

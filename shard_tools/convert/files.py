@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
+import pyarrow as pa
+
 from shard_tools.convert.records import Skipped
 from streaming.catalog.urls import expand_urls
 from streaming.errors import NotFoundError
@@ -212,8 +214,11 @@ class StoredFile(io.RawIOBase):
 
 
 def open_stored(file: SourceFile, storage: Storage, *, unzip: bool = True) -> BinaryIO:
-    """Return a buffered reader of ``file``; ``.gz`` is unpacked on the way. The caller closes it."""
+    """Return a buffered reader of ``file``; ``.gz`` and ``.zst`` are unpacked on the way. The caller closes it."""
     reader = io.BufferedReader(StoredFile(file.url, file.size_bytes, storage), _BLOCK_BYTES)
     if unzip and file.name.lower().endswith(".gz"):
         return cast("BinaryIO", gzip.GzipFile(fileobj=reader, mode="rb"))
+    if unzip and file.name.lower().endswith(".zst"):
+        unpacked = pa.CompressedInputStream(pa.PythonFile(reader, mode="r"), "zstd")
+        return cast("BinaryIO", io.BufferedReader(unpacked, _BLOCK_BYTES))
     return cast("BinaryIO", reader)

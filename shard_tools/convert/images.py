@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shard_tools.convert.files import SourceFile, find_files, is_local, walk_folder
+from shard_tools.convert.journal import CLASSES
 from shard_tools.convert.records import (
     NUMBER_KEYS,
     Record,
@@ -25,7 +26,6 @@ from shard_tools.write.keys import check_key
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError
 from streaming.storage import Storage, join_url, local_path, split_url
 
-CLASSES = "_shardstream/classes.json"
 _TRAINING = ("train", "training")
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
 _log = logging.getLogger(__name__)
@@ -218,12 +218,6 @@ def save_classes(directory: str, classes: Mapping[str, int], storage: Storage) -
     """Write the classes of a set beside its index, for the sets that shall have the same numbers."""
     content = {"format": "shardstream-classes", "version": 1, "classes": sorted(classes, key=classes.__getitem__)}
     storage.put(join_url(directory, CLASSES), (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode())
-
-
-def carry_classes(home: str, there: Storage, directory: str, here: Storage) -> None:
-    """Copy the classes noted beside the index at ``home`` to ``directory``, if there are any."""
-    with suppress(NotFoundError, AccessDeniedError):
-        here.put(join_url(directory, CLASSES), bytes(there.read(join_url(home, CLASSES))))
 
 
 def _list_folder(spec: str, storage: Storage, exclude: str | None) -> tuple[list[SourceFile], list[Skipped]]:

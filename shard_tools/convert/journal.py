@@ -7,15 +7,18 @@ machine: the same conversion writes the same note.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from streaming.errors import IndexFormatError, ShardstreamError
+from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
 from streaming.storage import Storage, join_url
 
 _FORMAT = "shardstream-convert"
 _VERSION = 1
 NAME = "_shardstream/convert.json"
+CLASSES = "_shardstream/classes.json"
+TOKENS = "_shardstream/tokens.json"
 
 
 class TargetNotEmptyError(ShardstreamError, FileExistsError):
@@ -86,3 +89,10 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
         "num_samples": journal.num_samples,
     }
     storage.put(join_url(target, NAME), (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def carry_notes(home: str, there: Storage, directory: str, here: Storage) -> None:
+    """Copy what is noted beside the index at ``home`` about classes and tokens to ``directory``, if it is there."""
+    for name in (CLASSES, TOKENS):
+        with suppress(NotFoundError, AccessDeniedError):
+            here.put(join_url(directory, name), bytes(there.read(join_url(home, name))))

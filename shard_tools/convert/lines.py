@@ -15,23 +15,24 @@ import numpy as np
 
 from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
 from shard_tools.convert.records import Record, SourceOptions, permutation
-from shard_tools.convert.rows import RowMapper
+from shard_tools.convert.rows import RowMapper, unreadable
 from shard_tools.running.engine import map_ordered
 from streaming.catalog.lines import MAX_LINE_BYTES, scan_lines
-from streaming.errors import ConfigError, DataError
+from streaming.errors import ConfigError, DataError, StorageError
 from streaming.storage import Storage
 from streaming.types import Int64Array
 
 _BLOCK_BYTES = 8 << 20
+PACKED = (".gz", ".zst")
 SUFFIXES = {
-    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
-    "text": (".txt", ".txt.gz"),
-    "csv": (".csv", ".tsv", ".csv.gz", ".tsv.gz"),
+    "jsonl": tuple(f".{name}{packed}" for packed in ("", *PACKED) for name in ("jsonl", "ndjson")),
+    "text": tuple(f".txt{packed}" for packed in ("", *PACKED)),
+    "csv": tuple(f".{name}{packed}" for packed in ("", *PACKED) for name in ("csv", "tsv")),
 }
 
 
 class LineFiles(FileSource):
-    """JSONL or text files: every line that is not blank is a record.
+    """JSONL or text files: every line that is not blank is a record; of texts also every paragraph, or every file.
 
     Without ``shuffle_seed`` files are read front to back; with it, one pass notes where the lines begin (8 bytes a
     line in memory), and lines are then read in permuted order.
@@ -43,7 +44,10 @@ class LineFiles(FileSource):
         if kind == "text" and not options.fields:
             self._mapper = replace(self._mapper, fields=(("text", "txt"),))
         self._seed, self._num_threads = options.shuffle_seed, options.num_threads
-        zipped = next((file for file in self.files if file.name.lower().endswith(".gz")), None)
+        self._unit = options.unit if kind == "text" else "line"
+        if self._seed is not None and self._unit != "line":
+            raise ConfigError(f"--shuffle: documents that are not lines ({self._unit}) can only be read front to back")
+        zipped = next((file for file in self.files if file.name.lower().endswith(PACKED)), None)
         if self._seed is not None and zipped is not None:
             raise ConfigError(f"--shuffle: {zipped.url} is compressed and cannot be read out of order; unpack it")
 
@@ -55,11 +59,9 @@ class LineFiles(FileSource):
         number = 0
         for file in self.files:
             with open_stored(file, self._storage) as stream:
-                for line_number, line in enumerate(read_lines(stream, file.url), 1):
-                    if not line.strip():
-                        continue
+                for line_number, text in _units(read_lines(stream, file.url), self._unit):
                     if number >= start:
-                        yield self._record(line, number, f"{file.url}:{line_number}")
+                        yield self._record(text, number, f"{file.url}:{line_number}", file.name)
                     number += 1
 
     def _shuffled(self, start: int, seed: int) -> Generator[Record, None, None]:
@@ -71,18 +73,29 @@ class LineFiles(FileSource):
             which = int(np.searchsorted(first, source_number, side="right")) - 1
             begin, end, line_number = (int(value) for value in tables[which][source_number - first[which]])
             url = self.files[which].url
-            return self._record(bytes(self._storage.read(url, begin, end)), number, f"{url}:{line_number}")
+            line = bytes(self._storage.read(url, begin, end))
+            return self._record(line, number, f"{url}:{line_number}", self.files[which].name)
 
         order = permutation(int(first[-1]), seed)[start:]
         return map_ordered(read, ((start + i, int(item)) for i, item in enumerate(order)), self._num_threads)
 
-    def _record(self, line: bytes, number: int, where: str) -> Record:
-        line = line.rstrip(b"\r\n")
+    def _record(self, line: bytes, number: int, where: str, name: str) -> Record:
+        try:
+            row, raw = self._parse(line, where, name)
+        except DataError as error:
+            if self._mapper.tolerant:
+                return unreadable(number, where, error)
+            raise
+        return self._mapper.record(row, number, where, raw=raw)
+
+    def _parse(self, line: bytes, where: str, name: str) -> tuple[dict[str, object], bytes | None]:
+        """Return the row of a line, and its JSON where the line is that."""
         if self.kind == "text":
             try:
-                return self._mapper.record({"text": line.decode()}, number, where)
+                text = (line if self._unit == "file" else line.rstrip(b"\r\n")).decode()
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: byte {error.start} is not UTF-8; re-encode the file") from error
+            return ({"text": text} if self._unit == "line" else {"text": text, "path": name}), None
         line = line.strip().removeprefix(b"\xef\xbb\xbf")
         try:
             row = json.loads(line)
@@ -90,7 +103,32 @@ class LineFiles(FileSource):
             raise DataError(f"{where}: not JSON: {error}; got {line[:60]!r}; correct or remove this line") from error
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object a line, got {line[:60]!r}")
-        return self._mapper.record(row, number, where, raw=line)
+        return row, line
+
+
+def _units(lines: Iterator[bytes], unit: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of its first line, and the text, of every line, run of lines between blank ones, or file.
+
+    Raises:
+        DataError: If a text is longer than 256 MiB.
+    """
+    text, first = bytearray(), 1
+    for number, line in enumerate(lines, 1):
+        blank = not line.strip()
+        if unit == "line":
+            if not blank:
+                yield number, line
+            continue
+        if unit == "file" or not blank:
+            first = first if text else number
+            text += line
+            if len(text) > MAX_LINE_BYTES:
+                raise DataError(f"line {number}: a text is longer than {MAX_LINE_BYTES} bytes; part it")
+        elif text:
+            yield first, bytes(text)
+            text.clear()
+    if text:
+        yield first, bytes(text)
 
 
 def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
@@ -108,6 +146,10 @@ def read_lines(stream: BinaryIO, url: str) -> Iterator[bytes]:
         raise DataError(f"{url}: the compressed file ends early; get it anew") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{url}: the compressed file is damaged ({error}); get it anew") from error
+    except OSError as error:  # pyarrow's, of a .zst
+        if isinstance(error, StorageError):
+            raise
+        raise DataError(f"{url}: the compressed file is damaged or ends early ({error}); get it anew") from error
 
 
 def _bounded_lines(text: io.TextIOWrapper, url: str) -> Iterator[str]:
@@ -139,12 +181,17 @@ class CsvFiles(FileSource):
         for file in self.files:
             with open_stored(file, self._storage) as stream:
                 for row, where in self._rows(stream, file):
-                    if number >= start:
+                    if number < start:
+                        pass
+                    elif isinstance(row, DataError):
+                        yield unreadable(number, where, row)
+                    else:
                         yield self._mapper.record(row, number, where)
                     number += 1
 
-    def _rows(self, stream: BinaryIO, file: SourceFile) -> Iterator[tuple[dict[str, object], str]]:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    def _rows(self, stream: BinaryIO, file: SourceFile) -> Iterator[tuple[dict[str, object] | DataError, str]]:
+        errors = "surrogateescape" if self._mapper.tolerant else "strict"
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors=errors, newline="")
         delimiter = "\t" if ".tsv" in file.name.lower() else ","
         reader = csv.reader(_bounded_lines(text, file.url), delimiter=delimiter, strict=True)
         try:
@@ -155,8 +202,14 @@ class CsvFiles(FileSource):
                 if not values:
                     continue
                 where = f"{file.url}:{reader.line_num}"
-                if len(values) != len(header):
-                    raise DataError(f"{where}: expected {len(header)} values, got {len(values)}; correct this row")
-                yield dict(zip(header, values, strict=True)), where
-        except (csv.Error, UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+                if len(values) == len(header):
+                    yield dict(zip(header, values, strict=True)), where
+                    continue
+                problem = DataError(f"{where}: expected {len(header)} values, got {len(values)}; correct this row")
+                if not self._mapper.tolerant:
+                    raise problem
+                yield problem, where
+        except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
+            if isinstance(error, StorageError):
+                raise
             raise DataError(f"{file.url}:{reader.line_num}: not readable as CSV in UTF-8: {error}") from error

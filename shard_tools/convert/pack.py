@@ -37,12 +37,15 @@ class Packing:
         max_samples: Most samples of a shard.
         columns: Metadata of the records that the sample table shall hold.
         overwrite: Delete the shards that the target holds.
+        position: The column of the sample table that holds the number of each sample's record, where not every
+            record becomes a sample; None: sample i is record i.
     """
 
     max_bytes: int
     max_samples: int | None
     columns: tuple[str, ...]
     overwrite: bool
+    position: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ def pack(
     """
     storage = Storage(storage_options)
     journal = Journal(source=reader.identity(), options=dict(options))
-    earlier = _prepare(place, journal, storage, overwrite=packing.overwrite)
+    earlier = _prepare(place, journal, storage, overwrite=packing.overwrite, position=packing.position)
     progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
     progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
     if not earlier.complete:
@@ -98,7 +101,7 @@ def pack(
         write = _write if executor is None else partial(write_elsewhere, executor=executor)
         number = write(
             work,
-            start=earlier.num_samples,
+            start=earlier.num_records,
             first_shard=earlier.num_shards,
             known_keys=earlier.keys,
             progress=progress,
@@ -165,12 +168,13 @@ class _Earlier:
 
     complete: bool = False
     num_shards: int = 0
+    num_records: int = 0  # up to the last one that became a sample
     num_samples: int = 0
     num_bytes: int = 0
     keys: frozenset[str] = frozenset()
 
 
-def _prepare(place: Place, journal: Journal, storage: Storage, *, overwrite: bool) -> _Earlier:
+def _prepare(place: Place, journal: Journal, storage: Storage, *, overwrite: bool, position: str | None) -> _Earlier:
     """Make the target ready: empty, or holding the finished shards of this very conversion.
 
     Raises:
@@ -194,7 +198,7 @@ def _prepare(place: Place, journal: Journal, storage: Storage, *, overwrite: boo
                 f"{place.directory} holds another conversion ({found.differences(journal)}); give another target, run "
                 "with the same source and options to go on, or begin anew with --overwrite"
             )
-        return _earlier_work(place, storage, complete=found.complete)
+        return _earlier_work(place, storage, complete=found.complete, position=position)
     save_journal(place.directory, journal, storage)
     return _Earlier()
 
@@ -206,7 +210,7 @@ def _is_ours(url: str, place: Place) -> bool:
     return name.startswith("_shardstream/") or ("/" not in name and name.endswith(".tar"))
 
 
-def _earlier_work(place: Place, storage: Storage, *, complete: bool) -> _Earlier:
+def _earlier_work(place: Place, storage: Storage, *, complete: bool, position: str | None) -> _Earlier:
     """Return the finished shards: numbered from 0 without a gap, each with its sample table, of the size it tells.
 
     Unless all is done the last one is left out and written again: so there is always a shard to write, and with it
@@ -218,10 +222,12 @@ def _earlier_work(place: Place, storage: Storage, *, complete: bool) -> _Earlier
         tables.append(table)
     if not complete:
         tables = tables[:-1]
+    num_samples = sum(table.num_samples for table in tables)
     return _Earlier(
         complete=complete,
         num_shards=len(tables),
-        num_samples=sum(table.num_samples for table in tables),
+        num_records=int(tables[-1].columns[position][-1].as_py()) + 1 if position and tables else num_samples,
+        num_samples=num_samples,
         num_bytes=sum(table.shard.size_bytes for table in tables),
         keys=frozenset(key for table in tables for key in table.keys),
     )

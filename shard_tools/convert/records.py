@@ -8,23 +8,34 @@ from typing import Protocol
 
 import numpy as np
 
-from streaming.errors import DuplicateKeyError
+from streaming.errors import DataError, DuplicateKeyError
 from streaming.plan.permutation import hash_range
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import Int64Array
 
 NUMBER_KEYS = "number"  # the value of --key that asks for keys 000000000, 000000001, …
+TEXT_UNITS = ("line", "blank-line", "file")
 _NUMBER_DIGITS = 9
 _SEEDS = 0x9E3779B97F4A7C15  # neighbouring seeds lie far apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One sample to be written: its key, its fields by extension, and the metadata it was made from."""
+    """One sample to be written.
+
+    Attributes:
+        key: Its key.
+        fields: Its fields by extension.
+        metadata: What it was made from.
+        where: File and line or row, for messages.
+        problem: Why there is nothing to read here; of tolerant sources alone.
+    """
 
     key: str
     fields: Mapping[str, bytes]
     metadata: Mapping[str, object] = field(default_factory=dict)
+    where: str = ""
+    problem: DataError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +62,8 @@ class SourceOptions:
         exclude: A folder or prefix whose content is not taken: the target may lie in the source.
         classes: Where the numbers of classes come from.
         max_gzip_ratio: A ``.gz`` that inflates to more than so many times its size is refused.
+        unit: What is one record of a text: ``"line"``, ``"blank-line"`` (up to the next blank line) or ``"file"``.
+        tolerant: A line or row that cannot be read is a record with a ``problem``, and not an error.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -60,6 +73,8 @@ class SourceOptions:
     exclude: str | None = None
     classes: str | None = None
     max_gzip_ratio: float = MAX_GZIP_RATIO
+    unit: str = "line"
+    tolerant: bool = False
 
 
 class Source(Protocol):

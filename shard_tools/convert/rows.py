@@ -91,17 +91,19 @@ class RowMapper:
         num_binary: How many binary columns the table has: where there is more than one, their fields are called
             ``column.ext``, else ``ext``.
         arrays: Columns to be stored as ``column.npy``.
+        tolerant: A row that cannot be stored is a record with a ``problem``, and not an error.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
     key_field: str | None = None
     num_binary: int = 1
     arrays: frozenset[str] = frozenset()
+    tolerant: bool = False
 
     @classmethod
     def of(cls, options: SourceOptions) -> RowMapper:
         """Map rows as the options of a source ask for."""
-        return cls(fields=options.fields, key_field=options.key_field)
+        return cls(fields=options.fields, key_field=options.key_field, tolerant=options.tolerant)
 
     def __post_init__(self) -> None:
         targets = [extension for _, extension in self.fields if extension != DROP]
@@ -122,9 +124,13 @@ class RowMapper:
             DataError: If a value cannot be stored as asked; the message begins with ``where``.
         """
         try:
-            return Record(key=self._key(row, number), fields=self._fields(row, raw), metadata=row)
-        except DataError as error:
-            raise type(error)(f"{where}: {error}") from error
+            return Record(key=self._key(row, number), fields=self._fields(row, raw), metadata=row, where=where)
+        except (DataError, UnicodeEncodeError) as error:
+            told = (type(error) if isinstance(error, DataError) else DataError)(f"{where}: {error}")
+            told.__cause__ = error
+            if self.tolerant:
+                return unreadable(number, where, told)
+            raise told from error
 
     def _key(self, row: Mapping[str, object], number: int) -> str:
         if self.key_field is None or self.key_field == NUMBER_KEYS:
@@ -159,6 +165,11 @@ class RowMapper:
     def _binary_name(self, column: str, payload: bytes) -> str:
         extension = sniff_extension(payload)
         return extension if self.num_binary == 1 else f"{safe_extension(column)}.{extension}"
+
+
+def unreadable(number: int, where: str, problem: DataError) -> Record:
+    """Return the record that stands for a line or row which cannot be read."""
+    return Record(key=number_key(number), fields={}, where=where, problem=problem)
 
 
 def safe_extension(column: str) -> str:

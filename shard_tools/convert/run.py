@@ -7,7 +7,7 @@ import difflib
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -144,7 +144,8 @@ def convert(
         ),
     )
     refuse_overlap(source, place)
-    _check_columns(reader, options)
+    named = [("--columns", name) for name in options.columns] + [("--field", column) for column, _ in options.fields]
+    check_columns(reader, named)
     classes: dict[str, int] = getattr(reader, "classes", {})
     packed = pack(
         reader,
@@ -183,22 +184,27 @@ def _numbers_of(reader: Source, classes: Mapping[str, int]) -> dict[str, object]
     return {"classes": sorted(classes, key=classes.__getitem__)}
 
 
-def _check_columns(reader: Source, options: ConvertOptions) -> None:
-    """Look for the columns that the options name in the first records: a typo is an empty column else.
+def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields: bool = False) -> None:
+    """Look for columns that options name, as pairs (option, column), in the first records: a typo is an empty column.
+
+    Args:
+        reader: The source.
+        named: The pairs.
+        in_fields: Records without columns may have fields of these names.
 
     Raises:
         ConfigError: A table has no such column. Where each record has columns of its own, it is a warning.
     """
-    named = [("--columns", name) for name in options.columns] + [("--field", column) for column, _ in options.fields]
     if not named:
         return
     free = reader.kind == "jsonl"
     there: dict[str, None] = {}
     with contextlib.closing(reader.records(0)) as records:
-        for record in itertools.islice(records, _LOOKED_AT if free else 1):
-            there.update(dict.fromkeys(record.metadata))
+        whole = (record for record in records if record.problem is None)
+        for record in itertools.islice(whole, _LOOKED_AT if free else 1):
+            there.update(dict.fromkeys(record.metadata or (record.fields if in_fields else ())))
     for option, name in named if there or not free else ():
-        if name in there or (option == "--columns" and name.partition(".")[0] in there):
+        if name in there or (option != "--field" and name.partition(".")[0] in there):
             continue
         close = difflib.get_close_matches(name, there, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""

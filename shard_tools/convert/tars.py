@@ -44,7 +44,7 @@ class TarFiles(FileSource):
         for file in self.files:
             for key, fields in self._samples(file):
                 if number >= start:
-                    yield Record(key=number_key(number) if self._numbered else key, fields=fields)
+                    yield Record(key=number_key(number) if self._numbered else key, fields=fields, where=file.url)
                 number += 1
 
     def _samples(self, file: SourceFile) -> Iterator[tuple[str, dict[str, bytes]]]:

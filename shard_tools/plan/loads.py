@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from streaming.catalog.random_access import span_borders
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.sample_table import SampleTable
+from shard_tools.plan.sources import Reads
 from streaming.index.spans import SPAN_BYTES
 from streaming.plan import memory as budget
+from streaming.plan.intervals import ChunkIntervals, merge_intervals
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
@@ -37,6 +36,7 @@ class RankLoad:
         held_bytes: What chunks take in memory: live ones and read-ahead, or all that the limit leaves for chunks.
         keeps_all: All its chunks fit: each is fetched once, and kept for the next epoch.
         amplification: Bytes read per byte delivered (samples times their mean size).
+        fetched: int64[n], the chunk of each fetch; None where slices are read. Not in the JSON-able form.
     """
 
     dp_rank: int
@@ -52,10 +52,12 @@ class RankLoad:
     held_bytes: int
     keeps_all: bool
     amplification: float
+    fetched: Int64Array | None = field(default=None, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        values: dict[str, object] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        names = [name for name in self.__dataclass_fields__ if name != "fetched"]
+        values: dict[str, object] = {name: getattr(self, name) for name in names}
         return {**values, "ranks": list(self.ranks), "lanes": list(self.lanes)}
 
 
@@ -65,32 +67,33 @@ class Loads:
     def __init__(
         self,
         plan: Plan,
-        table: ChunkTable,
+        chunk_bytes: Int64Array,
+        reads: Reads,
         *,
-        sliced: bool,
+        spans: Callable[[Int64Array], budget.Spans] | None,
         memory_limit_bytes: int,
-        samples_of: Callable[[int], SampleTable | None] = lambda _: None,
     ) -> None:
         """Prepare the columns that all ranks need.
 
         Args:
-            plan: The plan; its chunks are those of ``table``.
-            table: The chunk table.
-            sliced: Slices of chunks can be read: training does, in storage order over several ranks, if it saves bytes.
+            plan: The plan.
+            chunk_bytes: int64[C], bytes of its chunks.
+            reads: What is read of them.
+            spans: Where spans begin in chunks of such sizes: slices of chunks can be read then, and training does, in
+                storage order over several ranks, if it saves bytes. Asked where whole chunks might not fit.
             memory_limit_bytes: Of one rank.
-            samples_of: The sample table of a shard, by number; asked for where whole chunks might not fit.
         """
-        self.plan = plan
+        self.plan, self.reads = plan, reads
         self.memory_limit_bytes = memory_limit_bytes
-        self.chunk_bytes: Int64Array = table.chunk_bytes
-        self.room_bytes = budget.whole_pages(self.chunk_bytes)
-        self._mean_sample_bytes = table.total_bytes / table.total_samples
-        self.sliced = sliced and budget.reads_slices(plan, self.chunk_bytes, memory_limit_bytes=memory_limit_bytes)
+        self.chunk_bytes = chunk_bytes
+        self.room_bytes = budget.whole_pages(chunk_bytes)
+        self.sliced = spans is not None and budget.reads_slices(
+            plan, self.chunk_bytes, memory_limit_bytes=memory_limit_bytes
+        )
         self._slices_bytes = 0
-        if self.sliced:
-            spans = partial(span_borders, table, self.room_bytes, samples_of)
+        if self.sliced and spans is not None:
             self._slices_bytes = budget.slices_bytes(
-                plan, self.room_bytes, spans, memory_limit_bytes=memory_limit_bytes
+                plan, self.room_bytes, partial(spans, self.room_bytes), memory_limit_bytes=memory_limit_bytes
             )
 
     def num_samples(self, dp_rank: int) -> int:
@@ -123,26 +126,42 @@ class Loads:
             )
 
     def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
-        live = self.plan.chunk_intervals(dp_rank)
+        live = self.intervals(dp_rank)
         live_bytes = self.plan.live_bytes(self.room_bytes, dp_rank)  # as training counts it
         different, first_seen = np.unique(live.chunk_ids, return_index=True)
         held = min(budget.chunks_bytes(self.memory_limit_bytes, live_bytes), int(self.room_bytes[live.chunk_ids].sum()))
         # As the loop decides it: with room for all its chunks, a rank fetches each of them once.
         keeps_all = budget.chunks_bytes(self.memory_limit_bytes, live_bytes) >= int(self.room_bytes[different].sum())
-        fetched = np.sort(first_seen) if keeps_all else slice(None)
-        sizes = self.chunk_bytes[live.chunk_ids[fetched]]
+        fetched = np.sort(first_seen) if keeps_all else np.arange(len(live.chunk_ids))
+        chunk_ids = live.chunk_ids[fetched]
+        sizes, requests = self.reads.num_bytes[chunk_ids], self.reads.num_requests[chunk_ids]
         at_start = live.first_batches[fetched] == 0
         return self._load(
             dp_rank,
             ranks,
             num_chunks=len(different),
-            num_requests=len(sizes),
+            num_requests=round(requests.sum()),
             read_bytes=int(sizes.sum()),
-            start_requests=int(at_start.sum()),
+            start_requests=round(requests[at_start].sum()),
             start_bytes=int(sizes[at_start].sum()),
             live_bytes=live_bytes,
             held_bytes=held,
             keeps_all=keeps_all,
+            fetched=chunk_ids,
+        )
+
+    def intervals(self, dp_rank: int) -> ChunkIntervals:
+        """Return when a rank needs which chunk; of a plan that comes in stretches each chunk once at a time."""
+        live = self.plan.chunk_intervals(dp_rank)
+        if not self.plan.orders.is_endless:
+            return live
+        ids, first, last = merge_intervals(live.chunk_ids, live.first_batches, live.last_batches)
+        by_time = np.argsort(first, kind="stable")
+        return ChunkIntervals(
+            chunk_ids=ids[by_time],
+            passes=np.zeros_like(ids),
+            first_batches=first[by_time],
+            last_batches=last[by_time],
         )
 
     def _of_slices(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
@@ -190,9 +209,11 @@ class Loads:
         num_bytes = byte_starts[chunks] - np.round(self.chunk_bytes[chunks] * (1 - share)).astype(np.int64)
         return passes * len(self.chunk_bytes) + chunks, passes * int(byte_starts[-1]) + num_bytes
 
-    def _load(self, dp_rank: int, ranks: tuple[int, ...], *, read_bytes: int, **values: int) -> RankLoad:
+    def _load(
+        self, dp_rank: int, ranks: tuple[int, ...], *, read_bytes: int, fetched: Int64Array | None = None, **values: int
+    ) -> RankLoad:
         num_samples = self.num_samples(dp_rank)
-        delivered = num_samples * self._mean_sample_bytes
+        delivered = num_samples * self.reads.sample_bytes
         return RankLoad(
             dp_rank=dp_rank,
             ranks=ranks,
@@ -207,6 +228,7 @@ class Loads:
             live_bytes=values["live_bytes"],
             held_bytes=values["held_bytes"],
             keeps_all=bool(values["keeps_all"]),
+            fetched=fetched,
         )
 
 

@@ -6,24 +6,27 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from infra import DeviceMesh
 from shard_tools.plan.loads import Loads, RankLoad
+from shard_tools.plan.shares import MixtureShares, reads_of, shares_of
+from shard_tools.plan.sources import OpenedSet, Planned, Reads
 from streaming.arguments import checked_int, parse_bytes
-from streaming.catalog.open import open_shards, sample_table
-from streaming.errors import ConfigError, IndexMissingError, MemoryLimitError
-from streaming.filters.select import parse_subset, select
-from streaming.filters.views import asked_filter
+from streaming.catalog.random_access import span_borders
+from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.sample_table import SampleTable
 from streaming.plan import memory as budget
+from streaming.plan.order import OrderSettings
 from streaming.plan.plan import Plan
 from streaming.plan.settings import order_settings
 from streaming.storage import Storage
-from streaming.types import LastBatch
+from streaming.types import Int64Array, LastBatch
+
+if TYPE_CHECKING:
+    from streaming.datasets.mixture import Mixture
 
 MAX_SWEPT_RANKS = 4096
 """Data ranks worked out one by one; of more, so many are taken at equal distances. Some milliseconds each."""
@@ -94,6 +97,7 @@ class PlanReport:
         num_chunks: Its chunks.
         num_samples: Its samples.
         num_bytes: Bytes of its chunks.
+        sample_bytes: Mean size of a sample, as they are drawn.
         axes: Size of every parallel axis, outermost first.
         data_world_size: Ranks that get different data.
         replica_world_size: Processes that get the same batches, for each of them.
@@ -111,13 +115,17 @@ class PlanReport:
         mixed_chunks: Different chunks in one batch of the first rank, in the middle of the epoch: how well it mixes.
         loads: The data ranks that were worked out, ascending.
         sampled: They are but some of all, at equal distances: totals are estimates.
+        filtered: A filter leaves bytes out: what is read is estimated.
         warnings: What training would refuse, and what costs more than it need; each with its cure.
+        shares: Of a mixture: what is drawn of each source.
+        has_end: False: of a mixture without end the first ``epoch_samples`` are shown.
     """
 
     num_shards: int
     num_chunks: int
     num_samples: int
     num_bytes: int
+    sample_bytes: float
     axes: dict[str, int]
     data_world_size: int
     replica_world_size: int
@@ -134,7 +142,10 @@ class PlanReport:
     mixed_chunks: int
     loads: tuple[RankLoad, ...]
     sampled: bool
+    filtered: bool
     warnings: tuple[str, ...]
+    shares: MixtureShares | None = None
+    has_end: bool = True
 
     def spread(self, name: str) -> Spread:
         """Spread one attribute of ``RankLoad`` over the ranks that were worked out."""
@@ -149,12 +160,12 @@ class PlanReport:
     @property
     def amplification(self) -> float:
         """Bytes read per byte delivered, over all data ranks, replicas counted once."""
-        delivered = self.epoch_samples * self.num_bytes / self.num_samples
-        return self.total("read_bytes") / delivered
+        return self.total("read_bytes") / (self.epoch_samples * self.sample_bytes)
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in {"loads", "warnings"}}
+        apart = {"loads", "warnings", "shares"}
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in apart}
         counted = ("num_samples", "num_requests", "read_bytes", "start_requests", "start_bytes", "live_bytes")
         spreads = {name: self.spread(name) for name in (*counted, "amplification")}
         return {
@@ -170,6 +181,7 @@ class PlanReport:
             "per_data_rank": {
                 name: {"min": spread.least, "mean": spread.mean, "max": spread.most} for name, spread in spreads.items()
             },
+            **({} if self.shares is None else {"shares": self.shares.as_dict()}),
             "data_ranks": [load.as_dict() for load in self.loads],
             "warnings": list(self.warnings),
         }
@@ -181,7 +193,7 @@ def plan(
 ) -> PlanReport:  # fmt: skip
     """Work out who reads what of the shards at ``urls``; read their index, never their data.
 
-    Of a filtered set chunks count with all their bytes, though what is filtered out of large samples is not read.
+    Of a filtered set, what is read of a chunk is estimated from the share of its samples that is kept.
 
     Args:
         urls: Shards, as ``StreamingDataset`` takes them.
@@ -197,47 +209,91 @@ def plan(
         NotFoundError: Nothing matches ``urls``.
         ConfigError: Training would refuse this for another reason than memory: an empty epoch.
     """
-    shards = open_shards(storage, urls, index_url)
-    if shards.table is None:
-        raise IndexMissingError(shards.missing_index)
+    opened = OpenedSet(urls, storage=storage, index_url=index_url, where=where, view=view, subset=subset)
+    return plan_opened(opened, options=options)
+
+
+def plan_opened(planned: Planned, *, options: PlanOptions) -> PlanReport:
+    """Work out who reads what of an opened data set, or of a mixture.
+
+    Raises:
+        ConfigError: Training would refuse this for another reason than memory: an empty epoch.
+    """
+    if not isinstance(planned, OpenedSet):
+        return _plan_mixture(planned, options)
     may_slice = not options.shuffle and options.mesh.data_world_size > 1
-    samples_of = partial(sample_table, storage, shards)
-    sliced = may_slice and samples_of(0) is not None
-    asked = asked_filter(storage, shards, where=where, view=view, subset=parse_subset(subset), exclude=None, peers=None)
-    if asked is not None:
-        return plan_table(select(storage, shards, asked).table, options=options, sliced=sliced)
-    return plan_table(shards.table, options=options, sliced=sliced, samples_of=samples_of)
+    reads = Reads.of(planned.chunk_bytes, planned.chunk_samples, planned.stored_samples)
+    is_filtered = planned.stored_samples is not planned.chunk_samples
+    spans = planned.span_borders if may_slice and not is_filtered and planned.has_sample_tables() else None
+    return _report(_Chunks(_epoch_plan(planned.table, options), planned.table, reads), options, spans)
 
 
-def plan_table(
-    table: ChunkTable,
-    *,
-    options: PlanOptions,
-    sliced: bool = False,
-    samples_of: Callable[[int], SampleTable | None] = lambda _: None,
-) -> PlanReport:
-    """Work out who reads what of a data set with this chunk table. Pure.
+def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False) -> PlanReport:
+    """Work out who reads what of a data set with this chunk table, whose spans are its chunks. Pure.
 
     Args:
         table: The chunk table.
         options: The topology and the loader's choices.
         sliced: There are sample tables: in storage order, ranks read slices of chunks where that saves bytes.
-        samples_of: The sample table of a shard, by number; asked for only where whole chunks might not fit.
 
     Raises:
         ConfigError: The epoch would be empty.
     """
-    whole = _epoch_plan(table, options)
-    loads = Loads(whole, table, sliced=sliced, memory_limit_bytes=options.memory_limit_bytes, samples_of=samples_of)
+    reads = Reads.of(table.chunk_bytes, table.num_samples, table.num_samples)
+    spans = partial(span_borders, table, samples_of=lambda _: None) if sliced else None
+    return _report(_Chunks(_epoch_plan(table, options), table, reads), options, spans)
+
+
+def _plan_mixture(mixture: Mixture, options: PlanOptions) -> PlanReport:
+    """Work out an epoch, or of a mixture without end as many samples as its sources have."""
+    num_samples = int(mixture.chunk_samples.sum())
+    order = _order(options, num_samples, len(mixture.chunk_samples))
+    ledger = mixture.begun(options.global_batch_size)
+    orders = mixture.orders(order, ledger)
+    size = options.epoch_size or (num_samples if mixture.is_endless else None)
+    whole = Plan(
+        mixture.chunk_samples, order, global_batch_size=options.global_batch_size,
+        dp_world_size=options.mesh.data_world_size, last_batch=options.last_batch, epoch=options.epoch,
+        epoch_size=size, orders=orders,
+    )  # fmt: skip
+    _check_not_empty(whole, options)
+    begin = options.epoch * whole.num_samples
+    reads = reads_of(mixture, mixture.drawn(ledger, begin, whole.num_samples))
+    chunks = _Chunks(whole, mixture, reads)
+    report = _report(chunks, options, None)
+    loads = Loads(whole, mixture.chunk_bytes, reads, spans=None, memory_limit_bytes=options.memory_limit_bytes)
+    factor = whole.dp_world_size / len(report.loads)
+    mixed = shares_of(mixture, ledger, loads, report.loads, factor)
+    return replace(report, shares=mixed, has_end=not mixture.is_endless or options.epoch_size is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """What a plan is over: ``data`` has ``urls`` or ``shards``, and bytes and samples of chunks."""
+
+    plan: Plan
+    data: ChunkTable | Planned
+    reads: Reads
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.data.shards if isinstance(self.data, ChunkTable) else self.data.urls)
+
+
+def _report(chunks: _Chunks, options: PlanOptions, spans: Callable[[Int64Array], budget.Spans] | None) -> PlanReport:
+    whole, reads = chunks.plan, chunks.reads
+    chunk_bytes = chunks.data.chunk_bytes
+    loads = Loads(whole, chunk_bytes, reads, spans=spans, memory_limit_bytes=options.memory_limit_bytes)
     chosen = _swept_ranks(whole, sliced=loads.sliced)
     replicas = replica_ranks(options.mesh)
     found = tuple(loads.of(dp_rank, replicas[dp_rank]) for dp_rank in chosen)
     dropped = whole.num_samples % whole.global_batch_size if options.last_batch == "drop" else 0
     report = PlanReport(
-        num_shards=len(table.shards),
-        num_chunks=table.num_chunks,
-        num_samples=table.total_samples,
-        num_bytes=table.total_bytes,
+        num_shards=chunks.num_shards,
+        num_chunks=len(chunk_bytes),
+        num_samples=int(whole.chunk_samples.sum()),
+        num_bytes=int(chunk_bytes.sum()),
+        sample_bytes=reads.sample_bytes,
         axes=options.mesh.axis_sizes,
         data_world_size=whole.dp_world_size,
         replica_world_size=options.mesh.replica_world_size,
@@ -254,9 +310,11 @@ def plan_table(
         mixed_chunks=_mixed_chunks(whole),
         loads=found,
         sampled=len(found) < whole.dp_world_size,
+        filtered=reads.num_bytes is not chunk_bytes and bool((reads.num_bytes < chunk_bytes).any()),
         warnings=(),
     )
-    return _with_warnings(report, loads, may_slice=not options.shuffle and whole.dp_world_size > 1, tables=sliced)
+    may_slice = not options.shuffle and whole.dp_world_size > 1
+    return _with_warnings(report, loads, may_slice=may_slice, tables=spans is not None)
 
 
 def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
@@ -267,34 +325,36 @@ def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in shares.tolist())
 
 
+def _order(options: PlanOptions, num_samples: int, num_chunks: int) -> OrderSettings:
+    return order_settings(
+        shuffle=options.shuffle, seed=options.seed, lanes=options.lanes, window=options.window,
+        global_batch_size=options.global_batch_size, num_samples=num_samples, num_chunks=num_chunks,
+    )  # fmt: skip
+
+
 def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
     if not table.total_samples:
         raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
-    order = order_settings(
-        shuffle=options.shuffle,
-        seed=options.seed,
-        lanes=options.lanes,
-        window=options.window,
-        global_batch_size=options.global_batch_size,
-        num_samples=table.total_samples,
-        num_chunks=table.num_chunks,
-    )
     whole = Plan(
         table.num_samples,
-        order,
+        _order(options, table.total_samples, table.num_chunks),
         global_batch_size=options.global_batch_size,
         dp_world_size=options.mesh.data_world_size,
         last_batch=options.last_batch,
         epoch=options.epoch,
         epoch_size=options.epoch_size,
     )
+    _check_not_empty(whole, options)
+    return whole
+
+
+def _check_not_empty(whole: Plan, options: PlanOptions) -> None:
     if not whole.num_batches or whole.num_samples < whole.dp_world_size:
         raise ConfigError(
             f"{whole.num_samples} samples do not fill one global batch of {whole.global_batch_size} "
             f"({whole.dp_world_size} data ranks) with last_batch={options.last_batch!r}: training would refuse this. "
             f'Use last_batch="pad" or "partial", a smaller batch, fewer ranks, or epoch_size to repeat the data'
         )
-    return whole
 
 
 def _swept_ranks(whole: Plan, *, sliced: bool) -> list[int]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import click
 import numpy as np
 
+from shard_tools.plan.keys import Place, all_places, keys_at, places_by_order
+from shard_tools.plan.sources import OpenedSet, Planned, sets_of
 from shard_tools.running.report import Report
-from streaming.catalog.open import open_shards, sample_table
-from streaming.errors import ConfigError, IndexMissingError, NotFoundError, StateError
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.sample_table import SampleTable
+from streaming.errors import ConfigError, NotFoundError, StateError
+from streaming.plan.order import Orders
 from streaming.plan.plan import Plan
 from streaming.plan.state import LoaderState
 from streaming.storage import Storage, redact
@@ -33,7 +33,8 @@ class StepRow(Report):
         epoch: Its epoch.
         batch: Its number in the epoch.
         dp_rank: The data rank that gets the sample.
-        number: The sample's number in the data set.
+        source: The source of a mixture that it is of; None: the run reads a single data set.
+        number: The sample's number in the data set, or in the source: ``dataset[number]``.
         shard: URL of its shard.
         key: Its key; None: the index has no sample table.
     """
@@ -42,6 +43,7 @@ class StepRow(Report):
     epoch: int
     batch: int
     dp_rank: int
+    source: str | None
     number: int
     shard: str
     key: str | None
@@ -53,53 +55,49 @@ class StepReport(Report):
 
     Attributes:
         at_step: The step that the state would do next.
-        batches_per_epoch: Steps of each epoch.
+        batches_per_epoch: Steps of each epoch; None: it has no end.
         rows: What was asked for.
         left_out: Epochs that were looked at in which the sample does not come, as it is in their tail.
+        looked_at: Of a search for a key in steps: the first, and one past the last; else None.
+        by_order: Places of keys were found by their order; with ``--thorough`` all are read.
     """
 
     at_step: int
-    batches_per_epoch: int
+    batches_per_epoch: int | None
     rows: tuple[StepRow, ...]
     left_out: tuple[int, ...] = ()
+    looked_at: tuple[int, int] | None = None
+    by_order: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
-    """The steps of a run over one data set. Pure but for ``samples_of``, which loads a shard's sample table.
+    """The steps of a run over one data set, or a mixture with the ledger of the state. Reads sample tables for keys.
 
     Attributes:
-        table: The chunk table.
-        urls: Its shards.
+        planned: What the run reads.
         state: Says the order; a changed seed counts from the epoch after the state's.
         global_batch_size: G.
         num_ranks: R, the data ranks.
         last_batch: What becomes of the tail.
-        samples_of: The sample table of a shard, by number, or None.
 
     Raises:
-        StateError: The state belongs to another data set.
-        ConfigError: It is of a mixture, or no epoch has a batch.
+        StateError: The state belongs to another data set or mixture.
+        ConfigError: No epoch has a batch.
     """
 
-    table: ChunkTable
-    urls: Sequence[str]
+    planned: Planned
     state: LoaderState
     global_batch_size: int
     num_ranks: int
     last_batch: LastBatch
-    samples_of: Callable[[int], SampleTable | None]
-    _plans: dict[tuple[int, int], Plan] = field(default_factory=dict, init=False, repr=False)
+    _plans: dict[int, Plan] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.state.ledger is not None:
-            raise ConfigError("--state: of a mixture; steps are worked out for single data sets")
-        if self.state.fingerprint != self.table.fingerprint:
-            raise StateError(
-                f"--state: of {self.state.num_samples} samples with fingerprint {self.state.fingerprint}, but these "
-                f"shards have {self.table.total_samples} and {self.table.fingerprint}: give the set that the "
-                "run reads; views and filters are not worked out here"
-            )
+        if self.state.ledger is None:
+            _check_set(self.planned, self.state)
+        else:
+            _check_mixture(self.planned, self.state)
         if not self.batches_per_epoch:
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
@@ -109,26 +107,50 @@ class Run:
         return self.plan_of(0).num_batches
 
     @property
+    def is_endless(self) -> bool:
+        """Whether the one epoch has no end."""
+        return self.plan_of(0).is_endless
+
+    @property
     def at_step(self) -> int:
         """The step that the state would do next."""
         done = -(-self.state.samples_seen // self.global_batch_size)
         return self.state.epoch * self.batches_per_epoch + min(done, self.batches_per_epoch)
 
-    def plan_of(self, epoch: int, *, num_ranks: int | None = None) -> Plan:
-        """Make the plan of one epoch, from its beginning; each once."""
-        order, seed, ranks = self.state.order, self.state.next_seed, num_ranks or self.num_ranks
-        if (epoch, ranks) in self._plans:
-            return self._plans[epoch, ranks]
-        self._plans[epoch, ranks] = plan = Plan(
-            self.table.num_samples,
-            order if seed is None or epoch <= self.state.epoch else replace(order, seed=seed),
-            global_batch_size=self.global_batch_size,
-            dp_world_size=ranks,
-            last_batch=self.last_batch,
-            epoch=epoch,
-            epoch_size=self.state.epoch_size,
-        )
-        return plan
+    def plan_of(self, epoch: int) -> Plan:
+        """Make the plan of one epoch, from its beginning; each once. One rank has the batches whole."""
+        if epoch not in self._plans:
+            order, seed = self.state.order, self.state.next_seed
+            orders = self._orders
+            if seed is not None and epoch > self.state.epoch:
+                order = replace(order, seed=seed)
+                orders = None if orders is None else orders.under(order)
+            self._plans[epoch] = Plan(
+                self.planned.chunk_samples,
+                order,
+                global_batch_size=self.global_batch_size,
+                dp_world_size=1,
+                last_batch=self.last_batch,
+                epoch=epoch,
+                epoch_size=self.state.epoch_size,
+                orders=orders,
+            )
+        return self._plans[epoch]
+
+    @cached_property
+    def _orders(self) -> Orders | None:
+        """Of a mixture with the ledger of the state; one object, since all epochs of one without end are in it."""
+        if self.state.ledger is None or isinstance(self.planned, OpenedSet):
+            return None
+        return self.planned.orders(self.state.order, self.state.ledger)
+
+    @cached_property
+    def _sets(self) -> list[Any]:
+        return list(sets_of(self.planned))
+
+    @cached_property
+    def _first_chunks(self) -> Int64Array:
+        return np.cumsum([0, *(len(one.chunk_samples) for _, one in self._sets)])
 
     def who(self, steps: range) -> StepReport:
         """List the samples of these steps.
@@ -138,119 +160,176 @@ class Run:
         """
         if not steps or steps.start < 0 or len(steps) * self.global_batch_size > _MAX_ROWS:
             raise ConfigError(f"--step: expected some steps of at most {_MAX_ROWS:,} samples in all, got {steps}")
-        return self._report([row for step in steps for row in self._rows(step)])
+        rows: list[tuple[int, int, int, int]] = []
+        for step in steps:
+            epoch, batch = divmod(step, self.batches_per_epoch)
+            chunks, offsets, ranks = self._batch(epoch, batch)
+            rows += zip([step] * len(chunks), ranks.tolist(), chunks.tolist(), offsets.tolist(), strict=True)
+        return self._report(self._told(rows))
 
-    def when(self, key: str, epochs: range) -> StepReport:
+    def when(self, key: str, steps: range | None = None, *, thorough: bool = False) -> StepReport:
         """Find the steps that the samples of this key are in.
+
+        Args:
+            key: The key.
+            steps: Where to look; default: the state's epoch and the next one, or of a run without end all steps up to
+                the state's, and as many more as give each source that has the key once more.
+            thorough: Read all keys, and do not stop where ascending keys would have this one.
 
         Raises:
             NotFoundError: No sample has this key.
             IndexMissingError: A shard has no sample table, and could hold it.
         """
-        places = self._places(key)
-        rows: list[StepRow] = []
-        left_out = []
-        for epoch in epochs:
-            before = len(rows)
-            for batch in self._batches_with(epoch, places):
-                step = epoch * self.batches_per_epoch + batch
-                rows += [row for row in self._rows(step) if row.key == key]
-            if len(rows) == before:
-                left_out.append(epoch)
-        return self._report(rows, left_out)
+        places: list[tuple[int, Place]] = []
+        if not thorough:
+            places = [(at, place) for at, (_, one) in enumerate(self._sets) for place in places_by_order(one, key)]
+        by_order = bool(places) and len(self.planned.urls) > 1
+        if not places:
+            places = [(at, place) for at, (_, one) in enumerate(self._sets) for place in all_places(one, key)]
+        if not places:
+            what = redact(self.planned.urls[0])
+            raise NotFoundError(f"--key: no sample of {what} and its neighbours has the key {key!r}")
+        looked_at = self._searched(places) if steps is None else steps
+        rows = [
+            (step, rank, chunk, place.offset)
+            for number, place in places
+            for chunk in [place.chunk + int(self._first_chunks[number])]
+            for step, rank in self._steps_with(chunk, place.offset, looked_at)
+        ]
+        there = {step // self.batches_per_epoch for step, *_ in rows}
+        left_out = [] if steps is not None else [one for one in self._epochs(looked_at) if one not in there]
+        report = self._report(self._told(sorted(rows)))
+        return replace(
+            report, left_out=() if self.state.epoch_size or self.is_endless else tuple(left_out),
+            looked_at=(looked_at.start, looked_at.stop), by_order=by_order,
+        )  # fmt: skip
 
-    def _report(self, rows: list[StepRow], left_out: Sequence[int] = ()) -> StepReport:
-        return StepReport(
-            at_step=self.at_step, batches_per_epoch=self.batches_per_epoch, rows=tuple(rows), left_out=tuple(left_out)
+    def _epochs(self, steps: range) -> range:
+        return range(steps.start // self.batches_per_epoch, -(-steps.stop // self.batches_per_epoch))
+
+    def _searched(self, places: Sequence[tuple[int, Place]]) -> range:
+        """Return the steps that are looked at if nobody says which."""
+        if not self.is_endless:
+            first = self.state.epoch * self.batches_per_epoch
+            return range(first, first + 2 * self.batches_per_epoch)
+        ledger, mixture = self.state.ledger, self.planned
+        if ledger is None or isinstance(mixture, OpenedSet):
+            raise AssertionError("a run without end is of a mixture")
+        row = self.state.samples_seen
+        names = {self._sets[number][0] for number, _ in places}
+        shares = mixture.drawn(ledger, row, self.global_batch_size)
+        ahead = [mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
+        return range(self.at_step + 2 * round(max(ahead, default=0)) + 1)
+
+    def _steps_with(self, chunk: int, offset: int, steps: range) -> Iterator[tuple[int, int]]:
+        """Find the steps that hold a sample, and the rank that gets it."""
+        per_epoch = self.batches_per_epoch
+        for epoch in self._epochs(steps):
+            plan = self.plan_of(epoch)
+            first, last = max(steps.start - epoch * per_epoch, 0), min(steps.stop - epoch * per_epoch, per_epoch)
+            for batch in dict.fromkeys(batch for batch, _ in plan.when(chunk, offset, first=first, last=last)):
+                chunks, offsets, ranks = self._batch(epoch, batch)
+                for rank in ranks[(chunks == chunk) & (offsets == offset)].tolist():
+                    yield epoch * per_epoch + batch, rank
+
+    def _batch(self, epoch: int, batch: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return chunk, offset and rank of each row of a global batch."""
+        found = self.plan_of(epoch).rank_batches(batch, batch + 1, 0)
+        count = int(found.valid.sum())
+        # As Plan deals them: rank r of R takes rows [n * r // R, n * (r + 1) // R) of a batch of n.
+        ranks = ((np.arange(count) + 1) * self.num_ranks - 1) // max(count, 1)
+        return found.chunk_ids[found.valid], found.offsets[found.valid], ranks
+
+    def _report(self, rows: Sequence[StepRow]) -> StepReport:
+        per_epoch = None if self.is_endless else self.batches_per_epoch
+        return StepReport(at_step=self.at_step, batches_per_epoch=per_epoch, rows=tuple(rows))
+
+    def _told(self, rows: Sequence[tuple[int, int, int, int]]) -> list[StepRow]:
+        """Describe the samples of (step, rank, chunk, offset)."""
+        chunks = np.array([row[2] for row in rows], np.int64)
+        offsets = np.array([row[3] for row in rows], np.int64)
+        sources = np.searchsorted(self._first_chunks, chunks, side="right") - 1
+        told: dict[int, tuple[str | None, int, str, str | None]] = {}
+        for source in np.unique(sources).tolist():
+            name, one = self._sets[source]
+            at = np.flatnonzero(sources == source)
+            within = chunks[at] - self._first_chunks[source]
+            starts = np.cumsum(one.chunk_samples) - one.chunk_samples
+            numbers = (starts[within] + offsets[at]).tolist()
+            keys, urls = keys_at(one, within, offsets[at]), one.urls_of(within)
+            for row, number, url, key in zip(at.tolist(), numbers, urls, keys, strict=True):
+                told[row] = (name or None, number, url, key)
+        return [
+            StepRow(
+                step=step, epoch=step // self.batches_per_epoch, batch=step % self.batches_per_epoch, dp_rank=rank,
+                source=told[at][0], number=told[at][1], shard=told[at][2], key=told[at][3],
+            )
+            for at, (step, rank, *_) in enumerate(rows)
+        ]  # fmt: skip
+
+
+def _check_set(planned: Planned, state: LoaderState) -> None:
+    if not isinstance(planned, OpenedSet):
+        raise StateError("--state: of a single data set, and a mixture is given; give the URL of that data set")
+    if state.fingerprint != planned.fingerprint:
+        raise StateError(
+            f"--state: of {state.num_samples} samples with fingerprint {state.fingerprint}, but these shards have "
+            f"{planned.table.total_samples} and {planned.fingerprint}: give the set that the run reads, with its "
+            "--where, --view or --subset (ranges such as dataset[a:b] are not worked out here)"
         )
 
-    def _rows(self, step: int) -> Iterator[StepRow]:
-        epoch, batch = divmod(step, self.batches_per_epoch)
-        plan = self.plan_of(epoch)
-        starts = np.concatenate([[0], np.cumsum(self.table.num_samples)])
-        for dp_rank in range(self.num_ranks):
-            found = plan.rank_batches(batch, batch + 1, dp_rank)
-            for chunk, offset in zip(found.chunk_ids[found.valid], found.offsets[found.valid], strict=True):
-                shard = int(self.table.shard[chunk])
-                samples = self.samples_of(shard)
-                yield StepRow(
-                    step=step,
-                    epoch=epoch,
-                    batch=batch,
-                    dp_rank=dp_rank,
-                    number=int(starts[chunk] + offset),
-                    shard=self.urls[shard],
-                    key=None if samples is None else samples.keys[int(self.table.first_sample[chunk] + offset)],
-                )
 
-    def _places(self, key: str) -> set[tuple[int, int]]:
-        """Find (chunk, offset) of the samples of this key."""
-        places = set()
-        for shard, url in enumerate(self.urls):
-            samples = self.samples_of(shard)
-            if samples is None:
-                raise IndexMissingError(f"{redact(url)}: the index has no sample table of it; run `shard_tools index`")
-            chunks = np.flatnonzero(self.table.shard == shard)
-            for row in [row for row, known in enumerate(samples.keys) if known == key]:
-                chunk = chunks[np.searchsorted(self.table.first_sample[chunks], row, side="right") - 1]
-                places.add((int(chunk), row - int(self.table.first_sample[chunk])))
-        if not places:
-            raise NotFoundError(f"--key: no sample of {redact(self.urls[0])} and its neighbours has the key {key!r}")
-        return places
+def _check_mixture(planned: Planned, state: LoaderState) -> None:
+    """Refuse a mixture that lacks a source of the ledger, or has another one of its name; more of them do not matter.
 
-    def _batches_with(self, epoch: int, places: set[tuple[int, int]]) -> list[int]:
-        """Find the batches that hold one of ``places``, among those in which its chunk is in the window."""
-        plan = self.plan_of(epoch, num_ranks=1)
-        intervals = plan.chunk_intervals(0)
-        batches: set[int] = set()
-        for row in np.flatnonzero(np.isin(intervals.chunk_ids, [chunk for chunk, _ in places])).tolist():
-            first, last = int(intervals.first_batches[row]), int(intervals.last_batches[row]) + 1
-            found = plan.rank_batches(first, last, 0)
-            wanted = self._is_in(found.chunk_ids, found.offsets, places)
-            number = np.searchsorted(found.row_splits, np.flatnonzero(wanted), side="right") - 1
-            batches.update((first + number).tolist())
-        return sorted(batches)
-
-    @staticmethod
-    def _is_in(chunk_ids: Int64Array, offsets: Int64Array, places: set[tuple[int, int]]) -> Any:
-        return np.logical_or.reduce([(chunk_ids == chunk) & (offsets == offset) for chunk, offset in places])
+    Raises:
+        StateError: It does.
+    """
+    known = {} if state.ledger is None else state.ledger.sources
+    if isinstance(planned, OpenedSet):
+        raise StateError(
+            f"--state: of a mixture of {', '.join(known)}: give the JSON file that describes it in place of a URL "
+            "(docs/mixing.md)"
+        )
+    there = planned.fingerprints
+    missing = sorted(set(known) - set(there))
+    if missing:
+        raise StateError(
+            f"--state: of a mixture with the source {missing[0]!r}, which the file lacks; it has "
+            f"{', '.join(sorted(there))}"
+        )
+    for name, fingerprint in known.items():
+        if there[name] != fingerprint:
+            raise StateError(
+                f"--state: the source {name!r} is not the one of the run: fingerprint {there[name]}, the state has "
+                f"{fingerprint}. Give the shards, and the filter, that the run read"
+            )
+    quotas = None if state.ledger is None else state.ledger.last.quotas
+    if quotas is not None and set(quotas) != set(there):
+        more = ", ".join(sorted(set(there) - set(quotas)))
+        raise StateError(f"--state: of a mixture that ends, which has no source {more}: take it out of the file")
 
 
 def open_run(
-    urls: Sequence[str],
-    state_url: str,
-    *,
-    storage: Storage,
-    index_url: str | None,
-    global_batch_size: int,
-    num_ranks: int,
-    last_batch: LastBatch,
+    planned: Planned, state_url: str, *, storage: Storage, global_batch_size: int, num_ranks: int, last_batch: LastBatch
 ) -> Run:
-    """Open the run that a saved ``loader.state_dict()`` (JSON) belongs to; reads the index, never the data.
+    """Open the run that a saved ``loader.state_dict()`` (JSON) belongs to.
 
     Raises:
-        StateError: The file holds no state.
-        IndexMissingError: There is no index.
+        StateError: The file holds no state, or that of another data set or mixture.
     """
-    shards = open_shards(storage, urls, index_url)
-    if shards.table is None:
-        raise IndexMissingError(shards.missing_index)
     try:
         content = json.loads(bytes(storage.read(state_url)))
     except (ValueError, RecursionError) as error:
         raise StateError(f"{redact(state_url)}: not JSON ({error}); save json.dumps(loader.state_dict())") from error
     if not isinstance(content, Mapping):
         raise StateError(f"{redact(state_url)}: expected an object, as loader.state_dict() gives it")
-    tables: dict[int, SampleTable | None] = {}
-    load = partial(sample_table, storage, shards)
     return Run(
-        table=shards.table,
-        urls=shards.urls,
+        planned=planned,
         state=LoaderState.from_dict(content),
         global_batch_size=global_batch_size,
         num_ranks=num_ranks,
         last_batch=last_batch,
-        samples_of=lambda shard: tables[shard] if shard in tables else tables.setdefault(shard, load(shard)),
     )
 
 
@@ -269,10 +348,20 @@ def parse_steps(text: str) -> range:
 
 def show_steps(report: StepReport) -> None:
     """Print a line for each sample of each step."""
-    click.echo(f"{report.batches_per_epoch:,} steps an epoch; the state goes on with step {report.at_step:,}")
+    every = (
+        "one epoch without end" if report.batches_per_epoch is None else f"{report.batches_per_epoch:,} steps an epoch"
+    )
+    click.echo(f"{every}; the state goes on with step {report.at_step:,}")
     for row in report.rows:
         name = f"sample {row.number}" if row.key is None else ascii(row.key)[1:-1]
         place = f"epoch {row.epoch}, batch {row.batch}, data rank {row.dp_rank}"
-        click.echo(f"step {row.step}: {name} ({place}; {redact(row.shard)}, number {row.number})")
+        source = "" if row.source is None else f"source {row.source}, "
+        click.echo(f"step {row.step}: {name} ({source}{place}; {redact(row.shard)}, number {row.number})")
     for epoch in report.left_out:
         click.echo(f"epoch {epoch}: not in it; it is left out with the tail")
+    if report.looked_at is not None and not report.rows and not report.left_out:
+        click.echo(f"not in steps {report.looked_at[0]:,} to {report.looked_at[1]:,}; --step A..B looks elsewhere")
+    if report.by_order:
+        click.echo(
+            "Keys that come once are taken to ascend; --thorough reads all of them, for keys that come twice", err=True
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from importlib import import_module
+from typing import Any
 
 import click
 from rich.console import Console
@@ -12,17 +13,23 @@ from rich.table import Table
 
 from shard_tools.plan.loads import RankLoad
 from shard_tools.plan.report import PlanReport
+from shard_tools.plan.shares import MixtureShares
 from streaming.arguments import format_bytes
 from streaming.errors import ConfigError
 
 _SHOWN_RANKS = 16
 _SHOWN_REPLICAS = 8
+_SHOWN_SOURCES = 20
+_SHOWN_PASSES = 3
+_WIDE = 140
 
 
 def show_plan(report: PlanReport) -> None:
-    """Print totals, spreads, a table of data ranks, warnings."""
+    """Print totals, the sources of a mixture, spreads, a table of data ranks, warnings."""
     for line in _summary(report):
         click.echo(line)
+    if report.shares is not None:
+        _show_sources(report.shares)
     _show_spread(report)
     _show_ranks(report)
     for warning in report.warnings:
@@ -30,7 +37,7 @@ def show_plan(report: PlanReport) -> None:
 
 
 def save_plot(report: PlanReport, path: str) -> None:
-    """Draw bytes read, requests and memory over data ranks into a new PNG file at ``path``.
+    """Draw bytes read, requests and memory over data ranks, and shares of a mixture, into a new PNG file at ``path``.
 
     Raises:
         ConfigError: matplotlib is not installed, or ``path`` cannot be written.
@@ -41,7 +48,7 @@ def save_plot(report: PlanReport, path: str) -> None:
         raise ConfigError("--plot: needs matplotlib, which is not installed: pip install matplotlib") from error
     if not path.lower().endswith(".png") or not os.path.isdir(os.path.dirname(path) or "."):
         raise ConfigError(f"--plot: expected FILE.png in a folder that exists, got {path!r}")
-    figure = drawing.Figure(figsize=(9, 7), layout="constrained")
+    figure = drawing.Figure(figsize=(9, 7 if report.shares is None else 10), layout="constrained")
     backend.FigureCanvasAgg(figure)
     ranks = [load.dp_rank for load in report.loads]
     rows = (
@@ -49,8 +56,9 @@ def save_plot(report: PlanReport, path: str) -> None:
         ("requests", [load.num_requests for load in report.loads], None),
         ("live, GiB", [load.live_bytes / 2**30 for load in report.loads], report.memory_limit_bytes / 2**30),
     )
+    height = len(rows) + (report.shares is not None)
     for place, (label, values, limit) in enumerate(rows, 1):
-        axes = figure.add_subplot(len(rows), 1, place)
+        axes = figure.add_subplot(height, 1, place)
         axes.bar(ranks, values, width=1.0 if len(ranks) > _SHOWN_RANKS else 0.8)
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
@@ -58,17 +66,83 @@ def save_plot(report: PlanReport, path: str) -> None:
             axes.axhline(limit, linestyle="--", color="black", label="memory_limit")
             axes.legend()
     axes.set_xlabel("data rank")
+    if report.shares is not None:
+        _draw_shares(figure.add_subplot(height, 1, height), report.shares)
     figure.suptitle(
         f"{report.data_world_size} data ranks, {report.lanes} lanes: {report.amplification:.2f} times the bytes"
     )
     figure.savefig(path)
 
 
+def _draw_shares(axes: Any, shares: MixtureShares) -> None:
+    """Draw the share of each source that came in each part of the plan, and, dashed, the one it should have."""
+    rows = [0, *shares.rows]
+    order = sorted(range(len(shares.sources)), key=lambda at: -shares.sources[at].target)
+    for number, at in enumerate(order[:_SHOWN_SOURCES]):
+        for listed, style in ((shares.counts, "-"), (shares.targets, "--")):
+            known = [0, *(row[at] for row in listed)]
+            parts = [
+                100 * (now - before) / (stop - start)
+                for before, now, start, stop in zip(known, known[1:], rows, rows[1:], strict=False)
+            ]
+            label = shares.sources[at].name if style == "-" else None
+            axes.plot(shares.rows, parts, style, color=f"C{number}", label=label, marker="." if label else None)
+    axes.set_ylabel("share, %")
+    axes.set_xlabel("samples drawn; dashed: the target")
+    axes.set_ylim(bottom=0)
+    axes.legend(ncols=5, fontsize="small")
+
+
+def _show_sources(shares: MixtureShares) -> None:
+    names = (
+        "source",
+        "samples",
+        "kept",
+        "target",
+        "drawn",
+        "strayed",
+        "passes",
+        "begins at step",
+        "requests",
+        "read",
+        "live",
+    )
+    table = Table(*names, "ampl.", box=None, pad_edge=False)
+    shown = sorted(shares.sources, key=lambda one: (-one.target, one.name))
+    for one in shown[:_SHOWN_SOURCES]:
+        begins = [f"{number}: {step:,}" for number, step in one.begins.items()]
+        table.add_row(
+            one.name,
+            f"{one.num_samples:,}",
+            f"{one.kept:.0%}",
+            f"{one.target:.2%}",
+            f"{one.realised:.2%}",
+            f"{one.strayed:,}",
+            f"{one.passes:.2f}",
+            ", ".join(begins[:_SHOWN_PASSES]) + (", …" if len(begins) > _SHOWN_PASSES else "") if begins else "-",
+            f"{one.num_requests:,}",
+            format_bytes(one.read_bytes),
+            format_bytes(one.live_bytes),
+            f"{one.amplification:.2f}",
+        )
+    _print(table, _WIDE)
+    if len(shown) > _SHOWN_SOURCES:
+        click.echo(f"… {len(shown) - _SHOWN_SOURCES:,} more; --json lists all")
+    if not shares.by_chunks:
+        return
+    units = sorted(one.exact_unit_bytes for one in shares.sources)
+    click.echo(
+        f'\nquotas="exact" would hold {format_bytes(shares.exact_live_bytes)} a rank: chunks of each source in each '
+        f"lane. (Reads of {format_bytes(units[0])} to {format_bytes(units[-1])} would fit into the memory_limit, with "
+        f"{shares.exact_num_requests:,} requests; this release reads whole chunks.)"
+    )
+
+
 def _summary(report: PlanReport) -> list[str]:
     axes = " x ".join(f"{name} {size}" for name, size in report.axes.items() if size > 1) or "one process"
     per_rank = report.global_batch_size / report.data_world_size
     order = f"{report.lanes:,} lanes, window {report.window:,} samples" if report.shuffle else "storage order"
-    about = "about " if report.sampled else "at most "
+    about = "about " if report.sampled or report.filtered else "at most "
     total = report.total("read_bytes")
     shards = f"{report.num_chunks:,} chunks of {report.num_shards:,} shards"
     requests = f"{report.total('num_requests'):,} requests, one per {report.unit}"
@@ -78,7 +152,8 @@ def _summary(report: PlanReport) -> list[str]:
         f"data      {report.num_samples:,} samples in {shards}, {format_bytes(report.num_bytes)}",
         f"mesh      {axes}: {report.data_world_size:,} data ranks, {report.replica_world_size:,} processes each",
         f"batch     {report.global_batch_size:,} samples, {per_rank:,.6g} a data rank",
-        f"epoch {report.epoch:<3} {report.num_batches:,} batches, {report.epoch_samples:,} samples",
+        f"epoch {report.epoch:<3} {report.num_batches:,} batches, {report.epoch_samples:,} samples"
+        + ("" if report.has_end else ", of a mixture without end"),
         f"order     {order}; a rank's batch mixes {report.mixed_chunks:,} chunks",
         f"read      {about}{format_bytes(total)} in {requests}: {report.amplification:.2f} times the bytes",
         f"start     {format_bytes(report.total('start_bytes'))} in {first}",
@@ -130,6 +205,6 @@ def _processes(load: RankLoad) -> str:
     return f"{shown},…" if len(load.ranks) > _SHOWN_REPLICAS else shown
 
 
-def _print(table: Table) -> None:
+def _print(table: Table, width: int = 100) -> None:
     click.echo("")
-    Console(width=max(100, shutil.get_terminal_size().columns)).print(table)
+    Console(width=max(width, shutil.get_terminal_size().columns)).print(table)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import crc32c
 import numpy as np
 
-from shard_tools.convert.images import carry_classes
-from shard_tools.convert.journal import TargetNotEmptyError
+from shard_tools.convert.journal import TargetNotEmptyError, carry_notes
 from shard_tools.convert.pack import Place, refuse_overlap
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
@@ -135,7 +134,7 @@ def copy(
     )
     homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
     for home, directory in homes.items():
-        carry_classes(home, there, directory, here)
+        carry_notes(home, there, directory, here)
     _write_chunk_tables(shards, here)
     return CopyReport(
         target=redact(place.directory),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shard_tools.convert.images import carry_classes
+from shard_tools.convert.journal import carry_notes
 from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
 from shard_tools.convert.records import permutation
 from shard_tools.running.progress import NoProgress, Progress
@@ -197,7 +197,7 @@ def reshard(
     except DuplicateKeyError as error:
         error.add_note(f"The shards written so far are begun anew with --overwrite. {_DUPLICATES_CURE}")
         raise
-    carry_classes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage)
+    carry_notes(home_of(shards.urls[0], options.index_url), storage, place.directory, storage)
     return ReshardReport(
         target=place.directory,
         num_source=selection.num_source,

@@ -45,7 +45,7 @@ def column_value(sample: Mapping[str, object], name: str, source: ColumnSource, 
             passes through, with a note that names sample and column.
     """
     try:
-        value = _follow(sample, source) if isinstance(source, str) else source(sample)
+        value = follow(sample, source) if isinstance(source, str) else source(sample)
     except Exception as error:
         error.add_note(f"while computing column {name!r} of sample {key!r}")
         raise
@@ -59,7 +59,7 @@ def column_value(sample: Mapping[str, object], name: str, source: ColumnSource, 
     )
 
 
-def _follow(sample: Mapping[str, object], path: str) -> object:
+def follow(sample: Mapping[str, object], path: str) -> object:
     """Follow ``"json.w"`` to entry ``w`` of field ``json``. The longest field name that starts the path wins."""
     parts = path.split(".")
     for num_parts in range(len(parts), 0, -1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
-from streaming.batches.build import BadSample, OnError
+from streaming.batches.build import LENGTH, BadSample, OnError
 from streaming.batches.losses import DROPPED, LossLog
 from streaming.errors import TooManyBadSamplesError
 from streaming.forks import in_children, renew_lock
@@ -19,11 +20,13 @@ from streaming.job.tally import Tally
 from streaming.metrics import Metrics
 
 _LISTED = 5
+_log = logging.getLogger(__name__)
 _FATES: dict[OnError, str] = {
     "substitute": "A neighbour stands in for each, and so comes twice",
     "skip": 'A neighbour stands in for each, with False in batch["__valid__"]',
     "raise": "The run stops",
 }
+_FATE_IN_PACKS = "Padding takes the place of its tokens, and bears no loss"
 _DROPS = (
     "others come several times in their place. Filter the data set ahead (shard_tools reshard SOURCE TARGET "
     '--where …), or use on_error="skip", which marks what stands in with False in batch["__valid__"]'
@@ -44,6 +47,7 @@ class BadSamples:
         file: Where they are written down too, or None.
         rank: Of this process in the world.
         on_error: What becomes of them.
+        packed: They are documents of packs.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class BadSamples:
         file: str | None = None,
         rank: int = 0,
         on_error: OnError = "substitute",
+        packed: bool = False,
     ) -> None:
         self._limit = limit
         self._metrics = metrics
@@ -68,9 +73,9 @@ class BadSamples:
         self._found_in: Counter[str] = Counter()
         self._epoch = 0
         self._tally: Tally | None = None
-        self._log = LossLog(
-            rank, fate=_FATES[on_error], cure=_DROPS, listed='loader.metrics(), "bad" and "dropped_samples"'
-        )
+        fate = _FATE_IN_PACKS if packed and on_error != "raise" else _FATES[on_error]
+        self._has_told_length = False
+        self._log = LossLog(rank, fate=fate, cure=_DROPS, listed='loader.metrics(), "bad" and "dropped_samples"')
         for name in ("bad_samples", "dropped_samples"):
             metrics.add(name, 0)
         self._seen: dict[tuple[str, str, int], BadRecord] = {}
@@ -109,6 +114,9 @@ class BadSamples:
             self._metrics.add("dropped_samples")
             self._log.lost(shown, DROPPED, bad.reason)
             return
+        if bad.stage == LENGTH:
+            self._changed_length(shown, bad.reason)
+            return
         with self._lock:
             name = (bad.url, bad.key, bad.number)
             if name in self._seen:
@@ -123,6 +131,18 @@ class BadSamples:
                 raise self._too_many_in(bad.source)
             if len(self._seen) > self._allowed:
                 raise self._too_many(len(self._seen), "on this rank")
+
+    def _changed_length(self, shown: str, reason: str) -> None:
+        self._metrics.add("changed_lengths")
+        with self._lock:
+            told, self._has_told_length = self._has_told_length, True
+        if not told:
+            _log.warning(
+                "%s has %s: were the shards written anew, by another tokenizer? Packs are planned by the column; what "
+                "is longer is cut off, what is shorter is padded, and both are counted in loader.metrics() as "
+                "changed_lengths. Write the column again with `shard_tools column add`",
+                shown, reason,
+            )  # fmt: skip
 
     def check(self) -> None:
         """Look whether all ranks together have found too many; on the thread that asks for batches, between two.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -21,10 +21,15 @@ from streaming.batches.portion import Portion
 from streaming.batches.rows import FieldRange, Place, Rows
 from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
+from streaming.packing.fill import Filler, segments_of
+from streaming.packing.layout import PackRows, PackShape
+from streaming.packing.padded import rows_of_padded
 from streaming.storage import redact
-from streaming.types import Batch, Sample, Transform
+from streaming.types import Batch, Int64Array, Sample, Transform
 
 OnError: TypeAlias = Literal["substitute", "skip", "raise"]
+LENGTH = "length"
+"""Stage of a document that has another number of tokens than its column says: it is read, so it is no bad sample."""
 Mask: TypeAlias = "npt.NDArray[np.bool_] | None"
 MAX_SUBSTITUTES = 256
 """Neighbours tried in place of one unreadable sample before the search is given up: a few chunks of damage."""
@@ -37,7 +42,7 @@ class BadSample:
     Attributes:
         url: Shard.
         key: Sample; "" where even the key could not be read, and no sample table names it.
-        stage: ``"fetch"``, ``"decode"`` or ``"transform"``.
+        stage: ``"fetch"``, ``"decode"`` or ``"transform"``; or ``LENGTH``.
         reason: The error's message.
         dropped: The user's transform dropped it: nothing is wrong with it.
         number: Of the sample in the data set; -1 where nobody knows it.
@@ -68,7 +73,8 @@ class Part:
         transform: Function of one sample, or of a sample and ``rng``, or None; becomes a ``Chain``.
         on_error: What becomes of samples that cannot be delivered.
         fields: Fields to read; None: all.
-        name: Of the source in a mixture, as ``__source__`` gives it; "" of a single data set.
+        name: Of the source in a mixture, as ``__source__`` gives it; "" of a single data set and of its groups.
+        packs: What a batch looks like whose rows are packs of samples; None: samples are its rows.
     """
 
     decoders: FieldDecoder
@@ -76,6 +82,7 @@ class Part:
     on_error: OnError = "substitute"
     fields: tuple[str, ...] | None = None
     name: str = ""
+    packs: PackShape | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transform", as_chain(self.transform))
@@ -108,6 +115,11 @@ class Recipe:
     def is_plain(self) -> bool:
         """Whether a batch is made of columns, each on its own: no function of the user sees whole samples."""
         return self.collate_fn is None and all(part.transform is None for part in self.parts)
+
+    @property
+    def packs(self) -> PackShape | None:
+        """What a batch of packs looks like, the same for all sources; None: samples are its rows."""
+        return self.parts[0].packs
 
     @property
     def skips(self) -> bool:
@@ -214,6 +226,8 @@ class BatchBuilder:
     def build(self, rows: Rows, valid: Mask) -> Any:
         """The batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
         recipe = self._recipe
+        if rows.packs is not None and recipe.packs is not None:
+            return self._packed(rows, rows.packs, recipe.packs, valid)
         mask = recipe.mask_of(len(rows.keys), valid)
         if recipe.is_plain and not rows.damage and not self._draws.seeds:
             with suppress(DecodeError):  # row by row it will say which value
@@ -221,6 +235,96 @@ class BatchBuilder:
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
         samples = [self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
         return self.collate(samples, mask)
+
+    # --- packs ---
+
+    def _packed(self, rows: Rows, packs: PackRows, shape: PackShape, valid: Mask) -> Any:
+        """The batch of ``packs``, whose pieces are ``rows``; where a document cannot be read it has padding."""
+        available = self._tokens_there(rows, packs, shape)
+        if shape.padded and self._recipe.collate_fn is None:  # its rows are documents, and so marked
+            valid = None if valid is None else valid[packs.packs]
+            packs, _ = rows_of_padded(packs, shape)
+        count = packs.num_packs
+        mask = self._recipe.mask_of(count, valid)
+        if self._recipe.skips and mask is not None:  # under "skip", a pack of which nothing could be read
+            mask &= np.bincount(packs.packs[available > packs.starts], minlength=count) > 0
+        whole = slice(0, len(rows.keys))
+        if self._recipe.collate_fn is None:
+            return self._recipe.whole(self._batch_of(rows, whole, packs, shape, available), mask, count)
+        samples = []
+        for pack, (low, high) in enumerate(pairwise(packs.splits.tolist())):
+            alone = self._batch_of(rows, slice(low, high), packs.alone(pack), shape, available)
+            samples.append(alone if shape.padded else _only_row(alone))
+        return self.collate(samples, mask)
+
+    def _batch_of(self, rows: Rows, span: slice, packs: PackRows, shape: PackShape, available: Int64Array) -> Batch:
+        """The entries of ``packs``, whose pieces are the rows of ``span``; padded packs come one at a time."""
+        if shape.padded:
+            return _matrix(self._batch_of(rows, span, *rows_of_padded(packs, shape), available))
+        keys, urls, borders = rows.keys[span], rows.urls[span], list(pairwise(packs.splits.tolist()))
+        taken = available[span] > packs.starts
+        named = [keys[low:high] for low, high in borders]
+        if not taken.all():
+            named = [[keys[i] for i in range(low, high) if taken[i]] for low, high in borders]
+        batch: Batch = {"__key__": named, "__url__": [urls[low] if low < high else "" for low, high in borders]}
+        if packs.costs is not None:
+            batch["costs"] = torch.from_numpy(packs.costs)
+        if packs.sources is not None:
+            batch["__source__"] = [self._recipe.parts[source].name for source in packs.sources.tolist()]
+        nowhere = np.zeros(len(keys), np.int64)
+        starts, masks = (
+            rows.fields[name].starts[span] if name in rows.fields else nowhere
+            for name in (shape.field, shape.mask_field or "")
+        )
+        allocate = self._allocate if self._recipe.collate_fn is None else None
+        return batch | _tensors_of_packs(
+            rows.view, packs, starts, available[span], None if shape.mask_field is None else masks, shape, allocate
+        )
+
+    def _tokens_there(self, rows: Rows, packs: PackRows, shape: PackShape) -> Int64Array:
+        """Tokens that the document of each piece has, int64[n]; 0 where it cannot be delivered, which is reported."""
+        missing = np.full(len(rows.keys), -1)
+        sizes, masks = (
+            rows.fields[name].sizes if name in rows.fields else missing
+            for name in (shape.field, shape.mask_field or shape.field)
+        )
+        if (
+            not rows.damage
+            and np.array_equal(sizes, packs.lengths * shape.token_bytes)
+            and (shape.mask_field is None or np.array_equal(masks, packs.lengths))
+        ):
+            return packs.lengths
+        tokens = sizes // shape.token_bytes
+        odd = (sizes < 0) | (sizes % shape.token_bytes != 0)
+        if shape.mask_field is not None:
+            odd |= masks != tokens
+        for i in range(len(rows.keys)):
+            self._place[0] = i
+            if i in rows.damage or odd[i]:
+                error = rows.damage.get(i) or _no_tokens(rows, i, shape, int(sizes[i]), int(masks[i]))
+                self._handle(_Bad("fetch" if i in rows.damage else "decode", error), rows, i)
+                tokens[i] = 0
+            elif tokens[i] != packs.lengths[i]:
+                part = self._recipe.part_of(rows, i)
+                reason = f"{tokens[i]} tokens, its column says {packs.lengths[i]}"
+                self._report(
+                    BadSample(url=rows.urls[i], key=rows.keys[i], stage=LENGTH, reason=reason, source=part.name)
+                )
+        self._place[0] = -1
+        return tokens
+
+    def _no_packs(self, shape: PackShape) -> Any:
+        """The batch of no packs."""
+        nothing = np.empty(0, np.int64)
+        rows = Rows(memory=b"", view=memoryview(b""), keys=[], urls=[], fields={}, damage={})
+        recipe = replace(self._recipe, finish=None)
+        splits = np.zeros(1 if recipe.collate_fn is None else 2, np.int64)
+        packs = PackRows(splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing)
+        batch = self._batch_of(rows, slice(0, 0), packs, shape, nothing)
+        if recipe.collate_fn is None:
+            return recipe.whole(batch, recipe.mask_of(0, None), 0)
+        sample = (batch if shape.padded else _only_row(batch)) | ({"__valid__": True} if recipe.skips else {})
+        return recipe.portion(without_rows(partial(self._collated, recipe.collate_fn), sample), 0)
 
     def collate(self, samples: list[Sample], mask: Mask) -> Any:
         """The batch of samples, by the user's function or the default one."""
@@ -255,6 +359,8 @@ class BatchBuilder:
         Raises:
             TooManyBadSamplesError: None can be had.
         """
+        if self._recipe.packs is not None:
+            return self._no_packs(self._recipe.packs)
         sample = self._first_of(prototypes)
         if self._recipe.skips and self._recipe.collate_fn is not None and isinstance(sample, dict):
             sample["__valid__"] = True
@@ -375,3 +481,77 @@ class BatchBuilder:
                 f"fields (or None to drop the sample); other types need a collate_fn that takes them"
             )
         return changed
+
+
+def _matrix(batch: dict[str, Any]) -> Batch:
+    """The batch of a padded pack, made from that of its documents as packs of their own."""
+    batch["__key__"] = [keys[0] if keys else "" for keys in batch["__key__"]]
+    batch["attention_mask"] = batch.pop("document_ids").add_(1)  # they are 0, and -1 at padding
+    del batch["cu_seqlens"], batch["max_seqlen"]
+    return batch
+
+
+def _only_row(batch: Batch) -> Sample:
+    """The only pack of a batch, as functions of samples see it."""
+    alone: Sample = {}
+    for name, value in batch.items():
+        if isinstance(value, list) or (isinstance(value, torch.Tensor) and name != "cu_seqlens"):
+            alone[name] = value[0]
+        else:
+            alone[name] = value
+    return alone
+
+
+def _no_tokens(rows: Rows, i: int, shape: PackShape, num_bytes: int, mask_bytes: int) -> DecodeError:
+    """Say why the tokens of a document cannot be used."""
+    what = f"{redact(rows.urls[i])}: sample {rows.keys[i]!r}"
+    if num_bytes < 0:
+        return DecodeError(f"{what} has no field {shape.field!r}, which holds its tokens")
+    if num_bytes % shape.token_bytes:
+        return DecodeError(
+            f"{what}: field {shape.field!r} of {num_bytes} bytes, no whole tokens of {shape.token_bytes}"
+        )
+    found = "no mask" if mask_bytes < 0 else f"a mask of {mask_bytes} bytes"
+    return DecodeError(f"{what}: {found} (field {shape.mask_field!r}) for {num_bytes // shape.token_bytes} tokens")
+
+
+def _tensors_of_packs(
+    view: memoryview, rows: PackRows, starts: Int64Array, available: Int64Array, masks: Int64Array | None,
+    shape: PackShape, allocate: Allocate | None = None,
+) -> Batch:  # fmt: skip
+    """Make the entries of a batch that hold tokens, or say where documents are.
+
+    Args:
+        view: Memory in which the documents lie.
+        rows: The B packs, of n pieces.
+        starts: int64[n], first byte of the tokens of each piece's document.
+        available: int64[n], tokens that the document has; 0 where it cannot be read.
+        masks: int64[n], first byte of the mask of each piece's document; None: there are no masks.
+        shape: What the batch looks like.
+        allocate: Where tensors [B, T] come from; None: fresh memory.
+
+    Returns:
+        ``input_ids``, ``labels``, ``position_ids``, ``document_ids`` int64[B, T], ``cu_seqlens`` int32[m], the ints
+        ``max_seqlen``, ``num_tokens`` and ``num_labels``, and in mixtures ``source_ids`` int64[B].
+    """
+    segments = segments_of(rows, available, shape)
+    filler = Filler(view, rows, segments, shape)
+    make = _fresh if allocate is None else allocate
+    names = ("input_ids", "labels", "position_ids", "document_ids")
+    tensors = {name: make((rows.num_packs, shape.length), torch.int64) for name in names}
+    flat = {name: tensor.numpy().reshape(-1) for name, tensor in tensors.items()}
+    filler.input_ids(starts, flat["input_ids"])
+    num_labels = filler.labels(flat["input_ids"], masks, flat["labels"])
+    filler.position_ids(flat["position_ids"])
+    filler.document_ids(flat["document_ids"])
+    batch: Batch = {
+        **tensors, "cu_seqlens": torch.from_numpy(segments.cu_seqlens), "max_seqlen": segments.longest,
+        "num_tokens": int(segments.taken.sum()), "num_labels": num_labels,
+    }  # fmt: skip
+    if rows.sources is not None:
+        batch["source_ids"] = torch.from_numpy(rows.sources.copy())
+    return batch
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)

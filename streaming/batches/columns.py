@@ -39,7 +39,7 @@ class Columns:
         decoders: Decoder of every field, of each source; one of a single data set.
         allocate: Where the memory of tensors comes from; None: fresh memory.
         place: Told which row is being decoded; None: nobody asks.
-        names: Of the sources of a mixture.
+        names: Of the sources of a mixture, as batches say them; all "": batches say nothing.
     """
 
     def __init__(
@@ -47,7 +47,9 @@ class Columns:
         place: Place | None = None, names: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._rows = rows
-        self._sources = None if rows.sources is None else [names[source] for source in rows.sources.tolist()]
+        self._sources: list[str] | None = None
+        if rows.sources is not None and any(names):
+            self._sources = [names[source] for source in rows.sources.tolist()]
         place = [-1] if place is None else place
         self._cuts = [
             (name, _cut_of(rows, _decoders_of(rows, decoders, name, where), where, allocate, place))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from streaming.errors import DataError
+from streaming.packing.layout import PackRows
 from streaming.types import Int64Array
 
 
@@ -37,6 +38,8 @@ class Rows:
         numbers: int64 [n], number of each row's sample in the data set; None where nobody knows them.
         positions: int64 [n], of each row in the epoch's global order: decides what functions draw; None: 0 to n.
         sources: int64 [n], which source of a mixture each row is of; None: there is one data set.
+        packs: The rows are documents, or pieces of them, that make packs, which are the rows of the batch; None: they
+            are its rows themselves.
     """
 
     memory: Any
@@ -48,6 +51,7 @@ class Rows:
     numbers: Int64Array | None = None
     positions: Int64Array | None = None
     sources: Int64Array | None = None
+    packs: PackRows | None = None
 
 
 class Place(Protocol):

@@ -60,6 +60,17 @@ def weigh(batch: Any) -> int:
     return own + _weigh_all(looked_at) * len(batch) // len(looked_at)
 
 
+def tensor_bytes(batch: Any) -> int:
+    """Count what of :func:`weigh` lies in tensors and arrays that are entries of the batch; the rest are objects."""
+    if type(batch) is dict:
+        return sum(map(tensor_bytes, batch.values()))
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return _own_bytes(batch)
+    if type(batch) in (list, tuple) and all(isinstance(one, (torch.Tensor, np.ndarray)) for one in batch):
+        return sum(map(_own_bytes, batch))
+    return 0
+
+
 def _weigh_all(objects: Iterable[Any]) -> int:
     """Estimate the bytes of objects and of all that they refer to, each counted once."""
     total, scale = 0.0, 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streaming.catalog.packed import PackedSource
 from streaming.catalog.source import ChunkSource
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
-from streaming.storage import ActiveRequest
+from streaming.packing.layout import PackRows
+from streaming.storage import ActiveRequest, Storage
 from streaming.types import Int64Array
 
 
@@ -29,8 +32,9 @@ class JoinedSource:
         sets: The data sets by name.
     """
 
-    def __init__(self, sets: Mapping[str, ChunkSource]) -> None:
-        self._joined = [sets[name] for name in sorted(sets)]
+    def __init__(self, sets: Mapping[str, ChunkSource | PackedSource]) -> None:
+        self._sets = [sets[name] for name in sorted(sets)]
+        self._joined = _sharing_storages(self._sets)
         self._names = tuple(sorted(sets))
         self._starts: Int64Array = np.cumsum([0, *(len(one.chunk_samples) for one in self._joined)])
 
@@ -92,6 +96,21 @@ class JoinedSource:
             rows = sources == source
             found[rows] = self._joined[source].samples_of(chunk_ids[rows] - self._starts[source], offsets[rows])
         return found
+
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
+        """See ``Source``."""
+        sources = self.source_of(chunk_ids)
+        within = chunk_ids - self._starts[sources]
+        parts = [
+            self._joined[source].packs(within[row : row + 1], offsets[row : row + 1], passes[row : row + 1], seed)
+            for row, source in enumerate(sources.tolist())
+        ]
+        return replace(PackRows.joined(parts), sources=sources)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether what is dealt out are packs of samples: of all sets, or of none."""
+        return all(one.is_packed for one in self._joined)
 
     @cached_property
     def _shown_urls(self) -> npt.NDArray[np.object_]:
@@ -170,9 +189,9 @@ class JoinedSource:
         calls = [call for one in self._apart() for call in one.in_flight()]
         return sorted(calls, key=lambda call: -call.age_s)
 
-    def _apart(self) -> list[ChunkSource]:
+    def _apart(self) -> list[ChunkSource | PackedSource]:
         """The sets without those that share the storage of one before: views, and sets that are named twice."""
-        return list({(id(one.storage), id(one.cache)): one for one in self._joined}.values())
+        return list({(id(one.storage), id(one.cache)): one for one in self._sets}.values())
 
     def _place(self, chunk_id: int) -> tuple[int, int]:
         source = int(np.searchsorted(self._starts, chunk_id, side="right")) - 1
@@ -182,3 +201,21 @@ class JoinedSource:
         column = np.concatenate([of(one) for one in self._joined])
         column.setflags(write=False)
         return column
+
+
+def _sharing_storages(sets: Sequence[ChunkSource | PackedSource]) -> list[ChunkSource | PackedSource]:
+    """The sets, copied where an earlier one reads with the same options: both then use its storage.
+
+    So hundreds of sets in a bucket have one client, whose connections stay open, in place of one each.
+    """
+    storages: list[Storage] = []
+    found: list[ChunkSource | PackedSource] = []
+    for one in sets:
+        same = next((storage for storage in storages if storage.is_like(one.storage)), None)
+        if same is None:
+            storages.append(one.storage)
+        elif not isinstance(one, PackedSource):
+            one = copy.copy(one)  # noqa: PLW2901  the caller's own stays as it is
+            one.storage = same
+        found.append(one)
+    return found

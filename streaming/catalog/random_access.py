@@ -84,10 +84,16 @@ class Versions:
 
 
 class RandomAccess:
-    """Random access, with what was read last kept at hand. Thread-safe."""
+    """Random access, with what was read last kept at hand. Thread-safe.
 
-    def __init__(self, dataset: Readable) -> None:
+    Args:
+        dataset: What is read.
+        tables: That of another choice of the same shards' samples, which keeps their sample tables for both.
+    """
+
+    def __init__(self, dataset: Readable, tables: RandomAccess | None = None) -> None:
         self._dataset = dataset
+        self._kept_by = tables
         self._chunks: OrderedDict[int, tuple[bytes, UnitLayout]] = OrderedDict()
         self._tables: OrderedDict[int, SampleTable | None] = OrderedDict()
         self._tables_bytes = 0
@@ -112,6 +118,8 @@ class RandomAccess:
 
     def table(self, shard: int) -> SampleTable | None:
         """The sample table of a shard, or None if it has none; asked for by many threads, it is read once."""
+        if self._kept_by is not None:
+            return self._kept_by.table(shard)
         with self._lock:
             if shard in self._tables:
                 self._tables.move_to_end(shard)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.cache import NodeCache
 from streaming.catalog.open import OpenShards
@@ -19,6 +20,7 @@ from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, 
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.kept import Selected
 from streaming.index.sample_table import SampleLocation, SampleTable
+from streaming.packing.layout import PackRows
 from streaming.plan.order import EpochOrders, Orders, OrderSettings
 from streaming.plan.settings import ShuffleConfig, order_settings
 from streaming.storage import ActiveRequest, Storage, redact, scheme_of
@@ -46,6 +48,18 @@ class Window:
     first_chunk: int
     table: ChunkTable
 
+    @classmethod
+    def of(cls, shards: OpenShards, first: int, stop: int) -> Window:
+        """Samples ``[first, stop)`` of some shards.
+
+        Raises:
+            IndexMissingError: They have no chunk table.
+        """
+        if shards.table is None:
+            raise IndexMissingError(shards.missing_index)
+        first_chunk, table = shards.table.between(first, stop)
+        return cls(first=first, stop=stop, first_chunk=first_chunk, table=table)
+
 
 class ChunkSource:
     """Read shards with a chunk table, or a range of their samples: what a ``StreamingDataset`` is to the engine.
@@ -62,6 +76,7 @@ class ChunkSource:
         seed: Seed of the order.
     """
 
+    is_packed = False
     storage: Storage
     shards: OpenShards
     cache: NodeCache | None
@@ -114,6 +129,13 @@ class ChunkSource:
         return self.table.num_samples
 
     @property
+    def stored_samples(self) -> Int64Array:
+        """int64[C], samples that lie in the bytes of each chunk: with those that a filter leaves out."""
+        if self._selected is None or self.shards.table is None:
+            return self.chunk_samples
+        return self.shards.table.num_samples[self._selected.chunks]
+
+    @property
     def chunk_bytes(self) -> Int64Array:
         """int64[C], bytes of each chunk."""
         return self.table.chunk_bytes
@@ -141,6 +163,10 @@ class ChunkSource:
         """See ``Source``: the offsets, but where a filter keeps less than all."""
         return offsets if self._selected is None else self._selected.inside(chunk_ids, offsets)
 
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:  # noqa: ARG002
+        """See ``Source``: this is no packed set."""
+        raise AssertionError("samples are dealt out one by one")
+
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """The order under a loader with batches of this size."""
         chosen = self.shuffle_config
@@ -148,6 +174,19 @@ class ChunkSource:
             shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
             global_batch_size=global_batch_size, num_samples=self.table.total_samples, num_chunks=self.table.num_chunks,
         )  # fmt: skip
+
+    def keeps(self, shard: int) -> npt.NDArray[np.bool_]:
+        """Which samples of a shard are in the set, bool[n]."""
+        whole = self.shards.table
+        if whole is None:
+            raise IndexMissingError(self.shards.missing_index)
+        count = whole.shards[shard].num_samples
+        if self._selected is not None:
+            return self._selected.rows(shard, count)
+        before = sum(one.num_samples for one in whole.shards[:shard])
+        low, high = (0, count) if self._window is None else (self._window.first - before, self._window.stop - before)
+        places = np.arange(count)
+        return (places >= low) & (places < high)
 
     def orders(self, settings: OrderSettings) -> Orders:
         """The order of each pass."""
@@ -170,6 +209,27 @@ class ChunkSource:
         """URL of the shard of each chunk, as samples and messages show it: without what may be secret."""
         urls = self._shown_urls
         return [urls[shard] for shard in self.table.shard[chunk_ids].tolist()]
+
+    def _whole_id(self, chunk_id: int) -> int:
+        """The number of a chunk in the table of all chunks."""
+        if self._selected is not None:
+            return int(self._selected.chunks[chunk_id])
+        return chunk_id if self._window is None else self._window.first_chunk + chunk_id
+
+    def run(self, first: int, stop: int) -> FetchRange:
+        """The bytes of chunks ``[first, stop)`` of one shard in one piece, with those between them that a filter skips.
+
+        Samples count from the first one of the first chunk's bytes: there is no ``lead``.
+        """
+        head, whole = self.chunk(first), self.shards.table
+        low, high = self._whole_id(first), self._whole_id(stop - 1) + 1
+        if high - low == 1 or whole is None:
+            return replace(head, lead=0)
+        ends, sums = (whole.byte_end[low:high] - head.byte_start).tolist(), whole.crc32c[low:high].tolist()
+        return replace(
+            head, byte_end=int(whole.byte_end[high - 1]), num_samples=int(whole.num_samples[low:high].sum()),
+            crc32c=None, spans=tuple(zip(ends, sums, strict=True)), lead=0,
+        )  # fmt: skip
 
     def chunk(self, chunk_id: int) -> FetchRange:
         """The bytes of a whole chunk; in a view, of one that crosses its border, with samples beside it."""
@@ -241,13 +301,16 @@ class ChunkSource:
         """Bytes that each chunk takes with these ``fields`` and this filter, int64; reads sample tables for it."""
         if self.fields is None and self._selected is None:
             return self.chunk_bytes[chunk_ids]
+        return self.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
 
-        def size(chunk_id: int) -> int:
-            wanted = self.chunk(chunk_id)
+    def range_bytes(self, ranges: Sequence[FetchRange]) -> Int64Array:
+        """Bytes that each range takes with these ``fields`` and this filter, int64; reads sample tables for it."""
+
+        def size(wanted: FetchRange) -> int:
             return size_of_unit(wanted, self._fields_of(wanted.url))
 
         with ThreadPoolExecutor(TABLE_REQUESTS, "shardstream-tables") as threads:
-            return np.fromiter(threads.map(size, chunk_ids.tolist()), np.int64, len(chunk_ids))
+            return np.fromiter(threads.map(size, ranges), np.int64, len(ranges))
 
     def _fields_of(self, url: str) -> FieldsOf:
         gap_bytes = LOCAL_GAP_BYTES if scheme_of(url) == "file" else REMOTE_GAP_BYTES

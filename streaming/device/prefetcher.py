@@ -305,6 +305,12 @@ class DevicePrefetcher:
         self.loader.load_state_dict(state)
         self._noted = None
 
+    def remesh(self, dp_rank: int, dp_size: int, *, at: Mapping[str, Any] | int) -> None:
+        """Let the loader go on in another world, as its own ``remesh`` does; batches held here come again."""
+        self.loader.remesh(dp_rank, dp_size, at=at)
+        self._move("remesh()")
+        self._noted = None
+
     def metrics(self) -> dict[str, Any]:
         """Return the loader's metrics; its ``wait_s`` is what this object waited for the loader."""
         numbers: dict[str, Any] = self.loader.metrics()

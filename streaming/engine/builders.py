@@ -209,8 +209,8 @@ class WorkerBuilder:
 
 
 def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
-    """Whether a batch of ``fields`` is only cut out of memory."""
-    if not recipe.is_plain:
+    """Whether a batch of ``fields`` is only cut out of memory, in less time than a thread takes to hand it over."""
+    if not recipe.is_plain or recipe.packs is not None:
         return False
     decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
     return all(decoder in (raw, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)
@@ -225,6 +225,8 @@ def runs_anywhere(recipe: Recipe, fields: Iterable[str]) -> bool:
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
     """Whether every batch is only cut out of memory, whatever fields there are (None: nobody knows them yet)."""
+    if recipe.packs is not None:
+        return recipe.is_plain
     if fields is None:
         return all(isinstance(part.decoders, RawFields) for part in recipe.parts) and is_trivial(recipe, ())
     return is_trivial(recipe, fields)

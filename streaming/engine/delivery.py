@@ -13,6 +13,7 @@ that it had begun, or else as the failure of the whole run, which the consumer m
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,17 +22,25 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport
-from streaming.batches.weigh import weigh
+from streaming.batches.weigh import tensor_bytes, weigh
 from streaming.engine.builders import Builder
 from streaming.engine.standing import thread_lines
 from streaming.engine.threads.jobs import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
 from streaming.metrics import Metrics
+from streaming.plan.memory import enough_for_batches_mib
+
+_log = logging.getLogger(__name__)
 
 _LOCK_S = 2.0
 """How long a report waits for the lock, which nobody keeps for more than milliseconds."""
 _WITH_USER = 2
 """Batches that a loop holds in the usual case: while it asks for the next one, the last one is still in use."""
+
+_OWN_BYTES = 8 << 20
+"""What threads, tables of rows and holes in the heap take beside chunks and batches: 5 to 8 MiB (tests/memory_run.py,
+two cores, 2026-11); of a small memory_limit a sixteenth."""
 
 
 class Depth:
@@ -48,22 +57,29 @@ class Depth:
 
     def __init__(self, most: int, batch_bytes: int, num_builders: int) -> None:
         self._most = most
-        self._batch_bytes = batch_bytes
+        self._batch_bytes = batch_bytes - min(_OWN_BYTES, batch_bytes // 4)
         self._num_builders = num_builders
-        self._largest_bytes = 0
+        self._largest_bytes = self._making_bytes = 0
         self.now = 1
 
-    def saw(self, batch_bytes: int, *, is_local: bool) -> None:
+    def saw(self, batch_bytes: int, object_bytes: int, *, is_local: bool) -> None:
         """Take note of the size of a batch that was built, here or (not ``is_local``) in another process.
 
         One that is being built takes its room twice: as samples, and as the batch that is made of them. In this process
-        it does so three times: the C library keeps memory that a thread has freed.
+        it does so three times: the C library keeps memory that a thread has freed. What of it are objects of Python
+        (``object_bytes``) does so in another process, too: there it is the heap, and what pickle keeps of each object.
         """
         self._largest_bytes = max(self._largest_bytes, batch_bytes)
-        fitting = self._batch_bytes // max(1, self._largest_bytes) - _WITH_USER
-        more = 2 if is_local else 1
-        fitting = max(fitting // (1 + more), fitting - more * self._num_builders)
-        self.now = max(1, min(self._most, fitting))
+        self._making_bytes = max(self._making_bytes, 2 * batch_bytes if is_local else batch_bytes + object_bytes)
+        room_bytes = self._batch_bytes - _WITH_USER * self._largest_bytes
+        all_being_built = room_bytes // max(1, self._largest_bytes + self._making_bytes)
+        fitting = (room_bytes - self._num_builders * self._making_bytes) // max(1, self._largest_bytes)
+        self.now = max(1, min(self._most, max(all_being_built, fitting)))
+
+    @property
+    def least_bytes(self) -> int:
+        """What batches take where only one is built ahead: those with the user, that one, and the making of it."""
+        return (_WITH_USER + 1) * self._largest_bytes + self._making_bytes
 
 
 class Memory(Protocol):
@@ -108,6 +124,7 @@ class Delivery(ABC):
         self._changed = changed
         self._started = self._handed_out = first
         self._handed_out_s = 0.0
+        self._batch_bytes = batch_bytes
         self._results: dict[int, tuple[Any, BaseException | None]] = {}
         self._failure: BaseException | None = None
         self._depth = Depth(depth, batch_bytes, num_builders)
@@ -324,21 +341,38 @@ class Delivery(ABC):
         """Build a batch in a builder thread and lay it, or what kept it from being built, ready for the consumer."""
         value: Any = None
         error: BaseException | None = None
-        num_bytes = 0
+        num_bytes = object_bytes = 0
         try:
             with self._metrics.timed("build_s"):
                 value = self._build(number)
             num_bytes = weigh(value)
+            object_bytes = num_bytes - tensor_bytes(value)
         except BaseException as caught:  # noqa: BLE001  a thread border: the consumer gets it
             value, error = None, caught
         with self._changed:
             if self._closed:  # nobody asks for it any more
                 return
             self._results[number] = value, error
-            self._depth.saw(num_bytes, is_local=self._builder.is_local)
+            self._depth.saw(num_bytes, object_bytes, is_local=self._builder.is_local)
+            least_bytes = self._depth.least_bytes
             self._finish(number)
             self._go_on()
             self._changed.notify_all()
+        if least_bytes > self._batch_bytes:
+            self._tell_of_large(num_bytes, least_bytes)
+
+    def _tell_of_large(self, num_bytes: int, least_bytes: int) -> None:
+        """Say, once, that batches take more than their part of ``memory_limit`` however few are built ahead."""
+        is_told = self._metrics.get("batches_over_bytes")
+        self._metrics.peak("batches_over_bytes", least_bytes - self._batch_bytes)
+        if not is_told:
+            _log.warning(
+                "memory_limit: a batch of %s is large for it. Two that the loop holds, one ahead and the making of it "
+                "take up to %s, batches get %s of the limit, so memory may go beyond the limit by the difference. Use "
+                'memory_limit="%dMiB", or a smaller batch',
+                format_bytes(num_bytes), format_bytes(least_bytes), format_bytes(self._batch_bytes),
+                enough_for_batches_mib(least_bytes),
+            )  # fmt: skip
 
     def _report(self, bad: BadSample) -> None:
         """Tell of a bad sample.

@@ -35,6 +35,8 @@ from streaming.engine.substitutes import Substitutes
 from streaming.engine.units import BLOCK_SAMPLES, Block, Need, Units
 from streaming.errors import DataError, DecodeError, MemoryLimitError
 from streaming.metrics import Metrics
+from streaming.packing.balance import BalanceRules, order_local
+from streaming.packing.layout import PackRows
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
@@ -55,6 +57,7 @@ class Settings:
         num_builders: Background threads that build batches, or have them built.
         depth: Batches that may be built but not handed out.
         batch_bytes: Bound on these, in bytes; one is always allowed.
+        balance: How packs are balanced, of a packed set; None: not at all.
     """
 
     recipe: Recipe
@@ -63,6 +66,7 @@ class Settings:
     num_builders: int
     depth: int
     batch_bytes: int
+    balance: BalanceRules | None = None
 
 
 class Pipeline(Delivery):
@@ -250,7 +254,7 @@ class Pipeline(Delivery):
         return value
 
     def _open_group(self, first: int) -> Group | None:
-        if not self._builder.holds_gil:
+        if not self._builder.holds_gil or self._source.is_packed:
             return None
         return self._groups.open(self._block_of(first), first, self._frontier(), self._intact_rows)
 
@@ -266,10 +270,11 @@ class Pipeline(Delivery):
         with self._changed:
             block = self._block_of(batch)
             low, high = block.rows.row_splits[batch - block.first : batch - block.first + 2].tolist()
-            span = slice(low, high)
+        span = np.arange(low, high) if low == high else self._in_order(block, np.arange(low, high))
+        with self._changed:
             first_rows = self._first_rows[block.units[span]]
             lost = np.flatnonzero(first_rows < 0).tolist()
-            damage = {row: self._damage[int(block.units[low + row])] for row in lost}
+            damage = {row: self._damage[int(block.units[span[row]])] for row in lost}
         with self._stand_ins() as stand_ins:
             if low == high:
                 return BatchBuilder(self._settings.recipe, lambda _: iter(()), self._report).empty(stand_ins.any())
@@ -280,7 +285,10 @@ class Pipeline(Delivery):
             def substitutes(row: int) -> Iterator[Rows]:
                 return stand_ins.of(int(chunk_ids[row]), int(offsets[row]), int(passes[row]))
 
-            rows = self._rows(first_rows + block.within[span], chunk_ids, offsets, damage)
+            if self._source.is_packed:
+                rows = self._rows_of_packs(first_rows, chunk_ids, offsets, passes, damage)
+            else:
+                rows = self._rows(first_rows + block.within[span], chunk_ids, offsets, damage)
             valid = block.rows.valid[span] if self._plan.last_batch == "pad" else None
             positions = block.rows.positions[span] - self._plan.epoch * self._plan.num_samples
             rows = replace(rows, positions=positions)
@@ -301,6 +309,36 @@ class Pipeline(Delivery):
             if place is not None:
                 bad = replace(bad, key=place.key, byte_start=place.record_start, byte_end=place.record_end)
         super()._report(bad)
+
+    def _in_order(self, block: Block, span: Int64Array) -> Int64Array:
+        """The rows of a batch, int64[B]; under ``balance="local"`` from the dearest pack to the cheapest."""
+        balance, shape, of = self._settings.balance, self._settings.recipe.packs, block.rows
+        if balance is None or shape is None or balance.how != "local":
+            return span
+        packs = self._packs(of.chunk_ids[span], of.offsets[span], of.passes[span])
+        return span[order_local(packs.costs_by(balance, shape.length))]
+
+    def _packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array) -> PackRows:
+        """The packs at these places; those that are to be exchanged say what they cost."""
+        packs = self._source.packs(chunk_ids, offsets, passes, self._plan.settings.seed)
+        balance, shape = self._settings.balance, self._settings.recipe.packs
+        if balance is None or shape is None or balance.how != "exchange":
+            return packs
+        return replace(packs, costs=packs.costs_by(balance, shape.length))
+
+    def _rows_of_packs(
+        self, first_rows: Int64Array, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array,
+        lost: dict[int, DataError],
+    ) -> Rows:  # fmt: skip
+        """The pieces that packs are made of, as rows; of packs ``lost`` no document is in the arena."""
+        packs = self._packs(chunk_ids, offsets, passes)
+        of = packs.packs
+        damage = {piece: lost[pack] for piece, pack in enumerate(of.tolist()) if pack in lost} if lost else {}
+        rows = self._rows(first_rows[of] + packs.samples, chunk_ids[of], offsets[of], damage)
+        for piece in rows.damage:  # by name where the sample table knows it
+            place = self._source.locate(int(chunk_ids[of[piece]]), int(packs.samples[piece]))
+            rows.keys[piece] = rows.keys[piece] if place is None else place.key
+        return replace(rows, numbers=None, packs=packs)
 
     def _rows(
         self, row_numbers: Int64Array, chunk_ids: Int64Array, offsets: Int64Array, lost: dict[int, DataError]

@@ -12,6 +12,7 @@ from streaming.decode.registry import FieldDecoder
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
+from streaming.packing.layout import PackRows
 from streaming.plan.order import Orders, OrderSettings
 from streaming.storage import ActiveRequest
 from streaming.types import Int64Array, Transform
@@ -32,6 +33,10 @@ class ShardSet(Protocol):
     bad_samples_file: str | None
 
     @property
+    def is_packed(self) -> bool:
+        """Whether what is dealt out are packs of samples: see ``Source.packs``."""
+
+    @property
     def urls(self) -> Sequence[str]:
         """The shards, in the order of the data set; they may hold secrets, so messages redact them."""
 
@@ -47,6 +52,9 @@ class Source(ShardSet, Protocol):
 
     A chunk gives ``chunk_samples`` samples, at *offsets* 0, 1, …; with a filter these are fewer than lie in its bytes,
     and ``samples_of`` says which. What is about bytes (``slice``, ``locate``) counts the samples *inside* the chunk.
+
+    Of a packed set, chunks are groups and what stands at offsets are packs: ``packs`` says which samples inside they
+    are made of. Such a set has no slices.
     """
 
     @property
@@ -82,6 +90,9 @@ class Source(ShardSet, Protocol):
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
         """Find the sample inside each chunk that stands at an offset; without a filter these are the offsets."""
+
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
+        """Find what the packs at offsets of chunks, int64[B] each, are made of in these passes; of a packed set."""
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Choose the order under a loader with batches of this size: as the user did, else by default."""

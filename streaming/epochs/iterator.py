@@ -68,6 +68,10 @@ class Loop(ABC):
     def batches_left(self, samples_seen: int) -> int:
         """Batches of an epoch that come after its first ``samples_seen`` samples."""
 
+    def left_behind(self, place: Place) -> int:
+        """Batches of its epoch that come behind a place."""
+        return self.batches_left(place.samples_seen)
+
     def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  for loops whose runs know more
         """Return the place behind the batch that ``run`` has just given, which comes after ``place``."""
         seen = place.samples_seen + self.shape.global_batch_size
@@ -100,11 +104,11 @@ class Loop(ABC):
         """A new order from the next epoch that starts."""
         self.position.set_seed(seed)
 
-    def go_to(self, place: Place, next_seed: int | None) -> None:
+    def go_to(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> None:
         """Go on from a checkpoint; one behind the last batch of an epoch, of an older release, is the next epoch's."""
-        if self.is_counted and not self.batches_left(place.samples_seen):
+        if self.is_counted and not self.left_behind(place):
             place = Place(epoch=place.epoch + 1, samples_seen=0, detail=place.detail)
-        if self.position.load(place, next_seed):
+        if self.position.load(place, next_seed, what):
             self.stop()
 
     def describe(self) -> str:
@@ -143,8 +147,8 @@ class Batches:
     that ends threads wherever they are, with the locks that they hold.
 
     Raises:
-        IteratorSupersededError: From ``next``, always again: another iterator of this loader, ``set_epoch`` or
-            ``load_state_dict`` took its place; the message names the line.
+        IteratorSupersededError: From ``next``, always again: another iterator of this loader, ``set_epoch``,
+            ``load_state_dict`` or ``remesh`` took its place; the message names the line.
         IteratorEndedError: The same after the loader's ``close``, or after another error.
         ForkedError: In a forked child: the threads and processes that build batches are the parent's.
     """

@@ -272,9 +272,9 @@ class Position:
         """
         self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
 
-    def load(self, place: Place, next_seed: int | None) -> bool:
-        """Take over a checkpoint's place and seed; tell whether the turn in progress ends by it."""
-        ends = self._move(place, "load_state_dict()")
+    def load(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> bool:
+        """Take over a place and seed that the method ``what`` got; tell whether the turn in progress ends by it."""
+        ends = self._move(place, what)
         self._is_loaded = place.samples_seen > 0
         self.next_seed = next_seed
         return ends

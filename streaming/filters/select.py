@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ import numpy as np
 
 from streaming.catalog.build import shard_name
 from streaming.catalog.open import OpenShards, digest_of
+from streaming.catalog.source import Window
 from streaming.errors import ConfigError, DataError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError
 from streaming.filters.late_columns import (
     LateColumn,
@@ -57,8 +58,11 @@ __all__ = [
     "Filter",
     "Subset",
     "checked_subset",
+    "column_reader",
     "excluded_keys",
     "filter_hash",
+    "key_column",
+    "narrowed",
     "parse_subset",
     "select",
     "versions_of",
@@ -211,6 +215,23 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
     return tuple(sorted(found))
 
 
+def narrowed(
+    storage: Storage, shards: OpenShards, asked: Filter | None, peers: Peers | None = None
+) -> tuple[Window | None, Selected | None]:
+    """The range of the samples, or what a filter keeps of them; neither where all are asked for.
+
+    Raises:
+        IndexMissingError, ConfigError, IndexMismatchError: As :func:`select`.
+    """
+    if asked is None or asked.keeps_all:
+        return None, None
+    if not asked.is_range:
+        return None, select(storage, shards, asked, peers)
+    if shards.table is None:
+        raise IndexMissingError(shards.missing_index)
+    return Window.of(shards, *asked.bounds(shards.table.total_samples)), None
+
+
 def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | None = None) -> Selected:
     """What a filter keeps; with peers, each rank looks at a part of the shards.
 
@@ -307,6 +328,15 @@ def _late_names(storage: Storage, homes: Sequence[str]) -> list[str]:
         return []
 
 
+def key_column(storage: Storage, shards: OpenShards, shard: int) -> Values:
+    """The keys of one shard's samples, in its order.
+
+    Raises:
+        IndexMissingError: The shard has no sample table.
+    """
+    return _Lifted(storage, shards, shard).columns([KEY])[0][KEY]
+
+
 class _Lifted:
     """What the sample table of one shard has of columns."""
 
@@ -314,8 +344,8 @@ class _Lifted:
         self._storage, self._shards, self._shard = storage, shards, shard
         self.there: list[str] = []
 
-    def columns(self, names: Iterable[str]) -> tuple[dict[str, Values], Mapping[str, Any]]:
-        """Those of ``names`` that are there, and the facts of the file.
+    def columns(self, names: Iterable[str], *, coded: bool = False) -> tuple[dict[str, Values], Mapping[str, Any]]:
+        """Those of ``names`` that are there, and the facts of the file; with ``coded``, texts as dictionaries.
 
         Raises:
             IndexMissingError: The shard has no sample table.
@@ -329,7 +359,7 @@ class _Lifted:
         (home,) = homes_of([url], self._shards.index)
         path = join_url(home, samples_path(shard_name(url, self._shards.index)))
         try:
-            found, facts = read_sample_columns(self._storage.read(path), wanted, redact(path))
+            found, facts = read_sample_columns(self._storage.read(path), wanted, redact(path), coded=coded)
         except NotFoundError as error:
             raise IndexMissingError(
                 f"{redact(url)}: the index has no sample table of it, which where= and exclude= need; run "
@@ -453,7 +483,8 @@ class _Work:
         asked = {*(self.names - self.late.keys()), *([KEY] if self.asked.excluded else [])}
         found: dict[str, Values] = {}
         if asked:
-            found, facts = lifted.columns(asked)
+            coded = self.asked.where is not None and self.asked.where.names is not None
+            found, facts = lifted.columns(asked, coded=coded)
             self._check(shard, facts)
         url = self.shards.urls[shard]
         for name, column in self.late.items():
@@ -479,6 +510,41 @@ class _Work:
                 f"describes; one of them is out of date. Rebuild both: shard_tools index --force "
                 f"{redact(self.shards.urls[shard])}"
             )
+
+
+def late_columns_of(
+    storage: Storage, shards: OpenShards, names: Iterable[str], peers: Peers | None
+) -> dict[str, LateColumn]:
+    """Those of ``names`` that are late columns; with peers, rank 0 looks for all.
+
+    Raises:
+        IndexMismatchError: A column is there for some of the shards' directories only.
+        DataError: One is in the sample tables, too.
+    """
+
+    def look() -> bytes:
+        late = find_columns(storage, homes_of(shards.urls, shards.index), names)
+        _check_once(storage, shards, sorted(late))
+        return json.dumps(documents_as_json(late)).encode()
+
+    place = f"columns/{digest_of([list(shards.urls), shards.index, sorted(names)])}"
+    return documents_of_json(json.loads(look() if peers is None else shared(peers, place, look)))
+
+
+def column_reader(
+    storage: Storage, shards: OpenShards, table: ChunkTable, names: Iterable[str], late: Mapping[str, LateColumn]
+) -> Callable[[int], tuple[dict[str, Values], list[str]]]:
+    """What reads those of the columns ``names`` that a shard has, and says which lifted ones there are; thread-safe.
+
+    It raises ``IndexMissingError`` where a shard has no sample table, ``IndexMismatchError`` where what lies there is
+    of another version of the shard or column.
+    """
+    return _Work(storage, shards, table, Filter(), frozenset(names), late)._columns
+
+
+def late_names(storage: Storage, shards: OpenShards) -> list[str]:
+    """Late columns beside the first shard, for messages."""
+    return _late_names(storage, homes_of(shards.urls, shards.index))
 
 
 def filter_hash(content: Mapping[str, Any]) -> str:

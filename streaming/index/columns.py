@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ KIND = "column"
 _VALUE = "value"
 _NO_FIELD = re.compile(r"No match for FieldRef\.Name\((.*?)\) in ", re.DOTALL)
 _MAX_NAMES = 1000
+_HASHED_AT_ONCE = 8192
 _LOOKED_AT = 1024  # texts, to tell whether there are few different ones
 
 Values: TypeAlias = pa.Array
@@ -76,7 +78,7 @@ def fitting(where: Where, columns: Mapping[str, pa.Array], num_rows: int) -> Bit
 
     Args:
         where: The condition.
-        columns: Its columns. A column without any value may be of Arrow's type null.
+        columns: Its columns. A column without any value may be of Arrow's type null, one of texts a dictionary.
         num_rows: Rows of each.
 
     Raises:
@@ -88,16 +90,66 @@ def fitting(where: Where, columns: Mapping[str, pa.Array], num_rows: int) -> Bit
     given = dict(columns)
     if where.names is not None:  # a type that stands for no value says nothing: shards of one set may differ in it
         given = {name: pa.nulls(num_rows) if array.null_count == num_rows else array for name, array in given.items()}
-    for name in where.hashed:
-        given[hash_column(name)] = stable_hash(given[name])
-    expression = where.expression({name: array.type for name, array in given.items()})
+    known = _Columns(given)
+    # A row is taken if each part is true of it, so parts are looked at one by one.
+    found = [_part(part, known, num_rows) for part in where.parts or (where,)]
+    return reduce(np.bitwise_and, found)
+
+
+class _Columns:
+    """Columns in the forms in which parts of a condition want them, each made once."""
+
+    def __init__(self, given: Mapping[str, pa.Array]) -> None:
+        self.given = given
+        self._plain: dict[str, pa.Array] = {}
+        self._hashed: dict[str, pa.Array] = {}
+
+    def plain(self, name: str) -> pa.Array:
+        """A column without a dictionary."""
+        if name not in self._plain:
+            self._plain[name] = _plain(self.given[name])
+        return self._plain[name]
+
+    def hashed(self, name: str) -> pa.Array:
+        """The hashes of a column."""
+        if name not in self._hashed:
+            self._hashed[name] = stable_hash(self.given[name])
+        return self._hashed[name]
+
+    def of(self, where: Where) -> dict[str, pa.Array]:
+        """What a condition's expression asks for."""
+        compared = self.given if where.compared is None else where.compared
+        return {name: self.plain(name) for name in compared} | {
+            hash_column(name): self.hashed(name) for name in where.hashed
+        }
+
+
+def _part(where: Where, known: _Columns, num_rows: int) -> Bits:
+    """Which rows a condition takes; of one over a single column of few texts, each text is looked at once."""
+    if where.names is not None and len(where.names) == 1:
+        (name,) = where.names
+        column = known.given[name]
+        if pa.types.is_dictionary(column.type):
+            values = pa.concat_arrays([column.dictionary, pa.nulls(1, column.dictionary.type)])
+            taken = kept_rows(_mask(where, _Columns({name: values}).of(where), len(values)), len(values))
+            codes = column.indices.fill_null(len(values) - 1).to_numpy(zero_copy_only=False)
+            return np.packbits(taken[codes], bitorder="little")
+    return _mask(where, known.of(where), num_rows)
+
+
+def _mask(where: Where, columns: Mapping[str, pa.Array], num_rows: int) -> Bits:
+    expression = where.expression({name: array.type for name, array in columns.items()})
     try:
-        mask = _project(expression, given, num_rows)
+        mask = _project(expression, columns, num_rows)
     except pa.ArrowException as error:
         raise _unfit(where, error) from error
     if not pa.types.is_boolean(mask.type):
         raise ConfigError(f"where: {where} is no condition: its values are of type {mask.type}, not bool")
     return _bits(mask)
+
+
+def _plain(column: pa.Array) -> pa.Array:
+    return column.dictionary.take(column.indices) if pa.types.is_dictionary(column.type) else column
 
 
 def _unfit(where: Where, error: pa.ArrowException) -> ConfigError:
@@ -159,6 +211,8 @@ def stable_hash(column: pa.Array) -> pa.Array:
 
     The result is ``h >> 1``; missing values stay missing.
     """
+    if pa.types.is_dictionary(column.type):
+        return stable_hash(column.dictionary).take(column.indices)
     kind = column.type
     if pa.types.is_null(kind):
         return column.cast(pa.int64())
@@ -202,11 +256,14 @@ def _hash_of_bytes(column: pa.Array) -> _U64:
     large = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
     _, offsets, data = column.buffers()
     stops = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
+    starts, sizes = stops[:-1].astype(np.int64), np.diff(stops).astype(np.int64)
+    if len(sizes) and data is not None and sizes.min() == sizes.max() > 0:
+        some = np.frombuffer(data, np.uint8)[starts[0] : stops[-1]]
+        return _hash_of_rows(some.reshape(len(sizes), -1))
     padded = np.zeros((0 if data is None else data.size) + 8, np.uint8)
     if data is not None:
         padded[:-8] = np.frombuffer(data, np.uint8)
     words = np.ndarray(padded.size - 7, "<u8", padded, strides=(1,))  # one begins at each byte
-    starts, sizes = stops[:-1].astype(np.int64), np.diff(stops).astype(np.int64)
     hashed = _mix(sizes.view(np.uint64))
     rows = np.flatnonzero(sizes)
     done = 0
@@ -219,13 +276,114 @@ def _hash_of_bytes(column: pa.Array) -> _U64:
     return hashed
 
 
+def _hash_of_rows(texts: npt.NDArray[np.uint8]) -> _U64:
+    """The same of texts of one length, uint8 ``[n, length]``; as many at a time as the CPU's caches hold."""
+    length = texts.shape[1]
+    start = _mix(np.array([length], np.uint64))
+    hashed = np.empty(len(texts), np.uint64)
+    for at in range(0, len(texts), _HASHED_AT_ONCE):
+        some = texts[at : at + _HASHED_AT_ONCE]
+        words = np.zeros((len(some), -(-length // 8) * 8), np.uint8)
+        words[:, :length] = some
+        found = np.broadcast_to(start, len(some))
+        for word in words.view("<u8").T:
+            found = _mix(found ^ word)
+        hashed[at : at + len(some)] = found
+    return hashed
+
+
+# -------------------------------------------------------------------------------------------------- values, counted
+
+
+def plain_values(values: pa.Array) -> pa.Array:
+    """Values as int64, float64, text or booleans; NaN is a missing value."""
+    kind = values.type
+    if pa.types.is_floating(kind):
+        doubles = values.cast(pa.float64())
+        return pc.if_else(pc.is_nan(doubles), pa.scalar(None, pa.float64()), doubles)
+    if pa.types.is_integer(kind):
+        return values.cast(pa.float64(), safe=False) if kind == pa.uint64() else values.cast(pa.int64())
+    return values.cast(pa.string()) if pa.types.is_large_string(kind) else values
+
+
+def there_of(values: pa.Array, mask: npt.NDArray[np.bool_]) -> pa.Array:
+    """The values in the rows of a mask, missing ones left out."""
+    return values.filter(pa.array(mask)).drop_null()
+
+
+def count_values(
+    parts: Iterable[tuple[pa.Array, npt.NDArray[np.int64] | None]], name: str
+) -> tuple[pa.Array, npt.NDArray[np.int64]]:
+    """The different values of some arrays of the column ``name``, sorted, and how often each comes, int64[n].
+
+    Args:
+        parts: Plain values, none missing, and how often each is to be counted; None: once.
+        name: Of the column.
+
+    Raises:
+        ConfigError: They are of different kinds.
+    """
+    filled = [(values, counts) for values, counts in parts if len(values)]
+    kinds = {values.type for values, _ in filled}
+    if kinds == {pa.int64(), pa.float64()}:
+        kinds = {pa.float64()}
+        filled = [(values.cast(pa.float64(), safe=False), counts) for values, counts in filled]
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"column {name!r}: its values are of different kinds in different shards: {', '.join(map(str, kinds))}. "
+            "Add a late column of one kind with `shard_tools column add`"
+        )
+    if not filled:
+        return pa.nulls(0), np.empty(0, np.int64)
+    encoded = pa.concat_arrays([values for values, _ in filled]).dictionary_encode()
+    times = [np.ones(len(values), np.int64) if counts is None else counts for values, counts in filled]
+    total = np.bincount(encoded.indices.to_numpy(), np.concatenate(times), len(encoded.dictionary)).astype(np.int64)
+    order = pc.sort_indices(encoded.dictionary)
+    return encoded.dictionary.take(order), total[order.to_numpy()]
+
+
+def pack_counts(values: pa.Array, counts: npt.NDArray[np.int64]) -> bytes:
+    """Values and how often each comes, for other ranks."""
+    batch = pa.record_batch({_VALUE: values, "count": pa.array(counts)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def unpack_counts(data: bytes) -> tuple[pa.Array, npt.NDArray[np.int64]]:
+    """The inverse of :func:`pack_counts`."""
+    table = pa.ipc.open_stream(data).read_all()
+    return table[_VALUE].combine_chunks(), table["count"].to_numpy()
+
+
+def numbers_of(values: pa.Array) -> npt.NDArray[np.float64] | None:
+    """Values as float64, NaN where there is none; None: they are no numbers."""
+    kind = values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
+        return None
+    found: npt.NDArray[np.float64] = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    return found.astype(np.float64)
+
+
+def labels_of(values: pa.Array, labels: pa.Array) -> npt.NDArray[np.int64]:
+    """The place of each value among ``labels``, which are different ones of its kind; -1: it is none of them."""
+    if pa.types.is_null(values.type) or not len(labels):
+        return np.full(len(values), -1, np.int64)
+    places = pc.index_in(values.cast(labels.type, safe=False), value_set=labels)
+    found: npt.NDArray[np.int64] = pc.fill_null(places, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------------- files
 
 
 def read_sample_columns(
-    buffer: Any, names: Collection[str], source: str
+    buffer: Any, names: Collection[str], source: str, *, coded: bool = False
 ) -> tuple[dict[str, pa.Array], Mapping[str, Any]]:
     """Those of the columns ``names`` that a sample file has, and the file's facts; nothing else of it is unpacked.
+
+    With ``coded``, texts that the file stores once each come as dictionaries, as :func:`fitting` takes them.
 
     Raises:
         IndexFormatError: The bytes are damaged, or no sample file.
@@ -235,11 +393,11 @@ def read_sample_columns(
         lifted = set(facts.get("columns", ()))
         return [*sorted(lifted & set(names)), *(["key"] if KEY in names else [])]
 
-    rows, facts = read_table(buffer, SAMPLES, source, columns=wanted)
+    rows, facts = read_table(buffer, SAMPLES, source, columns=wanted, coded=coded)
     lifted = set(facts.get("columns", ()))
     found = {name: rows.column(name).combine_chunks() for name in rows.column_names if name in lifted}
     if KEY in names:
-        found[KEY] = rows.column("key").combine_chunks()
+        found[KEY] = _plain(rows.column("key").combine_chunks())
     return found, facts
 
 

@@ -53,9 +53,12 @@ def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) 
 
 
 def read_table(
-    buffer: Any, kind: str, source: str, columns: Callable[[dict[str, Any]], list[str]] | None = None
-) -> tuple[pa.Table, dict[str, Any]]:
+    buffer: Any, kind: str, source: str, columns: Callable[[dict[str, Any]], list[str]] | None = None, *,
+    coded: bool = False,
+) -> tuple[pa.Table, dict[str, Any]]:  # fmt: skip
     """The rows and the facts of an index file of this ``kind``; with ``columns``, those that it names of the facts.
+
+    With ``coded``, texts that the file stores once and refers to come as Arrow's dictionaries.
 
     Raises:
         IndexFormatError: If the bytes are no such file, damaged, of a newer major version, or their rows would take
@@ -63,14 +66,14 @@ def read_table(
     """
     facts = read_facts(buffer, kind, source)
     try:
-        return _read_bounded(buffer, source, None if columns is None else columns(facts)), facts
+        return _read_bounded(buffer, source, None if columns is None else columns(facts), coded=coded), facts
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, IndexFormatError):
             raise
         raise _damaged(source, str(error)) from error
 
 
-def _read_bounded(buffer: Any, source: str, columns: list[str] | None) -> pa.Table:
+def _read_bounded(buffer: Any, source: str, columns: list[str] | None, *, coded: bool) -> pa.Table:
     """The rows (of some ``columns``, or all), after a look at what they take: runs of equal values cost nothing there.
 
     Texts that the file stores once and refers to are read so, counted, and only then written out.
@@ -100,9 +103,11 @@ def _read_bounded(buffer: Any, source: str, columns: list[str] | None) -> pa.Tab
         for chunk in table.column(name).chunks:
             if pa.types.is_dictionary(chunk.type):
                 lengths = pc.binary_length(chunk.dictionary)
-                num_bytes += pc.sum(pc.take(lengths, chunk.indices)).as_py() or 0
+                most = (pc.max(lengths).as_py() or 0) * len(chunk)
+                is_little = num_bytes + most <= limit_bytes
+                num_bytes += most if is_little else pc.sum(pc.take(lengths, chunk.indices)).as_py() or 0
     _check_unpacked(num_bytes, limit_bytes, source)
-    return table.cast(schema) if table.schema != schema else table
+    return table if coded or table.schema == schema else table.cast(schema)
 
 
 def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:

@@ -1,4 +1,4 @@
-"""Which samples of some shards are kept by a filter: a bit for each, and the chunk table of what is left."""
+"""Which samples of some shards are kept by a filter, or are in which group, and the chunk table of what is left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,29 @@ from streaming.types import Int64Array
 
 _BLOCK = 32  # bytes; a block of them is counted once and for all
 _AT_ONCE = 1 << 16  # rows looked at in one go: 2 MiB of bits
+_COUNTED_AT_ONCE = 1 << 22  # counts of chunks and groups in one go: 32 MiB
 _POPCOUNT = np.array([byte.bit_count() for byte in range(256)], np.uint8)
+
+
+class Choice(Protocol):
+    """Which samples of some shards are given. A sample has a *place*, and a *rank*: how many given ones precede it.
+
+    Attributes:
+        chunk_places: int64[C], place of the first sample of each chunk of the whole table.
+        total: Samples given.
+    """
+
+    @property
+    def chunk_places(self) -> Int64Array: ...  # noqa: D102
+
+    @property
+    def total(self) -> int: ...  # noqa: D102
+
+    def places(self, ranks: Int64Array) -> Int64Array:
+        """The place of each rank, int64[n]."""
+
+    def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of samples ``[first, stop)`` of a shard are given, bool[n]."""
 
 
 class Kept:
@@ -93,6 +117,117 @@ class Kept:
         return some[place + first - 8 * low :][: stop - first]
 
 
+class Groups:
+    """Which group each sample of some shards is in: a number a sample, whatever the number of groups; immutable.
+
+    Args:
+        table: The chunk table of the shards, whole.
+        codes: Number of the group of each sample, shard after shard; ``num_groups``: of none.
+        num_groups: How many groups there are; some may be empty.
+    """
+
+    def __init__(self, table: ChunkTable, codes: npt.NDArray[np.uint16], num_groups: int) -> None:
+        counts = np.array([shard.num_samples for shard in table.shards], np.int64)
+        if len(codes) != counts.sum():
+            raise ValueError("codes of other shards")
+        self.table = table
+        self.codes = codes.astype(np.uint8) if num_groups < 2**8 else codes
+        self.codes.setflags(write=False)
+        self.shard_places: Int64Array = np.cumsum(counts) - counts
+        self.chunk_places: Int64Array = self.shard_places[table.shard] + table.first_sample
+        found = [self._pieces(chunks, num_groups) for chunks in _blocks(table.num_chunks, num_groups)]
+        # The pieces of chunks, sorted by group, then by chunk.
+        chunks, groups, sizes = (np.concatenate([one[i] for one in found]) for i in range(3))
+        by_group = np.argsort(groups, kind="stable")
+        self._chunks, self._counts = chunks[by_group], sizes[by_group]
+        self._borders: Int64Array = np.searchsorted(groups[by_group], np.arange(num_groups + 1))
+        self.sizes: Int64Array = np.bincount(groups, sizes, num_groups).astype(np.int64)
+        """int64[num_groups], samples of each group."""
+
+    def chunk_stop(self, place: int) -> int:
+        """The place behind the last sample of the chunk that holds a place."""
+        chunk = int(np.searchsorted(self.chunk_places, place, side="right")) - 1
+        return int(self.chunk_places[chunk] + self.table.num_samples[chunk])
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells these groups from every others of the same shards; 32 hex digits."""
+        return hashlib.blake2b(self.codes.astype("<u2").tobytes(), digest_size=16).hexdigest()
+
+    def selected(self, number: int, fingerprint: str) -> Selected:
+        """The samples of one group, as a filter that keeps these gives them."""
+        low, high = self._borders[number : number + 2].tolist()
+        chunks, counts = self._chunks[low:high], self._counts[low:high]
+        ranks: Int64Array = np.cumsum(counts) - counts
+        kept = Member(self, number, self.chunk_places[chunks], ranks, int(self.sizes[number]))
+        return Selected(
+            kept=kept, table=self.table.rows(chunks, counts), chunks=chunks, ranks=ranks, first=0, stop=kept.total,
+            fingerprint=fingerprint,
+        )  # fmt: skip
+
+    def _pieces(self, chunks: range, num_groups: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Chunk, group and samples of the pieces of some chunks that are next to each other."""
+        sizes = self.table.num_samples[chunks.start : chunks.stop]
+        first = int(self.chunk_places[chunks.start])
+        codes = self.codes[first : first + int(sizes.sum())].astype(np.int64)
+        cells = np.repeat(np.arange(len(chunks)) * (num_groups + 1), sizes) + codes
+        counts = np.bincount(cells, minlength=len(chunks) * (num_groups + 1))
+        counts = counts.reshape(len(chunks), num_groups + 1)[:, :num_groups]
+        at, group = np.nonzero(counts)
+        return at + chunks.start, group, counts[at, group]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """The samples of one group; a ``Choice``.
+
+    Attributes:
+        groups: All groups.
+        number: Of this one.
+        firsts: int64[n], place of the first sample of each chunk that has samples of the group.
+        ranks: int64[n], rank of the first such sample.
+        total: Samples of the group.
+    """
+
+    groups: Groups = field(repr=False)
+    number: int
+    firsts: Int64Array = field(repr=False)
+    ranks: Int64Array = field(repr=False)
+    total: int
+
+    @property
+    def chunk_places(self) -> Int64Array:
+        """See ``Choice``."""
+        return self.groups.chunk_places
+
+    def places(self, ranks: Int64Array) -> Int64Array:
+        """See ``Choice``: each chunk that is asked for is looked through."""
+        found = np.empty(len(ranks), np.int64)
+        pieces = np.searchsorted(self.ranks, ranks, side="right") - 1
+        order = np.argsort(pieces, kind="stable")
+        borders = np.flatnonzero(np.diff(pieces[order], prepend=-1, append=-1))
+        for low, high in pairwise(borders.tolist()):
+            rows = order[low:high]
+            piece = int(pieces[rows[0]])
+            first = int(self.firsts[piece])
+            last = self.groups.chunk_stop(first)
+            inside = np.flatnonzero(self.groups.codes[first:last] == self.number)
+            found[rows] = first + inside[ranks[rows] - self.ranks[piece]]
+        return found
+
+    def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
+        """See ``Choice``."""
+        place = int(self.groups.shard_places[shard])
+        found: npt.NDArray[np.bool_] = self.groups.codes[place + first : place + stop] == self.number
+        return found
+
+
+def _blocks(num_chunks: int, num_groups: int) -> list[range]:
+    """Runs of chunks whose samples are counted at once."""
+    step = max(_COUNTED_AT_ONCE // (num_groups + 1), 1)
+    return [range(at, min(at + step, num_chunks)) for at in range(0, num_chunks, step)]
+
+
 def _parts(bits: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
     return [bits[at : at + _AT_ONCE] for at in range(0, len(bits), _AT_ONCE)]
 
@@ -112,7 +247,7 @@ class Selected:
         fingerprint: Of the filter; see ``streaming.plan.state.filter_fingerprint``.
     """
 
-    kept: Kept = field(repr=False)
+    kept: Choice = field(repr=False)
     table: ChunkTable = field(repr=False)
     chunks: Int64Array = field(repr=False)
     ranks: Int64Array = field(repr=False)
@@ -143,6 +278,15 @@ class Selected:
         return replace(
             self, table=table, chunks=self.chunks[rows], ranks=ranks, first=low, stop=high, fingerprint=fingerprint
         )
+
+    def rows(self, shard: int, num_samples: int) -> npt.NDArray[np.bool_]:
+        """Which samples of a shard of so many are given, bool[num_samples]."""
+        found = np.zeros(num_samples, np.bool_)
+        of_shard = np.flatnonzero(self.table.shard == shard)
+        chunk_ids = np.repeat(of_shard, self.table.num_samples[of_shard])
+        within = np.arange(len(chunk_ids)) - np.searchsorted(chunk_ids, chunk_ids)
+        found[self.table.first_sample[chunk_ids] + self.inside(chunk_ids, within)] = True
+        return found
 
     def inside(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
         """The sample inside each chunk's bytes that stands at an offset, int64[n]."""

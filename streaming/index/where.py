@@ -71,12 +71,16 @@ class Where:
         names: Columns that it asks for; None for an expression of pyarrow's, which says so only when it is bound.
         hashed: Those of which it asks for hashes.
         compiled: Makes the expression from the columns' types.
+        compared: Columns that it asks for themselves, not only for their hashes; None as ``names``.
+        parts: Conditions of which it takes what all take; () where it is no such chain.
     """
 
     text: str
     names: frozenset[str] | None
     hashed: frozenset[str]
     compiled: Callable[[Types], pc.Expression]
+    compared: frozenset[str] | None = None
+    parts: tuple[Where, ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -103,6 +107,8 @@ class Where:
             names=names,
             hashed=self.hashed | other.hashed,
             compiled=lambda types: pc.and_kleene(self.compiled(types), other.compiled(types)),
+            compared=None if self.compared is None or other.compared is None else self.compared | other.compared,
+            parts=() if names is None else (*(self.parts or (self,)), *(other.parts or (other,))),
         )
 
 
@@ -115,14 +121,25 @@ def parse_where(text: str) -> Where:
     if not isinstance(text, str) or len(text) > _MAX_CHARACTERS:
         raise ConfigError(f"where: expected a condition as text of at most {_MAX_CHARACTERS} characters")
     parser = _Parser(text)
-    root = parser.whole()
+    roots = parser.chain()
+    parts = tuple(_where(parser, root, found) for root, found in roots)
+    if len(parts) == 1:
+        return parts[0]
+    whole = _Asked(
+        *(set[str]().union(*some) for some in zip(*((one.compared, one.hashed) for _, one in roots), strict=True))
+    )
 
     def compiled(types: Types) -> pc.Expression:
-        return _condition(root(types))
+        return _joined(pc.and_kleene, [part.compiled(types) for part in parts])
 
+    return replace(_where(parser, roots[0][0], whole), compiled=compiled, parts=parts)
+
+
+def _where(parser: _Parser, root: _Node, asked: _Asked) -> Where:
     return Where(
-        text=parser.canonical, names=frozenset(parser.names), hashed=frozenset(parser.hashed), compiled=compiled
-    )
+        text=parser.canonical, names=frozenset(asked.compared | asked.hashed), hashed=frozenset(asked.hashed),
+        compiled=lambda types: _condition(root(types)), compared=frozenset(asked.compared),
+    )  # fmt: skip
 
 
 def as_where(where: Any) -> Where | None:
@@ -143,12 +160,12 @@ def as_where(where: Any) -> Where | None:
     )
 
 
-def unknown_column(name: str, there: Iterable[str]) -> ConfigError:
-    """Says that no shard has a column, and which there are."""
+def unknown_column(name: str, there: Iterable[str], what: str = "where") -> ConfigError:
+    """Says that no shard has a column that the option ``what`` asks for, and which there are."""
     known = sorted(there)
     close = get_close_matches(name, known, n=1)
     return ConfigError(
-        f"where: no column {name!r}{f' (did you mean {close[0]!r}?)' if close else ''}; there are: "
+        f"{what}: no column {name!r}{f' (did you mean {close[0]!r}?)' if close else ''}; there are: "
         f"{', '.join(known) or 'none'}. A column is lifted when shards are written (columns=), or added with "
         f"`shard_tools column add`"
     )
@@ -330,12 +347,19 @@ class _Token:
     at: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Columns that a part of a condition asks for: themselves, and their hashes."""
+
+    compared: set[str]
+    hashed: set[str]
+
+
 class _Parser:
     """Recursive descent; one use. Each rule returns a function from the columns' types to a typed expression."""
 
     def __init__(self, text: str) -> None:
-        self.names: set[str] = set()
-        self.hashed: set[str] = set()
+        self._asked = _Asked(set(), set())
         self._text = text
         self._tokens = self._tokenise()
         self._next = 0
@@ -349,11 +373,21 @@ class _Parser:
             for token, end in zip(self._tokens, [one.at for one in self._tokens[1:]], strict=False)
         )
 
-    def whole(self) -> _Node:
-        root = self._or()
+    def chain(self) -> list[tuple[_Node, _Asked]]:
+        """The conditions that AND joins at the top, with what each asks for; one where OR does."""
+        found = [self._alone(self._not)]
+        while self._take("and"):
+            found.append(self._alone(self._not))
+        if self._token.kind == "or":
+            self._next = 0
+            found = [self._alone(self._or)]
         if self._token.kind != "end":
             self._refuse("expected AND, OR or the end")
-        return root
+        return found
+
+    def _alone(self, rule: Callable[[], _Node]) -> tuple[_Node, _Asked]:
+        self._asked = asked = _Asked(set(), set())
+        return rule(), asked
 
     def _tokenise(self) -> list[_Token]:
         tokens: list[_Token] = []
@@ -525,7 +559,7 @@ class _Parser:
             return inner
         if token.kind == "name" and self._take("("):
             return self._function(token)
-        self.names.add(token.text)
+        self._asked.compared.add(token.text)
         return _column(token.text, self._refuser(token.at))
 
     def _function(self, token: _Token) -> _Node:
@@ -542,8 +576,7 @@ class _Parser:
             self._refuse("hash() takes the name of a column")
         column = self._need("name", "quoted").text
         self._need(")")
-        self.names.add(column)
-        self.hashed.add(column)
+        self._asked.hashed.add(column)
         return _column(hash_column(column), self._refuser(token.at))
 
     def _constant(self) -> _Value:

@@ -83,6 +83,8 @@ class _Resumed(IterableDataset[Any]):
 
 def _batches_seen(loader: DataLoader) -> int:
     """Return the batches of the epoch in progress before the loader's position."""
+    if loader.has_ramp:
+        return len(loader) - loader.batches_left
     seen: int = -(-loader.state_dict()["samples_seen"] // loader.global_batch_size)
     return seen
 
@@ -90,7 +92,10 @@ def _batches_seen(loader: DataLoader) -> int:
 def _check_place(loader: DataLoader, steps: int, args: Any) -> None:
     """Raise ConfigError where trainer and loader have not counted the same batches."""
     per_step = args.gradient_accumulation_steps
-    epoch, rest = divmod(steps, -(-len(loader) // per_step))
+    try:
+        epoch, rest = divmod(steps, -(-len(loader) // per_step))
+    except TypeError:  # without a length, as packs mixed without end: the trainer counts one epoch of max_steps
+        epoch, rest = 0, steps
     here = loader.epoch, _batches_seen(loader)
     if here != (epoch, rest * per_step):
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import weakref
 from datetime import timedelta
 from multiprocessing import parent_process
 from typing import Any, Protocol
@@ -81,7 +82,7 @@ def job_store(needed_for: str) -> tuple[int, Any]:
     Raises:
         ConfigError: It was not.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not _is_set_up():
         raise ConfigError(
             f"{needed_for} needs torch.distributed: call torch.distributed.init_process_group (any backend) before the "
             "first batch"
@@ -89,9 +90,27 @@ def job_store(needed_for: str) -> tuple[int, Any]:
     return dist.get_rank(), dist.distributed_c10d._get_default_store()
 
 
+class ProcessGroup:
+    """Remember the process group of torch.distributed as it is now, or that there is none; keeps nothing alive."""
+
+    def __init__(self) -> None:
+        self._store = weakref.ref(job_store("")[1]) if _is_set_up() else None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether torch.distributed still has that group, and has not been set up since."""
+        if not _is_set_up():
+            return self._store is None
+        return self._store is not None and self._store() is job_store("")[1]
+
+
+def _is_set_up() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def job_world_size() -> int:
     """Return the processes of the job, as torch.distributed knows them; 1 where it is not set up."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _is_set_up() else 1
 
 
 def job_peers(agent: StoreAddress | None = None) -> Peers | None:

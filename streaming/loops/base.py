@@ -17,6 +17,7 @@ from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Loop, Run
 from streaming.epochs.position import Place
 from streaming.forks import in_children
+from streaming.job.store import ProcessGroup
 from streaming.job.tally import Tally, open_tally
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
@@ -45,10 +46,13 @@ class BaseLoop(Loop):
             file=dataset.bad_samples_file,
             rank=mesh.rank,
             on_error=dataset.on_error,
+            packed=dataset.is_packed,
         )
         self._earlier = dataset.counters()
         self._mesh = mesh
         self._tally: Tally | None = None
+        self._counted_in: ProcessGroup | None = None
+        self._left: ProcessGroup | None = None  # that of an older world, of which nobody may be left
         in_children(self, BaseLoop._leave_behind)
 
     @property
@@ -87,6 +91,15 @@ class BaseLoop(Loop):
         if self._crew is not None:
             self._crew.page_lock(locker)
 
+    def become(self, mesh: DeviceMesh) -> None:
+        """Be another rank, or one of more or fewer, from the next run on; the one in progress is to be ended.
+
+        In the process group of the older world some ranks may be gone: nobody counts with it any more.
+        """
+        self._mesh = mesh
+        self.shape = replace(self.shape, num_ranks=mesh.data_world_size)
+        self._tally, self._left = None, self._counted_in
+
     def close(self) -> None:
         """Stop threads and processes, free memory. The loop may be used again; it starts them anew."""
         super().close()
@@ -105,7 +118,8 @@ class BaseLoop(Loop):
     def _begin_account(self, num_samples: int, epoch: int, allowed_of: Mapping[str, int] | None = None) -> None:
         """Begin the account of bad samples of an epoch of so many, shared with the other ranks if they are known."""
         mesh = self._mesh
-        if self._tally is None:
+        if self._tally is None and not (self._left is not None and self._left.is_current):
+            self._counted_in = ProcessGroup()
             subject = "\n".join(["bad samples", *self._read_set.urls])
             self._tally = open_tally(subject, mesh.rank, mesh.ranks, adds=mesh.replica_rank == 0)
         self._bad.start_epoch(num_samples, epoch, self._tally, allowed_of)

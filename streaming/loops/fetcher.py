@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 from infra import DeviceMesh
 from streaming.batches.build import Recipe
 from streaming.batches.draw_watch import named_draw
+from streaming.datasets.mixture import Mixture
 from streaming.engine.builders import is_surely_trivial
 from streaming.engine.crew import Crew
 from streaming.engine.memory.arena import keep_freed_memory
@@ -26,17 +27,19 @@ from streaming.engine.units import BatchSlices, Units, WholeChunks
 from streaming.epochs.iterator import Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
-from streaming.fetch.read import UnitKey
+from streaming.fetch.read import FetchRange, UnitKey
 from streaming.loops.base import BaseLoop
+from streaming.loops.ramped import RampedRun
 from streaming.loops.shares import Shares
 from streaming.metrics import Metrics
-from streaming.mixture import Mixture
+from streaming.packing.balance import BalanceRules
 from streaming.plan import memory as budget
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
 from streaming.replicas.broadcast import Sharing
+from streaming.replicas.exchange import PackExchange
 from streaming.replicas.options import CountedRun, Replicas
 from streaming.storage import redact
 
@@ -60,6 +63,7 @@ class LoopConfig:
         depth: Batches built ahead.
         recipe: Decode, transform, collate.
         replicas: Who of the ranks of one share reads, and what each gets.
+        balance: How packs of a global batch are balanced; None: they stay as they are dealt.
     """
 
     shape: Shape
@@ -70,6 +74,7 @@ class LoopConfig:
     depth: int
     recipe: Recipe
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
+    balance: BalanceRules | None = None
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
@@ -105,25 +110,49 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
     return replace(config, recipe=recipe), Sharing.of_replicas(config.replicas, broadcast, config.mesh, pin=pin)
 
 
+def open_exchange(config: LoopConfig) -> tuple[LoopConfig, PackExchange | None]:
+    """The choices for building batches, and who exchanges packs with this rank, if anybody does.
+
+    One rank alone puts its packs in order, which is the same. Batches are page-locked when they are whole.
+    """
+    balance, recipe = config.balance, config.recipe
+    if balance is None or balance.how != "exchange" or recipe.packs is None:
+        return config, None
+    if config.mesh.data_world_size == 1:
+        return replace(config, balance=replace(balance, how="local")), None
+    peers = PackExchange(config.mesh, recipe.packs, recipe.finish)
+    return replace(config, recipe=replace(recipe, finish=None)), peers
+
+
 class EpochLoop(BaseLoop):
     """Plan and engine of one rank, over a set with an index."""
 
     def __init__(self, dataset: Source, config: LoopConfig) -> None:
         self.dataset = dataset
         self._num_samples = int(dataset.chunk_samples.sum())
-        self.shares = Shares(dataset) if isinstance(dataset, Mixture) else None
+        self.shares = Shares(dataset, config.shape) if isinstance(dataset, Mixture) else None
         if not self._num_samples:
             raise ConfigError(
                 f"no samples in {redact(dataset.urls[0])} and {len(dataset.urls) - 1} other shards. "
                 f"Check the URLs, and look at what is there with `shard_tools info`"
             )
-        order = dataset.order_settings(config.shape.global_batch_size)
+        ramp = config.shape.ramp
+        if ramp is not None and config.replicas.broadcast(config.mesh) is not None:
+            raise ConfigError(
+                'replicate: "broadcast" needs batches of one size; give global_batch_size an integer, or use '
+                'replicate="read" (with cache_dir= a node fetches once)'
+            )
+        order = dataset.order_settings(config.shape.global_batch_size if ramp is None else ramp.size_for_lanes)
         super().__init__(dataset, order, config.shape, config.mesh, self._sample_in_shard)
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
+        config, self._peers = open_exchange(config)
         self.config, self._sharing = open_sharing(config)
         self._store: ChunkStore | None = None
-        self._is_resumed = False
+        self._is_resumed = self._keeps_chunks = False
+        self._loaded_at: Place | None = None
+        self._seeded_at: Place | None = None
+        self._num_runs = 0
         sizes = dataset.chunk_bytes
         if self._is_mapped:
             sizes = sizes + np.where(sizes < LEAST_BYTES, 0, dataset.byte_starts % budget.PAGE_BYTES)  # skew_bytes
@@ -176,8 +205,24 @@ class EpochLoop(BaseLoop):
         return self.shares.set_weights(weights, self.order, row, self.config.mesh, at=at, timeout_s=timeout_s)
 
     def batches_left(self, samples_seen: int) -> int:
+        """See ``Loop``; where batches change their size, those of the epoch in progress."""
+        return self.left_behind(Place(epoch=self.position.epoch, samples_seen=samples_seen))
+
+    def left_behind(self, place: Place) -> int:
         """See ``Loop``."""
-        return self.shape.batches_in(self.samples_per_epoch - samples_seen)
+        return self.shape.batches_from(self.row_of(place), self.samples_per_epoch - place.samples_seen)
+
+    def after_batch(self, place: Place, run: Any) -> Place:
+        """See ``Loop``."""
+        if self.shape.ramp is None:
+            return super().after_batch(place, run)
+        seen = place.samples_seen + self.shape_at(place).global_batch_size
+        after = Place(epoch=place.epoch, samples_seen=seen)
+        return after if self.left_behind(after) else Place(epoch=place.epoch + 1, samples_seen=0)
+
+    def shape_at(self, place: Place) -> Shape:
+        """The shape of the batch behind a place."""
+        return self.shape.at(self.row_of(place))
 
     def state(self) -> LoaderState:
         """The position; the same on every rank."""
@@ -192,11 +237,81 @@ class EpochLoop(BaseLoop):
             ledger=None if self.shares is None else self.shares.ledger,
         )
 
-    def load(self, state: LoaderState) -> None:
-        """Go on from ``state``: its order settings are taken over, its data set must be this one.
+    def load(self, state: LoaderState, what: str = "load_state_dict()") -> None:
+        """Go on from ``state``, which the method ``what`` got: its order settings are taken over.
 
         Raises:
             StateError: It belongs to another data set, epoch size or kind of order.
+        """
+        self._check_state(state)
+        place = self._loaded_at = Place(epoch=state.epoch, samples_seen=state.samples_seen)
+        if self.shares is not None:
+            self.shares.load(state, self.row_of(place))
+        self.order, self._is_resumed = state.order, True
+        self.go_to(place, state.next_seed, what)
+
+    def start(self, place: Place, seed: int | None) -> Run:
+        """See ``Loop``."""
+        if seed is not None:
+            self._seeded_at = place
+        return super().start(place, seed)
+
+    def remesh(self, mesh: DeviceMesh, at: LoaderState | int, what: str) -> None:
+        """Go on from ``at`` as the rank of ``mesh``, with worker processes, memory and those chunks that are still due.
+
+        Args:
+            mesh: The new world; the place of this rank among replicas is the same.
+            at: A state, or global batches of the run.
+            what: The call, for the iterator in progress, which ends.
+
+        Raises:
+            ConfigError, StateError: It cannot be; nothing has changed then.
+        """
+        if self._sharing is not None:
+            raise ConfigError(
+                'remesh: with replicate="broadcast" the ranks of a share are connected by their numbers in the old '
+                'world. Use replicate="read" (with cache_dir= a node fetches once), or make a new loader with the new '
+                "device_mesh and load_state_dict(state)"
+            )
+        replace(self.shape, num_ranks=mesh.data_world_size).check_enough(self.samples_per_epoch)
+        state = self._state_at(at) if isinstance(at, int) else at
+        self._check_state(state)
+        store = self._store
+        if store is not None:
+            with store.changed:
+                store.retain = True  # what the run in progress gives back stays, until the next one has chosen
+        self._keeps_chunks = store is not None
+        self.load(state, what)
+        self.become(mesh)
+        self.config = replace(self.config, shape=self.shape, mesh=mesh)
+
+    def _state_at(self, num_batches: int) -> LoaderState:
+        """The state behind so many global batches of the run, counted in whole epochs.
+
+        Raises:
+            ConfigError: The number alone does not say it.
+        """
+        size = self.shape.global_batch_size
+        epoch, number = divmod(num_batches, self.num_batches)
+        seeded, loaded = self._seeded_at, self._loaded_at
+        why = ""
+        if self.shape.ramp is not None:
+            why = "batches change their size in this run"
+        elif seeded is not None and epoch < seeded.epoch:
+            why = f"it lies before epoch {seeded.epoch}, from which on seed() gave another order"
+        elif self.position.next_seed is not None and epoch > self.epoch and number:
+            why = "it lies behind the beginning of an epoch to which seed() gives another order"
+        elif loaded is not None and loaded.epoch == epoch and loaded.samples_seen % size:
+            why = f"batches of epoch {epoch} begin at sample {loaded.samples_seen}, as the state that was loaded says"
+        if why:
+            raise ConfigError(f"remesh: at={num_batches}: {why}. Give the state_dict() of that batch")
+        return replace(self.state(), epoch=epoch, samples_seen=number * size)
+
+    def _check_state(self, state: LoaderState) -> None:
+        """Refuse a state of another data set, epoch size or kind of order.
+
+        Raises:
+            StateError: It is one.
         """
         fingerprint = self.dataset.fingerprint
         if state.ledger is not None and self.shares is None:
@@ -221,21 +336,19 @@ class EpochLoop(BaseLoop):
             raise StateError(
                 f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
             )
-        place = Place(epoch=state.epoch, samples_seen=state.samples_seen)
-        if self.shares is not None:
-            self.shares.load(state, self.row_of(place))
-        self.order, self._is_resumed = state.order, True
-        self.go_to(place, state.next_seed)
 
     def _drop_machinery(self) -> None:
-        if self._sharing is not None:
-            self._sharing.drop()
+        for others in (self._sharing, self._peers):
+            if others is not None:
+                others.drop()
         self._store = None
         super()._drop_machinery()
 
     def _plan(self, place: Place, orders: Orders | None = None) -> Plan:
         if orders is None:
             orders = (self.dataset if self.shares is None else self.shares).orders(self.order)
+        ramp, left = self.shape.ramp, self.samples_per_epoch - place.samples_seen
+        same = None if ramp is None else ramp.batches_of_size(self.row_of(place), left, self.shape.last_batch)
         return Plan(
             self.dataset.chunk_samples,
             self.order,
@@ -246,15 +359,34 @@ class EpochLoop(BaseLoop):
             epoch_size=self.shape.epoch_size,
             start=place.samples_seen,
             orders=orders,
+            most_batches=same,
         )
 
     def _start(self, place: Place) -> Run:
+        if self.shape.ramp is None:
+            return self._start_plan(self._plan(place), place)
+        self._num_runs = 0
+        return RampedRun(self._start_size, place)
+
+    def _start_size(self, place: Place) -> tuple[Run, int, Place]:
+        """Begin to produce the batches behind a place that have the size of the first."""
+        before, self.shape = self.shape.global_batch_size, self.shape_at(place)
+        size = self.shape.global_batch_size
+        if self._num_runs and self.config.mesh.rank == 0:
+            _log.info("from row %d on batches are of %d samples; they were of %d", self.row_of(place), size, before)
         plan = self._plan(place)
+        behind = Place(epoch=place.epoch, samples_seen=place.samples_seen + plan.num_batches * size)
+        run = self._start_plan(plan, place)
+        self._num_runs += 1
+        return run, plan.num_batches, behind
+
+    def _start_plan(self, plan: Plan, place: Place) -> Run:
         if self._sharing is not None:
             return self._sharing.run(lambda: self._read(plan, place), place)
         if self.config.recipe.portion.is_count:
             return CountedRun(plan, self.config.mesh.data_rank)
-        return self._read(plan, place)
+        running = self._read(plan, place)
+        return running if self._peers is None else self._peers.run(running, place)
 
     def _read(self, plan: Plan, place: Place) -> Pipeline:
         """Begin to read this rank's share."""
@@ -265,8 +397,11 @@ class EpochLoop(BaseLoop):
         # What memory needs is looked up far ahead: in orders apart, where that does not count as planned.
         ahead = plan if self.shares is None else self._plan(place, self.shares.apart(self.order))
         store.limit_bytes, store.room = (self._slices_bytes(plan), {}) if sliced else self._arena_bytes(ahead, dp_rank)
+        if self._keeps_chunks:
+            self._keep_chunks(store, [] if sliced else self._first_units(ahead, dp_rank, store.limit_bytes))
         store.retain = not sliced and store.limit_bytes >= self._rank_bytes(ahead, dp_rank)
-        self._account(place)
+        if not self._num_runs:  # else an epoch goes on, with batches of another size
+            self._account(place)
         return Pipeline(
             plan=plan,
             dp_rank=dp_rank,
@@ -280,10 +415,29 @@ class EpochLoop(BaseLoop):
                 num_builders=self.config.num_workers or self.config.num_threads,
                 depth=self.config.depth,
                 batch_bytes=budget.batches_limit_bytes(self.config.memory_limit_bytes),
+                balance=self.config.balance,
             ),
             metrics=self.metrics,
             report=self._bad.report,
         )
+
+    def _keep_chunks(self, store: ChunkStore, wanted: Iterable[FetchRange]) -> None:
+        """Of the chunks that a run in another world gave back, keep those that are wanted."""
+        with store.changed:
+            num_kept = store.keep_first(wanted)
+        self._keeps_chunks = False
+        _log.info("remesh: %d chunks of the old share are still in memory, and are not fetched again", num_kept)
+
+    def _first_units(self, plan: Plan, dp_rank: int, limit_bytes: int) -> list[FetchRange]:
+        """The chunks that this rank needs first, at least as many as fit; of an order without end up to a pass."""
+        found: list[FetchRange] = []
+        limit_bytes = min(2 * limit_bytes, int(self._room_bytes.sum()))  # twice: they may take less room than here
+        for need in WholeChunks(plan, dp_rank, self.dataset).needs():
+            limit_bytes -= int(self._room_bytes[need.unit])
+            if limit_bytes < 0:
+                break
+            found.append(self.dataset.chunk(need.unit))
+        return found
 
     def _account(self, place: Place) -> None:
         """Begin the account of bad samples; an epoch without end counts as one pass over the data."""
@@ -347,8 +501,9 @@ class EpochLoop(BaseLoop):
         if live > budget.chunks_limit_bytes(limit):
             live, room = self._pieces(plan, dp_rank)
         budget.check_whole_chunks(
-            plan, self._room_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit, resumed=self._is_resumed
-        )
+            plan, self._room_bytes, dp_rank, live_bytes=live, memory_limit_bytes=limit, resumed=self._is_resumed,
+            more_cures=self.dataset.memory_cure if isinstance(self.dataset, Mixture) else "",
+        )  # fmt: skip
         return budget.chunks_bytes(limit, live), room
 
     def _pieces(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:

@@ -11,10 +11,12 @@ import torch
 from infra import DeviceMesh
 from streaming.arguments import checked_memory_limit, is_whole, option_names
 from streaming.batches.build import Recipe
-from streaming.dataset import StreamingDataset
+from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.mixture import Mixture
+from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
 from streaming.loops.fetcher import LoopConfig
-from streaming.mixture import Mixture
+from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
@@ -22,7 +24,8 @@ from streaming.replicas.options import Replicas
 _OWN_SAMPLER = (
     "this DataLoader deals out the samples itself: each to one rank, in an order that a state_dict can go on with. "
     "Leave it out; for an order of your own use torch.utils.data.DataLoader(dataset, {}=…), with DeviceMeshSampler and "
-    "RetrySampler where they help; for a part of the data torch's Subset, or dataset[a:b] of a StreamingDataset"
+    "RetrySampler where they help; for a part of the data torch's Subset, or dataset[a:b] of a StreamingDataset; for "
+    'classes in given shares, as WeightedRandomSampler has them, Balanced(dataset, by="cls")'
 )
 _NEVER = {
     "sampler": _OWN_SAMPLER.format("sampler"),
@@ -95,7 +98,7 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: {why}")
 
 
-def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset | Mixture) -> None:
+def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset | Mixture | Packed) -> None:
     """Let options of ordinary data sets pass where they say what holds for a ``StreamingDataset`` anyway.
 
     Raises:
@@ -108,9 +111,70 @@ def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset | Mixt
         raise ConfigError(f"{name}: {_STREAMING[name].format(value=value, own=own)}")
 
 
+def checked_balance(
+    balance: Any, cost: Any, dataset: Any, replicas: Replicas, *, shape: Shape, collate_fn: Any
+) -> BalanceRules | None:
+    """How packs of a global batch are balanced; None: they stay as they are dealt.
+
+    Raises:
+        ConfigError: There are no packs, or something else was chosen that does not go with it.
+    """
+    if balance is None:
+        if cost is not None:
+            raise ConfigError(f'cost={cost!r} says what packs cost where they are balanced; add balance="local"')
+        return None
+    rules = BalanceRules(how=balance, cost=cost)
+    if not getattr(dataset, "is_packed", False):
+        raise ConfigError(
+            f"balance={balance!r}: for packs; give a Packed(…), or a Mixture of them, not a {type(dataset).__name__}"
+        )
+    if dataset.recipe_parts[0].packs.padded:
+        raise ConfigError(
+            f"balance={balance!r} with Packed(…, padded=True): a padded pack is all of a rank's batch, and costs the "
+            "same as any other but for its last rows; leave balance out, or padded"
+        )
+    if rules.how == "local":
+        return rules
+    if replicas != Replicas():
+        raise ConfigError(
+            'balance="exchange" with replicate="broadcast", stage_fields or sequence: packs are exchanged whole, by '
+            'every rank; use balance="local", or leave these out'
+        )
+    if collate_fn is not None:
+        raise ConfigError(
+            'balance="exchange" with a collate_fn: packs are exchanged in the batch of a Packed set. Call the function '
+            'on the batch in the training loop, or use balance="local"'
+        )
+    sizes = [shape.global_batch_size] if shape.ramp is None else [size for _, size in shape.ramp.steps]
+    uneven = next((size for size in sizes if size % shape.num_ranks), None)
+    if uneven is not None:
+        raise ConfigError(
+            f'balance="exchange": {uneven} packs of a global batch cannot be dealt evenly to '
+            f'{shape.num_ranks} ranks; give a batch_size, or a global_batch_size that is a multiple, or balance="local"'
+        )
+    return rules
+
+
+def check_padded(recipe: Recipe, shape: Shape) -> None:
+    """Refuse several padded packs in the batch of a rank: each is a matrix of its own shape.
+
+    Raises:
+        ConfigError: A rank would get them, and no function of the user takes the list.
+    """
+    packs, sizes = recipe.packs, [shape.global_batch_size] if shape.ramp is None else dict(shape.ramp.steps).values()
+    if packs is None or not packs.padded or recipe.collate_fn is not None or max(sizes) <= shape.num_ranks:
+        return
+    raise ConfigError(
+        f"batch_size: Packed(…, padded=True): a padded pack is a batch, whose size is length={packs.length}, a budget "
+        f"of tokens; expected batch_size=1, which is global_batch_size={shape.num_ranks} on {shape.num_ranks} rank(s), "
+        f"got global_batch_size={max(sizes)}. For several packs in a step of a rank give collate_fn=list: its batches "
+        "are then lists of padded packs"
+    )
+
+
 def streaming_config(
-    dataset: StreamingDataset | Mixture, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape, num_workers: int,
-    num_threads: int | None, collate_fn: Callable[[list[Any]], Any] | None,
+    dataset: StreamingDataset | Mixture | Packed, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape,
+    num_workers: int, num_threads: int | None, collate_fn: Callable[[list[Any]], Any] | None,
     prefetch_factor: int, pin_memory: bool, memory_limit: int | str, pin: Callable[[Any], Any],
 ) -> LoopConfig:  # fmt: skip
     """Check the choices of a loop over a ``StreamingDataset``; ``pin`` page-locks a batch."""
@@ -126,6 +190,7 @@ def streaming_config(
         parts=dataset.recipe_parts, collate_fn=collate_fn, portion=replicas.built(mesh),
         finish=pin if pin_memory and torch.cuda.is_available() else None,
     )  # fmt: skip
+    check_padded(recipe, shape)
     return LoopConfig(
         shape=shape,
         mesh=mesh,

@@ -8,15 +8,16 @@ from typing import Any
 
 from infra import DeviceMesh
 from streaming.arguments import checked_int
+from streaming.datasets.mixture import Mixture, first_free_row
 from streaming.errors import AgreementError, ConfigError, StateError
 from streaming.job.agreement import gathered
 from streaming.job.store import job_store, job_world_size
-from streaming.mixture import Mixture, first_free_row
-from streaming.plan.lanes import drawn_before
+from streaming.mixing.lanes import drawn_before
+from streaming.mixing.passes import Weights
 from streaming.plan.ledger import Ledger
-from streaming.plan.mixing import Weights
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.schedule import MAX_ROW
+from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 
 _PASSES_TOLD = 6
@@ -32,15 +33,31 @@ class Shares:
 
     Args:
         mixture: What is read.
+        shape: Of its batches.
 
     Attributes:
         ledger: Of the run.
+
+    Raises:
+        ConfigError: Batches are to be of one source each, and would not be in this shape.
     """
 
-    def __init__(self, mixture: Mixture) -> None:
+    def __init__(self, mixture: Mixture, shape: Shape) -> None:
         self._mixture = mixture
-        self.ledger: Ledger = mixture.begun()
+        self._batch_size = shape.global_batch_size
+        if mixture.batches == "one_source" and shape.ramp is not None:
+            raise ConfigError(
+                'batches="one_source": which source a batch is of is counted in batches of one size; give '
+                'global_batch_size an integer, or batches="mixed"'
+            )
+        if mixture.batches == "one_source" and (shape.epoch_size or 0) % shape.global_batch_size:
+            raise ConfigError(
+                f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
+                f"got {shape.epoch_size}: batches of the next epoch would hold halves of two batches of the mixture"
+            )
+        self.ledger: Ledger = mixture.begun(shape.global_batch_size)
         self._orders: Orders | None = None
+        self._ahead: tuple[Ledger, Orders] | None = None
 
     @property
     def samples_per_pass(self) -> int:
@@ -50,12 +67,17 @@ class Shares:
     def orders(self, settings: OrderSettings) -> Orders:
         """The orders of all passes; the same object while the settings stay, so that weights can be appended to it."""
         if self._orders is None or self._orders.settings != settings:
-            self._orders = self.apart(settings)
+            self._orders = self._mixture.orders(settings, self.ledger)
         return self._orders
 
     def apart(self, settings: OrderSettings) -> Orders:
-        """The same orders, for a look ahead: what is looked at in ``orders`` counts as planned."""
-        return self._mixture.orders(settings, self.ledger)
+        """The same orders, for a look ahead: what is looked at in ``orders`` counts as planned.
+
+        The same object while neither settings nor ledger change: after ``remesh`` most of it is laid already.
+        """
+        if self._ahead is None or self._ahead[0] != self.ledger or self._ahead[1].settings != settings:
+            self._ahead = self.ledger, self._mixture.orders(settings, self.ledger)
+        return self._ahead[1]
 
     def load(self, state: LoaderState, row: int) -> None:
         """Go on with the ledger of a state, of which ``row`` is the position.
@@ -68,8 +90,15 @@ class Shares:
                 "this state belongs to a single data set, and this loader reads a mixture; load it into a loader over "
                 "that data set"
             )
-        self.ledger = self._mixture.resumed(state.ledger, state.order, row)
-        self._orders = None
+        was = state.ledger.last.batch_size
+        if was is not None and was != self._batch_size:
+            raise StateError(
+                f"this state was drawn in batches of one source of {was} samples each, and this loader's global batch "
+                f"has {self._batch_size}; give the same: global_batch_size={was}"
+            )
+        ledger = self._mixture.resumed(state.ledger, state.order, row)
+        if ledger != self.ledger:
+            self.ledger, self._orders = ledger, None
 
     def set_weights(
         self, weights: Any, settings: OrderSettings, row: int, mesh: DeviceMesh, *, at: int | None, timeout_s: float
@@ -106,19 +135,29 @@ class Shares:
         orders: Any = self.apart(settings)
         found: dict[str, dict[str, float]] = {}
         for name, count in drawn_before(orders, row).items():
-            found[name] = {"samples": count, "passes": count / sizes[name]}
+            found[name] = {"samples": count}
+            if name not in sizes:
+                continue  # dropped since: nothing more is known of it
+            found[name]["passes"] = count / sizes[name]
             if self._mixture.unit == "tokens":
                 found[name]["tokens"] = round(count * units[name])
         return found
 
     def what_follows(self, row: int, global_batch_size: int) -> str:
-        """Say in words which sources begin which pass when, counted in steps; "" where none does."""
+        """Say in words which sources open, and which begin which pass, when, in steps; "" where none does."""
         if not self._mixture.is_endless:
             return ""
         coming = sorted(self._mixture.next_passes(self.ledger, row))[:_PASSES_TOLD]
+        opening = self._mixture.openings(self.ledger, row)[:_PASSES_TOLD]
+        told = [f"{names} is drawn from at step {-(-at // global_batch_size):,}" for at, names in opening]
         return ", ".join(
-            f"{name} begins its {_ordinal(number)} pass at step {at // global_batch_size:,}"
-            for at, name, number in coming
+            [
+                *told,
+                *(
+                    f"{name} begins its {_ordinal(number)} pass at step {at // global_batch_size:,}"
+                    for at, name, number in coming
+                ),
+            ]
         )
 
     def _agreed(

@@ -7,7 +7,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from streaming.dataset import StreamingDataset
+from streaming.datasets.dataset import StreamingDataset
 from streaming.engine.crew import Crew
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from infra import MeshFinder
 from streaming.arguments import format_bytes
-from streaming.dataset import StreamingDataset
+from streaming.datasets.dataset import StreamingDataset
 from streaming.epochs.iterator import Loop
 from streaming.epochs.position import Place
 
@@ -40,12 +40,16 @@ class Announcer:
             at = f"epoch {place.epoch} goes on after {place.samples_seen} samples"
         parts = [what_is_read(self._dataset), *self._amount(loop), *self._order(loop), *self._builders(), self._where()]
         shares = getattr(loop, "shares", None)
-        if shares is not None:
+        if shares is not None and loop.shape.ramp is None:  # rows are no steps there
             parts += filter(None, [shares.what_follows(loop.row_of(place), loop.shape.global_batch_size)])
         return f"{at}: {'; '.join(parts)}"
 
     def _amount(self, loop: Any) -> list[str]:
         size = loop.shape.global_batch_size
+        if loop.shape.ramp is not None:
+            steps = ", ".join(f"{size} from row {row:,} on" for row, size in loop.shape.ramp.steps)
+            number = "without end" if loop.is_endless else f"{loop.num_batches} in this epoch"
+            return [f"batches over all ranks of {steps}, {number}"]
         if not loop.is_counted:
             return [f"batches of {size} over all ranks, as many as there are"]
         if getattr(loop, "is_endless", False):

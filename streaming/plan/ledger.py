@@ -13,14 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from streaming.arguments import checked_int
 from streaming.errors import ConfigError, StateError
-from streaming.plan.mixing import checked_weights
-from streaming.plan.schedule import MAX_ROW, Schedule
+from streaming.plan.schedule import MAX_ROW, Schedule, checked_weights
 
 START, RESUMED, CHANGED = "start", "changed at a resume", "set_weights"
+Dealt: TypeAlias = Literal["chunks", "samples", "batches"]
+_DEALT = {
+    "chunks": 'quotas="chunks"', "samples": 'quotas="exact"',
+    "batches": 'batches="one_source" and {} samples in a global batch',
+}  # fmt: skip
 Segment = tuple[int, dict[str, float]]
 """A row, and the weights from it on."""
 
@@ -37,6 +41,8 @@ class Entry:
         why: What brought it about.
         schedule: Weights by row, of the whole run, from that row on; None: they stay.
         quotas: Samples of each source in a pass over a mixture that ends; {}: it has no end.
+        dealt: What shares are dealt in: chunks, single samples (``quotas="exact"``), or batches of one source each.
+        batch_size: Samples of such a batch over all ranks; None where others are dealt.
     """
 
     start: int
@@ -45,6 +51,8 @@ class Entry:
     why: str
     schedule: Schedule | None = None
     quotas: Mapping[str, int] | None = None
+    dealt: Dealt = "chunks"
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         checked_int("from", self.start, 0, MAX_ROW)
@@ -52,6 +60,10 @@ class Entry:
             raise ConfigError("sources: none are named")
         if self.quotas is None:
             checked_weights(self.weights)
+        if self.dealt not in get_args(Dealt) or (self.dealt == "batches") != (self.batch_size is not None):
+            raise ConfigError(f"dealt: expected one of {get_args(Dealt)}, got {self.dealt!r} of {self.batch_size}")
+        if self.batch_size is not None:
+            checked_int("batch_size", self.batch_size, 1, MAX_ROW)
         unknown = (set(self.weights) | set(self.quotas or {})) - set(self.sources)
         if unknown:
             raise ConfigError(f"weights name {sorted(unknown)}, which are no sources; they are {sorted(self.sources)}")
@@ -70,6 +82,10 @@ class Entry:
             made["schedule"] = self.schedule.to_dict()
         if self.quotas is not None:
             made["quotas"] = dict(self.quotas)
+        if self.dealt != "chunks":
+            made["dealt"] = self.dealt
+        if self.batch_size is not None:
+            made["batch_size"] = self.batch_size
         return {**made, "sources": dict(self.sources), "why": self.why}
 
     @classmethod
@@ -88,6 +104,8 @@ class Entry:
                 why=data["why"],
                 schedule=Schedule.from_dict(data["schedule"]) if "schedule" in data else None,
                 quotas=data.get("quotas"),
+                dealt=data.get("dealt", "chunks"),
+                batch_size=data.get("batch_size"),
             )
         except (ConfigError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"state: an entry of the ledger: {error}, in {data!r}") from error
@@ -114,6 +132,20 @@ class Ledger:
     def last(self) -> Entry:
         """What holds from its row on."""
         return self.entries[-1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether releases that know of chunks alone read it as it is meant."""
+        return all(entry.dealt == "chunks" for entry in self.entries)
+
+    @property
+    def first_rows(self) -> dict[str, int]:
+        """The row from which on each source was known, by name."""
+        found: dict[str, int] = {}
+        for entry in self.entries:
+            for name in entry.sources:
+                found.setdefault(name, entry.start)
+        return found
 
     @property
     def sources(self) -> dict[str, str]:
@@ -181,6 +213,7 @@ class Ledger:
         Raises:
             StateError: A source is not the one that it was, or the mixture ends and is another one.
         """
+        self._check_dealt(made)
         self._check_fingerprints(made)
         was = self.last.sources
         changes = [f"the source {name!r} is added" for name in sorted(set(made.sources) - set(was))]
@@ -200,6 +233,15 @@ class Ledger:
         start = max(first_free(), self.last.start)
         entry = replace(made, start=start, weights=_weights_at(made, start), why=RESUMED)
         return self.appended(entry), changes
+
+    def _check_dealt(self, made: Entry) -> None:
+        was, now = ((entry.dealt, entry.batch_size) for entry in (self.last, made))
+        if was != now:
+            raise StateError(
+                f"this state was drawn with {_DEALT[was[0]].format(was[1])}, this mixture with "
+                f"{_DEALT[now[0]].format(now[1])}: where sources stand in one order says nothing of the other. Give "
+                "the same, or begin a new run"
+            )
 
     def _check_fingerprints(self, made: Entry) -> None:
         known = self.sources

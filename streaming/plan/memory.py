@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,11 @@ def needed_mib(chunks_bytes: int) -> int:
     return math.ceil(chunks_bytes / CHUNKS_SHARE / EPOCHS_VARY / (16 << 20)) * 16
 
 
+def enough_for_batches_mib(batches_bytes: int) -> int:
+    """A ``memory_limit``, in MiB, of which batches get so many bytes."""
+    return math.ceil(batches_bytes / (1 - CHUNKS_SHARE) / (16 << 20)) * 16
+
+
 def chunks_bytes(memory_limit_bytes: int, live_bytes: int) -> int:
     """What a rank's chunks take at most: all that is needed at once, and some read-ahead."""
     return min(chunks_limit_bytes(memory_limit_bytes), live_bytes + READ_AHEAD_BYTES)
@@ -76,6 +81,7 @@ def check_whole_chunks(
     live_bytes: int,
     memory_limit_bytes: int,
     resumed: bool = False,
+    more_cures: str = "",
 ) -> None:
     """Refuse a plan whose live chunks do not fit.
 
@@ -86,6 +92,7 @@ def check_whole_chunks(
         live_bytes: ``plan.live_bytes(chunk_bytes, dp_rank)``.
         memory_limit_bytes: The rank's ``memory_limit``.
         resumed: The order is that of a loaded state, which overrules what the data set says of lanes and window.
+        more_cures: What else helps, for the message.
 
     Raises:
         MemoryLimitError: They do not fit; the message holds the arithmetic and the cure.
@@ -95,14 +102,14 @@ def check_whole_chunks(
         return
     lanes = -(-plan.settings.lanes // plan.dp_world_size)
     mean = int(chunk_bytes.mean())
-    per_chunk = plan.samples_per_pass / len(plan.chunk_samples)
+    per_chunk = plan.chunk_samples.mean()
     cures = (_cures_of_resumed if resumed else _cures_of_lanes)(plan, chunk_bytes, dp_rank, limit_bytes)
     raise MemoryLimitError(
         f"memory_limit: {format_bytes(memory_limit_bytes)} are too little for this plan. Rank {dp_rank} of "
         f"{plan.dp_world_size} goes through {lanes} of {plan.settings.lanes} lanes at once; with chunks of "
         f"{format_bytes(mean)} ({per_chunk:.0f} samples) and a window of {plan.settings.window} samples it "
         f"needs up to {format_bytes(live_bytes)} of chunks at the same time, and chunks get {CHUNKS_SHARE:.0%} of "
-        f'the limit. Use memory_limit="{needed_mib(live_bytes)}MiB"{cures}'
+        f'the limit. Use memory_limit="{needed_mib(live_bytes)}MiB"{cures}{more_cures}'
     )
 
 
@@ -192,8 +199,11 @@ def check_slices(plan: Plan, batch_bytes: int, *, memory_limit_bytes: int) -> No
 def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
     """A number of lanes, fewer than the plan's, that fits with some room for other epochs; "" if none does."""
     lanes = plan.settings.lanes
+    divides = plan.global_batch_size % lanes == 0
     while lanes > 1:
         lanes //= 2
+        if divides and plan.global_batch_size % lanes:
+            continue
         if _fits(plan, chunk_bytes, [dp_rank], limit_bytes, lanes=lanes, dp_world_size=plan.dp_world_size):
             return f", or fewer lanes: ShuffleConfig(lanes={lanes}), or a smaller window"
     return ""
@@ -221,14 +231,15 @@ def _fits(
     plan: Plan, chunk_bytes: Int64Array, dp_ranks: Iterable[int], limit_bytes: int, *, lanes: int, dp_world_size: int
 ) -> bool:
     """Whether these ranks have room for the plan with other lanes or ranks, and some for other epochs."""
-    settings: dict[str, Any] = {**plan.settings.to_dict(), "lanes": lanes}
+    settings = OrderSettings(**{**plan.settings.to_dict(), "lanes": lanes})
     other = Plan(
         plan.chunk_samples,
-        OrderSettings(**settings),
+        settings,
         global_batch_size=plan.global_batch_size,
         dp_world_size=dp_world_size,
         last_batch=plan.last_batch,
         epoch=plan.epoch,
         epoch_size=plan.num_samples,
+        orders=plan.orders.under(settings),
     )
     return all(other.live_bytes(chunk_bytes, rank) <= limit_bytes * EPOCHS_VARY for rank in dp_ranks)

@@ -175,12 +175,28 @@ class LaneParts:
         lanes: The lane.
         begins: The first lane position at which a sample of the run may be due.
         ends: One past the last such position.
+        goes_on: bool[n], runs that may be due behind the positions that were asked about too: until when is not known
+            yet, and who asks about later positions is told of them again. None: there are none, ``ends`` are final.
     """
 
     chunk_ids: Int64Array
     lanes: Int64Array
     begins: Int64Array
     ends: Int64Array
+    goes_on: npt.NDArray[np.bool_] | None = None
+
+    @classmethod
+    def joined(cls, some: Sequence[LaneParts]) -> LaneParts:
+        """Several lists as one, by chunk id, then by lane."""
+        empty = np.empty(0, np.int64)
+        columns = {name: np.concatenate([empty, *(getattr(one, name) for one in some)]) for name in
+                   ("chunk_ids", "lanes", "begins", "ends")}  # fmt: skip
+        order = np.lexsort((columns["lanes"], columns["chunk_ids"]))
+        going = [one.goes_on for one in some if one.goes_on is not None]
+        return cls(
+            **{name: column[order] for name, column in columns.items()},
+            goes_on=np.concatenate(going)[order] if going else None,
+        )
 
 
 class Order(Protocol):

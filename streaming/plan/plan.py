@@ -16,7 +16,7 @@ Within a global batch the positions are ordered by lane, and rank ``r`` of R tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,6 +90,7 @@ class Plan:
         epoch_size: int | None = None,
         start: int = 0,
         orders: Orders | None = None,
+        most_batches: int | None = None,
     ) -> None:
         """Check the numbers; orders are made when they are first needed.
 
@@ -106,6 +107,7 @@ class Plan:
             start: Samples of this epoch that are already consumed.
             orders: The order of each pass, under the same settings and over the same chunks; default: that of one data
                 set. Where they are endless, an epoch without an ``epoch_size`` is, too.
+            most_batches: Batches behind which the plan ends, wherever the epoch does; default: none.
 
         Raises:
             ConfigError: If an argument is out of range or the data set is empty.
@@ -127,13 +129,15 @@ class Plan:
         self.global_batch_size, self.dp_world_size = self.shape.global_batch_size, self.shape.num_ranks
         self.last_batch: LastBatch = last_batch
         self.num_samples = self.shape.num_samples
-        self.is_endless = self.orders.is_endless and epoch_size is None
+        self.is_endless = self.orders.is_endless and epoch_size is None and most_batches is None
         most = ENDLESS if self.orders.is_endless else MAX_COUNT
         self.epoch = checked_int("epoch", epoch, 0, most // self.num_samples - 1)
         self.start = checked_int("start", start, 0, self.num_samples)
         self._origin = self.epoch * self.num_samples + self.start
         left = self.num_samples - self.start
         self.num_batches = self.shape.batches_in(left)
+        if most_batches is not None:
+            self.num_batches = min(self.num_batches, checked_int("most_batches", most_batches, 0, MAX_COUNT))
         self._stop = self._origin + min(left, self.num_batches * self.global_batch_size)
         self._orders: dict[int, Order] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
@@ -244,13 +248,15 @@ class Plan:
             ConfigError: The epoch has no end.
         """
         self._check_ends()
-        return join_intervals(self.intervals_by_pass(dp_rank))
+        return self._joined(self.intervals_by_pass(dp_rank))
 
     def intervals_by_pass(self, dp_rank: int) -> Iterator[ChunkIntervals]:
         """Evaluate ``chunk_intervals`` pass by pass: one after the other they are the whole, in the same order.
 
         No use in a pass comes before the last batch of the pass before it. A pass without end comes in stretches of
         batches: a chunk belongs to the stretch in which it is needed first, its intervals of two stretches may overlap.
+        Where it is not known yet how long chunks are needed (``LaneParts.goes_on``), an interval ends one batch behind
+        its stretch, and the next stretch has the chunk once more: who asks for it in time need not fetch it again.
         """
         self._check_range(0, 0, dp_rank)
         for pass_number in self.passes:
@@ -276,11 +282,7 @@ class Plan:
         """
         sizes = self._chunk_bytes(chunk_bytes)
         looked_at, is_all = self._looked_at()
-        found = join_intervals(self._intervals(*each, dp_rank) for each in looked_at)
-        if self.orders.is_endless:  # a chunk may be needed in two stretches at once
-            ids, first, last = merge_intervals(found.chunk_ids, found.first_batches, found.last_batches)
-            found = ChunkIntervals(chunk_ids=ids, passes=np.zeros_like(ids), first_batches=first, last_batches=last)
-        live = found.live_bytes(sizes)
+        live = self._joined(self._intervals(*each, dp_rank) for each in looked_at).live_bytes(sizes)
         return live if is_all else min(live + -(-live // 9), int(sizes.sum()))
 
     def read_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
@@ -291,6 +293,8 @@ class Plan:
         """
         self._check_ends()
         sizes = self._chunk_bytes(chunk_bytes)
+        if self.orders.is_endless:
+            return int(sizes[self.chunk_intervals(dp_rank).chunk_ids].sum())
         return sum(int(sizes[live.chunk_ids].sum()) for live in self.intervals_by_pass(dp_rank))
 
     # --- batches ---
@@ -430,6 +434,17 @@ class Plan:
         found = [range(number * step, min((number + 1) * step, self.num_batches)) for number in sorted(numbers)]
         return [(0, stretch) for stretch in found], len(numbers) == stop
 
+    def _joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
+        """Intervals of passes, or of stretches of one without end, in two of which a chunk may be needed, as one."""
+        found = join_intervals(parts)
+        if not self.orders.is_endless:
+            return found
+        ids, first, last = merge_intervals(found.chunk_ids, found.first_batches, found.last_batches)
+        by_time = np.argsort(first, kind="stable")
+        return ChunkIntervals(
+            chunk_ids=ids[by_time], passes=np.zeros_like(ids), first_batches=first[by_time], last_batches=last[by_time]
+        )
+
     def _intervals(self, pass_number: int, stretch: range, dp_rank: int) -> ChunkIntervals:
         """Live intervals of one pass that begin in one of its stretches, sorted by their first batch."""
         self._check_range(0, 0, dp_rank)
@@ -474,6 +489,9 @@ class Plan:
         # The batches that hold the lane positions at which the parts may be due.
         first = np.maximum((origin + parts.begins * num_lanes + parts.lanes) // size, batches[0])
         last = np.minimum((origin + (parts.ends - 1) * num_lanes + parts.lanes) // size, batches[-1])
+        if parts.goes_on is not None:
+            first = np.maximum(first, stretch[0])
+            last = np.where(parts.goes_on, min(stretch[-1] + 1, batches[-1]), last)
         due = (first <= last) & (first >= stretch[0]) & (first <= stretch[-1])
         return parts.chunk_ids[due], first[due], last[due]
 

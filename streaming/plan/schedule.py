@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
+
 from streaming.arguments import checked_int
 from streaming.errors import ConfigError, StateError
-from streaming.plan.mixing import checked_weights
 
 Value: TypeAlias = Mapping[str, float] | float
 """The weights of sources by name, or one number."""
@@ -234,3 +236,20 @@ def _check_alike(values: Sequence[Value]) -> None:
                 f"Schedule: all values must name the same sources, got {sorted(first)} and {sorted(value)}; give 0 to "
                 "a source that has no share yet, or any more"
             )
+
+
+def checked_weights(weights: Mapping[str, float]) -> dict[str, Fraction]:
+    """Weights as exact numbers.
+
+    Raises:
+        ConfigError: One is negative or no number, or none is above 0.
+    """
+    exact = {}
+    for name, weight in weights.items():
+        number = isinstance(weight, (int, float, np.number, Fraction)) and not isinstance(weight, bool)
+        if not number or not 0 <= weight < float("inf"):
+            raise ConfigError(f"weights: {name!r}: expected a number from 0 on, got {weight!r}")
+        exact[name] = Fraction(weight if isinstance(weight, (int, Fraction)) else float(weight))
+    if not any(exact.values()):
+        raise ConfigError(f"weights: at least one must be above 0, got {dict(weights)}")
+    return exact

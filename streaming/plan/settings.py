@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar, get_args
 
 import numpy as np
@@ -17,6 +17,7 @@ from streaming.plan.order import (
     default_lanes,
     default_window,
 )  # fmt: skip
+from streaming.plan.ramp import Ramp
 from streaming.types import Int64Array, LastBatch
 
 MAX_SEED = 2**64 - 1
@@ -100,6 +101,7 @@ class Shape:
         num_ranks: R, the data-parallel ranks.
         last_batch: What becomes of samples that do not fill a batch; see ``Plan``.
         epoch_size: Samples of an epoch; None: as many as there are.
+        ramp: Batch sizes that change with the rows of the run, of which ``global_batch_size`` is one; None: it stays.
 
     Raises:
         ConfigError: A number is no integer or out of range, or ``last_batch`` none of the three.
@@ -109,6 +111,7 @@ class Shape:
     num_ranks: int
     last_batch: LastBatch = "drop"
     epoch_size: int | None = None
+    ramp: Ramp | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("global_batch_size", 2**31 - 1), ("num_ranks", 2**31 - 1), ("epoch_size", MAX_COUNT)):
@@ -138,6 +141,16 @@ class Shape:
         size = resolve_batch_size(batch_size, global_batch_size, num_ranks)
         known = checked_last_batch(merged_last_batch(last_batch, drop_last=drop_last))
         return cls(global_batch_size=size, num_ranks=num_ranks, epoch_size=epoch_size, last_batch=known)
+
+    def at(self, row: int) -> Self:
+        """The shape of the batch that begins at a row of the run."""
+        return self if self.ramp is None else replace(self, global_batch_size=self.ramp.size_at(row))
+
+    def batches_from(self, row: int, num_samples: int) -> int:
+        """Batches that so many samples from a row of the run on make."""
+        if self.ramp is None:
+            return self.batches_in(num_samples)
+        return self.ramp.batches_in(row, num_samples, self.last_batch)
 
     @property
     def num_samples(self) -> int:

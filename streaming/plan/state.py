@@ -14,8 +14,9 @@ from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
 
-STATE_VERSION = 2
-"""Of a mixture's state, which has a ledger; that of one data set is still of version 1, so older releases read it."""
+STATE_VERSION = 3
+"""Of a mixture whose shares are not dealt in chunks; 2: of one that deals chunks; 1: of one data set. So older releases
+read what they know."""
 _MAX_COUNT = 2**62
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size",
@@ -65,7 +66,9 @@ class LoaderState:
     @property
     def version(self) -> int:
         """Layout of this state."""
-        return 1 if self.ledger is None else STATE_VERSION
+        if self.ledger is None:
+            return 1
+        return 2 if self.ledger.is_plain else STATE_VERSION
 
     @property
     def _epoch_samples(self) -> int:
@@ -100,9 +103,9 @@ class LoaderState:
         if not isinstance(data, Mapping):
             raise StateError(f"state: expected the dict of state_dict(), got {type(data).__name__}")
         version = data.get("version")
-        if isinstance(version, bool) or version not in (1, STATE_VERSION):
+        if isinstance(version, bool) or version not in range(1, STATE_VERSION + 1):
             raise StateError(
-                f"state version: this release reads versions 1 and {STATE_VERSION}, got {version!r}; "
+                f"state version: this release reads versions 1 to {STATE_VERSION}, got {version!r}; "
                 "load it with the release that saved it"
             )
         names = _NAMES if version == 1 else (*_NAMES, "ledger")

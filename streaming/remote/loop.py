@@ -113,6 +113,8 @@ def open_remote(
                 f"{name}: not with remote_group, where all replicas share one object; take your part of what "
                 "BatchHandle.get() gives"
             )
+    if options["balance"] == "exchange":
+        raise ConfigError('balance="exchange": not with remote_group, whose actors have no process group; use "local"')
     prefetch = options["prefetch_factor"]
     if not is_whole(prefetch) or prefetch < 1:
         raise ConfigError(f"prefetch_factor: expected an integer of at least 1, got {prefetch!r}")

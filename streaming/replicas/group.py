@@ -42,26 +42,9 @@ class ReplicaGroup:
         of: str = "one data share",
     ) -> None:  # fmt: skip
         self.ranks = tuple(ranks)
-        own, store = job_store(option)
-        if own not in self.ranks:
-            raise ConfigError(
-                f"{option}: torch.distributed calls this process rank {own}, but in the mesh it is one of "
-                f"{self.ranks}; make the mesh of torch.distributed's ranks"
-            )
-        self.place = self.ranks.index(own)
         self.timeout_s = timeout_s
-        digest = hashlib.sha256(repr((option, self.ranks)).encode()).hexdigest()[:32]
-        # The n-th group of a member meets the n-th of the others.
-        number = store.add(f"shardstream/replicas/{digest}/{self.place}", 1)
-        prefix = dist.distributed_c10d.PrefixStore(f"shardstream/replicas/{digest}/group/{number}", store)
-        try:
-            self._group: Any = dist.ProcessGroupGloo(prefix, self.place, len(self.ranks), timedelta(seconds=timeout_s))
-        except (RuntimeError, dist.DistError) as error:
-            raise ReplicaError(
-                f"the ranks {self.ranks} of {of} did not all begin to iterate within {timeout_s:g} s "
-                f"(replicate=Broadcast(timeout_s=…)); did one of them fail, or not open its loader? "
-                f"{_first_line(error)}"
-            ) from error
+        cure = "replicate=Broadcast(timeout_s=…)"
+        self._group, self.place = gloo_group(self.ranks, timeout_s, option=option, of=of, cure=cure)
 
     def tell(self, kind: int, number: int, payloads: Sequence[torch.Tensor | None]) -> list[list[int]]:
         """Send a message to every other member, ``payloads[i]`` (uint8) to member i + 1; their replies.
@@ -121,6 +104,33 @@ class ReplicaGroup:
                 f"rank {self.ranks[member]}, {what}, is gone or gave no sign for {self.timeout_s:g} s "
                 f"(replicate=Broadcast(timeout_s=…)); look for its own error. {_first_line(error)}"
             ) from error
+
+
+def gloo_group(ranks: Sequence[int], timeout_s: float, *, option: str, of: str, cure: str) -> tuple[Any, int]:
+    """Make a process group of some ranks over gloo, and say which of them this one is; waits for all.
+
+    Raises:
+        ConfigError: torch.distributed is not set up, or this rank is none of ``ranks``.
+        ReplicaError: A member did not come.
+    """
+    own, store = job_store(option)
+    if own not in ranks:
+        raise ConfigError(
+            f"{option}: torch.distributed calls this process rank {own}, but in the mesh it is one of "
+            f"{tuple(ranks)}; make the mesh of torch.distributed's ranks"
+        )
+    place = ranks.index(own)
+    digest = hashlib.sha256(repr((option, tuple(ranks))).encode()).hexdigest()[:32]
+    # The n-th group of a member meets the n-th of the others.
+    number = store.add(f"shardstream/replicas/{digest}/{place}", 1)
+    prefix = dist.distributed_c10d.PrefixStore(f"shardstream/replicas/{digest}/group/{number}", store)
+    try:
+        return dist.ProcessGroupGloo(prefix, place, len(ranks), timedelta(seconds=timeout_s)), place
+    except (RuntimeError, dist.DistError) as error:
+        raise ReplicaError(
+            f"the ranks {tuple(ranks)} of {of} did not all begin to iterate within {timeout_s:g} s ({cure}); did one "
+            f"of them fail, or not open its loader? {_first_line(error)}"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

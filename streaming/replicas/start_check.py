@@ -10,7 +10,7 @@ from infra import DeviceMesh
 from streaming.batches.draws import Chain
 from streaming.engine.source import ShardSet
 from streaming.job.agreement import agree
-from streaming.job.store import job_store, job_world_size
+from streaming.job.store import ProcessGroup, job_store, job_world_size
 from streaming.plan.state import LoaderState
 from streaming.replicas.options import Replicas
 from streaming.types import VERSION
@@ -39,6 +39,8 @@ class StartCheck:
         self._replicas = replicas
         self._timeout_s = timeout_s
         self._is_done = timeout_s is None
+        self._met_in: ProcessGroup | None = None
+        self._is_remeshed = False
 
     def first(self) -> None:
         """Before an iteration: compare, if it is the first and the job has other ranks.
@@ -52,9 +54,19 @@ class StartCheck:
         if self._is_done or self._timeout_s is None:
             return
         self._is_done = True
+        is_old, self._met_in = self._met_in is not None and self._met_in.is_current, ProcessGroup()
+        if self._is_remeshed and (is_old or job_world_size() != self._mesh.world_size):
+            return
         # A mesh played in one process, or of other processes than torch.distributed's: nobody to ask.
         if 1 < self._mesh.world_size <= job_world_size() and job_store("")[0] == self._mesh.rank:
             self._compare(f"start of {self._dataset.urls}", self._timeout_s, required=False)
+
+    def become(self, mesh: DeviceMesh) -> None:
+        """Be a rank of another world: the next iteration compares, if torch.distributed is set up anew for that world.
+
+        Of the process group of the older one some ranks may be gone, and nobody waits for them.
+        """
+        self._mesh, self._is_done, self._is_remeshed = mesh, self._timeout_s is None, True
 
     def now(self, timeout_s: float) -> None:
         """Compare with all ranks of the mesh.

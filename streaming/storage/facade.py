@@ -71,6 +71,10 @@ class Storage:
     def __repr__(self) -> str:
         return f"Storage(options=<{', '.join(sorted(self._given)) or 'none'}>)"  # names only: values may be secret
 
+    def is_like(self, other: Storage) -> bool:
+        """Whether both were made with the same options, so that one may read in the other's place."""
+        return self._given == other._given and self._observer is other._observer
+
     def in_flight(self) -> list[ActiveRequest]:
         """The calls under way in all threads, oldest first: for reports on what is being waited for."""
         return self._active.snapshot()

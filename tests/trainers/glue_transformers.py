@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_packed import write
 from trainer_names import FOLDER, QUIET, URL
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from streaming import DataLoader, StreamingDataset
+from streaming import DataLoader, Mixture, Packed, StreamingDataset
 from streaming.errors import ConfigError
 from streaming.integrations.transformers import use_loader
 
@@ -57,3 +59,63 @@ with pytest.raises(ConfigError, match="batch 2 of epoch 1, but 3 steps of 4 batc
 seen, steps, loader = train(stop_at=4)
 assert (seen, steps) == (expected[10:], 4), "the epoch's last step is taken, though it is a short one"
 assert loader.metrics()["batches"] == 2, "what is skipped is not read"
+
+
+# Packs, mixed without end: the loader has no length, the trainer counts max_steps.
+LENGTH, VOCAB_SIZE, MAX_STEPS = 256, 97, 3
+documents = Path(f"{FOLDER}-documents")
+for first, name in enumerate(("web", "code")):
+    write(documents / name, num_docs=80, seed=first)
+
+
+class Llama(LlamaForCausalLM):
+    """It is given all entries of the batch, as ``forward`` takes any names."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        super().__init__(LlamaConfig(vocab_size=VOCAB_SIZE, initializer_range=0.5, **sizes))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, **batch: Any) -> Any:
+        if "labels" in batch:
+            self.seen.append(batch["input_ids"])
+            batch["labels"] = batch["labels"].where(batch["labels"] < 0, batch["labels"] % VOCAB_SIZE)
+        return super().forward(**batch | {"input_ids": batch["input_ids"] % VOCAB_SIZE})
+
+
+def open_packs() -> DataLoader:
+    packs = {name: Packed(StreamingDataset(documents / name), LENGTH) for name in ("web", "code")}
+    return DataLoader(Mixture(packs, weights={"web": 1, "code": 2}, ends=None), global_batch_size=4)
+
+
+def train_packs(stop_at: int) -> tuple[Llama, float]:
+    """Two batches a step."""
+    model, folder = Llama(), f"{FOLDER}-packs"
+    arguments = TrainingArguments(folder, max_steps=MAX_STEPS, save_steps=1, gradient_accumulation_steps=2, **QUIET)
+    trainer = Trainer(model, arguments, callbacks=[StopAt(stop_at)])
+    use_loader(trainer, open_packs())
+    return model, trainer.train(resume_from_checkpoint=get_last_checkpoint(folder)).training_loss
+
+
+def loss_alone(batches: list[dict[str, Any]]) -> float:
+    """The mean loss of all labels, of each document by itself."""
+    model, total = Llama(), torch.tensor(0.0)
+    for batch in batches:
+        for row, numbers in zip(batch["input_ids"], batch["document_ids"], strict=True):
+            for number in range(int(numbers.max()) + 1):
+                alone = row[numbers == number][None]
+                with torch.no_grad():
+                    logits = model(input_ids=alone).logits
+                total += torch.nn.functional.cross_entropy(logits[0, :-1], alone[0, 1:] % VOCAB_SIZE, reduction="sum")
+    return float(total / sum(batch["num_labels"] for batch in batches))
+
+
+Path(f"{FOLDER}-packs").mkdir()
+with open_packs() as reference:
+    packs = [batch for batch, _ in zip(reference, range(2 * MAX_STEPS), strict=False)]
+assert all(batch["document_ids"].max() > 0 for batch in packs[:2]), "packs of several documents"
+model, loss = train_packs(stop_at=1)
+assert loss == pytest.approx(loss_alone(packs[:2]), rel=1e-5), "no document sees another, all labels weigh alike"
+seen = model.seen + train_packs(stop_at=MAX_STEPS)[0].seen
+assert [one.tolist() for one in seen] == [batch["input_ids"].tolist() for batch in packs]

@@ -66,6 +66,11 @@ class Extents:
         insort(self._free, (start, stop))
         self.used -= size
 
+    @property
+    def top(self) -> int:
+        """End of the last range in use."""
+        return self._free[-1][0] if self._free and self._free[-1][1] == self.capacity else self.capacity
+
     def grow(self, capacity: int) -> None:
         """Make the range ``[0, capacity)``; never shrinks."""
         added = capacity - self.capacity
@@ -83,8 +88,8 @@ class Arena:
     """Room for at most ``budget_bytes`` of chunks, in memory that no file system names and that dies with its users.
 
     The address range is twice the budget, so that fragments do not stop an allocation that the budget allows; pages
-    beyond the budget are handed back to the system as soon as they are free. Pages are committed on first touch: a
-    large budget costs nothing until it is used.
+    beyond the budget are handed back to the system as soon as they are free, and as long as some are in use all others.
+    Pages are committed on first touch: a large budget costs nothing until it is used.
 
     Not thread-safe: callers allocate and free under a lock of their own. Reading and writing allocated ranges from
     any thread is fine.
@@ -166,8 +171,9 @@ class Arena:
         if self._closed:
             return
         size = _pages(num_bytes)
+        crowds = self._extents.top > self.budget_bytes  # then pages below that nobody uses come on top of the budget
         self._extents.give(start, size)
-        if start + size > self.budget_bytes:
+        if crowds:
             self._drop(self.memory, start, size)
 
     def shrink(self, start: int, num_bytes: int, left_bytes: int) -> None:

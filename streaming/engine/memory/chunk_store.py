@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -132,6 +132,18 @@ class ChunkStore:
         if unit.users == 0 and unit.ready and not self._closed:
             self._retire(unit)
 
+    def keep_first(self, wanted: Iterable[FetchRange]) -> int:
+        """Keep, of the units that nobody needs, those of ``wanted``, and drop the others; tell how many stay.
+
+        Room that runs out is taken from the last of ``wanted`` first.
+        """
+        kept = [self._cold.pop(one.key) for one in wanted if one.key in self._cold]
+        while self._cold:
+            self._drop(self._cold.popitem()[1])
+        # Invariant: _cold gives way from its beginning, so what is needed first stands at its end.
+        self._cold.update((unit.wanted.key, unit) for unit in reversed(kept))
+        return len(kept)
+
     def hold(self, wanted: FetchRange) -> list[Unit]:
         """Units that have come and share samples with ``wanted``, each with one more user."""
         first, stop = wanted.first_sample, wanted.first_sample + wanted.num_samples
@@ -199,7 +211,7 @@ class ChunkStore:
         return self.arena.allocate(num_bytes)
 
     def _retire(self, unit: Unit) -> None:
-        if self.retain and unit.first_row >= 0:
+        if self.retain and (unit.first_row >= 0 or unit.take_apart is not None):
             self._cold[unit.wanted.key] = unit
         else:
             self._drop(unit)

@@ -28,7 +28,9 @@ _IN_SLOT_BYTES = 32 << 10
 _SMALL_ITEM_BYTES = 4 << 10
 """Items below this are joined and cut as bytes objects; above, each is copied once more cheaply than twice."""
 
-WireRows: TypeAlias = tuple[bytes | None, list[str], list[str], dict[str, tuple[Any, Any]], bytes | None, Any, Any, Any]
+WireRows: TypeAlias = tuple[
+    bytes | None, list[str], list[str], dict[str, tuple[Any, Any]], bytes | None, Any, Any, Any, Any
+]
 
 
 # --- rows ---
@@ -39,12 +41,12 @@ def rows_to_wire(rows: Rows, arena: Arena | None) -> WireRows:
     inline = None if arena is not None and rows.memory is arena.memory else bytes(rows.memory)
     fields = {name: (where.starts, where.sizes) for name, where in rows.fields.items()}
     damage = dumps(dict(rows.damage)) if rows.damage else None
-    return inline, rows.keys, rows.urls, fields, damage, rows.numbers, rows.positions, rows.sources
+    return inline, rows.keys, rows.urls, fields, damage, rows.numbers, rows.positions, rows.sources, rows.packs
 
 
 def rows_from_wire(wire: WireRows, memory: Any, view: memoryview) -> Rows:
     """The rows; ``memory`` and ``view`` are the arena's."""
-    inline, keys, urls, fields, damage, numbers, positions, sources = wire
+    inline, keys, urls, fields, damage, numbers, positions, sources, packs = wire
     return Rows(
         memory=memory if inline is None else inline,
         view=view if inline is None else memoryview(inline),
@@ -55,6 +57,7 @@ def rows_from_wire(wire: WireRows, memory: Any, view: memoryview) -> Rows:
         numbers=numbers,
         positions=positions,
         sources=sources,
+        packs=packs,
     )
 
 

@@ -5,7 +5,7 @@ pass every lane gets an equal run of the shuffled chunks. So all lanes of a sour
 source's sample ``x`` of a lane lies is arithmetic. A source with fewer chunks than lanes is cut in *rounds* of several
 passes, so that a lane still reads whole chunks: the passes of a round are given side by side.
 
-In a lane, the chunks of all sources are laid in the order of their stamps (see :mod:`streaming.plan.mixing`): the
+In a lane, the chunks of all sources are laid in the order of their stamps (see :mod:`streaming.mixing.passes`): the
 times, in samples of the lane, at which the source's share has grown to them. How much a source has given by some time
 is arithmetic too; so what stands at a position is found without what comes before it::
 
@@ -17,7 +17,7 @@ is arithmetic too; so what stands at a position is found without what comes befo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.errors import ConfigError
-from streaming.plan.mixing import Listing, MixedPasses, Sources, Weights, checked_weights, keyed_number
-from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
+from streaming.mixing.endless import Endless
+from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, keyed_number
+from streaming.plan.order import LaneParts, OrderSettings, window_place, window_slice
 from streaming.plan.permutation import hash_table, permutations
+from streaming.plan.schedule import checked_weights
 from streaming.types import Int64Array
 
 _Floats = npt.NDArray[np.float64]
@@ -267,28 +268,6 @@ def growths(names: Sequence[str], schedule: Sequence[Weights]) -> dict[str, Grow
     return found
 
 
-def checked_schedule(names: Sequence[str], schedule: Sequence[Weights]) -> tuple[Weights, ...]:
-    """Weights by time; of several from one time on, the last.
-
-    Raises:
-        ConfigError: The first do not apply from 0 on, times fall, or a source is named that is none.
-    """
-    kept: list[Weights] = []
-    for entry in schedule:
-        unknown = sorted(set(entry.weights) - set(names))
-        if unknown:
-            raise ConfigError(f"weights: {', '.join(map(repr, unknown))}: no such source, got {', '.join(names)}")
-        checked_weights(entry.weights)
-        if kept and entry.start < kept[-1].start:
-            raise ConfigError(f"weights: expected ascending starts, got {entry.start} after {kept[-1].start}")
-        if kept and entry.start == kept[-1].start:
-            kept.pop()
-        kept.append(entry)
-    if not kept or kept[0].start != 0:
-        raise ConfigError("weights: the first must apply from 0 on")
-    return tuple(kept)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Block:
     """What some lanes lay in a stretch of time.
@@ -303,104 +282,30 @@ class _Block:
     stops: Int64Array
 
 
-class MixedLanes:
+class MixedLanes(Endless):
     """The order of a mixture without end: one pass, number 0, in which every lane is a stream of chunks by weight.
 
     After ``n`` samples of a lane a source has given ``n`` times its share, give or take one of its chunks, and its
     share of one chunk of every source. Any position is found by arithmetic and a pass's permutation of each source.
-
-    Thread-safe but for ``append``, and with a ``lock`` that too. What was planned stays as it is: weights are only ever
-    appended behind it.
-
-    Args:
-        sources: The sources.
-        schedule: Weights by time, counted in samples of one lane: L times as many over all. The first from 0 on; a
-            source that is not named has no share.
-        lock: A ``threading.RLock``, to be given where one thread appends weights while another plans.
-
-    Attributes:
-        schedule: Weights by time, the appended ones included.
-
-    Raises:
-        ConfigError: The weights are none.
     """
-
-    is_endless = True
-    samples_per_pass = ENDLESS
 
     def __init__(
         self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None
     ) -> None:
-        self.sources, self.settings, self.chunk_samples = sources, sources.settings, sources.chunk_samples
-        self.schedule = checked_schedule(self.sources.names, schedule)
         names, settings = sorted(sources.names), sources.settings
-        self._growths = growths(names, self.schedule)
-        self._lanes = {name: SourceLanes(self.sources.listings[name], settings) for name in names}
+        self._lanes = {name: SourceLanes(sources.listings[name], settings) for name in names}
         self._phases = {name: _phases(name, settings) for name in names}
         self._block_time = max(_LEAST_BLOCK, 2 * settings.window)
         self._blocks: dict[tuple[int, int], _Block] = {}
         self._kept: dict[tuple[str, int], tuple[int, int, Runs, _Floats]] = {}
-        self._frontier = 0
-        self._lock = lock or nullcontext()
+        super().__init__(sources, schedule, lock=lock)
 
-    def of_pass(self, number: int) -> MixedLanes:
-        """The order itself: there is one pass.
-
-        Raises:
-            ConfigError: Another pass than 0 is asked for.
-        """
-        if number:
-            raise ConfigError(f"a mixture without end has one pass, number 0; got {number}")
-        return self
-
-    def under(self, settings: OrderSettings) -> MixedLanes:
-        """The same mixture under other settings."""
-        return MixedLanes(self.sources.under(settings), self.schedule)
-
-    # --- weights that change ---
-
-    @property
-    def borders(self) -> tuple[int, ...]:
-        """See ``Orders``."""
-        return tuple(entry.start * self.settings.lanes for entry in self.schedule[1:])
-
-    @property
-    def frontier(self) -> int:
-        """The first time, in samples of a lane, from which on other weights may still apply: nothing is planned there.
-
-        Other ranks have frontiers of their own; a change must lie behind all of them.
-        """
-        with self._lock:
-            return self._frontier
-
-    @contextmanager
-    def held(self) -> Iterator[int]:
-        """Keep the frontier where it is, and give it: who plans beyond waits until the end of the ``with`` block."""
-        with self._lock:
-            yield self._frontier
-
-    def append(self, weights: Weights) -> None:
-        """Let other weights apply from a time on, in place of all that were to apply from then on.
-
-        Raises:
-            ConfigError: Something is planned there already, or the weights are none.
-        """
-        with self._lock:
-            if weights.start < self._frontier:
-                raise ConfigError(
-                    f"weights from {weights.start} on: planned up to {self._frontier}; give a start that is not before"
-                )
-            kept = [entry for entry in self.schedule if entry.start < weights.start]
-            schedule = checked_schedule(self.sources.names, (*kept, weights))
-            # Nothing stamped at or behind the start was given to anybody, and what comes before does not depend on it.
-            self.schedule, self._growths = schedule, growths(sorted(self.sources.names), schedule)
-            self._kept.clear()
+    def _weigh(self) -> None:
+        """See ``Endless``."""
+        self._growths = growths(sorted(self.sources.names), self.schedule)
+        self._kept.clear()
 
     # --- the order ---
-
-    def lane_size(self, lane: int) -> int:  # noqa: ARG002  all are the same
-        """See ``Order``."""
-        return ENDLESS // self.settings.lanes
 
     def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """See ``Order``."""
@@ -428,10 +333,6 @@ class MixedLanes:
             begins=np.maximum(runs.begins - reach, 0),
             ends=runs.begins + runs.sizes + reach,
         )
-
-    def chunks_before(self, chunk_id: int) -> Iterator[int]:
-        """See ``Order``."""
-        return self.sources.chunks_before(chunk_id)
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
         """See ``Order``. Moves the frontier up to what is looked at."""
@@ -494,6 +395,10 @@ class MixedLanes:
         taken = np.minimum(runs.sizes, place - runs.begins)
         np.add.at(counts, self.sources.source_of(runs.chunk_ids), taken)
         return counts
+
+    def drawn(self, lane: int, place: int) -> Int64Array:
+        """See ``Endless``."""
+        return self.sources.drawn(self, 0, lane, place)
 
     def _block_starts(self, group: int, block: _Block) -> int:
         """The time at which a block begins."""
@@ -586,26 +491,19 @@ def _phases(name: str, settings: OrderSettings) -> _Floats:
     return phases
 
 
-def drawn_before(orders: MixedPasses | MixedLanes, row: int) -> dict[str, int]:
+def drawn_before(orders: MixedPasses | Endless, row: int) -> dict[str, int]:
     """Samples of each source among the first ``row`` of a run, by arithmetic.
 
     Args:
         orders: Of the mixture.
         row: Samples of the run, over all ranks and epochs.
     """
-    names, settings = orders.sources.names, orders.settings
+    names, lanes = orders.sources.every_name, orders.settings.lanes
     number, rest = divmod(row, orders.samples_per_pass)
     order = orders.of_pass(number)
     counts = np.zeros(len(names), np.int64)
     if isinstance(orders, MixedPasses):
         counts += number * np.array([orders.quotas[name] for name in names])
-    for lane in range(settings.lanes):
-        place = rest // settings.lanes + (lane < rest % settings.lanes)
-        # All that is laid a window before the place is due, and of what comes behind, what the window brings forward.
-        laid = max(place - settings.window, 0)
-        counts += order.given(lane, laid)
-        start, size = max(place - 2 * settings.window, 0), order.lane_size(lane)
-        behind = window_slice(settings, number, lane, start, place, size) >= laid
-        chunk_ids, _ = order.lane_samples(lane, start, place)
-        counts += np.bincount(orders.sources.source_of(chunk_ids[behind]), minlength=len(names))
+    for lane in range(lanes):
+        counts += order.drawn(lane, rest // lanes + (lane < rest % lanes))
     return dict(zip(names, counts.tolist(), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import logging
 import math
 import operator
@@ -11,27 +12,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from os import PathLike
-from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
+from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
+
+import numpy as np
 
 from streaming.arguments import checked_int, checked_path, checks_names, format_bytes, is_limit
 from streaming.batches.build import OnError, Part
 from streaming.catalog.joined import JoinedSource
-from streaming.dataset import StreamingDataset
-from streaming.errors import ConfigError, StateError
+from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.mixture_file import arguments_of, read_description
+from streaming.datasets.packed import Packed
+from streaming.errors import ConfigError, ShardstreamError, StateError
 from streaming.filters.late_columns import find_columns, homes_of, read_values
-from streaming.plan.lanes import MixedLanes
-from streaming.plan.ledger import CHANGED, START, Entry, Ledger
-from streaming.plan.mixing import MixedPasses, Sources, Weights, checked_weights
-from streaming.plan.order import Orders, OrderSettings
-from streaming.plan.schedule import Schedule
+from streaming.mixing.exact import ExactLanes
+from streaming.mixing.lanes import MixedLanes
+from streaming.mixing.passes import MixedPasses, Sources, Weights
+from streaming.packing.layout import PackRows
+from streaming.plan.ledger import CHANGED, START, Dealt, Entry, Ledger
+from streaming.plan.order import Orders, OrderSettings, default_lanes
+from streaming.plan.schedule import Schedule, checked_weights
 from streaming.plan.settings import ShuffleConfig, order_settings
 from streaming.storage import redact
-from streaming.types import Sample, Transform
+from streaming.types import Int64Array, Sample, Transform
 
 Quotas: TypeAlias = Literal["chunks", "exact"]
 Unit: TypeAlias = Literal["samples", "tokens", "bytes"]
 Ends: TypeAlias = Literal["first", "all"]
+Batches: TypeAlias = Literal["mixed", "one_source"]
 _MAX_SEED = 2**64 - 1
 _TABLES_READ = 8
 """Shards of a source whose column is read for the mean number of tokens of its samples."""
@@ -93,13 +102,17 @@ class Mixture(JoinedSource):
         weights: Share of each source, by name; only ratios count. Or a ``Schedule`` of such dicts.
         repeats: How often an epoch reads each source, by name.
         quotas: ``"chunks"``: the chunks of all sources in one order, which needs the memory and requests of one data
-            set; a share holds up to a chunk or so of each source and lane. ``"exact"`` is refused as yet.
+            set; a share holds up to a chunk or so of each source and lane. ``"exact"``, with ``weights`` and no end:
+            single samples, each share exact at every row, give or take a few samples; each source then has chunks in
+            memory in every lane, so memory grows with the number of sources.
         unit: What a weight counts: ``"samples"``, ``"tokens"`` (the column ``tokens``) or ``"bytes"``.
         ends: With constant ``weights``: an epoch ends when the ``"first"`` source, or ``"all"`` sources, have been read
             once. None: there is no end; ``DataLoader(epoch_size=…)`` makes epochs.
         shuffle: Whether sources and their samples are shuffled, or a ``ShuffleConfig``; the sources' own is not used.
         seed: Seed of the order.
-        batches: ``"mixed"``: a batch holds samples of any source.
+        batches: ``"mixed"``: a batch holds samples of any source. ``"one_source"``, with ``weights`` and no end: each
+            global batch holds samples of one source, and shares count batches, exactly; memory is that of
+            ``quotas="exact"``, whatever ``quotas`` says. The lanes must divide the global batch, and it ``epoch_size``.
         max_bad_samples: Count or share of an epoch beyond which a run stops, over all sources; each source's own limit
             holds beside it. None: theirs alone.
         bad_samples_file: As of a ``StreamingDataset``, for all sources.
@@ -111,7 +124,7 @@ class Mixture(JoinedSource):
 
     def __init__(
         self,
-        sources: Mapping[str, StreamingDataset | Mixture],
+        sources: Mapping[str, StreamingDataset | Packed | Mixture],
         *,
         weights: Mapping[str, float] | Schedule | None = None,
         repeats: Mapping[str, float] | None = None,
@@ -120,7 +133,7 @@ class Mixture(JoinedSource):
         ends: Ends | None = None,
         shuffle: bool | ShuffleConfig = True,
         seed: int = 0,
-        batches: Literal["mixed"] = "mixed",
+        batches: Batches = "mixed",
         max_bad_samples: float | None = None,
         bad_samples_file: str | PathLike[str] | None = None,
     ) -> None:
@@ -131,9 +144,11 @@ class Mixture(JoinedSource):
         if not isinstance(shuffle, (bool, ShuffleConfig)):
             raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
         self.sources = dict(sources)
-        self.leaves: dict[str, StreamingDataset] = _leaves(sources)
+        self.leaves: dict[str, StreamingDataset | Packed] = _leaves(sources)
+        _check_packs(self.leaves)
         super().__init__(self.leaves)
         self.quotas: Quotas = quotas
+        self.batches: Batches = batches
         self.unit: Unit = unit
         self.shuffle = bool(shuffle)
         self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
@@ -144,6 +159,71 @@ class Mixture(JoinedSource):
         self.max_bad_samples = max(limits) if max_bad_samples is None else max_bad_samples
         self._take_over()
         self._blend = self._blended(weights, repeats, ends)
+        if self._blend.quotas is not None and (quotas, batches) != ("chunks", "mixed"):
+            raise ConfigError(
+                ('quotas="exact"' if batches == "mixed" else 'batches="one_source"')
+                + ": an epoch that ends (by size, repeats= or ends=) is laid in chunks, and each source gives what it "
+                "has. Give weights= without ends=, and the loader an epoch_size; or leave it out"
+            )
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | PathLike[str],
+        *,
+        transforms: Mapping[str, Transform] | None = None,
+        storage_options: Mapping[str, object] | None = None,
+    ) -> Mixture:
+        """Make the mixture that a JSON file describes, such as ``shard_tools plan`` reads too.
+
+        The file names the arguments of this class and, for each source, those of ``StreamingDataset`` with ``url`` for
+        the first one; a URL may stand alone, a source with ``sources`` of its own is a mixture (docs/mixing.md)::
+
+            {"sources": {"web": {"url": "s3://bucket/web/", "where": "tokens >= 64"}, "code": "s3://bucket/code/"},
+             "weights": {"web": 0.7, "code": 0.3}, "seed": 1}
+
+        Args:
+            path: Path or URL of the file.
+            transforms: What code alone can say: the ``transform`` of sources, by name (``"text/en"`` of one within).
+            storage_options: To read the file with, and for sources that give none of their own.
+
+        Raises:
+            ConfigError: The file is no such description; what is wrong is named with its source.
+            NotFoundError: There is no such file.
+        """
+        options = dict(storage_options or {})
+        made = cls._described(read_description(path, options), "", options)
+        unknown = sorted(set(transforms or {}) - set(made.leaves))
+        if unknown:
+            raise ConfigError(f"transforms: {unknown[0]!r} is no source; they are {_listed(sorted(made.leaves))}")
+        return made._with_transforms(transforms or {}, "")
+
+    @classmethod
+    def _described(cls, content: Mapping[str, Any], place: str, storage_options: dict[str, object]) -> Mixture:
+        """The mixture that ``content`` describes; ``place`` says in messages where that stands."""
+        sources: dict[str, StreamingDataset | Mixture] = {}
+        for name, given in content["sources"].items():
+            here = f"{place}/{name}" if place else name
+            try:
+                if "sources" in given:
+                    sources[name] = cls._described(given, here, storage_options)
+                else:
+                    options = {"storage_options": storage_options, **given}
+                    sources[name] = StreamingDataset(options.pop("url"), **options)
+            except ShardstreamError as error:
+                error.add_note(f"of the source {here!r}")
+                raise
+        return cls(sources, **arguments_of(content))
+
+    def _with_transforms(self, transforms: Mapping[str, Transform], place: str) -> Mixture:
+        """The same mixture whose leaves call these functions, by their names under ``place``."""
+        made = copy.copy(self)
+        made.sources = {
+            name: one._with_transforms(transforms, f"{place}{name}/") if isinstance(one, Mixture)
+            else one.map(transforms[place + name]) if place + name in transforms else one
+            for name, one in self.sources.items()
+        }  # fmt: skip
+        return made._of_sources()
 
     # --- what users see ---
 
@@ -191,19 +271,22 @@ class Mixture(JoinedSource):
         number %= count
         for name in self.names:
             if number < quotas[name]:
-                return self.leaves[name].sample_at(number % self.sizes[name], name)
+                return self.leaves[name].sample_at(number % self.sizes[name], self.shown_names[name])
             number -= quotas[name]
         raise AssertionError("the quotas were summed")
 
-    def map(self, function: Transform) -> Mixture:
+    def map(self, function: Transform) -> Self:
         """The mixture with ``function`` called on each sample, after what its source calls."""
-        made = Mixture.__new__(Mixture)
-        made.__dict__.update(self.__dict__)
+        made = copy.copy(self)
         made.sources = {name: one.map(function) for name, one in self.sources.items()}
-        made.leaves = _leaves(made.sources)
-        JoinedSource.__init__(made, made.leaves)
-        made._take_over()
-        return made
+        return made._of_sources()
+
+    def _of_sources(self) -> Self:
+        """This mixture, which is a copy, over what ``sources`` holds now."""
+        self.leaves = _leaves(self.sources)
+        JoinedSource.__init__(self, self.leaves)
+        self._take_over()
+        return self
 
     def __repr__(self) -> str:
         parts = [f"{len(self.names)} sources: {_listed(self.names)}"]
@@ -217,7 +300,7 @@ class Mixture(JoinedSource):
             return f"{len(self)} samples an epoch"
         first = self._blend.segments()[0][1]
         total = sum(first.values())
-        shown = [f"{name} {share / total:.1%}" for name, share in sorted(first.items())]
+        shown = [f"{name} {share / total:.1%}" for name, share in sorted(first.items()) if share]
         changing = "" if self._blend.weights is None or len(self._blend.segments()) == 1 else " at first, by a schedule"
         return f"without end, {_listed(shown)} of samples{changing}"
 
@@ -243,36 +326,65 @@ class Mixture(JoinedSource):
         kinds: tuple[OnError, ...] = ("skip", "substitute", "raise")
         self.on_error: OnError = next(kind for kind in kinds if any(one.on_error == kind for one in leaves))
 
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
+        """See ``Source``.
+
+        A group that is read partly in one pass over the mixture and partly in the next must be packed alike in both, or
+        documents would come twice, and others not at all: unless passes hold whole sources, company never changes.
+        """
+        quotas = self._blend.quotas
+        if quotas is None or any(quotas[name] % size for name, size in self.sizes.items()):
+            passes = np.zeros_like(passes)
+        return super().packs(chunk_ids, offsets, passes, seed)
+
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How the samples of each source become objects."""
-        return tuple(replace(part, name=name) for name in self.names for part in self.leaves[name].recipe_parts)
+        shown = self.shown_names
+        return tuple(replace(part, name=shown[name]) for name in self.names for part in self.leaves[name].recipe_parts)
+
+    @property
+    def shown_names(self) -> dict[str, str]:
+        """What batches say of each leaf in ``__source__``."""
+        found: dict[str, str] = {}
+        for name, one in self.sources.items():
+            within = one.shown_names if isinstance(one, Mixture) else {}
+            found.update({f"{name}/{leaf}": f"{name}/{shown}" if shown else name for leaf, shown in within.items()})
+            if not within:
+                found[name] = name
+        return found
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """The order under a loader with batches of this size."""
         chosen = self.shuffle_config
+        lanes = chosen.lanes
+        if self.batches == "one_source" and lanes is None:  # each lane gives as many samples to every batch
+            most = default_lanes(global_batch_size)
+            lanes = next(lanes for lanes in range(most, 0, -1) if global_batch_size % lanes == 0)
         return order_settings(
-            shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
+            shuffle=self.shuffle, seed=self.seed, lanes=lanes, window=chosen.window, scope=chosen.scope,
             global_batch_size=global_batch_size, num_samples=int(self.chunk_samples.sum()),
             num_chunks=len(self.chunk_samples),
         )  # fmt: skip
 
     # --- shares, and how they change ---
 
-    @property
-    def start_entry(self) -> Entry:
-        """The first entry of the ledger of a run over this mixture."""
+    def start_entry(self, global_batch_size: int | None = None) -> Entry:
+        """The first entry of the ledger of a run over this mixture; the batch counts with ``batches="one_source"``."""
         blend = self._blend
+        dealt: Dealt = "samples" if self.quotas == "exact" else "chunks"
         weights = {} if blend.weights is None else dict(blend.segments()[0][1])
         changes = blend.weights is not None and len(blend.segments()) > 1
         return Entry(
             start=0, weights=weights, sources=self.fingerprints, why=START, quotas=blend.quotas,
             schedule=blend.weights if changes else None,
+            dealt="batches" if self.batches == "one_source" else dealt,
+            batch_size=global_batch_size if self.batches == "one_source" else None,
         )  # fmt: skip
 
-    def begun(self) -> Ledger:
-        """The ledger of a run that begins now."""
-        return Ledger((self.start_entry,))
+    def begun(self, global_batch_size: int | None = None) -> Ledger:
+        """The ledger of a run that begins now; with ``batches="one_source"`` the global batch size must be given."""
+        return Ledger((self.start_entry(global_batch_size),))
 
     def resumed(self, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
         """The ledger of a run that goes on at ``row`` with this mixture; what changes is said once in the log.
@@ -285,13 +397,13 @@ class Mixture(JoinedSource):
             return first_free_row(self.orders(settings, ledger), row)
 
         missing = sorted(set(ledger.sources) - set(self.names))
-        if missing:
+        if missing and ledger.last.dealt == "chunks":
             raise StateError(
                 f"this state drew from {_listed(list(map(repr, missing)))}, which this mixture lacks. Where the others "
                 "stand follows from the chunks that were drawn beside theirs: keep it in the mixture, with the weight "
                 "0 (weights or the Schedule at a resume); its shards are not read any more"
             )
-        found, changes = ledger.resumed(self.start_entry, first_free)
+        found, changes = ledger.resumed(self.start_entry(ledger.last.batch_size or 1), first_free)
         if changes:
             _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
         return found
@@ -302,6 +414,17 @@ class Mixture(JoinedSource):
         return ledger.appended(
             replace(ledger.last, start=row, weights=dict(blend.segments()[0][1]), schedule=None, why=CHANGED)
         )
+
+    @property
+    def memory_cure(self) -> str:
+        """What makes this mixture need less memory, for messages; "" where nothing does."""
+        if self.batches == "one_source":
+            needs = 'batches="one_source"', 'batches="mixed"'
+        elif self.quotas == "exact":
+            needs = 'quotas="exact"', 'quotas="chunks"'
+        else:
+            return ""
+        return ". {} keeps chunks of each source in every lane; {} keeps those of one data set".format(*needs)
 
     def check_weights(self, weights: Any) -> None:
         """Refuse what cannot be the weights of this mixture from some row on.
@@ -354,24 +477,48 @@ class Mixture(JoinedSource):
             missing -= (stop - begin) * share
         return None
 
+    def openings(self, ledger: Ledger, row: int) -> list[tuple[int, str]]:
+        """At which row behind ``row`` sources that have no weight get one, and all that do so there; by row."""
+        segments = ledger.segments()
+        found = []
+        for (_, before), (start, weights) in pairwise(segments):
+            opened = [name for name in self.names if weights[name] and not before[name]]
+            if opened and start > row:
+                found.append((start, _listed(opened)))
+        return found
+
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
-        """How many bad samples each source may have in so many rows: its own ``max_bad_samples``."""
-        drawn = self.drawn(ledger, row, num_samples)
-        limits = {name: self.leaves[name].max_bad_samples for name in self.names}
-        return {
-            name: limit if isinstance(limit, int) else math.ceil(limit * drawn[name]) for name, limit in limits.items()
-        }
+        """How many bad samples each source, as batches name them, may have in so many rows: its ``max_bad_samples``."""
+        drawn, found = self.drawn(ledger, row, num_samples), dict[str, list[str]]()
+        for name, shown in self.shown_names.items():
+            found.setdefault(shown, []).append(name)
+        limits: dict[str, int] = {}
+        for shown, names in found.items():
+            limit = self.leaves[names[0]].max_bad_samples
+            share = limit if isinstance(limit, int) else math.ceil(limit * sum(drawn[name] for name in names))
+            limits |= {shown: share} if shown else {}
+        return limits
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
         """The order of every pass, or of the one that has no end; None: of a run that begins."""
         ledger = self.begun() if ledger is None else ledger
         bounds = zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True)
         tables = {name: self.chunk_samples[a:b] for name, (a, b) in zip(self.names, bounds, strict=True)}
-        sources = Sources(tables, settings)
+        sources = Sources(tables, settings, absent=sorted(set(ledger.sources) - set(self.names)))
         if ledger.last.quotas is not None:
             return MixedPasses(sources, quotas=ledger.last.quotas)
-        schedule = [Weights(start=-(-row // settings.lanes), weights=weights) for row, weights in ledger.segments()]
-        return MixedLanes(sources, schedule, lock=threading.RLock())  # the reader plans beside the consumer
+        known = ledger.first_rows
+        schedule = [
+            Weights(
+                start=-(-row // settings.lanes),
+                weights={name: weight for name, weight in weights.items() if known[name] <= row},
+            )
+            for row, weights in ledger.segments()
+        ]
+        lock = threading.RLock()  # the reader plans beside the consumer
+        if ledger.last.dealt == "chunks":
+            return MixedLanes(sources, schedule, lock=lock)
+        return ExactLanes(sources, schedule, lock=lock, batch_size=ledger.last.batch_size)
 
     def _blended(
         self, weights: Mapping[str, float] | Schedule | None, repeats: Mapping[str, float] | None, ends: Ends | None
@@ -453,16 +600,14 @@ def first_free_row(orders: Any, row: int) -> int:
 
     The window mixes what lies around a row, and chunks are laid whole: so it lies some chunks behind ``row``.
     """
-    settings = orders.settings
-    place = -(-row // settings.lanes)
-    for lane in range(settings.lanes if place else 0):
-        orders.lane_samples(lane, max(place - 2 * settings.window - 1, 0), place)
-    free: int = orders.frontier * settings.lanes
+    lanes = orders.settings.lanes
+    orders.settle(-(-row // lanes))
+    free: int = orders.frontier * lanes
     return max(free, row)
 
 
-def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset]:
-    found: dict[str, StreamingDataset] = {}
+def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset | Packed]:
+    found: dict[str, StreamingDataset | Packed] = {}
     for name, one in sources.items():
         if isinstance(one, Mixture):
             found.update({f"{name}/{leaf}": dataset for leaf, dataset in one.leaves.items()})
@@ -503,12 +648,14 @@ def _rounded(number: Fraction) -> int:
     return math.floor(number + Fraction(1, 2))
 
 
-def _mean_bytes(name: str, dataset: StreamingDataset) -> float:  # noqa: ARG001  as _mean_tokens
+def _mean_bytes(name: str, dataset: StreamingDataset | Packed) -> float:  # noqa: ARG001  as _mean_tokens
     return float(dataset.chunk_bytes.sum() / dataset.chunk_samples.sum())
 
 
-def _mean_tokens(name: str, dataset: StreamingDataset) -> float:
+def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
     """Take the mean of the column ``tokens`` over some shards, evenly spread: the same ones on every rank."""
+    if isinstance(dataset, Packed):
+        return dataset.num_tokens / len(dataset)
     num_shards = len(dataset.urls)
     chosen = [i * num_shards // min(num_shards, _TABLES_READ) for i in range(min(num_shards, _TABLES_READ))]
     late = find_columns(dataset.storage, homes_of(dataset.urls, dataset.shards.index), ["tokens"]).get("tokens")
@@ -525,7 +672,7 @@ def _mean_tokens(name: str, dataset: StreamingDataset) -> float:
                 'when shards are written, ShardWriter(columns={"tokens": …}), or add it later with '
                 "`shard_tools column add`"
             )
-        values = column.drop_null().to_numpy()
+        values = column.filter(dataset.keeps(shard)).drop_null().to_numpy()
         total, count = total + int(values.sum()), count + len(values)
     if not total:
         raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens')
@@ -578,24 +725,44 @@ def _check_sources(sources: Any) -> None:
             raise ConfigError(f"sources: expected names without a slash, got {name!r}; {_SLASH}")
         if isinstance(one, Mixture):
             continue
-        if not isinstance(one, StreamingDataset):
+        if not isinstance(one, (StreamingDataset, Packed)):
             raise ConfigError(
-                f"sources: {name!r}: expected a StreamingDataset or a Mixture, got {one!r}"
+                f"sources: {name!r}: expected a StreamingDataset, a Packed or a Mixture, got {one!r}"
                 + ("; write StreamingDataset(…)" if isinstance(one, (str, PathLike)) else "")
             )
         if not one.chunk_samples.sum():  # raises where there is no index
             raise ConfigError(f"sources: {name!r} has no samples; leave it out, or look at it with `shard_tools info`")
 
 
-def _check_choices(quotas: str, unit: str, ends: str | None, batches: str) -> None:
-    if quotas == "exact":
+def _check_packs(leaves: Mapping[str, StreamingDataset | Packed]) -> None:
+    """Refuse sources of which a batch could not be one tensor: packs beside samples, or packs of several kinds.
+
+    Raises:
+        ConfigError: They are such.
+    """
+    packed = {name: one.shape for name, one in leaves.items() if isinstance(one, Packed)}
+    if not packed:
+        return
+    others = sorted(leaves.keys() - packed.keys())
+    if others:
         raise ConfigError(
-            'quotas="exact": not in this release: the order by single samples has no plan yet. Use quotas="chunks", '
-            "whose shares hold to about a chunk of each source in each lane; smaller chunks make that finer"
+            f"sources: {_listed(sorted(packed))} are Packed and {_listed(others)} are not; pack all of them, "
+            f"Packed(…, length={next(iter(packed.values())).length}), or none"
         )
+    first, shape = next(iter(packed.items()))
+    for name, other in packed.items():
+        for option in shape.__dataclass_fields__:
+            if getattr(shape, option) != getattr(other, option):
+                raise ConfigError(
+                    f"sources: Packed {first!r} has {option}={getattr(shape, option)!r}, {name!r} "
+                    f"{option}={getattr(other, option)!r}; packs of one batch are alike: give both the same"
+                )
+
+
+def _check_choices(quotas: str, unit: str, ends: str | None, batches: str) -> None:
     for what, given, known in (
         ("quotas", quotas, get_args(Quotas)), ("unit", unit, get_args(Unit)), ("ends", ends, (None, *get_args(Ends))),
-        ("batches", batches, ("mixed",)),
+        ("batches", batches, get_args(Batches)),
     ):  # fmt: skip
         if given not in known:
             raise ConfigError(f"{what}: expected one of {', '.join(map(repr, known))}, got {given!r}")

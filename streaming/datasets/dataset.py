@@ -33,11 +33,11 @@ from streaming.catalog.open import OpenShards, check_decoded, check_fields, open
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.catalog.source import ChunkSource, Window
 from streaming.decode import DecodeSpec, resolve_decoders
-from streaming.errors import ConfigError, DecodeError, IndexMissingError
-from streaming.filters.select import Condition, Filter, select
+from streaming.errors import ConfigError, DecodeError
+from streaming.filters.groups import Selected
+from streaming.filters.select import Condition, narrowed
 from streaming.filters.views import asked_filter
 from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
-from streaming.job.once import Peers
 from streaming.job.store import job_peers
 from streaming.plan.settings import MAX_SEED, ShuffleConfig
 from streaming.storage import Storage, mirrors_of, redact
@@ -196,27 +196,15 @@ class StreamingDataset(ChunkSource):
         if isinstance(decode, Mapping):
             check_decoded(self.storage, self.shards, list(decode), peers)
         self.cache = open_cache(cache_dir, cache_limit)
-        self._window = self._selected = None
-        self._choose(
-            asked_filter(
-                self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
-            ),
-            peers,
+        asked = asked_filter(
+            self.storage, self.shards, where=where, view=view, subset=subset, exclude=exclude, peers=peers
         )
+        self._asked = "" if asked is None else asked.words
+        self._window, self._selected = narrowed(self.storage, self.shards, asked, peers)
         self._unsharded = UnshardedWarning()
         self._spelt = _spelt(urls)
         self._versions = Versions(self.shards, storage_options)
         self._recent = RandomAccess(self)
-
-    def _choose(self, asked: Filter | None, peers: Peers | None) -> None:
-        """Keep the samples that a filter asks for."""
-        self._asked = "" if asked is None else asked.words
-        if asked is None or asked.keeps_all:
-            return
-        if asked.is_range:
-            self._window = self._window_of(*asked.bounds(self.table.total_samples))
-        else:
-            self._selected = select(self.storage, self.shards, asked, peers)
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -284,15 +272,15 @@ class StreamingDataset(ChunkSource):
             view._selected = self._selected.between(first, stop)
             return view
         before = 0 if self._window is None else self._window.first
-        view._window = self._window_of(before + first, before + max(first, stop))
+        view._window = Window.of(self.shards, before + first, before + max(first, stop))
         return view
 
-    def _window_of(self, first: int, stop: int) -> Window:
-        whole = self.shards.table
-        if whole is None:
-            raise IndexMissingError(self.shards.missing_index)
-        first_chunk, table = whole.between(first, stop)
-        return Window(first=first, stop=stop, first_chunk=first_chunk, table=table)
+    def of_group(self, selected: Selected, words: str) -> StreamingDataset:
+        """The samples of one group of this set, which share its connections, cache and sample tables."""
+        made = copy.copy(self)
+        made._window, made._selected, made._asked = None, selected, words
+        made._recent = RandomAccess(made, self._recent)
+        return made
 
     def map(self, function: Transform) -> Self:
         """A data set of the same samples that calls ``function`` on each, after what ``transform`` and ``map`` call.
@@ -312,6 +300,7 @@ class StreamingDataset(ChunkSource):
             dataset = StreamingDataset("s3://bucket/train/").map(resize).map(flip)
         """
         made = copy.copy(self)
+        made._recent = RandomAccess(made, self._recent)
         before = as_chain(self.transform)
         made.transform = Chain((*(before.functions if before is not None else ()), function))
         return made

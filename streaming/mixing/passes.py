@@ -8,7 +8,7 @@ chunks, however many sources there are::
 
     web    |----|----|----|----|----|----|        stamps of web's chunks
     code      |---------|---------|------
-    laid    w  c w  w   c  w  w  c w ...          one pass, or one lane (see streaming.plan.lanes)
+    laid    w  c w  w   c  w  w  c w ...          one pass, or one lane (see streaming.mixing.lanes)
 
 Stamps are 64-bit floats that single additions, multiplications and divisions make: IEEE 754 gives the same bits on
 every platform, and ties go by the sources' names.
@@ -19,13 +19,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import ConfigError
-from streaming.plan.order import LaidOrder, OrderSettings, checked_chunk_samples
+from streaming.plan.order import LaidOrder, Order, OrderSettings, checked_chunk_samples, window_slice
 from streaming.plan.permutation import permutations
 from streaming.types import Int64Array
 
@@ -194,28 +194,18 @@ class Weights:
     weights: Mapping[str, float]
 
 
-def checked_weights(weights: Mapping[str, float]) -> dict[str, Fraction]:
-    """Weights as exact numbers.
-
-    Raises:
-        ConfigError: One is negative or no number, or none is above 0.
-    """
-    exact = {}
-    for name, weight in weights.items():
-        number = isinstance(weight, (int, float, np.number, Fraction)) and not isinstance(weight, bool)
-        if not number or not 0 <= weight < float("inf"):
-            raise ConfigError(f"weights: {name!r}: expected a number from 0 on, got {weight!r}")
-        exact[name] = Fraction(weight if isinstance(weight, (int, Fraction)) else float(weight))
-    if not any(exact.values()):
-        raise ConfigError(f"weights: at least one must be above 0, got {dict(weights)}")
-    return exact
-
-
 def keyed_number(seed: int, purpose: str, name: str, *numbers: int) -> int:
     """A 64-bit number from a seed, what it is for, a source's name, and more; the same in every release."""
     text = "\n".join([purpose, *map(str, numbers), name]).encode()
     key = seed.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
+
+
+class Laid(Order, Protocol):
+    """An order that lays samples in lanes, of which a window of the lane's own moves them."""
+
+    def given(self, lane: int, place: int) -> Int64Array:
+        """Samples of each source on the first ``place`` positions of a lane as it is laid, int64[sources]."""
 
 
 class Sources:
@@ -224,9 +214,11 @@ class Sources:
     Args:
         chunk_samples: int64[C_s], samples of each chunk, by the source's name.
         settings: The order settings.
+        absent: Names of others that were drawn from once, and of which nothing is known any more.
 
     Attributes:
         names: Of the sources.
+        every_name: Those of the absent ones behind them.
         chunk_samples: int64[C], of all.
         listings: Of each source, by name.
 
@@ -234,7 +226,9 @@ class Sources:
         ConfigError: There is no source, one holds no sample, or the settings are of no use here.
     """
 
-    def __init__(self, chunk_samples: Mapping[str, npt.ArrayLike], settings: OrderSettings) -> None:
+    def __init__(
+        self, chunk_samples: Mapping[str, npt.ArrayLike], settings: OrderSettings, *, absent: Sequence[str] = ()
+    ) -> None:
         if not chunk_samples:
             raise ConfigError("sources: none are given")
         if settings.scope != "global":
@@ -243,6 +237,8 @@ class Sources:
             )
         self.settings = settings
         self.names = tuple(chunk_samples)
+        self._absent = tuple(absent)
+        self.every_name = self.names + self._absent
         self.listings: dict[str, Listing] = {}
         self._tables = {name: np.asarray(given, np.int64) for name, given in chunk_samples.items()}
         self._starts = [0]
@@ -270,9 +266,21 @@ class Sources:
         yield from range(chunk_id - 1, first - 1, -1)
         yield from range(stop - 1, chunk_id, -1)
 
+    def drawn(self, order: Laid, number: int, lane: int, place: int) -> Int64Array:
+        """Samples of each source that are due at positions ``[0, place)`` of a lane of pass ``number``, int64[sources].
+
+        All that is laid a window before the place is due, and of what comes behind, what the window brings forward.
+        """
+        settings = self.settings
+        laid = max(place - settings.window, 0)
+        start = max(place - 2 * settings.window, 0)
+        behind = window_slice(settings, number, lane, start, place, order.lane_size(lane)) >= laid
+        chunk_ids, _ = order.lane_samples(lane, start, place)
+        return order.given(lane, laid) + np.bincount(self.source_of(chunk_ids[behind]), minlength=len(self.names))
+
     def under(self, settings: OrderSettings) -> Sources:
         """The same sources under other settings."""
-        return Sources(self._tables, settings)
+        return Sources(self._tables, settings, absent=self._absent)
 
 
 class MixedPasses:
@@ -331,6 +339,10 @@ class MixedOrder(LaidOrder):
         counts = np.zeros(len(self._sources.names), np.int64)
         np.add.at(counts, self._sources.source_of(self.chunk_order[first : max(stop, first)]), np.diff(bounds))
         return counts
+
+    def drawn(self, lane: int, place: int) -> Int64Array:
+        """Samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
+        return self._sources.drawn(self, self.epoch, lane, place)
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
         """See ``Order``."""

@@ -1,0 +1,143 @@
+"""A mixture against one set of the same samples: 200 sources from S3, and two of small records; rates and peak memory.
+
+Run: ``python benchmarks/bench_mixture.py [--rounds 5] [--sources 200] [--records 60000] [--workers 0] [--quick]
+[--data FOLDER]``. Each turn is a process of its own, which opens everything, reads an epoch and says how long the
+batches took, from the first one asked for to the last, also in seconds of its CPU (where others share the cores the
+wall says little), and by how much its memory grew beyond that after its imports. One set and mixture take turns in one
+run. "one set" has all shards of the sources in one ``StreamingDataset``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+from bench_small_records import BATCH_SIZE, records
+
+from streaming import DataLoader, Mixture, StreamingDataset
+
+LARGE_BATCH, LARGE_BYTES, PER_SOURCE = 64, 16 << 10, 128
+"""Samples of 16 KiB, 2 MiB a source: 400 MiB in 200 of them."""
+MEMORY_LIMIT = "256MiB"
+
+
+def large(number: int) -> Iterator[dict[str, object]]:
+    """The samples of one of many sources."""
+    for i in range(PER_SOURCE):
+        yield {"__key__": f"{number:03d}-{i:06d}", "bin": os.urandom(LARGE_BYTES)}
+
+
+def make_sources(folder: str, num_sources: int) -> None:
+    for number in range(num_sources):
+        os.mkdir(f"{folder}/{number:03d}")
+        common.write_shards(f"{folder}/{number:03d}", large(number), per_shard=PER_SOURCE)
+
+
+def make_records(folder: str, count: int) -> None:
+    for number in range(2):
+        os.mkdir(f"{folder}/{number:03d}")
+        common.write_shards(f"{folder}/{number:03d}", records(count // 2), per_shard=count // 2)
+
+
+def resident_bytes() -> int:
+    """Memory of this process alone, and what it shares without a file: page tables say it, not the C library."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return sum(int(rollup.split(f"\n{name}:")[1].split()[0]) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
+
+
+def turn(
+    url: str, names: list[str], kind: str, batch_size: int, decode: str | None, options: Any, workers: int
+) -> None:
+    """One contestant's turn, printed as JSON; in a process of its own."""
+    idle_bytes = resident_bytes()
+    peak_bytes, ended = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak_bytes
+        while not ended.wait(0.05):
+            peak_bytes = max(peak_bytes, resident_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    choices: dict[str, Any] = {"decode": decode, "storage_options": options}
+    dataset: StreamingDataset | Mixture
+    if kind == "one set":
+        dataset = StreamingDataset([f"{url}{name}/{{000000..000000}}.tar" for name in names], **choices)
+    else:
+        dataset = Mixture({name: StreamingDataset(f"{url}{name}/", **choices) for name in names})
+    with DataLoader(dataset, batch_size, num_workers=workers, memory_limit=MEMORY_LIMIT) as loader:
+        started_s, started_cpu_s, count = time.perf_counter(), time.process_time(), 0
+        for batch in loader:
+            count += len(batch["__key__"])
+        took_s, took_cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+    ended.set()
+    watcher.join()
+    print(
+        json.dumps(
+            {"rate": count / took_s, "by CPU": count / took_cpu_s, "bytes": peak_bytes - idle_bytes, "count": count}
+        )
+    )
+
+
+def compare(title: str, rounds: int, *args: Any) -> None:
+    """Let one set and the mixture take turns, print medians and the ratios of each round."""
+    url, names, batch_size, decode, options, workers = args
+    found: dict[str, list[dict[str, float]]] = {"one set": [], "mixture": []}
+    for _ in range(rounds):
+        for kind, seen in found.items():
+            asked = json.dumps([url, names, kind, batch_size, decode, options, workers])
+            ran = subprocess.run(
+                [sys.executable, __file__, "--turn", asked], check=True, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            seen.append(json.loads(ran.stdout))
+    assert len({one["count"] for seen in found.values() for one in seen}) == 1, "all deliver the same number of samples"
+    print(f"\n{title}\n{'':8}  {'samples/s':>10}  {'a CPU s':>10}  {'peak MiB':>8}")
+    for kind, seen in found.items():
+        rate, per_cpu, peak = (statistics.median(one[what] for one in seen) for what in ("rate", "by CPU", "bytes"))
+        print(f"{kind:8}  {rate:10,.0f}  {per_cpu:10,.0f}  {peak / 2**20:8.1f}")
+    for what in ("rate", "by CPU", "bytes"):
+        ratios = [other[what] / one[what] for one, other in zip(found["one set"], found["mixture"], strict=True)]
+        print(
+            f"{what}: mixture / one set {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--turn"]:
+        turn(*json.loads(sys.argv[2]))
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", default=None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sources", type=int, default=200)
+    parser.add_argument("--records", type=int, default=60_000)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="two rounds, 40 sources, 20,000 records")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.sources, args.records = 2, 40, 20_000
+    data = args.data or os.path.join("/tmp", "shardstream-bench")
+    print(common.machine())
+    many = common.made_once(data, f"mixture-{args.sources}", lambda target: make_sources(target, args.sources))
+    with common.s3_copy(many) as (url, options):
+        names = [f"{number:03d}" for number in range(args.sources)]
+        compare(f"{args.sources} sources from S3", args.rounds, url, names, LARGE_BATCH, None, options, args.workers)
+    small = common.made_once(data, f"mixture-records-{args.records}", lambda target: make_records(target, args.records))
+    for name, decode in (("raw", None), ("json", "auto")):
+        compare(f"{args.records:,} small records in two sets, {name}, from disk", args.rounds,
+                f"{small}/", ["000", "001"], BATCH_SIZE, decode, None, args.workers)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""How full packs are, how fast they are made, and how long ranks wait for the dearest of them.
+
+Pure NumPy on one core, no data. Two tables in Markdown, those of docs/design/0033::
+
+    python benchmarks/bench_packing.py [--groups 20] [--steps 50]
+
+Fill: groups of consecutive chunks of 16 documents with at least 61 or 245 packs' worth of tokens; overlong documents
+are split, for all alike. *At most*: what no packing of these groups of 245 exceeds (the bound L2 of Martello and Toth,
+1990). *First fit over 8*: the first of 8 open packs with room; where none has any, all 8 are given out, as Grain does
+(TorchTitan builds on it). *Next fit*: one open pack, as Levanter has it. Those two run over all documents in one
+stream. Documents/s are those of one core (seconds of the process, not of the clock).
+
+Idle: 32 ranks with 8 microbatches of a pack each; all wait for the slowest at the end of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from streaming.packing.balance import exchange, idle, order_local, pack_costs
+from streaming.packing.fit import count_packs, other_company, pack
+from streaming.packing.rules import PackRules, cut
+
+RANKS, MICROBATCHES = 32, 8
+CHUNK = 16  # documents
+Draw = Callable[[np.random.Generator, int, int], np.ndarray]
+
+
+def web(random: np.random.Generator, num: int, _: int) -> np.ndarray:
+    """Log-normal, median 600 tokens, mean 1,100."""
+    return np.exp(random.normal(np.log(600), 1.1, num)).astype(np.int64) + 1
+
+
+def code(random: np.random.Generator, num: int, _: int) -> np.ndarray:
+    """A heavy tail (Pareto, exponent 1.1) up to a million tokens, median 280, mean 1,100."""
+    return np.minimum(150 * (1 + random.pareto(1.1, num)), 10**6).astype(np.int64)
+
+
+def chat(random: np.random.Generator, num: int, _: int) -> np.ndarray:
+    """Short: log-normal, median 150 tokens, mean 190."""
+    return np.exp(random.normal(np.log(150), 0.7, num)).astype(np.int64) + 1
+
+
+def uniform(random: np.random.Generator, num: int, _: int) -> np.ndarray:
+    """Every length from 1 to 1,000 as often."""
+    return random.integers(1, 1001, num)
+
+
+def up_to_length(random: np.random.Generator, num: int, length: int) -> np.ndarray:
+    """Every length from 1 to T as often: two documents a pack, the hardest of all."""
+    return random.integers(1, length + 1, num)
+
+
+def groups(draw: Draw, length: int, num_packs: int, num_groups: int) -> Iterator[np.ndarray]:
+    random = np.random.default_rng(1)
+    least, held = num_packs * length, np.zeros(0, np.int64)
+    for _ in range(num_groups):
+        while held[:-CHUNK].sum() < least:
+            held = np.concatenate([held, draw(random, 4096, length)])
+        stop = -(-(int(np.searchsorted(np.cumsum(held), least)) + 1) // CHUNK) * CHUNK
+        yield held[:stop]
+        held = held[stop:]
+
+
+def first_fit(sizes: list[int], length: int, num_open: int) -> int:
+    """Packs given out by first fit over so many open packs; with one, next fit."""
+    given, rooms = 0, [length] * num_open
+    for size in sizes:
+        place = next((i for i, room in enumerate(rooms) if room >= size), None)
+        if place is None:
+            given += num_open
+            rooms, place = [length] * num_open, 0
+        rooms[place] -= size
+    return given + sum(room < length for room in rooms)
+
+
+def fewest(sizes: np.ndarray, length: int) -> int:
+    """No fewer packs hold these pieces: each above T / 2 has one to itself; what fits beside is bounded."""
+    sizes = np.sort(sizes)
+    sums = np.concatenate([[0], np.cumsum(sizes)])
+    halves = int(np.searchsorted(sizes, length // 2, side="right"))
+    best = -(-int(sums[-1]) // length)
+    for least in np.unique(sizes[sizes <= length // 2]).tolist():
+        alone = int(np.searchsorted(sizes, length - least, side="right"))  # from here on: no room for `least`
+        first = int(np.searchsorted(sizes, least))
+        room = (alone - halves) * length - int(sums[alone] - sums[halves])
+        rest = int(sums[halves] - sums[first]) - room
+        best = max(best, len(sizes) - halves + max(0, -(-rest // length)))
+    return best
+
+
+def fill_table(num_groups: int) -> None:
+    print("| documents | T | best fit, 61 packs | 245 packs | at most | first fit over 8 | next fit | documents/s "
+          "| only counted |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    for draw in (web, code, chat, uniform, up_to_length):
+        for length in (2048, 8192, 32768):
+            rules = PackRules(length=length)
+            small = [pack(one, rules).fill for one in groups(draw, length, 61, num_groups)]
+            large = list(groups(draw, length, 245, num_groups))
+            start = time.process_time()
+            packed = [pack(one, rules) for one in large]
+            middle = time.process_time()
+            for one in large:
+                count_packs(one, rules)
+            end = time.process_time()
+            documents = sum(map(len, large))
+            pieces = cut(np.concatenate(large), rules)
+            sizes = pieces.lengths.tolist()
+            bound = pieces.num_tokens / (length * sum(fewest(cut(one, rules).lengths, length) for one in large))
+            others = [pieces.num_tokens / (first_fit(sizes, length, num) * length) for num in (8, 1)]
+            fills = [np.mean(small), np.mean([one.fill for one in packed]), bound, *others]
+            shown = [f"{100 * fill:.2f} %" for fill in fills]
+            shown += [f"{documents / seconds / 1e6:.2f} M" for seconds in (middle - start, end - middle)]
+            print(f"| {draw.__name__.replace('_', ' ')} | {length:,} |", " | ".join(shown), "|", flush=True)
+
+
+def idle_table(num_steps: int) -> None:
+    print("\n| documents | T | as dealt | local | exchange |\n|---|---|---|---|---|")
+    for draw in (web, code, chat, uniform):
+        for length in (8192, 32768, 131072):
+            costs = packed_costs(draw, length, num_steps).reshape(num_steps, RANKS, MICROBATCHES)
+            local = np.take_along_axis(
+                costs, np.array([[order_local(rank) for rank in step] for step in costs]), axis=2
+            )
+            dealt = np.stack([step.ravel()[exchange(step.ravel(), RANKS)] for step in costs])
+            shown = " | ".join(f"{100 * np.mean([idle(step) for step in one]):.1f} %" for one in (costs, local, dealt))
+            print(f"| {draw.__name__} | {length:,} | {shown} |", flush=True)
+
+
+def packed_costs(draw: Draw, length: int, num_steps: int) -> np.ndarray:
+    """Costs of the packs of so many steps, shuffled over groups as an epoch shuffles them."""
+    needed = num_steps * RANKS * MICROBATCHES
+    found = []
+    for one in groups(draw, length, 256, needed // 256 + 1):
+        packs = other_company(pack(one, PackRules(length=length)), seed=1, epoch=0, group=len(found))
+        found.append(pack_costs(packs.lengths, packs.splits, packs.sizes))
+    return np.random.default_rng(2).permutation(np.concatenate(found))[:needed]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=20, help="groups of each kind")
+    parser.add_argument("--steps", type=int, default=50, help="global batches of 256 packs")
+    args = parser.parse_args()
+    fill_table(args.groups)
+    idle_table(args.steps)
+
+
+if __name__ == "__main__":
+    main()

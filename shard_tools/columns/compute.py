@@ -1,0 +1,203 @@
+"""Work out a late column: a function of the user's over all samples, or the number of tokens that they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from shard_tools.columns.lift import as_array, sample_table_of, samples_of
+from shard_tools.columns.target import AddReport, ColumnTarget
+from shard_tools.running.engine import map_ordered
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.write.columns import ColumnValue, column_value
+from streaming.decode import decode_field, resolve_decoders
+from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, ShardstreamError
+from streaming.index.sample_table import SampleTable
+from streaming.storage import join_url, redact
+
+TOKENS = "tokens"
+"""What ``--compute`` names where it is no function: tokens of a field, counted by its size; no shard is read."""
+_TOKENS_FILE = "_shardstream/tokens.json"  # docs/format.md
+_WIDTHS = {"uint16": 2, "uint32": 4}
+
+Values = Callable[[int], Sequence[ColumnValue]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeOptions:
+    """How values are computed.
+
+    Attributes:
+        fields: Fields that the function gets; None: all. Others that are large are not read. Of tokens, the one field.
+        dtype: Of tokens, ``"uint16"`` or ``"uint32"``; None: as ``_shardstream/tokens.json`` says.
+        workers: Shards at a time, each on a thread.
+    """
+
+    fields: tuple[str, ...] | None = None
+    dtype: str | None = None
+    workers: int = 8
+
+
+def compute_column(
+    target: ColumnTarget, spec: str, *, options: ComputeOptions, progress: Progress | None = None
+) -> AddReport:
+    """Add the late column ``target`` of what ``spec`` says of each sample.
+
+    A function gets one sample: a dict of its fields, decoded as training does it by default, with ``__key__`` and
+    ``__url__``. It returns an int, a float, a str, a bool or None, and is called on several threads. What was computed
+    of some shards before a stop is not computed again.
+
+    Args:
+        target: The column.
+        spec: ``"tokens"``, or ``"module:function"``: a module that can be imported, also from the current folder.
+        options: How.
+        progress: Told of every shard.
+
+    Raises:
+        ConfigError: There is no such function, or values are of kinds that do not compare.
+        DataError: A field cannot be read, or is no array of tokens.
+        Exception: What the function raises; a note names the sample.
+    """
+    begun, progress = time.monotonic(), progress or NoProgress()
+    if spec == TOKENS:
+        values, made_of = _tokens(target, options)
+    else:
+        values, made_of = _of_function(target, spec, options)
+    version = target.version_of(compute=spec, fields=options.fields, **made_of)
+    target.begin()
+    progress.start(total_bytes=None, total=len(target.urls))
+
+    def one(shard: int) -> tuple[str, int]:
+        array = target.written(shard, version)
+        if array is None:
+            array = as_array(values(shard), target, shard)
+            target.write(shard, array, version)
+        progress.advance(num=1)
+        return str(array.type), array.null_count
+
+    found = list(map_ordered(one, range(len(target.urls)), options.workers))
+    missing = [count for _, count in found]
+    kind = target.finish([kind for kind, _ in found], missing, version=version, made_from=spec)
+    return AddReport(
+        name=target.name, type=kind, column_version=version, num_shards=len(target.urls),
+        num_samples=sum(target.sizes), num_missing=sum(missing), num_rows=sum(target.sizes) - sum(missing),
+        seconds=time.monotonic() - begun,
+    )  # fmt: skip
+
+
+def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
+    """Return what counts the tokens of a shard's samples, and what tells it from other ways to count."""
+    described = {} if options.fields and options.dtype else _described(target)
+    fields = options.fields or (described.get("field", "tok"),)
+    dtype = options.dtype or described.get("dtype")
+    if len(fields) != 1 or dtype not in _WIDTHS:
+        raise ConfigError(
+            f"--compute tokens: expected one field and its --dtype ({' or '.join(_WIDTHS)}), got {', '.join(fields)} "
+            f"and {dtype!r}; beside token sets that convert wrote, {_TOKENS_FILE} says both"
+        )
+    (field,), width = fields, _WIDTHS[dtype]
+
+    def values(shard: int) -> Sequence[ColumnValue]:
+        table = sample_table_of(target, shard)
+        if field not in table.fields:
+            return [None] * table.num_samples
+        starts, sizes = table.fields[field]
+        odd = np.flatnonzero((starts >= 0) & (sizes % width != 0))
+        if odd.size:
+            raise DataError(
+                f"{redact(target.urls[shard])}: sample {table.keys[int(odd[0])]!r}, field {field!r}: {sizes[odd[0]]} "
+                f"bytes are no whole number of tokens of {width}"
+            )
+        return [
+            size // width if start >= 0 else None for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)
+        ]
+
+    return values, {"dtype": dtype, "field": field}
+
+
+def _described(target: ColumnTarget) -> dict[str, str]:
+    """Return what ``tokens.json`` says, if all directories say the same; {} if there is none."""
+    found = []
+    for home in target.homes:
+        url = join_url(home, _TOKENS_FILE)
+        try:
+            content = json.loads(bytes(target.storage.read(url)))
+            found.append({name: str(content[name]) for name in ("field", "dtype")})
+        except NotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DataError(f"{redact(url)}: no description of tokens ({error}); give --fields and --dtype") from error
+    return found[0] if found and all(one == found[0] for one in found) else {}
+
+
+def _of_function(target: ColumnTarget, spec: str, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:
+    """Return what calls the function on a shard's samples, and what tells the function from others."""
+    function = _imported(spec)
+    decoders = resolve_decoders("auto")
+
+    def value(url: str, key: str, fields: Mapping[str, bytes]) -> ColumnValue:
+        try:
+            decoded = {
+                name: decode_field(decoders.decoder_for(name), data, url=url, key=key, field=name)
+                for name, data in fields.items()
+            }
+        except DecodeError as error:
+            error.add_note("--fields says which fields are decoded for the function")
+            raise
+        try:
+            return column_value({"__key__": key, "__url__": url, **decoded}, target.name, function, key)
+        except ShardstreamError:
+            raise
+        except Exception as error:
+            error.add_note(f"in {url}, by {spec}")
+            raise
+
+    def values(shard: int) -> Sequence[ColumnValue]:
+        table: SampleTable = sample_table_of(target, shard)
+        url = redact(target.urls[shard])
+        return [value(url, key, fields) for key, fields in samples_of(target, shard, table, options.fields)]
+
+    return values, {"source": _source_of(function)}
+
+
+def _imported(spec: str) -> Callable[[Mapping[str, object]], ColumnValue]:
+    """Find the function that ``module:function`` names.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    module, colon, name = spec.partition(":")
+    if not colon or not module or not name:
+        raise ConfigError(f"--compute: expected tokens, or a function as module:function, got {spec!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a file here shadows nothing
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"--compute {spec}: {error}. Modules are looked for where Python looks (PYTHONPATH), then in {os.getcwd()}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"--compute {spec}: {name} is no function, but a {type(found).__name__}")
+    function: Callable[[Mapping[str, object]], ColumnValue] = found
+    return function
+
+
+def _source_of(function: Any) -> str:
+    """Tell a function from what it was before a change; "" where there is no source."""
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
+    except (OSError, TypeError):
+        return ""

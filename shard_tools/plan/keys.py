@@ -1,0 +1,107 @@
+"""Find samples by their keys, and the keys of samples: from the key columns of sample tables, as few as will do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from shard_tools.running.engine import map_ordered
+from streaming.catalog.source import ChunkSource
+from streaming.errors import IndexMissingError
+from streaming.filters.select import key_column
+from streaming.types import Int64Array
+
+_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a data set has a sample: a chunk of those that it gives, and the offset among what that gives."""
+
+    chunk: int
+    offset: int
+
+
+def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) -> list[str | None]:
+    """Return the key of each sample; None where there is no sample table."""
+    shards = dataset.table.shard[chunk_ids]
+    rows = dataset.table.first_sample[chunk_ids] + dataset.samples_of(chunk_ids, offsets)
+    keys: list[str | None] = [None] * len(rows)
+
+    def read(shard: int) -> Any:
+        try:
+            return key_column(dataset.storage, dataset.shards, shard)
+        except IndexMissingError:
+            return None
+
+    distinct = np.unique(shards).tolist()
+    for shard, column in zip(distinct, map_ordered(read, distinct, _THREADS), strict=True):
+        if column is not None:
+            at = np.flatnonzero(shards == shard)
+            for place, key in zip(at.tolist(), column.take(pa.array(rows[at])).to_pylist(), strict=True):
+                keys[place] = key if isinstance(key, str) else key.decode("utf-8", "surrogateescape")
+    return keys
+
+
+def places_by_order(dataset: ChunkSource, key: str) -> list[Place]:
+    """Find the samples that have a key if keys ascend from shard to shard; else most likely none.
+
+    So a writer that numbers its samples leaves them. A dozen of the key columns say in which shard a key is then.
+
+    Raises:
+        IndexMissingError: A shard has no sample table.
+    """
+    wanted = key.encode("utf-8", "surrogateescape")
+    shard = _by_order(dataset, wanted)
+    return [] if shard is None else list(_given(dataset, shard, _rows_in(dataset, shard, wanted)))
+
+
+def all_places(dataset: ChunkSource, key: str) -> list[Place]:
+    """Find all samples that have a key; reads all key columns.
+
+    Raises:
+        IndexMissingError: A shard has no sample table.
+    """
+    wanted = key.encode("utf-8", "surrogateescape")
+    found = map_ordered(lambda shard: _rows_in(dataset, shard, wanted), range(len(dataset.shards.urls)), _THREADS)
+    return [place for shard, rows in enumerate(found) for place in _given(dataset, shard, rows)]
+
+
+def _by_order(dataset: ChunkSource, wanted: bytes) -> int | None:
+    """Find the last shard whose first key is not behind ``wanted``, if keys ascend from shard to shard."""
+    filled = [shard for shard, info in enumerate(dataset.shards.table.shards) if info.num_samples]  # type: ignore[union-attr]
+    low, high = 0, len(filled)
+    while low < high:
+        middle = (low + high) // 2
+        first = _bytes(key_column(dataset.storage, dataset.shards, filled[middle])[:1])[0].as_py()
+        low, high = (middle + 1, high) if first <= wanted else (low, middle)
+    return filled[low - 1] if low else None
+
+
+def _bytes(keys: Any) -> Any:
+    return keys.cast(pa.large_binary() if pa.types.is_large_string(keys.type) else pa.binary())
+
+
+def _rows_in(dataset: ChunkSource, shard: int, wanted: bytes) -> list[int]:
+    keys = _bytes(key_column(dataset.storage, dataset.shards, shard))
+    rows: list[int] = pc.indices_nonzero(pc.equal(keys, pa.scalar(wanted, keys.type))).to_pylist()
+    return rows
+
+
+def _given(dataset: ChunkSource, shard: int, rows: Iterable[int]) -> Iterator[Place]:
+    """Find the places of rows of a shard, without those that a filter or a range leaves out."""
+    table = dataset.table
+    low, high = np.searchsorted(table.shard, [shard, shard + 1]).tolist()
+    for row in rows:
+        chunk = low + int(np.searchsorted(table.first_sample[low:high], row, side="right")) - 1
+        if chunk < low:
+            continue
+        count = int(table.num_samples[chunk])
+        inside = dataset.samples_of(np.full(count, chunk), np.arange(count))
+        for offset in np.flatnonzero(inside == row - int(table.first_sample[chunk])).tolist():
+            yield Place(chunk=chunk, offset=offset)

@@ -1,0 +1,256 @@
+"""Tell what a plan draws of each source of a mixture: shares, passes, requests, memory, and what exact quotas cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shard_tools.plan.loads import Loads, RankLoad
+from shard_tools.plan.sources import Floats, Reads, sets_of
+from shard_tools.running.report import Report
+from streaming.index.spans import SPAN_BYTES
+from streaming.mixing.lanes import drawn_before
+from streaming.plan import memory as budget
+from streaming.plan.intervals import ChunkIntervals
+from streaming.plan.ledger import Ledger
+from streaming.types import Int64Array
+
+if TYPE_CHECKING:
+    from streaming.datasets.mixture import Mixture
+
+_POINTS = 16
+"""Rows at which shares are counted: the ends of equal parts of the plan."""
+_PASSES_TOLD = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceShare(Report):
+    """What a plan draws of one source. Requests and bytes are those of all data ranks.
+
+    Attributes:
+        name: Of the source.
+        num_samples: Samples that it has.
+        kept: Which part of its stored samples they are: less than 1 where a filter leaves some out.
+        drawn: Samples that the plan draws.
+        target: Their share of all, by the weights, repeats or sizes.
+        realised: Their share of all, as it comes.
+        strayed: By how many samples the count strays from the target at most, where it was looked at.
+        passes: How often all its samples are drawn.
+        begins: Step at which each of the first passes after the first begins, by its number from 1 on.
+        num_requests: Ranged GETs.
+        read_bytes: Bytes of these.
+        amplification: Bytes read per byte of samples drawn.
+        live_bytes: What of it is in memory at once, on the rank that needs most.
+        exact_unit_bytes: Size of a read of it with which ``quotas="exact"`` would fit into the memory limit.
+    """
+
+    name: str
+    num_samples: int
+    kept: float
+    drawn: int
+    target: float
+    realised: float
+    strayed: int
+    passes: float
+    begins: Mapping[int, int]
+    num_requests: int
+    read_bytes: int
+    amplification: float
+    live_bytes: int
+    exact_unit_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureShares(Report):
+    """What a plan draws of all sources of a mixture.
+
+    Attributes:
+        sources: Each of them, by name.
+        rows: Samples of the plan after which they were counted.
+        counts: What each source had given then, in the order of ``sources``.
+        targets: What it should have given.
+        by_chunks: Shares hold to about a chunk: neither exact, nor those of a mixture that ends.
+        exact_live_bytes: What ``quotas="exact"`` holds on a rank if it reads whole chunks: some of each source in each
+            lane.
+        exact_num_requests: Requests, over all ranks, if it read in smaller units that fit ``memory_limit``, which are
+            fewest with units as the square root of a source's share. This release reads whole chunks.
+    """
+
+    sources: tuple[SourceShare, ...]
+    rows: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...]
+    targets: tuple[tuple[float, ...], ...]
+    by_chunks: bool
+    exact_live_bytes: int
+    exact_num_requests: int
+
+
+def shares_of(
+    mixture: Mixture, ledger: Ledger, loads: Loads, found: Sequence[RankLoad], factor: float
+) -> MixtureShares:
+    """Work it out from a plan and the loads of its ranks.
+
+    Args:
+        mixture: The mixture.
+        ledger: Of the run; a plan's begins with the weights of the mixture.
+        loads: Of the plan.
+        found: The loads of some or all ranks.
+        factor: How many times all ranks read what these do.
+    """
+    plan = loads.plan
+    begin = plan.epoch * plan.num_samples
+    covered = min(plan.num_batches * plan.global_batch_size, plan.num_samples)
+    rows = sorted({covered * part // _POINTS for part in range(1, _POINTS + 1)})
+    counts = _counted(loads, mixture, [begin, *(begin + row for row in rows)])
+    targets = _targets(mixture, ledger, [begin, *(begin + row for row in rows)])
+    drawn, wanted = counts[-1], targets[-1]
+    strayed = np.ceil(np.abs(counts - targets).max(axis=0)).astype(np.int64)
+    by_source = _Fetched.of(mixture, loads, found)
+    begins = _begins(mixture, ledger, begin, covered, plan.global_batch_size)
+    exact = _exact(mixture, loads, drawn)
+    sources = tuple(
+        SourceShare(
+            name=name,
+            num_samples=mixture.sizes[name],
+            kept=mixture.sizes[name] / max(int(one.stored_samples.sum()), 1),
+            drawn=int(drawn[at]),
+            target=float(wanted[at]) / covered,
+            realised=int(drawn[at]) / covered,
+            strayed=int(strayed[at]),
+            passes=int(drawn[at]) / mixture.sizes[name],
+            begins=begins[name],
+            num_requests=round(factor * by_source.num_requests[at]),
+            read_bytes=round(factor * by_source.read_bytes[at]),
+            amplification=factor * by_source.read_bytes[at] / max(int(drawn[at]) * _mean_bytes(one), 1),
+            live_bytes=by_source.live_bytes[at],
+            exact_unit_bytes=exact.unit_bytes[at],
+        )
+        for at, (name, one) in enumerate(sets_of(mixture))
+    )
+    return MixtureShares(
+        sources=sources, rows=tuple(rows), counts=tuple(map(tuple, counts[1:].tolist())),
+        targets=tuple(map(tuple, targets[1:].tolist())),
+        by_chunks=mixture.is_endless and mixture.quotas == "chunks" and mixture.batches == "mixed",
+        exact_live_bytes=exact.live_bytes, exact_num_requests=exact.num_requests,
+    )  # fmt: skip
+
+
+def drawn_in(mixture: Mixture, ledger: Ledger, begin: int, stop: int) -> dict[str, float]:
+    """Return the samples of each source that rows ``[begin, stop)`` come to, by its share."""
+    return mixture.drawn(ledger, begin, stop - begin)
+
+
+def reads_of(mixture: Mixture, drawn: Mapping[str, float]) -> Reads:
+    """Return what is read of the chunks of all sources; the mean sample is that of what is drawn."""
+    parts = [Reads.of(one.chunk_bytes, one.chunk_samples, one.stored_samples) for _, one in sets_of(mixture)]
+    weights = np.array([drawn[name] for name in mixture.names])
+    return Reads(
+        num_bytes=np.concatenate([part.num_bytes for part in parts]),
+        num_requests=np.concatenate([part.num_requests for part in parts]),
+        sample_bytes=float(np.average([part.sample_bytes for part in parts], weights=weights)),
+    )
+
+
+def _mean_bytes(one: object) -> float:
+    chunk_bytes, stored = one.chunk_bytes, one.stored_samples  # type: ignore[attr-defined]
+    return float(chunk_bytes.sum() / max(int(stored.sum()), 1))
+
+
+def _counted(loads: Loads, mixture: Mixture, rows: Sequence[int]) -> Int64Array:
+    """Count what each source has given after so many rows, less what it had before the first; int64[rows, S]."""
+    counts = [drawn_before(loads.plan.orders, row) for row in rows]  # type: ignore[arg-type]  # of a mixture
+    table: Int64Array = np.array([[count[name] for name in mixture.names] for count in counts], np.int64)
+    table -= table[0].copy()
+    return table
+
+
+def _targets(mixture: Mixture, ledger: Ledger, rows: Sequence[int]) -> Floats:
+    """Return what each source should have given; float64[rows, S]."""
+    shares = [drawn_in(mixture, ledger, rows[0], row) for row in rows]
+    return np.array([[share[name] for name in mixture.names] for share in shares])
+
+
+def _begins(mixture: Mixture, ledger: Ledger, begin: int, covered: int, batch: int) -> dict[str, dict[int, int]]:
+    """Return the step, of those that the plan begins with, at which each source begins its next passes, by its share.
+
+    Shares hold still between the rows of the ledger, so what is drawn is linear between them.
+    """
+    borders = sorted({begin, begin + covered, *(row for row, _ in ledger.segments() if begin < row < begin + covered)})
+    drawn = [drawn_in(mixture, ledger, 0, row) for row in borders]
+    found: dict[str, dict[int, int]] = {}
+    for name, size in mixture.sizes.items():
+        along = np.array([one[name] for one in drawn])
+        first = int(along[0] // size) + 1
+        numbers = np.arange(first, min(int(along[-1] // size), first + _PASSES_TOLD - 1) + 1)
+        rows = np.interp(numbers * size, along, borders) if len(numbers) else np.empty(0)
+        steps = ((rows - begin) // batch).astype(np.int64).tolist()
+        found[name] = dict(zip((numbers + 1).tolist(), steps, strict=True))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fetched:
+    """What some ranks read of each source, and what one of them holds of it."""
+
+    num_requests: list[float]
+    read_bytes: list[float]
+    live_bytes: list[int]
+
+    @classmethod
+    def of(cls, mixture: Mixture, loads: Loads, found: Sequence[RankLoad]) -> _Fetched:
+        count = len(mixture.names)
+        requests, read = np.zeros(count), np.zeros(count)
+        for load in found:
+            if load.fetched is not None:
+                source = mixture.source_of(load.fetched)
+                requests += np.bincount(source, loads.reads.num_requests[load.fetched], count)
+                read += np.bincount(source, loads.reads.num_bytes[load.fetched], count)
+        live = loads.intervals(max(found, key=lambda load: load.live_bytes).dp_rank)
+        source = mixture.source_of(live.chunk_ids)
+        return cls(
+            num_requests=requests.tolist(),
+            read_bytes=read.tolist(),
+            live_bytes=[_rows(live, source == number).live_bytes(loads.room_bytes) for number in range(count)],
+        )
+
+
+def _rows(live: ChunkIntervals, rows: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> ChunkIntervals:
+    return ChunkIntervals(
+        chunk_ids=live.chunk_ids[rows], passes=live.passes[rows], first_batches=live.first_batches[rows],
+        last_batches=live.last_batches[rows],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exact:
+    live_bytes: int
+    unit_bytes: list[int]
+    num_requests: int
+
+
+def _exact(mixture: Mixture, loads: Loads, drawn: Int64Array) -> _Exact:
+    """Work out what a lane that draws single samples of every source at a time would cost.
+
+    Each lane then holds as many chunks of each source as a lane of one data set: those under its window, and the two
+    at its ends. With reads of ``u`` bytes in place of chunks, and room for so many of them, requests are fewest where
+    ``u`` grows as the square root of the bytes that are drawn of the source; 64 KiB is the least that can be checked.
+    """
+    settings = loads.plan.settings
+    lanes = -(-settings.lanes // loads.plan.dp_world_size)
+    per_chunk = max(loads.plan.chunk_samples.mean(), 1)
+    held = lanes * (1 + 2 * settings.window / per_chunk)
+    sets = [one for _, one in sets_of(mixture)]
+    chunk = np.array([one.chunk_bytes.mean() for one in sets])
+    size = np.array([one.chunk_bytes.sum() for one in sets], np.float64)
+    wanted = drawn * np.array([_mean_bytes(one) for one in sets])
+    roots = np.sqrt(wanted)
+    room = budget.chunks_limit_bytes(loads.memory_limit_bytes) / held
+    units = np.clip(room * roots / max(roots.sum(), 1), SPAN_BYTES, np.maximum(chunk, SPAN_BYTES))
+    return _Exact(
+        live_bytes=int(np.minimum(held * chunk, size).sum()),
+        unit_bytes=np.round(units).astype(np.int64).tolist(),
+        num_requests=round((wanted / units).sum()),
+    )

@@ -1,0 +1,89 @@
+"""Add what ``convert --tokenizer`` knows to the verb ``convert``: options, and the run."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import click
+
+from shard_tools import render
+from shard_tools.convert.records import TEXT_UNITS
+from shard_tools.options import Command
+from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
+from shard_tools.running.progress import progress_bar
+from shard_tools.tokens.encode import open_processes
+from shard_tools.tokens.run import ON_ERROR, TokenizeOptions, tokenize
+from shard_tools.verbs import emit
+from streaming.platforms import num_cores
+
+_NAMES: tuple[str, ...] = ("text_field", "messages_field", "chat_template", "bos", "eos", "keep", "split")
+_NAMES += ("group_field", "documents", "on_error", "pattern")
+
+
+def tokenizer_options(command: Command) -> Command:
+    """Add the options that turn text into tokens; see :func:`convert_tokens`."""
+    option = click.option
+    decorators = (
+        option(
+            "--tokenizer", metavar="FILE", help="Write token ids: tokenizer.json, sentencepiece, tiktoken; 'bytes'."
+        ),
+        option("--text-field", metavar="FIELD", help="Where the text is.  [default: text; txt in tars]"),
+        option("--messages-field", metavar="FIELD", help="Instruction data: where the messages are."),
+        option("--chat-template", metavar="FILE", help="Makes text of messages. Default: that of the tokenizer."),
+        option("--bos", metavar="TOKEN", help="Before each document: name, id or 'none'. Default: the tokenizer's."),
+        option("--eos", metavar="TOKEN", help="After each document, likewise."),
+        option("--keep", metavar="FIELD,...", help="Keep these columns, in the field json."),
+        option("--split", multiple=True, metavar="NAME=SHARE", help="Sets by hash, say val=0.5%; the rest is train."),
+        option("--group-field", metavar="FIELD", help="Split by this column, and not by the document."),
+        option("--documents", type=click.Choice(TEXT_UNITS), help="What is a document of a text.  [default: line]"),
+        option("--on-error", type=click.Choice(ON_ERROR), help="For records without a text.  [default: raise]"),
+        option("--pattern", metavar="NAME|REGEX", help="How tiktoken cuts text, where its file's name does not say."),
+    )
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Take what :func:`tokenizer_options` added out of ``arguments``; return what was given.
+
+    Raises:
+        click.UsageError: Something was, but no tokenizer.
+    """
+    tokenizer = arguments.pop("tokenizer")
+    given = {name: value for name in _NAMES if (value := arguments.pop(name)) not in (None, ())}
+    if tokenizer is None:
+        if given:
+            name = next(iter(given)).replace("_", "-")
+            raise click.UsageError(f"--{name} is about tokens; say which with --tokenizer FILE.")
+        return {}
+    if "keep" in given:
+        given["keep"] = tuple(name.strip() for name in given["keep"].split(",") if name.strip())
+    return {"tokenizer": tokenizer, **given}
+
+
+def convert_tokens(
+    source: str,
+    target: str,
+    *,
+    engine: str,
+    workers: int | None,
+    storage_options: dict[str, object],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Run ``convert --tokenizer``."""
+    if options.pop("classes", None) is not None:
+        raise click.UsageError("--classes numbers folders of images; it does not go with --tokenizer.")
+    workers = workers or (DEFAULT_WORKERS["ray"] if engine == "ray" else num_cores())
+    chosen = TokenizeOptions(workers=workers, **options)
+    processes = engine == "local" and workers > 1  # one alone is this one
+    opened: AbstractContextManager[Executor | None]
+    opened = open_processes(workers) if processes else open_engine(engine, workers)
+    with opened as executor, progress_bar("convert", "documents") as progress:
+        report = tokenize(
+            source, target, options=chosen, storage_options=storage_options, executor=executor, progress=progress
+        )
+    emit(report, as_json=as_json, for_people=render.show_tokens)

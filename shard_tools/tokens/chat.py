@@ -1,0 +1,168 @@
+"""Turn conversations into text by a chat template, and tell what the assistant says in them.
+
+Two ways lead to the loss mask, by what the template offers. ``{% generation %}`` … ``{% endgeneration %}`` around what
+the assistant says marks it. A template without them is rendered again for every answer: the text of all messages
+before it, with the generation prompt, is what stands in front of the answer, and the text with the answer is where it
+ends. That holds only where each text begins with the one before (a prefix); a template that rewrites what came
+earlier, say by leaving out old reasoning, is refused for this conversation, by name.
+
+Text is cut where the mask changes and each piece is encoded by itself: no token belongs to both sides. At these
+borders ids may differ from those of the whole text, unless a special token stands there (as in usual templates).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from streaming.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Pieces: TypeAlias = list[tuple[str, bool]]
+"""The text of a conversation in pieces: each with whether the assistant says it."""
+
+_START, _STOP = "\ufdd0", "\ufdd1"  # noncharacters, which no text holds
+_OPEN = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+_CLOSE = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+
+
+class ChatError(DataError):
+    """A conversation that the template cannot render so that the mask is exact; ``reason`` is one for counting."""
+
+    def __init__(self, reason: str, what: str) -> None:
+        super().__init__(what)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What one document of instruction data says.
+
+    Attributes:
+        messages: Objects with ``role`` and ``content``.
+        tools: Tools that the template may describe.
+    """
+
+    messages: Sequence[Mapping[str, object]]
+    tools: object = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """A chat template as Hugging Face's tokenizers have it: Jinja, run in a sandbox that can change nothing.
+
+    It is the user's file, like code. It gets ``messages``, ``tools``, ``add_generation_prompt``, ``bos_token`` and
+    ``eos_token``, ``raise_exception``; no clock: the same conversation gives the same text.
+
+    Attributes:
+        source: The template.
+        bos_token: Name of the beginning token.
+        eos_token: Name of the end token.
+    """
+
+    source: str
+    bos_token: str
+    eos_token: str
+
+    def check(self) -> None:
+        """Make the template ready, to find what is wrong with it.
+
+        Raises:
+            ConfigError: It is none, or Jinja is not installed.
+        """
+        _compiled(self.source)
+
+    def pieces(self, conversation: Conversation) -> Pieces:
+        """Return the text of a conversation, cut where the assistant begins and ends.
+
+        Raises:
+            ChatError: The template refuses it, or no exact mask is possible.
+        """
+        roles = [message.get("role") for message in conversation.messages]
+        if "assistant" not in roles:
+            raise ChatError("no assistant message", f"roles are {', '.join(map(str, roles)) or 'none'}")
+        whole = self._render(conversation, conversation.messages)
+        if _OPEN.search(self.source):
+            return _marked(whole)
+        pieces: Pieces = []
+        done = 0
+        for number, role in enumerate(roles):
+            if role != "assistant":
+                continue
+            before = self._render(conversation, conversation.messages[:number], prompt=True)
+            after = self._render(conversation, conversation.messages[: number + 1])
+            if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
+                raise ChatError(
+                    "prefixes differ",
+                    f"the template renders messages up to {number} otherwise when message {number} (or a later one) "
+                    "follows; put {% generation %} around what the assistant says in the template",
+                )
+            pieces += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+            done = len(after)
+        return [*pieces, (whole[done:], False)]
+
+    def _render(
+        self, conversation: Conversation, messages: Sequence[Mapping[str, object]], *, prompt: bool = False
+    ) -> str:
+        try:
+            return _compiled(self.source).render(
+                messages=messages,
+                tools=conversation.tools,
+                add_generation_prompt=prompt,
+                bos_token=self.bos_token,
+                eos_token=self.eos_token,
+            )
+        except Exception as error:  # whatever a user's template raises for these messages
+            raise ChatError("template", f"{type(error).__name__}: {error}") from error
+
+
+def _marked(text: str) -> Pieces:
+    """Cut a text at the marks that stand for ``{% generation %}``."""
+    first, *rest = text.split(_START)
+    pieces: Pieces = [(first, False)]
+    for part in rest:
+        said, stop, other = part.partition(_STOP)
+        if not stop or _STOP in other:
+            raise ChatError(
+                "template", "{% generation %} blocks lie in each other, or a message holds U+FDD0 or U+FDD1"
+            )
+        pieces += [(said, True), (other, False)]
+    if _STOP in first:
+        raise ChatError("template", "a message holds U+FDD1")
+    return pieces
+
+
+@functools.lru_cache(maxsize=2)
+def _compiled(source: str) -> Template:
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ConfigError("--messages-field: needs Jinja: pip install 'shardstream[text]'") from error
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = _to_json
+    # Two blocks in place of each tag, so that what Jinja trims before and after the tag is trimmed all the same.
+    marked = _OPEN.sub(rf"{{%\1 if true %}}{{{{ '{_START}' }}}}{{% if true \2%}}", source)
+    marked = _CLOSE.sub(rf"{{%\1 endif %}}{{{{ '{_STOP}' }}}}{{% endif \2%}}", marked)
+    try:
+        return environment.from_string(marked)
+    except TemplateError as error:
+        raise ConfigError(f"--chat-template: not a template of Jinja: {error}") from error
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """Write JSON as templates of Hugging Face expect it: without escapes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,199 @@
+"""Take the document out of a record, say why there is none, and tell which set it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from shard_tools.convert.records import Record
+from shard_tools.tokens.chat import Conversation
+from shard_tools.write.columns import follow
+from streaming.errors import ConfigError, DataError
+
+TRAIN = "train"
+_HASHES = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The documents of one set: those whose hash lies in ``[start, stop)`` of 2**64.
+
+    Attributes:
+        name: Of the set; ``""``: the only one.
+        start: The first hash.
+        stop: The end of the hashes.
+    """
+
+    name: str = ""
+    start: int = 0
+    stop: int = _HASHES
+
+    @property
+    def takes_rest(self) -> bool:
+        """Whether this is the set that all else is of."""
+        return self.stop == _HASHES
+
+
+def parse_shares(specs: Sequence[str]) -> tuple[Share, ...]:
+    """Return the sets that ``name=share`` ask for (``val=0.5%`` or ``val=1/200``), and ``train``, which gets the rest.
+
+    Hashes are shared out from 0 in the order given, so that a share which grows keeps the documents it had, if it is
+    the first or only one.
+
+    Raises:
+        ConfigError: A share is none, a name comes twice, or nothing is left for ``train``.
+    """
+    shares: list[Share] = []
+    stop = 0
+    for spec in specs:
+        name, _, text = spec.partition("=")
+        if not name or not name.isidentifier() or name == TRAIN or name in {share.name for share in shares}:
+            raise ConfigError(f"--split {spec!r}: expected another name than {TRAIN!r} and a share, such as val=0.5%")
+        start, stop = stop, stop + int(_fraction(spec, text) * _HASHES)
+        shares.append(Share(name=name, start=start, stop=stop))
+    if stop >= _HASHES:
+        raise ConfigError(f"--split {' '.join(specs)}: nothing is left for {TRAIN!r}, which gets the rest; take less")
+    return (Share(name=TRAIN, start=stop), *shares) if shares else (Share(),)
+
+
+def _fraction(spec: str, text: str) -> Fraction:
+    try:
+        share = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"--split {spec!r}: expected a share such as 0.5%, 0.005 or 1/200") from error
+    if not 0 < share < 1:
+        raise ConfigError(f"--split {spec!r}: a share lies between 0 and 1 (100%), got {text}")
+    return share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One document, not yet tokens.
+
+    Attributes:
+        number: Of its record in the source.
+        record: Its record.
+        content: Its text, or its messages.
+        num_bytes: Of its text in UTF-8.
+    """
+
+    number: int
+    record: Record
+    content: str | Conversation
+    num_bytes: int
+
+
+class RejectedError(DataError):
+    """A record that gives no tokens; ``reason`` is one for counting."""
+
+    def __init__(self, reason: str, what: str) -> None:
+        super().__init__(what)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one run found in one set; changed by the thread that reads alone.
+
+    Attributes:
+        num_documents: Documents written.
+        num_tokens: Their tokens.
+        longest: Tokens of the longest.
+        rejected: How many records gave no tokens, by reason.
+    """
+
+    num_documents: int = 0
+    num_tokens: int = 0
+    longest: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a document is found in a record.
+
+    Attributes:
+        text_field: Where its text is: a column, a field of a tar, or a path into one, such as ``json.text``.
+        messages_field: Where its messages are instead.
+        group_field: What the hash is of; None: the document itself.
+        share: Documents with other hashes belong to another set.
+    """
+
+    text_field: str
+    messages_field: str | None = None
+    group_field: str | None = None
+    share: Share = Share()
+
+    def document(self, number: int, record: Record) -> Document | None:
+        """Return the document of a record, or None where another set has it.
+
+        Raises:
+            RejectedError: The record holds none.
+        """
+        if record.problem is not None:
+            utf8 = isinstance(record.problem.__cause__, UnicodeError)
+            raise RejectedError("invalid UTF-8" if utf8 else "unreadable", str(record.problem))
+        content: str | Conversation
+        if self.messages_field is not None:
+            content, hashed = _conversation(self._value(record, self.messages_field), record, self.messages_field)
+        else:
+            content, hashed = _text(self._value(record, self.text_field), self.text_field)
+        num_bytes = len(hashed)
+        if self.share.stop - self.share.start < _HASHES:
+            if self.group_field is not None:
+                hashed = dump(self._value(record, self.group_field))
+            place = int.from_bytes(hashlib.blake2b(hashed, digest_size=8).digest(), "little")
+            if not self.share.start <= place < self.share.stop:
+                return None
+        return Document(number=number, record=record, content=content, num_bytes=num_bytes)
+
+    def _value(self, record: Record, name: str) -> object:
+        sample = record.metadata or record.fields
+        value = sample.get(name)
+        if value is None:
+            try:
+                value = follow(sample, name)
+            except UnicodeDecodeError as error:
+                raise RejectedError("invalid UTF-8", f"{name}: byte {error.start} is not UTF-8") from error
+            except (ValueError, RecursionError) as error:
+                raise RejectedError("unreadable", f"{name}: {error}") from error
+        if value is None:
+            raise RejectedError("missing field", f"no {name!r}; there are: {', '.join(sample)}")
+        return value
+
+
+def dump(value: object) -> bytes:
+    """Write compact JSON, keys sorted: equal values, whatever the order of their keys, are equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def _text(value: object, name: str) -> tuple[str, bytes]:
+    """Return a text and its UTF-8."""
+    try:
+        if isinstance(value, (bytes, memoryview)):
+            value = bytes(value).decode()
+        if not isinstance(value, str):
+            raise RejectedError("not a string", f"{name!r} is of type {type(value).__name__}, expected text")
+        if not value:
+            raise RejectedError("empty", f"{name!r} is empty")
+        return value, value.encode()
+    except UnicodeError as error:
+        raise RejectedError("invalid UTF-8", f"{name!r}: {error}") from error
+
+
+def _conversation(value: object, record: Record, name: str) -> tuple[Conversation, bytes]:
+    """Return messages, and bytes that stand for them."""
+    if isinstance(value, (str, bytes)):  # a column of Parquet or CSV, or a field of a tar, that holds JSON
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RejectedError("unreadable", f"{name!r} is not JSON: {error}") from error
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
+        raise RejectedError("not messages", f"{name!r}: expected a list of objects with role and content")
+    if not value:
+        raise RejectedError("empty", f"{name!r} is empty")
+    return Conversation(messages=value, tools=record.metadata.get("tools")), dump(value)

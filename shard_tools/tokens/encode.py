@@ -1,0 +1,110 @@
+"""Encode batches of documents where the processors are: in processes of this machine, on a cluster, or right here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import connection
+
+import numpy as np
+import numpy.typing as npt
+
+from shard_tools.tokens.adapters import Ids
+from shard_tools.tokens.chat import ChatError, ChatTemplate, Conversation, Pieces
+from shard_tools.tokens.tokenizer import Ends, TokenizerFile, open_tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A document as tokens, or why it has none.
+
+    Attributes:
+        tokens: The ids, little-endian.
+        mask: For conversations, a byte for each token: 1 where the assistant speaks.
+        reason: Why there are no tokens; ``""`` where there are.
+        what: More about that.
+    """
+
+    tokens: bytes = b""
+    mask: bytes | None = None
+    reason: str = ""
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """Turns documents into tokens: the function that executors run. Pure: may be repeated anywhere.
+
+    Attributes:
+        file: The tokenizer.
+        ends: What stands before and after every document, and how wide tokens are.
+        template: For conversations.
+    """
+
+    file: TokenizerFile
+    ends: Ends
+    template: ChatTemplate | None = None
+
+    def __call__(self, batch: Sequence[str | Conversation]) -> list[Encoded]:
+        """Return the tokens of each document of a batch: all texts, or all conversations."""
+        if self.template is None:
+            texts = [one for one in batch if isinstance(one, str)]
+            return [self._encoded(ids, None) for ids in open_tokenizer(self.file).encode(texts)]
+        rendered = [_render(self.template, one) for one in batch if isinstance(one, Conversation)]
+        texts = [text for pieces in rendered if not isinstance(pieces, Encoded) for text, _ in pieces]
+        ids = iter(open_tokenizer(self.file).encode(texts))
+        found = []
+        for pieces in rendered:
+            if isinstance(pieces, Encoded):
+                found.append(pieces)
+                continue
+            parts = [next(ids) for _ in pieces]
+            mask = [np.full(len(part), said, np.uint8) for part, (_, said) in zip(parts, pieces, strict=True)]
+            found.append(self._encoded(np.concatenate(parts), np.concatenate(mask)))
+        return found
+
+    def _encoded(self, ids: Ids, mask: npt.NDArray[np.uint8] | None) -> Encoded:
+        if not len(ids):
+            return Encoded(reason="empty", what="the tokenizer makes nothing of its text")
+        begin = [] if self.ends.bos is None else [self.ends.bos]
+        end = [] if self.ends.eos is None else [self.ends.eos]
+        ids = np.concatenate([begin, ids, end]).astype(f"<u{self.ends.width}")
+        if mask is not None:
+            mask = np.concatenate([np.zeros(len(begin)), mask, np.zeros(len(end))]).astype(np.uint8)
+        return Encoded(tokens=ids.tobytes(), mask=None if mask is None else mask.tobytes())
+
+
+def _render(template: ChatTemplate, conversation: Conversation) -> Pieces | Encoded:
+    try:
+        return template.pieces(conversation)
+    except ChatError as error:
+        return Encoded(reason=error.reason, what=str(error))
+
+
+def open_processes(num_processes: int) -> ProcessPoolExecutor:
+    """Open processes of this machine that encode, each started when it is first needed.
+
+    They are started afresh, not forked: this process has threads. They leave Ctrl-C to this process, and end when it
+    does, however it does.
+    """
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(num_processes, mp_context=context, initializer=_begin_worker)
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each processor, a thread for each process
+    threading.Thread(target=_end_with_parent, daemon=True, name="shard_tools-parent").start()
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the process that started this one: its queue would stay open, with nobody to fill it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

@@ -1,0 +1,419 @@
+"""Bring a source's documents through a tokenizer into shards: the verb ``convert --tokenizer``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from shard_tools.convert.files import is_local
+from shard_tools.convert.journal import TOKENS
+from shard_tools.convert.pack import Packed, Packing, Place, pack, refuse_overlap
+from shard_tools.convert.records import TEXT_UNITS, Source, SourceOptions
+from shard_tools.convert.run import check_columns
+from shard_tools.convert.sources import open_source
+from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
+from shard_tools.tokens.chat import ChatTemplate
+from shard_tools.tokens.documents import Reading, Share, Tally, parse_shares
+from shard_tools.tokens.encode import Encoder
+from shard_tools.tokens.source import POSITION_COLUMN, TOKENS_COLUMN, TokenSource, check_kept, describe
+from shard_tools.tokens.tokenizer import (
+    BYTES,
+    TokenizerFile,
+    find_ends,
+    find_tokenizer,
+    load_config,
+    open_tokenizer,
+    token_name,
+)
+from streaming.errors import ConfigError, NotFoundError
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.layout import chunks_path, samples_path
+from streaming.index.sample_table import SampleTable
+from streaming.storage import Storage, join_url, split_url
+from streaming.tar.samples import MAX_GZIP_RATIO
+
+ON_ERROR = ("raise", "skip")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeOptions:
+    """How documents become tokens, and tokens shards.
+
+    Attributes:
+        tokenizer: A ``tokenizer.json``, a folder with one, a model of sentencepiece, a file of tiktoken ranks, or
+            ``"bytes"``.
+        pattern: How text is cut before tiktoken merges: the name of an encoding, or a regular expression.
+        text_field: Where the text is; None: ``text``, or ``txt`` of tars.
+        messages_field: Where messages are instead: a chat template makes text of them, and a mask.
+        chat_template: File of the template; None: that of ``tokenizer_config.json`` beside the tokenizer.
+        bos: Token before each document: a name, an id, ``"none"``; None: the tokenizer's own, unless it is also the
+            end's. With messages none: the template says it.
+        eos: Token after each document, likewise.
+        keep: Columns to be kept in the field ``json``; of tars: fields to be kept.
+        split: Sets with their shares, such as ``("val=0.5%",)``: each goes into a folder of its name, the rest to
+            ``train``.
+        group_field: Split by the hash of this column; None: by that of the document.
+        documents: What is a document of a text: ``"line"``, ``"blank-line"`` or ``"file"``.
+        on_error: ``"raise"``: a record without a document is an error, unless it is empty; ``"skip"``: counted.
+        kind: The source's layout, or ``"auto"``.
+        max_bytes: Largest shard.
+        max_samples: Most samples of a shard.
+        shuffle_seed: Mix the records by this seed; None keeps the source's order.
+        key_field: The field that holds keys; None or ``"number"``: the number of the document in the source (tars
+            keep theirs).
+        fields: (column, extension) pairs: columns to be kept as fields of their own.
+        columns: Metadata that the sample table shall hold, besides ``tokens`` and ``document``.
+        max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
+        workers: Processes; it sets how many batches are under way.
+        overwrite: Delete the shards that the target holds.
+    """
+
+    tokenizer: str
+    pattern: str | None = None
+    text_field: str | None = None
+    messages_field: str | None = None
+    chat_template: str | None = None
+    bos: str | None = None
+    eos: str | None = None
+    keep: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
+    group_field: str | None = None
+    documents: str = "line"
+    on_error: str = "raise"
+    kind: str = "auto"
+    max_bytes: int = 256_000_000
+    max_samples: int | None = None
+    shuffle_seed: int | None = None
+    key_field: str | None = None
+    fields: tuple[tuple[str, str], ...] = ()
+    columns: tuple[str, ...] = ()
+    max_gzip_ratio: float = MAX_GZIP_RATIO
+    workers: int = 8
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work together.
+
+        Raises:
+            ConfigError: If so.
+        """
+        if self.text_field is not None and self.messages_field is not None:
+            raise ConfigError("--text-field and --messages-field: a document is a text or a conversation; give one")
+        if self.chat_template is not None and self.messages_field is None:
+            raise ConfigError("--chat-template makes text of messages; say where they are with --messages-field")
+        if self.group_field is not None and not self.split:
+            raise ConfigError("--group-field says by what --split parts the documents; give both, or none")
+        for option, value, known in (("documents", self.documents, TEXT_UNITS), ("on-error", self.on_error, ON_ERROR)):
+            if value not in known:
+                raise ConfigError(f"--{option} {value!r}: expected one of {', '.join(known)}")
+        check_kept((*self.keep, *(extension for _, extension in self.fields)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSet(Report):
+    """One set that a tokenization wrote.
+
+    Attributes:
+        name: ``train``, ``val``, …; ``""`` where there is only one.
+        target: Where its shards are.
+        num_shards: Shards there now.
+        num_documents: Documents there now.
+        num_tokens: Their tokens.
+        longest: Tokens of the longest.
+        num_bytes: Bytes of all shards.
+        num_resumed_documents: Documents that an earlier run had written.
+        rejected: Records that this run left out, by reason.
+    """
+
+    name: str
+    target: str
+    num_shards: int
+    num_documents: int
+    num_tokens: int
+    longest: int
+    num_bytes: int
+    num_resumed_documents: int
+    rejected: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeReport(Report):
+    """What a tokenization did.
+
+    Attributes:
+        kind: The source's layout.
+        target: Where the sets are.
+        tokenizer: Kind of the tokenizer.
+        sha256: Of its file.
+        vocab_size: The largest id, and one.
+        dtype: Type of the tokens, little-endian.
+        bos: Id before each document.
+        eos: Id after each document.
+        masked: Whether there is a field ``mask``.
+        sets: The sets.
+        documents_per_s: Of this run.
+        tokens_per_s: Of this run.
+        seconds: Wall time of this run.
+    """
+
+    kind: str
+    target: str
+    tokenizer: str
+    sha256: str
+    vocab_size: int
+    dtype: str
+    bos: int | None
+    eos: int | None
+    masked: bool
+    sets: tuple[TokenSet, ...]
+    documents_per_s: float
+    tokens_per_s: float
+    seconds: float
+
+
+def tokenize(
+    source: str,
+    target: str,
+    *,
+    options: TokenizeOptions,
+    storage_options: Mapping[str, object] | None = None,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+) -> TokenizeReport:
+    """Write the documents of ``source`` as token ids into shards in ``target``, with their index.
+
+    A sample has the field ``tok`` (ids, little-endian uint16, or uint32 where the vocabulary needs it), with messages
+    also ``mask`` (uint8: 1 where the assistant speaks), and what ``keep`` names. The sample table has ``tokens``
+    (their number) and ``document`` (the number of the record in the source). Deterministic: the same source,
+    tokenizer and options give the same bytes, whether or not the work was stopped and gone on with in between. With
+    ``split`` the source is read once for each set; a document is encoded once.
+
+    Args:
+        source: File, folder, pattern or URL of the data.
+        target: Folder or prefix for the shards; with ``split``, for a folder a set.
+        options: What to do.
+        storage_options: How to reach the stores of source, target and tokenizer.
+        executor: Encode there: processes of this machine (:func:`shard_tools.tokens.encode.open_processes`), or a
+            cluster. None: in a thread of this process. Reading and writing stay here.
+        progress: Told about documents and bytes of text.
+
+    Raises:
+        TargetNotEmptyError: If the target holds shards of other work.
+        ConfigError: For options that do not fit the source or the tokenizer.
+        DataError: For a record that gives no tokens, with ``on_error="raise"``; it names file and line.
+        StorageError: If a store fails.
+    """
+    started = time.monotonic()
+    storage = Storage(storage_options)
+    encoder = _encoder(options, storage, executor)
+    shares = parse_shares(options.split)
+    if len(shares) > 1 and "{" in split_url(target)[1]:
+        raise ConfigError(f"--split: each set gets a folder of its own in TARGET; name a folder, got {target}")
+    reader = _reader(source, target, options, storage)
+    progress = progress or NoProgress()
+    tallies = [Tally() for _ in shares]
+    sets = []
+    with contextlib.ExitStack() as stack:
+        executor = executor or stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shard_tools-encode"))
+        for share, tally in zip(shares, tallies, strict=True):
+            documents = TokenSource(
+                below=reader,
+                reading=_reading(options, reader, share),
+                encoder=encoder,
+                executor=executor,
+                ahead=2 * options.workers + 2,
+                keep=options.keep,
+                fields=tuple(extension for _, extension in options.fields),
+                columns=options.columns,
+                on_error=options.on_error,
+                progress=progress,
+                tally=tally,
+            )
+            place = Place.of(join_url(target, share.name) if share.name else target)
+            sets.append(_write(documents, place, options, storage_options))
+    seconds = time.monotonic() - started
+    ends = encoder.ends
+    return TokenizeReport(
+        kind=reader.kind,
+        target=target,
+        tokenizer=encoder.file.kind,
+        sha256=encoder.file.sha256,
+        vocab_size=ends.vocab_size,
+        dtype=ends.dtype,
+        bos=ends.bos,
+        eos=ends.eos,
+        masked=encoder.template is not None,
+        sets=tuple(sets),
+        documents_per_s=sum(tally.num_documents for tally in tallies) / seconds,
+        tokens_per_s=sum(tally.num_tokens for tally in tallies) / seconds,
+        seconds=seconds,
+    )
+
+
+def _encoder(options: TokenizeOptions, storage: Storage, executor: Executor | None) -> Encoder:
+    """Open the tokenizer here, which finds what is wrong with it before a document is read."""
+    chat = options.messages_field is not None
+    file = find_tokenizer(options.tokenizer, storage, special=chat, pattern=options.pattern)
+    config = load_config(file, storage)
+    ends = find_ends(file, config, bos=options.bos, eos=options.eos, by_default=not chat)
+    if not chat and ends.eos is None and options.eos is None:
+        _log.warning("--tokenizer %s names no end token: documents will end without one; see --eos", options.tokenizer)
+    template = _template(options, file, config, storage) if chat else None
+    if isinstance(executor, ProcessPoolExecutor) and is_local(file.url) and file.url != BYTES:
+        file = replace(file, content=None)  # processes of this machine read it themselves, once
+    return Encoder(file=file, ends=ends, template=template)
+
+
+def _template(
+    options: TokenizeOptions, file: TokenizerFile, config: dict[str, object], storage: Storage
+) -> ChatTemplate:
+    source = config.get("chat_template")
+    if options.chat_template is not None:
+        try:
+            source = bytes(storage.read(options.chat_template)).decode()
+        except (NotFoundError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--chat-template {options.chat_template}: no such text file: {error}") from error
+    if isinstance(source, list):  # several templates by name
+        named = {str(one.get("name")): one.get("template") for one in source if isinstance(one, dict)}
+        source = named.get("default")
+    if not isinstance(source, str):
+        raise ConfigError(
+            f"--messages-field: no chat template beside {options.tokenizer} (tokenizer_config.json, "
+            "chat_template.jinja); give one with --chat-template FILE"
+        )
+    bos, eos = open_tokenizer(file).ends()
+    template = ChatTemplate(
+        source=source,
+        bos_token=token_name(config, "bos_token", bos) or "",
+        eos_token=token_name(config, "eos_token", eos) or "",
+    )
+    template.check()
+    return template
+
+
+def _reader(source: str, target: str, options: TokenizeOptions, storage: Storage) -> Source:
+    reader = open_source(
+        source,
+        storage,
+        kind=options.kind,
+        options=SourceOptions(
+            fields=options.fields,
+            key_field=options.key_field,
+            shuffle_seed=options.shuffle_seed,
+            num_threads=options.workers,
+            exclude=Place.of(target).directory,
+            max_gzip_ratio=options.max_gzip_ratio,
+            unit=options.documents,
+            tolerant=True,
+        ),
+    )
+    if reader.kind == "images":
+        raise ConfigError("--tokenizer: images hold no text; name the source's layout with --from")
+    if options.documents != "line" and reader.kind != "text":
+        raise ConfigError(f"--documents {options.documents} is for texts; a source of kind {reader.kind!r} has rows")
+    refuse_overlap(source, Place.of(target))
+    where = _reading(options, reader, Share())
+    named = [("--columns", name) for name in options.columns] + [("--keep", name) for name in options.keep]
+    named += [("--field", column) for column, _ in options.fields]
+    named += [("--messages-field", where.messages_field)] if where.messages_field else []
+    named += [] if where.messages_field else [("--text-field", where.text_field)]
+    named += [("--group-field", where.group_field)] if where.group_field else []
+    check_columns(reader, named, in_fields=True)
+    return reader
+
+
+def _reading(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
+    return Reading(
+        text_field=options.text_field or ("txt" if reader.kind == "tars" else "text"),
+        messages_field=options.messages_field,
+        group_field=options.group_field,
+        share=share,
+    )
+
+
+def _write(
+    documents: TokenSource, place: Place, options: TokenizeOptions, storage_options: Mapping[str, object] | None
+) -> TokenSet:
+    """Write one set, and the note beside its index that says what its tokens are."""
+    storage = Storage(storage_options)
+    tokens = describe(documents.encoder)
+    share = documents.reading.share
+    packed = pack(
+        documents,
+        place,
+        Packing(
+            max_bytes=options.max_bytes,
+            max_samples=options.max_samples,
+            columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
+            overwrite=options.overwrite,
+            position=POSITION_COLUMN,
+        ),
+        options={
+            "max_bytes": options.max_bytes,
+            "max_samples": options.max_samples,
+            "shuffle_seed": options.shuffle_seed,
+            "key_field": options.key_field,
+            "fields": [list(pair) for pair in options.fields],
+            "columns": list(options.columns),
+            "keep": list(options.keep),
+            "text_field": documents.reading.text_field if options.messages_field is None else None,
+            "messages_field": options.messages_field,
+            "documents": options.documents,
+            "share": [share.name, share.start, share.stop],
+            "group_field": options.group_field,
+            "on_error": options.on_error,
+            "pattern": place.name,
+            **tokens,
+        },
+        storage_options=storage_options,
+        progress=_OwnCounts(documents.progress),
+    )
+    note = {"format": "shardstream-tokens", "version": 1, **tokens}
+    storage.put(join_url(place.directory, TOKENS), (json.dumps(note, ensure_ascii=False, indent=1) + "\n").encode())
+    earlier = list(_earlier_counts(place, packed, storage))
+    tally = documents.tally
+    return TokenSet(
+        name=share.name,
+        target=place.directory,
+        num_shards=packed.num_shards,
+        num_documents=packed.num_samples,
+        num_tokens=tally.num_tokens + sum(earlier),
+        longest=max([tally.longest, *earlier]),
+        num_bytes=packed.num_bytes,
+        num_resumed_documents=packed.num_resumed_samples,
+        rejected=dict(tally.rejected),
+    )
+
+
+def _earlier_counts(place: Place, packed: Packed, storage: Storage) -> Iterator[int]:
+    """Yield the numbers of tokens of the documents that an earlier run had written: those of the first shards."""
+    left = packed.num_resumed_samples
+    url = join_url(place.directory, chunks_path())
+    for shard in ChunkTable.from_parquet(storage.read(url), url).shards if left else ():
+        if left <= 0:
+            break
+        url = join_url(place.directory, samples_path(shard.name))
+        table = SampleTable.from_parquet(storage.read(url), url)
+        yield from table.columns[TOKENS_COLUMN].to_pylist()
+        left -= table.num_samples
+
+
+class _OwnCounts:
+    """Passes on what there is to do, but not the bytes that the writer counts: text is counted where it is read."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
+        """Set the totals."""
+        self._progress.start(total_bytes=total_bytes, total=total)
+
+    def advance(self, *, num_bytes: int = 0, num: int = 0) -> None:
+        """Count nothing."""

@@ -1,0 +1,194 @@
+"""Give the documents of another source as samples of tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from shard_tools.convert.records import Record, Skipped, Source
+from shard_tools.convert.rows import dump_json
+from shard_tools.running.engine import ordered
+from shard_tools.running.progress import Progress
+from shard_tools.tokens.chat import Conversation
+from shard_tools.tokens.documents import Document, Reading, RejectedError, Tally
+from shard_tools.tokens.encode import Encoded, Encoder
+from shard_tools.write.columns import follow
+from streaming.errors import ConfigError, DataError
+
+TOKENS_FIELD, MASK_FIELD = "tok", "mask"
+TOKENS_COLUMN, POSITION_COLUMN = "tokens", "document"
+_BATCH_BYTES = 1 << 20  # text of one call: some tenths of a second for a tokenizer
+_BATCH_DOCUMENTS = 4096
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSource:
+    """Documents of one set, as tokens, in the order of the source below.
+
+    Attributes:
+        below: The records.
+        reading: How a document is found in a record, and which are of this set.
+        encoder: What makes tokens of them.
+        executor: Where.
+        ahead: Batches under way at once.
+        keep: Columns that go into the field ``json``; of tars: fields that stay as they are.
+        fields: Fields of the records that stay as they are.
+        columns: What the sample table shall hold besides.
+        on_error: ``"raise"``: a record that gives no tokens is an error, unless it is empty; ``"skip"``: it is counted.
+        progress: Told about bytes of text.
+        tally: Counts what this run finds.
+    """
+
+    below: Source
+    reading: Reading
+    encoder: Encoder
+    executor: Executor
+    ahead: int
+    keep: tuple[str, ...]
+    fields: tuple[str, ...]
+    columns: tuple[str, ...]
+    on_error: str
+    progress: Progress
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the source below."""
+        return self.below.kind
+
+    @property
+    def num_records(self) -> int | None:
+        """Unknown before reading: records may be rejected, or be of another set."""
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the source below."""
+        return self.below.num_bytes
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """What the source below left out."""
+        return self.below.skipped
+
+    def identity(self) -> dict[str, object]:
+        """Return the identity of the source below."""
+        return self.below.identity()
+
+    def records(self, start: int) -> Generator[Record, None, None]:
+        """Yield the documents of this set, from record ``start`` of the source below on.
+
+        Raises:
+            DataError: A record gives no tokens, and that is an error; or no record at all gives any.
+        """
+        with contextlib.closing(self.below.records(start)) as records:
+            for document, encoded in self._encoded(self._documents(records, start)):
+                if encoded.reason:
+                    self._reject(document.number, document.record, encoded.reason, encoded.what)
+                else:
+                    yield self._record(document, encoded)
+        if start == 0 and not self.tally.num_documents:
+            told = ", ".join(f"{reason} {count:,}" for reason, count in self.tally.rejected.items())
+            share = f"of the set {self.reading.share.name!r} " if self.reading.share.name else ""
+            raise DataError(
+                f"no document {share}gives tokens (left out: {told or 'none'}); check the source and options"
+            )
+
+    def _documents(self, records: Iterator[Record], start: int) -> Iterator[Document]:
+        for number, record in enumerate(records, start):
+            try:
+                document = self.reading.document(number, record)
+            except RejectedError as error:
+                if self.reading.share.takes_rest:  # counted once, though every set reads it
+                    self._reject(number, record, error.reason, str(error))
+                continue
+            if document is not None:
+                yield document
+
+    def _reject(self, number: int, record: Record, reason: str, what: str) -> None:
+        where = f"{record.where or f'sample {record.key!r}'}, document {number}"
+        if self.on_error == "raise" and reason != "empty":
+            raise DataError(f"{where}: {reason}: {what}; correct it, or leave such documents out with --on-error skip")
+        if not self.tally.rejected[reason]:
+            _log.warning("%s is left out: %s: %s; others like it are counted, not told", where, reason, what)
+        self.tally.rejected[reason] += 1
+
+    def _encoded(self, documents: Iterator[Document]) -> Iterator[tuple[Document, Encoded]]:
+        """Yield documents with their tokens, in order; batches are encoded ahead."""
+        waiting: deque[list[Document]] = deque()
+
+        def contents() -> Iterator[list[str | Conversation]]:
+            for batch in _batches(documents):
+                waiting.append(batch)
+                yield [document.content for document in batch]
+
+        with contextlib.closing(ordered(self.executor, self.encoder, contents(), self.ahead)) as results:
+            for found in results:
+                yield from zip(waiting.popleft(), found, strict=True)
+
+    def _record(self, document: Document, encoded: Encoded) -> Record:
+        num_tokens = len(encoded.tokens) // self.encoder.ends.width
+        self.tally.num_documents += 1
+        self.tally.num_tokens += num_tokens
+        self.tally.longest = max(self.tally.longest, num_tokens)
+        self.progress.advance(num_bytes=document.num_bytes, num=1)
+        record = document.record
+        fields = self._kept(record)
+        fields[TOKENS_FIELD] = encoded.tokens
+        if encoded.mask is not None:
+            fields[MASK_FIELD] = encoded.mask
+        metadata = record.metadata or {name: follow(record.fields, name) for name in self.columns}
+        counted = {TOKENS_COLUMN: num_tokens, POSITION_COLUMN: document.number}
+        return Record(key=record.key, fields=fields, metadata={**metadata, **counted}, where=record.where)
+
+    def _kept(self, record: Record) -> dict[str, bytes]:
+        kept = {name: record.fields[name] for name in self.fields if name in record.fields}
+        if not record.metadata:
+            return kept | {name: record.fields[name] for name in self.keep if name in record.fields}
+        row = {name: record.metadata[name] for name in self.keep if name in record.metadata}
+        return {**kept, "json": dump_json(row)} if row else kept
+
+
+def check_kept(names: tuple[str, ...]) -> None:
+    """Refuse to keep a field under a name that the tokens take.
+
+    Raises:
+        ConfigError: So it is.
+    """
+    taken = {TOKENS_FIELD, MASK_FIELD} & {*names}
+    if taken:
+        raise ConfigError(f"--keep {taken.pop()}: the tokens are written under this name; leave it out")
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    num_bytes = 0
+    for document in documents:
+        batch.append(document)
+        num_bytes += document.num_bytes
+        if num_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def describe(encoder: Encoder) -> dict[str, object]:
+    """Return what the tokens are, JSON-able: what their bytes depend on, without counts and times."""
+    template = encoder.template
+    return {
+        "field": TOKENS_FIELD,
+        "column": TOKENS_COLUMN,
+        "dtype": encoder.ends.dtype,
+        "vocab_size": encoder.ends.vocab_size,
+        "bos": encoder.ends.bos,
+        "eos": encoder.ends.eos,
+        "mask": None if template is None else MASK_FIELD,
+        "tokenizer": {"kind": encoder.file.kind, "sha256": encoder.file.sha256, "pattern": encoder.file.pattern},
+        "chat_template": None if template is None else template.source,
+    }

@@ -1,0 +1,259 @@
+"""``PackedSource``: groups of chunks of a data set, whose documents are dealt out in packs."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import TypeAlias
+
+import numpy as np
+
+from streaming.catalog.source import ChunkSource
+from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.read import FetchRange
+from streaming.forks import in_children
+from streaming.index.sample_table import SampleLocation
+from streaming.packing.fit import other_company, pack
+from streaming.packing.layout import PackRows
+from streaming.packing.rules import PackRules
+from streaming.plan.order import EpochOrders, Orders, OrderSettings
+from streaming.plan.settings import order_settings
+from streaming.storage import ActiveRequest
+from streaming.types import Int64Array
+
+LengthsOf: TypeAlias = Callable[[int], Int64Array]
+"""Tokens of every sample of a shard by number, int64[n]; -1: unknown. Thread-safe; kept at hand by whoever gives it."""
+_KEPT_BYTES = 256 << 20
+"""Packs kept of groups that were needed last: of a group of 256 packs of 8,192 tokens, documents of 600 tokens each,
+they take 110 KB, so of some thousand groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Groups:
+    """Runs of chunks of one shard each, that are packed on their own; int64[G] each.
+
+    Attributes:
+        firsts: First chunk of each, among those that the data set gives.
+        stops: One past its last chunk.
+        packs: K, packs of each.
+        digest: Tells the lengths of the documents from others.
+    """
+
+    firsts: Int64Array
+    stops: Int64Array
+    packs: Int64Array
+    digest: str
+
+
+class PackedSource:
+    """Deal out the documents of a data set in packs: groups are its chunks, packs its samples.
+
+    It is a ``streaming.engine.source.Source``. How many packs a group has depends on the documents' lengths alone;
+    which documents meet in one, on the order's seed and the pass. Thread-safe.
+
+    Args:
+        documents: The data set.
+        groups: Groups that hold all of its chunks, in their order.
+        lengths_of: Tokens of each sample of a shard.
+        rules: How documents become packs.
+    """
+
+    is_packed = True
+    names: tuple[str, ...] = ()
+    fields: tuple[str, ...] | None
+
+    def __init__(self, documents: ChunkSource, groups: Groups, lengths_of: LengthsOf, rules: PackRules) -> None:
+        self.documents = documents
+        self.rules = rules
+        self.storage, self.cache = documents.storage, documents.cache
+        self._groups = groups
+        self._lengths_of = lengths_of
+        self._shard_of_url = {url: number for number, url in enumerate(documents.urls)}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kept: OrderedDict[tuple[int, int, int], PackRows] = OrderedDict()
+        self._kept_bytes = 0
+        self._renew_locks()
+        in_children(self, PackedSource._renew_locks)
+
+    def _renew_locks(self) -> None:
+        """A forked child gets its own."""
+        self._lock = threading.Lock()
+        self._packing: dict[tuple[int, int, int], threading.Lock] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy in another process packs for itself."""
+        left_out = ("_lock", "_packing", "_kept", "_kept_bytes")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: Mapping[str, object]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    # --- packs ---
+
+    def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
+        """See ``Source``."""
+        rows = zip(chunk_ids.tolist(), offsets.tolist(), passes.tolist(), strict=True)
+        return PackRows.chosen([(self._packs_of(group, number, seed), offset) for group, offset, number in rows])
+
+    def _packs_of(self, group: int, pass_number: int, seed: int) -> PackRows:
+        """All packs of a group in a pass; asked for by many threads, they are made once."""
+        key = group, pass_number, seed
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            packing = self._packing.setdefault(key, threading.Lock())
+        with packing:
+            with self._lock:
+                if key in self._kept:
+                    return self._kept[key]
+            made = self._packed(group, pass_number, seed)
+            with self._lock:
+                self._kept[key] = made
+                self._kept_bytes += made.num_bytes
+                while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                    self._kept_bytes -= self._kept.popitem(last=False)[1].num_bytes
+                self._packing.pop(key, None)
+        return made
+
+    def _packed(self, group: int, pass_number: int, seed: int) -> PackRows:
+        shard, samples = self.samples_in(group)
+        lengths = self._lengths_of(shard)[samples]
+        packs = other_company(pack(lengths, self.rules), seed=seed, epoch=pass_number, group=group)
+        return PackRows(
+            splits=packs.splits, samples=(samples - self.chunk(group).first_sample)[packs.documents],
+            starts=packs.starts, stops=packs.stops, lengths=lengths[packs.documents],
+        )  # fmt: skip
+
+    def samples_in(self, group: int) -> tuple[int, Int64Array]:
+        """The shard of a group, and the numbers within it of the samples that the data set gives of the group."""
+        first, stop = int(self._groups.firsts[group]), int(self._groups.stops[group])
+        return samples_between(self.documents, first, stop)
+
+    # --- what the engine needs (streaming.engine.source.Source) ---
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells these packs from others: the documents, their lengths, and how they are packed."""
+        said = json.dumps([self.documents.fingerprint, self._groups.digest, asdict(self.rules)], sort_keys=True)
+        return sha256(said.encode()).hexdigest()
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """URLs of the shards, as they are asked for: with what may be secret."""
+        return self.documents.urls
+
+    @property
+    def chunk_samples(self) -> Int64Array:
+        """int64[G], packs of each group."""
+        return self._groups.packs
+
+    @property
+    def chunk_bytes(self) -> Int64Array:
+        """int64[G], bytes of each group in its shard."""
+        return self.documents.table.byte_end[self._groups.stops - 1] - self.byte_starts
+
+    @property
+    def byte_starts(self) -> Int64Array:
+        """int64[G], where each group begins in its shard."""
+        return self.documents.table.byte_start[self._groups.firsts]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards are files of this machine."""
+        return self.documents.is_local
+
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether groups can be mapped where they lie."""
+        return self.documents.can_be_mapped
+
+    def source_of(self, chunk_ids: Int64Array) -> Int64Array:
+        """See ``Source``: zeros."""
+        return np.zeros(len(chunk_ids), np.int64)
+
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as Source has it
+        """See ``Source``: what stands at an offset is no sample; the offsets."""
+        return offsets
+
+    def order_settings(self, global_batch_size: int) -> OrderSettings:
+        """The order under a loader with batches of this size: that of the data set, over groups and packs."""
+        documents = self.documents
+        chosen = documents.shuffle_config
+        return order_settings(
+            shuffle=documents.shuffle, seed=documents.seed, lanes=chosen.lanes, window=chosen.window,
+            scope=chosen.scope, global_batch_size=global_batch_size, num_samples=int(self.chunk_samples.sum()),
+            num_chunks=len(self.chunk_samples),
+        )  # fmt: skip
+
+    def orders(self, settings: OrderSettings) -> Orders:
+        """The order of each pass."""
+        return EpochOrders(self.chunk_samples, settings)
+
+    def urls_of(self, chunk_ids: Int64Array) -> list[str]:
+        """URL of the shard of each group, as samples and messages show it."""
+        return self.documents.urls_of(self._groups.firsts[chunk_ids])
+
+    def chunk(self, chunk_id: int) -> FetchRange:
+        """The bytes of a whole group: those of its chunks, and of what a filter leaves out between them."""
+        return self.documents.run(int(self._groups.firsts[chunk_id]), int(self._groups.stops[chunk_id]))
+
+    def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:  # noqa: ARG002  as Source has it
+        """See ``Source``: there are none."""
+        raise AssertionError("packs have no slices")
+
+    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
+        """Fill ``out`` and take it apart."""
+        return self.documents.fetch(wanted, out)
+
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
+        """Fill ``out``; taking it apart may be left to the caller. The lengths of its shard are at hand then, too."""
+        self._lengths_of(self._shard_of_url[wanted.url])
+        return self.documents.fetch_unit(wanted, out)
+
+    def reads_whole(self, wanted: FetchRange) -> bool:
+        """Whether :meth:`fetch_unit` reads all of a range."""
+        return self.documents.reads_whole(wanted)
+
+    def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
+        """Bytes that each group takes with these ``fields`` and this filter."""
+        return self.documents.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
+
+    def has_sample_tables(self) -> bool:
+        """Whether slices can be read: no."""
+        return False
+
+    def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """See ``Source``: where groups begin."""
+        counts = self.chunk_samples
+        return np.cumsum(counts) - counts, np.cumsum(room_bytes) - room_bytes
+
+    def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
+        """Where a document inside a group lies in its shard."""
+        wanted = self.chunk(chunk_id)
+        samples = self.documents.samples_at(wanted.url)
+        return None if samples is None else samples.lookup(wanted.first_sample + inside)
+
+    def counters(self) -> dict[str, float]:
+        """What storage and cache counted since the set was opened."""
+        return self.documents.counters()
+
+    def in_flight(self) -> list[ActiveRequest]:
+        """The storage's calls under way, oldest first."""
+        return self.documents.in_flight()
+
+
+def samples_between(documents: ChunkSource, first: int, stop: int) -> tuple[int, Int64Array]:
+    """The shard of chunks ``[first, stop)``, all of one, and the numbers within it of the samples that they give."""
+    table = documents.table
+    counts = table.num_samples[first:stop]
+    chunks = np.repeat(np.arange(first, stop), counts)
+    offsets = np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return int(table.shard[first]), table.first_sample[chunks] + documents.samples_of(chunks, offsets)

@@ -1,0 +1,1 @@
+"""What users name as data: shards, mixtures, files of records. Not here: how chunks are read (``catalog``)."""

@@ -1,0 +1,197 @@
+"""``Balanced``: the classes of a data set in given shares, whatever their sizes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import quote
+
+import numpy as np
+
+from streaming.arguments import checks_names
+from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.grouped import GroupedMixture, Nulls, check_dataset, check_missing, grouped, resharding
+from streaming.errors import ConfigError
+from streaming.filters.groups import Codes, Counted, Values, labels_of
+from streaming.plan.schedule import Schedule
+
+MAX_CLASSES = 10_000
+"""Each class is a source, which costs some 30 ms of CPU when an epoch starts (docs/design/0030-curricula.md)."""
+_UNIT = 2**32  # weights by power are rounded to parts of it, the same on every machine
+_SHOWN = 8
+_ELSEWHERE = {
+    "num_samples": "it is an option of the loader: DataLoader(balanced, epoch_size=…)",
+    "epoch_size": "it is an option of the loader: DataLoader(balanced, epoch_size=…)",
+    "replacement": "every sample of a class comes once before one comes again; leave it out",
+    "temperature": "write power=1 / temperature",
+    "alpha": "write power=…",
+    "column": "write by=…",
+    "labels": "write by=…, the name of a column",
+    "metric": "write by=…; for easy samples first there is Curriculum",
+    "class_weights": "write weights=…",
+    "shuffle": "it is an option of the data set: StreamingDataset(…, shuffle=…)",
+    "seed": "it is an option of the data set: StreamingDataset(…, seed=…)",
+}
+_log = logging.getLogger("streaming")
+
+
+@checks_names(_ELSEWHERE)
+class Balanced(GroupedMixture):
+    """Draw from the classes of a data set in given shares: what torch's ``WeightedRandomSampler`` is used for.
+
+    A data set like any other: it goes into a ``DataLoader`` and into a ``Mixture``, and keeps all promises. Each class
+    is a source of a mixture, of which every sample comes once before one comes again; rare classes are repeated, and
+    their shares are exact in the long run where independent draws stray. It has no end: loop by steps, or give the
+    loader an ``epoch_size``, which is the sampler's ``num_samples``. ::
+
+        loader = DataLoader(Balanced(images, by="cls"), batch_size=64, epoch_size=len(images))
+
+    Args:
+        dataset: A ``StreamingDataset`` with an index, filtered or not. Its order settings are used.
+        by: Column of classes: whole numbers, text or booleans, of the sample tables or late.
+        weights: ``"balanced"``: each class as often. Or the share of each class: a dict by the column's values (0
+            leaves one out), or a ``Schedule`` of such dicts.
+        power: A class of n samples gets ``n ** power``: 0 is ``"balanced"``, 1 as they come, 0.5 between; what is
+            called temperature elsewhere is 1 / power. Not together with ``weights``.
+        nulls: ``"error"``, or ``"drop"``: leave out samples without a class.
+        name_sources: Whether ``batch["__source__"]`` names the class; by default batches do not have it, and within a
+            mixture it is the name of this set there.
+
+    Raises:
+        ConfigError: An argument cannot work; the column is not there; there are more than 10,000 classes.
+        IndexMissingError: There is no index, or no sample table.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        by: str,
+        *,
+        weights: Literal["balanced"] | Mapping[Any, float] | Schedule | None = None,
+        power: float | None = None,
+        nulls: Nulls = "error",
+        name_sources: bool = False,
+    ) -> None:
+        check_dataset(dataset, "Balanced")
+        if not isinstance(by, str) or not by:
+            raise ConfigError(f"Balanced: by: expected the name of a column, got {by!r}")
+        _check_choice(weights, power)
+        self.by = by
+        made: list[_Classes] = []
+
+        def coding(counted: Mapping[str, Counted]) -> _Classes:
+            check_missing("Balanced", counted, nulls)
+            made.append(_Classes(by, counted[by].values, counted[by].counts.tolist()))
+            return made[-1]
+
+        grouping = grouped(dataset, "Balanced", "by", [by], coding)
+        names = made[-1].names
+        super().__init__(
+            dataset, grouping, dict(enumerate(names)), made[-1].schedule(weights, power), name_sources=name_sources,
+            cure=resharding(dataset, by),
+        )  # fmt: skip
+        _log.info("%s", self.shares_in_words())
+
+    def shares_in_words(self) -> str:
+        """How many classes there are, the smallest and the largest, and the shares at first."""
+        first: Any = self._blend.segments()[0][1]
+        sizes, total = self.sizes, sum(first.values())
+        by_size = sorted(sizes, key=sizes.__getitem__)
+        shown = by_size if len(by_size) <= _SHOWN else [*by_size[: _SHOWN // 2], *by_size[-_SHOWN // 2 :]]
+        said = [f"{name} of {sizes[name]:,} samples {first[name] / total:.2%}" for name in shown]
+        if len(shown) < len(by_size):
+            said.insert(_SHOWN // 2, f"{len(by_size) - len(shown):,} more")
+        return f"Balanced by {self.by}: {len(sizes):,} classes: {', '.join(said)}"
+
+    def __repr__(self) -> str:
+        return f"Balanced({self._source_in_words()}, by {self.by})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Classes:
+    """The classes in a column: a ``Coding``."""
+
+    by: str
+    labels: Values
+    counts: Sequence[int]
+
+    def __post_init__(self) -> None:
+        kind = str(self.labels.type)
+        if kind not in {"int64", "string", "bool", "null"}:
+            raise ConfigError(
+                f"Balanced: by: column {self.by!r} holds {kind}, no classes: they are whole numbers, text or booleans. "
+                "Add a column of these with `shard_tools column add`"
+            )
+        if not 1 <= self.num_groups <= MAX_CLASSES:
+            raise ConfigError(
+                f"Balanced: by: column {self.by!r} has {self.num_groups:,} different values; there can be 1 to "
+                f"{MAX_CLASSES:,} classes. Add a coarser column with `shard_tools column add`"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """Classes."""
+        return len(self.labels)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the classes, as sources are named."""
+        return [_name(label) for label in self.labels.to_pylist()]
+
+    def codes(self, columns: Mapping[str, Values], num_rows: int) -> Codes:
+        """See ``Coding``."""
+        found = labels_of(columns[self.by], self.labels)
+        return np.where(found < 0, num_rows and self.num_groups, found).astype(np.uint16)
+
+    def schedule(self, weights: Any, power: float | None) -> Schedule:
+        """The weights of the classes, by the names of their sources.
+
+        Raises:
+            ConfigError: They do not name the classes.
+        """
+        if isinstance(weights, Mapping):
+            return Schedule.steps({0: self._named(weights)})
+        if isinstance(weights, Schedule):
+            return Schedule.steps({row: self._named(shares) for row, shares in weights.segments()})
+        most = max(self.counts)
+        shares = [max(round((count / most) ** (power or 0.0) * _UNIT), 1) for count in self.counts]
+        return Schedule.steps({0: dict(zip(self.names, shares, strict=True))})
+
+    def _named(self, weights: Any) -> dict[str, float]:
+        given = {_name(label): weight for label, weight in weights.items()}
+        unknown, missing = [sorted(some) for some in (given.keys() - set(self.names), set(self.names) - given.keys())]
+        if unknown or missing:
+            said = [f"{_listed(unknown)}: no such class"] if unknown else []
+            said += [f"{_listed(missing)} missing: give 0 to a class that is not to be read"] if missing else []
+            raise ConfigError(
+                f"Balanced: weights: {'; '.join(said)}. The classes are {_listed(self.names)}, from column {self.by!r}"
+            )
+        return given
+
+
+def _name(label: Any) -> str:
+    """Of a class, as sources are named: they hold no slash, and what is not printable is escaped."""
+    shown = "".join(one if one.isprintable() and one not in "/%" else quote(one, safe="") for one in str(label))
+    return shown or '""'
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _check_choice(weights: Any, power: Any) -> None:
+    if weights is not None and power is not None:
+        raise ConfigError("Balanced: weights and power: give one of them; power makes weights of the classes' sizes")
+    is_schedule = isinstance(weights, Schedule) and bool(weights.names)
+    if not (weights is None or weights == "balanced" or isinstance(weights, Mapping) or is_schedule):
+        raise ConfigError(
+            f'Balanced: weights: expected "balanced", a dict of shares of the classes or a Schedule of such dicts, got '
+            f"{weights!r}"
+        )
+    is_number = isinstance(power, (int, float, np.number)) and not isinstance(power, bool)
+    if power is not None and not (is_number and 0 <= power < math.inf):
+        raise ConfigError(f"Balanced: power: expected a number from 0 on, such as 0.5, got {power!r}")

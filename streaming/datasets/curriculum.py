@@ -1,0 +1,375 @@
+"""``Curriculum``: easy samples first, by a pool that grows with the rows of the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.arguments import checks_names, is_whole
+from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.grouped import (
+    GroupedMixture,
+    Nulls,
+    check_dataset,
+    check_missing,
+    grouped,
+    resharding,
+)  # fmt: skip
+from streaming.errors import ConfigError
+from streaming.filters.groups import Codes, Counted, Values, numbers_of
+from streaming.plan.schedule import Schedule
+from streaming.types import Int64Array
+
+By: TypeAlias = Literal["percentile", "value"]
+Buckets: TypeAlias = int | Sequence[float]
+MAX_CELLS = 1024
+"""Cells of the grid of several metrics: each is a source of the mixture, which takes some ms to plan a stretch of."""
+_UNIT = 2**32  # differences of shares below this do not count: 0.3 is three tenths
+_WHOLE = 2**53  # floats below it that are whole numbers are just these
+_LINES = 6
+_ELSEWHERE = {
+    "curriculum_type": 'write by="percentile" or "value", and the shape as Schedule.linear, .root, .steps or .custom',
+    "difficulty_type": 'write by="percentile" or "value"',
+    "schedule_type": "write schedule=Schedule.linear(…), .root(…), .steps(…) or .custom(…)",
+    "min_difficulty": "it is where the schedule begins: Schedule.linear(min, max, over=…)",
+    "max_difficulty": "it is where the schedule ends: Schedule.linear(min, max, over=…)",
+    "difficulty_step": "write buckets=…, or Schedule.steps({0: …, …})",
+    "total_curriculum_step": "it is over= of the schedule, in samples: steps times the global batch size",
+    "root_degree": "write Schedule.root(…, degree=…)",
+    "column": "write metric=…",
+    "weights": "write schedule=…, of the difficulty; shares of classes are for Balanced, of data sets for Mixture",
+    "shuffle": "it is an option of the data set: StreamingDataset(…, shuffle=…)",
+    "seed": "it is an option of the data set: StreamingDataset(…, seed=…)",
+    "epoch_size": "it is an option of the loader: DataLoader(curriculum, epoch_size=…)",
+}
+_log = logging.getLogger("streaming")
+
+
+@checks_names(_ELSEWHERE)
+class Curriculum(GroupedMixture):
+    """Draw from a pool of samples that grows with the run: the easy ones first, as DeepSpeed's curriculum sampler.
+
+    A data set like any other: it goes into a ``DataLoader`` and into a ``Mixture``, and keeps all promises. The samples
+    are divided once into buckets by the metric; a bucket is open while the schedule's difficulty is not below its upper
+    border, the easiest one always. While the open buckets stay the same, each is drawn from in proportion to its
+    samples, so that all samples of the pool are due equally often; a bucket that opens gets its share of the pool, by
+    its samples, from that row on. It has no end: loop by steps, or give the loader an ``epoch_size``. ::
+
+        short_first = Curriculum(web, metric="tokens", schedule=Schedule.root(0.1, 1.0, over=100_000))
+        loader = DataLoader(short_first, batch_size=8)
+
+    Rows count the samples of the whole run, over all ranks and epochs, and within a ``Mixture`` those of all its
+    sources. Chunks are laid whole: samples of a bucket come up to a window, and a chunk of each open bucket, of every
+    lane before or after its row (docs/mixing.md).
+
+    Args:
+        dataset: A ``StreamingDataset`` with an index, filtered or not. Its order settings are the curriculum's.
+        metric: Column of numbers, of the sample tables or late; low is easy. Or a dict of columns and their schedules:
+            the pool is then what is open by all of them.
+        schedule: Difficulty by row: a ``Schedule`` of numbers. One that falls closes buckets again.
+        by: What it counts: ``"percentile"``: the share of samples that are at most as difficult, from 0 to 1;
+            ``"value"``: values of the metric. A dict where metrics differ.
+        buckets: Into how many parts of equally many samples the metric is cut; samples of equal value stay together.
+            Or the parts' upper borders, in the schedule's unit. A dict where metrics differ. The pool is exact where
+            the schedule's steps lie on borders, else it is that of the border below.
+        nulls: ``"error"``, or ``"drop"``: leave out samples without a value (NULL or NaN).
+        name_sources: Whether ``batch["__source__"]`` names the bucket, such as ``"tokens<=512"``; by default batches of
+            a curriculum do not have it, and within a mixture it is the name of the curriculum there.
+
+    Raises:
+        ConfigError: An argument cannot work; the column is not there, or holds no numbers; the pool would be empty.
+        IndexMissingError: There is no index, or no sample table.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        metric: str | Mapping[str, Schedule],
+        schedule: Schedule | None = None,
+        *,
+        by: By | Mapping[str, By] = "percentile",
+        buckets: Buckets | Mapping[str, Buckets] = 16,
+        nulls: Nulls = "error",
+        name_sources: bool = False,
+    ) -> None:
+        check_dataset(dataset, "Curriculum")
+        asked = _asked(metric, schedule, by, buckets)
+        made: list[_Grid] = []
+
+        def coding(counted: Mapping[str, Counted]) -> _Grid:
+            check_missing("Curriculum", counted, nulls)
+            made.append(_Grid(tuple(one.cut(counted[one.name]) for one in asked)))
+            return made[-1]
+
+        grouping = grouped(dataset, "Curriculum", "metric", [one.name for one in asked], coding)
+        self.grid = made[-1]
+        sizes = grouping.groups.sizes
+        cells = {int(cell): self.grid.name_of(cell) for cell in np.flatnonzero(sizes).tolist()}
+        if not cells:
+            raise ConfigError("Curriculum: no sample of the data set has a value of the metric")
+        pools = self.grid.pools(list(cells))
+        _check_pools(self.grid, pools)
+        weights = {
+            row: {
+                name: int(sizes[cell]) * int(is_open) for (cell, name), is_open in zip(cells.items(), pool, strict=True)
+            }
+            for row, pool in pools
+        }
+        self._pools = [(row, sum(shares.values())) for row, shares in weights.items()]
+        super().__init__(
+            dataset, grouping, cells, Schedule.steps(weights), name_sources=name_sources,
+            cure=resharding(dataset, asked[0].name),
+        )  # fmt: skip
+        _log.info("%s", self.plan_in_words())
+
+    def pool(self, row: int) -> dict[str, int]:
+        """The buckets that are open at a row of the run, and the samples of each, by name."""
+        weights: Any = [values for start, values in self._blend.segments() if start <= row][-1]
+        return {name: int(size) for name, size in sorted(weights.items()) if size}
+
+    def plan_in_words(self) -> str:
+        """When the pool becomes which."""
+        total = sum(self.sizes.values())
+        told = self._pools if len(self._pools) <= _LINES else [*self._pools[: _LINES - 1], self._pools[-1]]
+        said = [f"{size:,} ({size / total:.1%}) from row {row:,} on" for row, size in told]
+        if len(told) < len(self._pools):
+            said.insert(-1, f"{len(self._pools) - len(told)} more")
+        metrics = ", ".join(f"{one.name} by {one.by}" for one in self.grid.metrics)
+        return f"Curriculum by {metrics}: of {total:,} samples in {len(self.names)} buckets, {', '.join(said)}"
+
+    def __repr__(self) -> str:
+        metrics = ", ".join(f"{one.name} by {one.by}" for one in self.grid.metrics)
+        return f"Curriculum({self._source_in_words()}, {metrics}, a pool of {self._pools[0][1]:,} samples at first)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What a user wants of one metric."""
+
+    name: str
+    schedule: Schedule
+    by: By
+    buckets: Buckets
+
+    def cut(self, counted: Counted) -> _Metric:
+        """The metric in buckets, by the values that there are.
+
+        Raises:
+            ConfigError: They are no numbers.
+        """
+        values = numbers_of(counted.values)
+        if values is None:
+            raise ConfigError(
+                f"Curriculum: metric: column {self.name!r} holds {counted.values.type}, not numbers; give a column of "
+                "numbers, added with `shard_tools column add`"
+            )
+        reached, total = np.cumsum(counted.counts), int(counted.counts.sum())
+        if self.by == "value" and not isinstance(self.buckets, int):
+            borders = [(float(border), float(border)) for border in self.buckets if total]
+        else:
+            shares = self._shares()
+            places = [int(np.searchsorted(reached, math.ceil(share * total))) for share in shares]
+            found = [float(values[place]) for place in places if total]
+            opens = found if self.by == "value" else [float(share) for share in shares]
+            borders = list(zip(found, opens, strict=False))
+        if total and values[-1] > borders[-1][0]:
+            borders.append((float(values[-1]), 1.0 if self.by == "percentile" else float(values[-1])))
+        # Of borders with no value between them, the first opens what is below.
+        below = [0, *(int(np.searchsorted(values, upper, side="right")) for upper, _ in borders)]
+        kept = [one for one, (before, here) in zip(borders, pairwise(below), strict=True) if here > before]
+        return _Metric(name=self.name, by=self.by, schedule=self.schedule, borders=tuple(kept))
+
+    def _shares(self) -> list[Fraction]:
+        if isinstance(self.buckets, int):
+            return [Fraction(number, self.buckets) for number in range(1, self.buckets + 1)]
+        return [Fraction(share).limit_denominator(10**9) for share in self.buckets]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Metric:
+    """A metric in buckets.
+
+    Attributes:
+        name: The column.
+        by: What the schedule counts.
+        schedule: Difficulty by row.
+        borders: Of each bucket, the largest value, and the difficulty from which on it is open.
+    """
+
+    name: str
+    by: By
+    schedule: Schedule
+    borders: tuple[tuple[float, float], ...]
+
+    def bucket_of(self, values: Values) -> Int64Array:
+        """The bucket of each value; -1 where there is none."""
+        uppers = np.array([upper for upper, _ in self.borders])
+        numbers: Any = numbers_of(values)  # columns of other kinds were refused when they were counted
+        missing = np.isnan(numbers)
+        return np.where(missing, -1, np.searchsorted(uppers, np.where(missing, 0, numbers)))
+
+    def open_at(self, difficulty: float) -> npt.NDArray[np.bool_]:
+        """Which buckets are open; the first always is."""
+        opens = np.array([given for _, given in self.borders])
+        unit = _UNIT if self.by == "percentile" else 0
+        found: npt.NDArray[np.bool_] = (
+            np.rint(opens * unit) <= round(difficulty * unit) if unit else opens <= difficulty
+        )
+        found[:1] = True
+        return found
+
+    def name_of(self, bucket: int) -> str:
+        """Of a bucket, as sources are named."""
+        upper, short = self.borders[bucket][0], {f"{one:.6g}" for one, _ in self.borders}
+        if upper.is_integer() and abs(upper) < _WHOLE:
+            return f"{self.name}<={int(upper)}"
+        return f"{self.name}<={upper:.6g}" if len(short) == len(self.borders) else f"{self.name}<={upper!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The buckets of all metrics, and the cells in which they meet: a ``Coding``."""
+
+    metrics: tuple[_Metric, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_groups > MAX_CELLS:
+            counts = " x ".join(str(len(one.borders)) for one in self.metrics)
+            raise ConfigError(
+                f"Curriculum: buckets: {counts} cells of the metrics' buckets; there can be {MAX_CELLS:,}. Give fewer, "
+                f"such as buckets={max(int(MAX_CELLS ** (1 / len(self.metrics))), 1)}"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """Cells."""
+        return math.prod(len(one.borders) for one in self.metrics)
+
+    def codes(self, columns: Mapping[str, Values], num_rows: int) -> Codes:
+        """See ``Coding``."""
+        cells, missing = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.bool_)
+        for metric in self.metrics:
+            buckets = metric.bucket_of(columns[metric.name])
+            missing |= buckets < 0
+            cells = cells * len(metric.borders) + buckets
+        return np.where(missing, self.num_groups, cells).astype(np.uint16)
+
+    def buckets_of(self, cell: int) -> list[int]:
+        """The bucket of each metric."""
+        found = []
+        for metric in reversed(self.metrics):
+            cell, bucket = divmod(cell, len(metric.borders))
+            found.append(bucket)
+        return found[::-1]
+
+    def name_of(self, cell: int) -> str:
+        """Of a cell, as sources are named."""
+        pairs = zip(self.metrics, self.buckets_of(int(cell)), strict=True)
+        return ",".join(metric.name_of(bucket) for metric, bucket in pairs)
+
+    def pools(self, cells: Sequence[int]) -> list[tuple[int, npt.NDArray[np.bool_]]]:
+        """Rows at which the pool changes, and which of some cells are in it from there on."""
+        buckets = np.array([self.buckets_of(cell) for cell in cells])
+        rows = sorted({row for metric in self.metrics for row, _ in metric.schedule.segments()})
+        found: list[tuple[int, npt.NDArray[np.bool_]]] = []
+        segments: list[Any] = [metric.schedule.segments() for metric in self.metrics]
+        at = [0] * len(segments)
+        for row in rows:
+            is_open = np.ones(len(cells), np.bool_)
+            for number, (metric, steps) in enumerate(zip(self.metrics, segments, strict=True)):
+                while at[number] + 1 < len(steps) and steps[at[number] + 1][0] <= row:
+                    at[number] += 1
+                is_open &= metric.open_at(steps[at[number]][1])[buckets[:, number]]
+            if not found or (found[-1][1] != is_open).any():
+                found.append((row, is_open))
+        return found
+
+
+def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
+    """The metrics, checked.
+
+    Raises:
+        ConfigError: They cannot work.
+    """
+    if isinstance(metric, Mapping):
+        if schedule is not None:
+            raise ConfigError("Curriculum: schedule: with several metrics each has its own; leave it out")
+        if not metric:
+            raise ConfigError('Curriculum: metric: none is named; write metric="tokens", schedule=…')
+        schedules = dict(metric)
+    elif isinstance(metric, str) and metric:
+        schedules = {metric: schedule}
+    else:
+        raise ConfigError(
+            f'Curriculum: metric: expected the name of a column, or a dict such as {{"tokens": Schedule…}}, got '
+            f"{metric!r}"
+        )
+    for what, given in (("by", by), ("buckets", buckets)):
+        if isinstance(given, Mapping) and set(given) != set(schedules):
+            raise ConfigError(
+                f"Curriculum: {what}: expected a dict of {', '.join(map(str, schedules))}, as metric=, got one of "
+                f"{', '.join(map(str, given))}"
+            )
+    asked = []
+    for name, own in schedules.items():
+        kind = by[name] if isinstance(by, Mapping) else by
+        parts = buckets[name] if isinstance(buckets, Mapping) else buckets
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ConfigError(f"Curriculum: metric: expected names of columns without a slash, got {name!r}")
+        if kind not in get_args(By):
+            raise ConfigError(f'Curriculum: by: expected "percentile" or "value", got {kind!r}')
+        _check_schedule(name, own, kind)
+        asked.append(_Asked(name=name, schedule=own, by=kind, buckets=_checked_buckets(parts, kind)))
+    return asked
+
+
+def _check_schedule(name: str, schedule: Any, by: By) -> None:
+    if not isinstance(schedule, Schedule) or schedule.names:
+        got = "a Schedule of dicts" if isinstance(schedule, Schedule) else repr(schedule)
+        raise ConfigError(
+            f"Curriculum: schedule of {name!r}: expected a Schedule of numbers, such as Schedule.root(0.1, 1.0, "
+            f"over=100_000), got {got}"
+        )
+    numbers: list[Any] = [value for _, value in schedule.segments()]
+    if by == "percentile" and max(numbers) > 1:
+        raise ConfigError(
+            f"Curriculum: schedule of {name!r}: percentiles go from 0 to 1, got {max(numbers)}; for values of the "
+            'column write by="value"'
+        )
+
+
+def _checked_buckets(given: Any, by: By) -> Buckets:
+    if is_whole(given):
+        if not 1 <= given <= MAX_CELLS:
+            raise ConfigError(f"Curriculum: buckets: expected 1 to {MAX_CELLS}, got {given}")
+        return int(given)
+    if not isinstance(given, (Sequence, np.ndarray)) or isinstance(given, str) or not 1 <= len(given) < MAX_CELLS:
+        raise ConfigError(f"Curriculum: buckets: expected a number of them, or a list of borders, got {given!r}")
+    borders = list(given)
+    numbers = all(isinstance(one, (int, float, np.number)) and not isinstance(one, bool) for one in borders)
+    if not numbers or not all(map(math.isfinite, borders)) or any(low >= high for low, high in pairwise(borders)):
+        raise ConfigError(f"Curriculum: buckets: expected borders that rise, got {borders}")
+    if by == "percentile" and not 0 < borders[0] <= borders[-1] <= 1:
+        raise ConfigError(
+            f'Curriculum: buckets: borders by percentile lie above 0 and go up to 1, got {borders}; by="value" takes '
+            "values of the column"
+        )
+    return [float(one) for one in borders]
+
+
+def _check_pools(grid: _Grid, pools: Sequence[tuple[int, npt.NDArray[np.bool_]]]) -> None:
+    for row, pool in pools:
+        if not pool.any():
+            names = " and ".join(one.name for one in grid.metrics)
+            raise ConfigError(
+                f"Curriculum: schedule: at row {row:,} no sample is easy enough by {names} at once; let one of the "
+                "schedules begin with a higher difficulty"
+            )

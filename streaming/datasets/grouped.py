@@ -1,0 +1,222 @@
+"""A data set as a mixture of groups of its samples: what ``Curriculum`` and ``Balanced`` have in common."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
+
+import numpy as np
+
+from infra import agent_store
+from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.mixture import Mixture
+from streaming.errors import ConfigError, StateError
+from streaming.filters.groups import Coding, Counted, Grouping, group_samples
+from streaming.job.store import job_peers
+from streaming.plan.ledger import Ledger
+from streaming.plan.order import OrderSettings
+from streaming.plan.schedule import Schedule
+from streaming.storage import redact
+from streaming.types import Sample, Transform
+
+Nulls: TypeAlias = Literal["error", "drop"]
+LARGE_AMPLIFICATION = 2.0
+"""Bytes read for one that is used, beyond which the log says so: about what a window's chunks in memory cost, too."""
+_SHARDS_LOOKED_AT, _PIECES_LOOKED_AT = 8, 64
+_log = logging.getLogger("streaming")
+
+
+class GroupedMixture(Mixture):
+    """A data set whose samples are drawn from by groups, each a source of a mixture, in shares by a schedule.
+
+    Args:
+        dataset: The data set.
+        grouping: The group of each sample.
+        names: Of the groups that are sources, by number.
+        weights: Of these.
+        name_sources: Whether batches say the group in ``__source__``.
+        cure: The command by which a sample's neighbours become those of its group.
+    """
+
+    def __init__(
+        self, dataset: StreamingDataset, grouping: Grouping, names: Mapping[int, str], weights: Schedule, *,
+        name_sources: bool, cure: str,
+    ) -> None:  # fmt: skip
+        self.dataset = dataset
+        self.name_sources = checked_flag("name_sources", name_sources)
+        self._cure = cure
+        chosen = {name: grouping.selected(number, dataset.fingerprint, name) for number, name in names.items()}
+        self._piece_chunks = np.concatenate([chosen[name].chunks for name in sorted(chosen)])
+        members = {name: dataset.of_group(selected, name) for name, selected in chosen.items()}
+        super().__init__(
+            members, weights=weights, shuffle=dataset.shuffle_config if dataset.shuffle else False, seed=dataset.seed,
+            max_bad_samples=dataset.max_bad_samples, bad_samples_file=dataset.bad_samples_file,
+        )  # fmt: skip
+        if self.read_amplification > LARGE_AMPLIFICATION:
+            _log.warning(
+                "%s reads about %.1f bytes for one that it uses: samples of %d groups lie mixed in the shards' chunks, "
+                "and each group is read on its own. %s", type(self).__name__, self.read_amplification, len(self.names),
+                self._cure,
+            )  # fmt: skip
+
+    def __len__(self) -> int:
+        """Refuse: it has no end.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"this {type(self).__name__} has no len(): it is drawn from without end. Give the loader an epoch_size, or "
+            f"count steps; len(dataset) is the number of samples of what it was made of"
+        )
+
+    def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
+        """Sample number ``index`` of the data set that it was made of, in storage order; see ``StreamingDataset``.
+
+        Raises:
+            IndexError: There is no such sample.
+            ConfigError: A range is asked for.
+        """
+        if isinstance(index, builtins.slice):
+            raise ConfigError(
+                f"a {type(self).__name__} has no ranges; take that of the data set: {type(self).__name__}(dataset[a:b])"
+            )
+        return self.dataset[operator.index(index)]
+
+    def map(self, function: Transform) -> Self:
+        """The same with ``function`` called on each sample, after what the data set calls."""
+        made = super().map(function)
+        made.dataset = self.dataset.map(function)
+        return made
+
+    @property
+    def shown_names(self) -> dict[str, str]:
+        """See ``Mixture``: nothing, unless ``name_sources`` asks for it."""
+        return {name: name if self.name_sources else "" for name in self.names}
+
+    def resumed(self, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
+        """See ``Mixture``.
+
+        Raises:
+            StateError: The groups are others than those of the state.
+        """
+        missing = sorted(set(ledger.sources) - set(self.names))
+        if missing:
+            raise StateError(
+                f"this state drew from the groups {', '.join(missing[:8])}, which this {type(self).__name__} lacks: it "
+                f"has {', '.join(self.names[:8])}. Make it of the same columns, in the same groups, over the same "
+                "samples; its schedule and weights may change"
+            )
+        others = [name for name, found in self.fingerprints.items() if ledger.sources.get(name, found) != found]
+        if others:
+            raise StateError(
+                f"this state was saved over other samples: the group {others[0]!r} is another one. Open the same "
+                "shards in the same order, with the same filter; a column that was added again since needs the values "
+                "that it had"
+            )
+        return super().resumed(ledger, settings, row)
+
+    @cached_property
+    def read_amplification(self) -> float:
+        """About how many bytes are read for one that is used, over a pass of all groups.
+
+        By the chunk table alone where whole chunks would cost little; else some pieces of some shards are looked at.
+        """
+        whole, chunks = self.dataset.shards.table, self._piece_chunks
+        if whole is None:
+            return 1.0
+        used = self.chunk_bytes * (self.chunk_samples / whole.num_samples[chunks])
+        factor = float(self.chunk_bytes.sum() / used.sum())
+        if factor <= LARGE_AMPLIFICATION or not self.has_sample_tables():
+            return factor
+        shards = np.unique(whole.shard[chunks])
+        looked_at = shards[np.unique(np.linspace(0, len(shards) - 1, _SHARDS_LOOKED_AT).astype(np.int64))]
+        rows = np.flatnonzero(np.isin(whole.shard[chunks], looked_at))
+        rows = rows[np.unique(np.linspace(0, len(rows) - 1, _PIECES_LOOKED_AT).astype(np.int64))]
+        return float(self.unit_bytes(rows).sum() / used[rows].sum())
+
+    def _source_in_words(self) -> str:
+        said = [repr(self.dataset), f"{len(self.names)} groups"]
+        if self.read_amplification > LARGE_AMPLIFICATION:
+            said.append(f"about {self.read_amplification:.1f} bytes read for one that is used")
+        return ", ".join(said)
+
+
+def grouped(
+    dataset: Any, owner: str, option: str, columns: Sequence[str], coding: Callable[[Mapping[str, Counted]], Coding]
+) -> Grouping:
+    """The groups of a data set's samples by some columns.
+
+    Raises:
+        ConfigError: It is no data set of samples with columns.
+    """
+    peers = job_peers(agent_store())
+    return group_samples(
+        dataset.storage, dataset.shards, columns, option=f"{owner}: {option}", peers=peers, keeps=dataset.keeps,
+        coding=coding,
+    )  # fmt: skip
+
+
+def check_dataset(dataset: Any, owner: str) -> None:
+    """Refuse what is no ``StreamingDataset``.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if isinstance(dataset, Mixture):
+        raise ConfigError(
+            f"{owner}: expected a StreamingDataset, got a {type(dataset).__name__}; make one of each source, and mix "
+            f'these: Mixture({{"web": {owner}(web, …)}}, weights=…)'
+        )
+    if getattr(dataset, "is_packed", False):
+        raise ConfigError(
+            f"{owner}: expected a StreamingDataset of documents, got a {type(dataset).__name__}: a pack holds "
+            f"documents of many values of a column, so neither can be inside the other. Give {owner} the documents, "
+            'unpacked; or pack parts of them by where=, and mix these: Mixture({"easy": Packed(StreamingDataset(…, '
+            'where="tokens <= 512"), length=…), "hard": …}, weights=…), where weights= takes a Schedule'
+        )
+    if not isinstance(dataset, StreamingDataset):
+        hint = "; write StreamingDataset(…)" if isinstance(dataset, str) else ""
+        raise ConfigError(f"{owner}: expected a StreamingDataset, got {dataset!r}{hint}")
+
+
+def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> None:
+    """Refuse samples without a value, unless they are to be left out, which is said in the log.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    if nulls not in get_args(Nulls):
+        raise ConfigError(f'{owner}: nulls: expected "error" or "drop", got {nulls!r}')
+    for name, column in counted.items():
+        if column.num_missing and nulls == "error":
+            raise ConfigError(
+                f"{owner}: column {name!r} has no value for {column.num_missing:,} samples, some of {column.lacking}. "
+                'Leave them out with nulls="drop", or give them values with `shard_tools column add`'
+            )
+        if column.num_missing:
+            _log.info("%s: %d samples without a value of %r are left out", owner, column.num_missing, name)
+
+
+def checked_flag(name: str, value: object) -> bool:
+    """``value`` itself, True or False.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: expected True or False, got {value!r}")
+    return value
+
+
+def resharding(dataset: StreamingDataset, column: str) -> str:
+    """The command that writes samples of like values next to each other."""
+    url = redact(dataset.urls[0]).rpartition("/")[0] or "."
+    return (
+        f"Shards that are sorted by the column, which then lies in their sample tables, are read about once: "
+        f"shard_tools reshard {url}/ SORTED/ --sort {column}"
+    )

@@ -1,0 +1,488 @@
+"""``Packed``: documents of a data set in packs of a fixed number of tokens."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import hashlib
+import json
+import logging
+import operator
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn, SupportsIndex, overload
+
+import numpy as np
+
+from infra import agent_store
+from streaming.arguments import checked_int, checks_names, option_names
+from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
+from streaming.batches.draws import Chain
+from streaming.batches.rows import FieldRange, Rows
+from streaming.catalog.joined import JoinedSource
+from streaming.catalog.open import check_fields, digest_of
+from streaming.catalog.packed import Groups, PackedSource, samples_between
+from streaming.catalog.source import ChunkSource
+from streaming.datasets.dataset import StreamingDataset
+from streaming.decode import DecodeSpec, FieldDecoder, RawFields
+from streaming.errors import ConfigError, IndexMissingError
+from streaming.filters.lengths import UNKNOWN, Lengths
+from streaming.filters.select import late_columns_of
+from streaming.job.once import Peers, shared, shared_parts
+from streaming.job.store import job_peers
+from streaming.packing.fit import count_packs, pack
+from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
+from streaming.packing.layout import PackShape
+from streaming.packing.rules import Overlong, PackRules, cut
+from streaming.storage import redact
+from streaming.types import Int64Array, Sample, Transform
+
+_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+_AT_THE_DOCUMENTS = "it is an option of the documents; write Packed(StreamingDataset(…, {}=…), …)"
+_ELSEWHERE = {name: _AT_THE_DOCUMENTS.format(name) for name in option_names(StreamingDataset)} | {
+    "batch_size": "it is an option of the loader; write DataLoader(packed, batch_size=…)",
+    "max_length": "write length=…",
+    "max_tokens": "write length=…; with padded=True it is a budget of padded tokens for each batch",
+    "stride": "windows that overlap are no option of packs: longer documents are split into pieces that follow each "
+    "other; leave it out, or write such windows as documents of their own when shards are written",
+    "seq_length": "write length=…",
+    "sequence_length": "write length=…",
+    "block_size": "write length=…",
+    "transform": "a function of whole packs is the loader's collate_fn, which gets a list of them",
+}
+_NO_TRANSFORM = (
+    "Packed: transform (or map): packs do not call it, tokens go from the shards into the batch. Leave it out; change "
+    "tokens when shards are written, or whole packs in the loader's collate_fn"
+)
+_REQUESTS = 16
+_log = logging.getLogger("streaming")
+_COUNTS = ("documents", "tokens", "packed", "split", "truncated", "dropped", "empty", "places")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackCounts:
+    """Count what became of the documents of a packed set.
+
+    Attributes:
+        documents: Documents, as the data set gives them.
+        tokens: Their tokens, by the column.
+        packed: Tokens that are in a pack.
+        split: Documents longer than a pack, in several pieces.
+        truncated: Documents longer than a pack, of which the end is left out.
+        dropped: Documents longer than a pack that are left out.
+        empty: Documents without tokens.
+        places: What packs have room for, padding counted.
+    """
+
+    documents: int
+    tokens: int
+    packed: int
+    split: int
+    truncated: int
+    dropped: int
+    empty: int
+    places: int
+
+
+@checks_names(_ELSEWHERE)
+class Packed(PackedSource):
+    """Pack the documents of a data set into sequences of ``length`` tokens, nearly without padding.
+
+    A sample is a pack: it goes into a ``DataLoader``, which keeps all its promises (the same global batches on any
+    number of ranks and workers, exact resume), or into a ``Mixture``, where weights over packs are weights over tokens.
+    Each token of each document is in exactly one pack of an epoch; which documents meet is another in every epoch. ::
+
+        web = StreamingDataset("s3://bucket/web/", where="lang = 'en'")
+        loader = DataLoader(Packed(web, length=8192), batch_size=8)
+        for batch in loader:
+            loss = model(**{name: batch[name].cuda() for name in ("input_ids", "labels", "position_ids")}).loss
+
+    A batch of B packs is a dict of
+
+    - ``input_ids``, ``labels``, ``position_ids``, ``document_ids``: int64 [B, T]. Positions begin anew with each
+      document; document ids count the documents of a pack from 0, and are -1 at padding. Labels are -100 at padding and
+      where the loss mask is 0;
+    - ``cu_seqlens``: int32 [n + 1], where documents begin in the batch laid flat, [B * T], and its end; padding at the
+      end of a pack is a sequence of its own. ``max_seqlen``: the longest, an int;
+    - ``num_tokens``, ``num_labels``: tokens without padding, and labels that are not -100, ints;
+    - ``__key__``: for each pack the list of its documents' keys; ``__url__``: the shard of each pack;
+    - in a mixture ``__source__``, and the same as numbers in the order of the names, ``source_ids`` int64 [B].
+
+    With ``padded=True`` a pack is a batch, for models that take one sequence a row; a rank gets one at a time
+    (``DataLoader(packed, batch_size=1)``), or several as a list (``collate_fn=list``). Of n documents, L tokens the
+    longest: ``input_ids``, ``labels``, ``position_ids`` and ``attention_mask`` (1: a token, 0: padding), int64 [n, L];
+    ``num_tokens``, ``num_labels``; ``__key__``, ``__url__`` and ``__source__`` of each row, lists of n, and
+    ``source_ids`` int64 [n]. A document that cannot be read leaves a row of padding, with the key "".
+
+    Packs are made within *groups*: chunks of one shard that follow each other, of at least 256 packs. How many packs
+    a group has depends on the documents' lengths alone, so only the column is read when the set is made. A document
+    that cannot be read is accounted for as a bad sample of the data set; under ``on_error="substitute"`` and ``"skip"``
+    padding takes its place, and under ``"skip"`` a pack of which nothing could be read is False in ``__valid__``.
+
+    Args:
+        documents: A ``StreamingDataset`` with an index, perhaps filtered; a sample is a document.
+        length: T, tokens of a pack.
+        column: Column of the sample tables, or late column, that says how many tokens each document has.
+        field: Field that holds them, as little-endian numbers.
+        dtype: ``"uint16"`` or ``"uint32"``; None: told by the sizes of the first documents.
+        overlong: Documents of more than T tokens: ``"split"`` them, ``"truncate"`` them to T, or ``"drop"`` them.
+        mask_field: Field that holds a byte for each token, 0 where it bears no loss, as ``shard_tools convert`` writes
+            it with a chat template; None: all tokens bear loss.
+        shift_labels: False: ``labels[t]`` is ``input_ids[t]``, as Hugging Face's models take it, which shift inside.
+            True: ``labels[t]`` is token t + 1, for losses that compare place by place (Megatron, TorchTitan).
+        labels_across: Whether the first token of a document is to be predicted from the document before it. Without,
+            its label is -100: with ``shift_labels`` that of the last token of the document before.
+        pad_id: ``input_ids`` of padding.
+        max_docs: Documents of a pack at most; then ``cu_seqlens`` is always int32 [B * (max_docs + 1) + 1], its rest
+            filled with B * T, and ``max_seqlen`` is T, for compiled models and CUDA graphs.
+        multiple: The place of each document is rounded up to a multiple of so many tokens: 2 * cp for context
+            parallelism, where each rank gets an equal part of each document.
+        padded: A pack is a batch by a budget of tokens: documents of like lengths, one to a row, padded to the longest
+            of them; rows x longest is at most ``length``.
+
+    Raises:
+        ConfigError: An argument cannot work; the data set has no such column or field, has a ``transform``, or holds
+            nothing to pack.
+        IndexMissingError: It has no index, or no sample tables.
+    """
+
+    documents: StreamingDataset
+    decode: DecodeSpec
+    decoders: FieldDecoder
+    transform: Transform | Chain | None
+    on_error: OnError
+    max_bad_samples: float
+    bad_samples_file: str | None
+
+    def __init__(  # noqa: PLR0913  the contract of API.md
+        self,
+        documents: StreamingDataset,
+        length: int,
+        *,
+        column: str = "tokens",
+        field: str = "tok",
+        dtype: str | None = None,
+        overlong: Overlong = "split",
+        mask_field: str | None = None,
+        shift_labels: bool = False,
+        labels_across: bool = False,
+        pad_id: int = 0,
+        max_docs: int | None = None,
+        multiple: int = 1,
+        padded: bool = False,
+    ) -> None:
+        _check_documents(documents)
+        rules = PackRules(length=length, overlong=overlong, multiple=multiple, max_docs=max_docs, padded=padded)
+        _check_choices(
+            {"column": column, "field": field, "mask_field": mask_field}, {"shift_labels": shift_labels,
+             "labels_across": labels_across}, dtype,
+        )  # fmt: skip
+        if padded and labels_across:
+            raise ConfigError(
+                "labels_across=True with padded=True: each document is a row of its own, and nothing comes before it; "
+                "leave one of them out"
+            )
+        peers = job_peers(agent_store())
+        shards = documents.shards
+        fields = (field,) if mask_field is None else (field, mask_field)
+        check_fields(documents.storage, shards, fields, peers)
+        late = late_columns_of(documents.storage, shards, [column], peers)
+        lengths = Lengths(documents.storage, shards, column, late)
+        read = copy.copy(documents)
+        read.fields, read.decoders = fields, RawFields()
+        work = _Work(read, lengths, rules, column)
+        opened = work.joined(work.parts(peers))
+        self.column = column
+        self.counts: PackCounts = opened.counts
+        self.shape = PackShape(
+            length=rules.length, field=field, dtype=_told_dtype(read, field, dtype, lengths, peers),
+            mask_field=mask_field, shift_labels=shift_labels, labels_across=labels_across,
+            pad_id=checked_int("pad_id", pad_id, 0, 2**32 - 1), max_docs=rules.max_docs, multiple=rules.multiple,
+            padded=rules.padded,
+        )  # fmt: skip
+        super().__init__(read, opened.groups, lengths, rules)
+        self._take_over()
+        self._tell()
+
+    # --- what users see ---
+
+    def __len__(self) -> int:
+        """Number of packs."""
+        return int(self.chunk_samples.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all packs, padding not counted."""
+        return self.counts.packed
+
+    @property
+    def fill(self) -> float:
+        """Part of all places that holds tokens, 0 to 1."""
+        return self.num_tokens / self.counts.places
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: builtins.slice) -> Sample: ...
+
+    def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
+        """Pack number ``index`` in storage order, as epoch 0 of the set's own seed has it; tensors [T].
+
+        Raises:
+            IndexError: There is no such pack.
+            DataError: One of its documents cannot be read.
+            ConfigError: A range is asked for.
+        """
+        if isinstance(index, builtins.slice):
+            raise ConfigError("packed[a:b]: packs have no ranges; take those of the documents: Packed(dataset[a:b], …)")
+        number, count = operator.index(index), len(self)
+        if not -count <= number < count:
+            raise IndexError(f"pack {number}: the data set has {count} packs")
+        return self.sample_at(number % count)
+
+    def sample_at(self, index: int, source: str = "") -> Sample:
+        """Pack number ``index``, which there is; that of a mixture says which ``source`` of it this set is."""
+        ends = np.cumsum(self.chunk_samples)
+        group = int(np.searchsorted(ends, index, side="right"))
+        offset = index - int(ends[group] - self.chunk_samples[group])
+        packs = self.packs(np.array([group]), np.array([offset]), np.zeros(1, np.int64), self.seed)
+        _, samples = self.samples_in(group)
+        before = int(self.documents.chunk_samples[: self._groups.firsts[group]].sum())
+        numbers = before + np.searchsorted(samples - self.chunk(group).first_sample, packs.samples)
+        found: list[Any] = [self.documents.sample_at(number) for number in numbers.tolist()]
+        memory = b"".join(one.get(name, b"") for name in self.shape.fields for one in found)
+        fields, at = {}, 0
+        for name in self.shape.fields:
+            sizes = np.array([len(one[name]) if name in one else -1 for one in found], np.int64)
+            lengths = sizes.clip(0)
+            fields[name] = FieldRange(starts=at + np.cumsum(lengths) - lengths, sizes=sizes)
+            at += int(lengths.sum())
+        keys, urls = [str(one["__key__"]) for one in found], [str(one["__url__"]) for one in found]
+        rows = Rows(memory=memory, view=memoryview(memory), keys=keys, urls=urls, fields=fields, damage={}, packs=packs)
+        part = replace(self.recipe_parts[0], on_error="raise")
+        recipe = Recipe(parts=(part,), collate_fn=operator.itemgetter(0))
+        sample: Sample = BatchBuilder(recipe, lambda _: iter(()), _ignored).build(rows, None)
+        return sample | ({"__source__": source} if source else {})
+
+    def map(self, function: Transform) -> NoReturn:  # noqa: ARG002  as other data sets have it
+        """Refuse: see ``transform``.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(_NO_TRANSFORM)
+
+    def __repr__(self) -> str:
+        parts = [repr(self.documents), f"length={self.rules.length}", f"{len(self)} packs", f"{self.num_tokens} tokens"]
+        return f"Packed({', '.join([*parts, f'{self.fill:.1%} filled'])})"
+
+    # --- what the engine needs ---
+
+    @property
+    def indexed(self) -> bool:
+        """Whether there is a chunk table: always."""
+        return True
+
+    @property
+    def recipe_parts(self) -> tuple[Part, ...]:
+        """How documents become packs, for loops."""
+        return (Part(decoders=self.decoders, on_error=self.on_error, fields=self.fields, packs=self.shape),)
+
+    def _take_over(self) -> None:
+        """Options of the documents, as those of a data set of packs."""
+        documents = self.documents
+        self.fields, self.decode, self.decoders = documents.fields, None, RawFields()
+        self.transform = None
+        self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
+        limit = documents.max_bad_samples
+        # A share is one of documents, of which there are as many in each epoch.
+        self.max_bad_samples = limit if isinstance(limit, int) or limit >= 1 else int(
+            np.ceil(limit * self.counts.documents)
+        )  # fmt: skip
+        self.shuffle, self.shuffle_config, self.seed = documents.shuffle, documents.shuffle_config, documents.seed
+
+    def _tell(self) -> None:
+        """Say in the log what became of the documents, and where groups are too small to be filled well."""
+        counts, length = self.counts, self.rules.length
+        said = {"split": counts.split, "truncated": counts.truncated, "dropped": counts.dropped}
+        over = [f"{number:,} longer ones {what}" for what, number in said.items() if number]
+        over += [f"{counts.empty:,} without tokens left out"] if counts.empty else []
+        _log.info(
+            "Packed: %s packs of %s tokens%s, %.2f %% filled, of %s documents with %s tokens%s; %s groups",
+            f"{len(self):,}", f"{length:,}", " at most, padded" if self.rules.padded else "", 100 * self.fill,
+            f"{counts.documents:,}", f"{counts.tokens:,}",
+            "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
+        )  # fmt: skip
+        small = int((self.chunk_samples < PACKS_OF_GROUP // 4).sum())
+        if 2 * small > len(self.chunk_samples):
+            _log.warning(
+                "Packed: %s of %s groups have fewer than %d packs (%.0f on average, %.2f %% filled): a group lies in "
+                "one shard and takes at most %d MiB of it. %d packs need %s tokens in a shard; larger shards "
+                "or a shorter length fill better",
+                f"{small:,}", f"{len(self.chunk_samples):,}", PACKS_OF_GROUP // 4, self.chunk_samples.mean(),
+                100 * self.fill, MAX_GROUP_BYTES >> 20, PACKS_OF_GROUP, f"{PACKS_OF_GROUP * length:,}",
+            )  # fmt: skip
+
+
+def _ignored(bad: BadSample) -> None:
+    """A document of another length is shown as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """What is known of all groups."""
+
+    groups: Groups
+    counts: PackCounts
+
+
+class _Work:
+    """Cuts shards into groups and counts their packs; what a rank finds of its shards travels as bytes."""
+
+    def __init__(self, documents: ChunkSource, lengths: Lengths, rules: PackRules, column: str) -> None:
+        self._documents, self._lengths, self._rules, self._column = documents, lengths, rules, column
+
+    def parts(self, peers: Peers | None) -> list[bytes]:
+        """What is found of all shards; with peers, each rank looks at a run of them."""
+        if peers is None:
+            return [self._part(0, 1)]
+        name = digest_of([self._documents.fingerprint, asdict(self._rules), self._column])
+        return shared_parts(peers, f"packs/{name}", lambda rank: self._part(rank, peers.world_size))
+
+    def joined(self, parts: list[bytes]) -> _Opened:
+        """All parts as one.
+
+        Raises:
+            ConfigError: There is nothing to pack.
+        """
+        totals, digest, rows = np.zeros(len(_COUNTS), np.int64), hashlib.sha256(), []
+        for part in parts:
+            size = int.from_bytes(part[:8], "little")
+            head = json.loads(part[8 : 8 + size])
+            totals += head["counts"]
+            for one in head["digests"]:
+                digest.update(bytes.fromhex(one))
+            rows.append(np.frombuffer(part, "<i8", offset=8 + size).reshape(-1, 3))
+        firsts, stops, packs = np.concatenate(rows).astype(np.int64).T
+        counts = PackCounts(**dict(zip(_COUNTS, totals.tolist(), strict=True)))
+        if not packs.sum():
+            left_out = f"{counts.dropped:,} are longer than length={self._rules.length:,} (overlong='drop')"
+            raise ConfigError(
+                f"Packed: nothing to pack: of {counts.documents:,} documents {counts.empty:,} have no tokens by column "
+                f"{self._column!r}, and {left_out}"
+            )
+        groups = Groups(firsts=firsts, stops=stops, packs=packs, digest=digest.hexdigest())
+        return _Opened(groups=groups, counts=counts)
+
+    def _part(self, rank: int, world_size: int) -> bytes:
+        num_shards = len(self._documents.urls)
+        mine = range(num_shards * rank // world_size, num_shards * (rank + 1) // world_size)
+        with ThreadPoolExecutor(_REQUESTS, "shardstream-packs") as threads:
+            found = list(threads.map(self._shard, mine))
+        counts = (
+            np.sum([one[1] for one in found], axis=0, dtype=np.int64) if found else np.zeros(len(_COUNTS), np.int64)
+        )
+        head = json.dumps({"counts": counts.tolist(), "digests": [one[2] for one in found]}).encode()
+        rows = np.concatenate([np.empty((0, 3), np.int64), *(one[0] for one in found)]).astype("<i8")
+        return len(head).to_bytes(8, "little") + head + rows.tobytes()
+
+    def _shard(self, shard: int) -> tuple[Int64Array, list[int], str]:
+        """Groups of a shard (first chunk, one past the last, packs), the counts of ``PackCounts``, and a digest."""
+        table, rules = self._documents.table, self._rules
+        low, high = np.searchsorted(table.shard, [shard, shard + 1]).tolist()
+        if low == high:
+            return np.empty((0, 3), np.int64), [0] * len(_COUNTS), ""
+        _, samples = samples_between(self._documents, low, high)
+        lengths = self._lengths(shard)[samples]
+        if lengths.min(initial=0) < 0:
+            raise self._no_length(shard, int(samples[lengths.argmin()]), int(lengths.min()))
+        borders = np.concatenate([[0], np.cumsum(table.num_samples[low:high])])
+        tokens = np.diff(np.concatenate([[0], np.cumsum(lengths)])[borders])
+        firsts = cut_groups(tokens, table.byte_start[low:high], table.byte_end[low:high], length=rules.length)
+        stops = np.append(firsts[1:], high - low)
+        packs, places = [], 0
+        for first, stop in zip(borders[firsts], borders[stops], strict=True):
+            count, room = _packs_and_places(lengths[first:stop], rules)
+            packs.append(count)
+            places += room
+        pieces = cut(lengths, rules)
+        counts = [len(lengths), int(lengths.sum()), pieces.num_tokens, pieces.num_split, pieces.num_truncated,
+                  pieces.num_dropped, pieces.num_empty, places]  # fmt: skip
+        rows = np.stack([firsts + low, stops + low, np.array(packs, np.int64)], axis=1)
+        digest = hashlib.blake2b(lengths.astype("<i8").tobytes() + rows.astype("<i8").tobytes(), digest_size=16)
+        return rows, counts, digest.hexdigest()
+
+    def _no_length(self, shard: int, sample: int, tokens: int) -> ConfigError:
+        has = "no value" if tokens == UNKNOWN else f"{tokens} tokens"
+        return ConfigError(
+            f"Packed: column {self._column!r} has {has} for sample {sample} of {redact(self._documents.urls[shard])}; "
+            f'leave such samples out, StreamingDataset(…, where="{self._column} >= 1"), or make the column anew '
+            "(`shard_tools column add`)"
+        )
+
+
+def _packs_and_places(lengths: Int64Array, rules: PackRules) -> tuple[int, int]:
+    """Packs of documents of these lengths, and their places, padding counted."""
+    if rules.padded:
+        packs = pack(lengths, rules)
+        return len(packs), int(packs.sizes.sum())
+    count = count_packs(lengths, rules)
+    return count, count * rules.length
+
+
+def _told_dtype(documents: ChunkSource, field: str, dtype: str | None, lengths: Lengths, peers: Peers | None) -> str:
+    """The type of tokens, as it is given or as the first documents have it; with peers, rank 0 looks."""
+    if dtype is not None:
+        return _DTYPES[dtype]
+
+    def look() -> bytes:
+        for shard, url in enumerate(documents.urls):
+            table = documents.samples_at(url)
+            sizes = None if table is None or field not in table.fields else table.fields[field][1]
+            if sizes is None:
+                continue
+            tokens = lengths(shard)
+            there = (tokens > 0) & (sizes > 0)
+            if there.any():
+                return str(float(np.median(sizes[there] / tokens[there]))).encode()
+        return b"0"
+
+    name = digest_of([list(documents.urls), field])
+    found = float(look() if peers is None else shared(peers, f"tokens/{name}", look))
+    for one in _DTYPES.values():
+        if found == np.dtype(one).itemsize:
+            return one
+    why = f"it has {found:g} bytes for each token of the column" if found else "no sample table tells its sizes"
+    raise ConfigError(
+        f'dtype: of field {field!r} it cannot be told, {why}; give dtype="uint16" or "uint32". Where neither fits, the '
+        "column counts something else, or was made with another tokenizer"
+    )
+
+
+def _check_documents(documents: Any) -> None:
+    if isinstance(documents, (JoinedSource, PackedSource)):
+        raise ConfigError(
+            f"Packed: expected a StreamingDataset, got a {type(documents).__name__}; pack each data set, and mix the "
+            'packs: Mixture({"web": Packed(web, length=…), "code": Packed(code, length=…)}, weights=…)'
+        )
+    if not isinstance(documents, StreamingDataset):
+        raise ConfigError(
+            f"Packed: expected a StreamingDataset, got {documents!r}; write Packed(StreamingDataset(…), …)"
+        )
+    if not documents.indexed:
+        raise IndexMissingError(f"Packed needs an index; {documents.shards.missing_index}")
+    if documents.transform is not None:
+        raise ConfigError(_NO_TRANSFORM)
+
+
+def _check_choices(names: Mapping[str, Any], flags: Mapping[str, Any], dtype: Any) -> None:
+    for option, name in names.items():
+        if not (isinstance(name, str) and name) and not (option == "mask_field" and name is None):
+            raise ConfigError(f"{option}: expected a name, got {name!r}")
+    for option, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{option}: expected True or False, got {flag!r}")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(map(repr, _DTYPES))}, or None, got {dtype!r}")

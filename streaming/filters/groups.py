@@ -1,0 +1,239 @@
+"""Groups of samples by the values of columns: which group each sample is in, worked out in one pass, by all ranks.
+
+Each rank reads the columns of a run of the shards, once. All exchange which values there are and how often; what groups
+follow from that is a pure function, which each evaluates for itself. Then they exchange the groups of their samples: a
+byte or two a sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.catalog.open import OpenShards, digest_of
+from streaming.errors import ConfigError, IndexMissingError
+from streaming.filters.late_columns import LateColumn
+from streaming.filters.select import column_reader, late_columns_of, late_names
+from streaming.index.chunk_table import ChunkTable
+from streaming.index.columns import (
+    Values,
+    count_values,
+    labels_of,
+    no_values,
+    numbers_of,
+    pack_counts,
+    plain_values,
+    there_of,
+    unpack_counts,
+)  # fmt: skip
+from streaming.index.kept import Groups, Selected
+from streaming.index.where import unknown_column
+from streaming.job.once import Peers, shared_parts
+from streaming.plan.state import filter_fingerprint
+from streaming.storage import Storage, redact
+from streaming.types import Int64Array
+
+__all__ = [
+    "MAX_GROUPS",
+    "Codes",
+    "Counted",
+    "Grouping",
+    "Groups",
+    "Selected",
+    "Values",
+    "group_samples",
+    "labels_of",
+    "numbers_of",
+]
+
+MAX_GROUPS = 2**16 - 1
+_REQUESTS = 16
+Codes = npt.NDArray[np.uint16]
+"""The group of each sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """The values of a column over all samples of a set.
+
+    Attributes:
+        values: Different ones, sorted; int64, float64, text or booleans.
+        counts: int64[n], how often each comes.
+        num_missing: Samples without a value; NaN is none.
+        lacking: A shard with such samples, or "".
+    """
+
+    values: Values
+    counts: Int64Array
+    num_missing: int
+    lacking: str
+
+
+class Coding(Protocol):
+    """How values become groups: a pure function of what all ranks counted."""
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups there may be."""
+
+    def codes(self, columns: Mapping[str, Values], num_rows: int) -> Codes:
+        """The group of each of some rows; ``num_groups`` or more: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouping:
+    """Samples by group.
+
+    Attributes:
+        groups: The group of each sample.
+        versions: Of the late columns that it was made from.
+    """
+
+    groups: Groups
+    versions: Mapping[str, str]
+
+    def selected(self, number: int, base: str, name: str) -> Selected:
+        """One group, of a set with the fingerprint ``base``.
+
+        Its own is a digest of that, of the group and of all groups: a checkpoint holds one for each.
+        """
+        said = {f"column {column}": version for column, version in sorted(self.versions.items())}
+        whole = filter_fingerprint(base, {"group": name, **said, "kept": self.groups.digest})
+        return self.groups.selected(number, blake2b(whole.encode(), digest_size=8).hexdigest())
+
+
+def group_samples(
+    storage: Storage, shards: OpenShards, names: Sequence[str], *, option: str, peers: Peers | None,
+    keeps: Callable[[int], npt.NDArray[np.bool_]], coding: Callable[[Mapping[str, Counted]], Coding],
+) -> Grouping:  # fmt: skip
+    """Tell the group of each sample by the columns ``names``; with peers, each rank reads a part of the shards.
+
+    Args:
+        storage: Where the index lies.
+        shards: The shards.
+        names: Of the columns: of the sample tables, or late ones.
+        option: That asks for them, for messages.
+        peers: The other ranks, or None.
+        keeps: Which samples of a shard count; others are in no group.
+        coding: Makes groups of what was counted; the same on every rank.
+
+    Raises:
+        IndexMissingError: There is no index, or no sample table of a shard.
+        ConfigError: No shard has a column, or it holds values of different kinds.
+        IndexMismatchError: A late column is not of these shards.
+    """
+    table = shards.table
+    if table is None:
+        raise IndexMissingError(f"{option} needs an index; {shards.missing_index}")
+    late = late_columns_of(storage, shards, names, peers)
+    once = _OnePass(storage, shards, table, tuple(names), late, keeps)
+    place = digest_of([list(shards.urls), shards.index, option, list(names)])
+
+    def told(what: str, make: Callable[[int, int], bytes]) -> list[bytes]:
+        if peers is None:
+            return [make(0, 1)]
+        return shared_parts(peers, f"{what}/{place}", lambda rank: make(rank, peers.world_size))
+
+    counted = once.joined(told("values", once.values), option)
+    chosen = coding(counted)
+    if chosen.num_groups > MAX_GROUPS:
+        raise ConfigError(f"{option}: {chosen.num_groups:,} groups; there can be {MAX_GROUPS:,}")
+    parts = told("codes", lambda rank, world_size: once.codes(rank, world_size, chosen))
+    codes = np.concatenate([np.frombuffer(part, "<u2") for part in parts]).astype(np.uint16)
+    groups = Groups(table, codes, chosen.num_groups)
+    return Grouping(groups=groups, versions={name: column.version for name, column in late.items()})
+
+
+@dataclass(frozen=True)
+class _OnePass:
+    """Reads columns shard by shard, and keeps those of this rank's shards until their groups are known."""
+
+    storage: Storage
+    shards: OpenShards
+    table: ChunkTable
+    names: tuple[str, ...]
+    late: Mapping[str, LateColumn]
+    keeps: Callable[[int], npt.NDArray[np.bool_]]
+
+    def __post_init__(self) -> None:
+        reader = column_reader(self.storage, self.shards, self.table, self.names, self.late)
+        object.__setattr__(self, "_read", reader)
+        object.__setattr__(self, "_known", {})
+
+    def values(self, rank: int, world_size: int) -> bytes:
+        """What one rank's shards hold of each column: see :meth:`joined`."""
+        with ThreadPoolExecutor(_REQUESTS, "shardstream-groups") as threads:
+            found = list(threads.map(self._shard, self._range(rank, world_size)))
+        head: dict[str, object] = {"there": sorted({name for _, there in found for name in there})}
+        body = []
+        for name in self.names:
+            is_there = any(name in columns for columns, _ in found)
+            kept, lacking, num_missing = [], "", 0
+            for shard, (columns, _) in zip(self._range(rank, world_size), found, strict=True):
+                mask = self.keeps(shard)
+                values = there_of(columns.get(name, no_values(len(mask))), mask)
+                missing = int(mask.sum()) - len(values)
+                num_missing += missing
+                lacking = lacking or (redact(self.shards.urls[shard]) if missing else "")
+                kept.append(values)
+            head[name] = {"found": is_there, "missing": num_missing, "lacking": lacking}
+            body.append(pack_counts(*count_values([(one, None) for one in kept], name)))
+        text = json.dumps({**head, "sizes": [len(one) for one in body]}).encode()
+        return len(text).to_bytes(8, "little") + text + b"".join(body)
+
+    def joined(self, parts: Sequence[bytes], option: str) -> dict[str, Counted]:
+        """What all ranks' shards hold.
+
+        Raises:
+            ConfigError: No shard has one of the columns.
+        """
+        heads, bodies = [], []
+        for part in parts:
+            size = int.from_bytes(part[:8], "little")
+            head, at = json.loads(part[8 : 8 + size]), 8 + size
+            ends = np.cumsum([at, *head["sizes"]]).tolist()
+            heads.append(head)
+            bodies.append([part[low:high] for low, high in pairwise(ends)])
+        made = {}
+        for number, name in enumerate(self.names):
+            if not any(head[name]["found"] for head in heads):
+                there = {column for head in heads for column in head["there"]}
+                raise unknown_column(name, {*there, *late_names(self.storage, self.shards)}, option)
+            values, counts = count_values([unpack_counts(body[number]) for body in bodies], name)
+            made[name] = Counted(
+                values=values,
+                counts=counts,
+                num_missing=sum(head[name]["missing"] for head in heads),
+                lacking=next((head[name]["lacking"] for head in heads if head[name]["lacking"]), ""),
+            )
+        return made
+
+    def codes(self, rank: int, world_size: int, coding: Coding) -> bytes:
+        """The groups of the samples of one rank's shards, as little-endian uint16."""
+        found = []
+        for shard in self._range(rank, world_size):
+            columns, _ = self._shard(shard)
+            num_rows = self.table.shards[shard].num_samples
+            given = {name: columns.get(name, no_values(num_rows)) for name in self.names}
+            codes = np.where(self.keeps(shard), coding.codes(given, num_rows), coding.num_groups)
+            found.append(np.minimum(codes, coding.num_groups).astype("<u2").tobytes())
+        return b"".join(found)
+
+    def _range(self, rank: int, world_size: int) -> range:
+        count = len(self.table.shards)
+        return range(count * rank // world_size, count * (rank + 1) // world_size)
+
+    def _shard(self, shard: int) -> tuple[dict[str, Values], list[str]]:
+        known: dict[int, tuple[dict[str, Values], list[str]]] = self._known  # type: ignore[attr-defined]
+        if shard not in known:
+            columns, there = self._read(shard)  # type: ignore[attr-defined]
+            known[shard] = {name: plain_values(columns[name]) for name in self.names if name in columns}, there
+        return known[shard]

@@ -1,0 +1,109 @@
+"""The number of tokens of every sample: a column, read shard by shard when it is needed, and kept at hand."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.catalog.open import OpenShards
+from streaming.errors import ConfigError, IndexMissingError
+from streaming.filters.late_columns import LateColumn
+from streaming.filters.select import column_reader, late_names
+from streaming.forks import in_children
+from streaming.index.columns import Values
+from streaming.storage import Storage, redact
+from streaming.types import Int64Array
+
+UNKNOWN = -1
+"""Tokens of a sample that has no value in the column."""
+_KEPT_BYTES = 256 << 20
+"""Columns kept of shards that were asked for last: 32 million samples. Those of others are read again."""
+_TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+class Lengths:
+    """Read how many tokens each sample of a shard has. Thread-safe; a copy in another process reads for itself.
+
+    Args:
+        storage: Where the index lies.
+        shards: The shards.
+        column: Name of the column.
+        late: It, if it is a late column.
+    """
+
+    def __init__(self, storage: Storage, shards: OpenShards, column: str, late: Mapping[str, LateColumn]) -> None:
+        self._storage, self._shards, self._column, self._late = storage, shards, column, late
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._shards.table is None:
+            raise IndexMissingError(f"Packed needs an index; {self._shards.missing_index}")
+        self._read: Callable[[int], tuple[dict[str, Values], list[str]]] = column_reader(
+            self._storage, self._shards, self._shards.table, [self._column], self._late
+        )
+        self._kept: OrderedDict[int, Int64Array] = OrderedDict()
+        self._kept_bytes = 0
+        self._renew_locks()
+        in_children(self, Lengths._renew_locks)
+
+    def _renew_locks(self) -> None:
+        """A forked child gets its own; what was read before the fork stays at hand."""
+        self._lock = threading.Lock()
+        self._reading: dict[int, threading.Lock] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in ("_storage", "_shards", "_column", "_late")}
+
+    def __setstate__(self, state: Mapping[str, object]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def __call__(self, shard: int) -> Int64Array:
+        """Tokens of the samples of a shard, int64[n]; ``UNKNOWN`` where the column has no value.
+
+        Raises:
+            ConfigError: There is no such column, or it holds something else than whole numbers.
+            IndexMissingError: The shard has no sample table.
+        """
+        with self._lock:
+            if shard in self._kept:
+                self._kept.move_to_end(shard)
+                return self._kept[shard]
+            reading = self._reading.setdefault(shard, threading.Lock())
+        with reading:  # asked for by many threads, it is read once
+            with self._lock:
+                if shard in self._kept:
+                    return self._kept[shard]
+            found = self._values(shard)
+            with self._lock:
+                self._kept[shard] = found
+                self._kept_bytes += found.nbytes
+                while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                    self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+                self._reading.pop(shard, None)
+        return found
+
+    def _values(self, shard: int) -> Int64Array:
+        columns, there = self._read(shard)
+        shown = redact(self._shards.urls[shard])
+        if self._column not in columns:
+            known = sorted({*there, *late_names(self._storage, self._shards)})
+            raise ConfigError(
+                f"Packed: no column {self._column!r} in the sample table of {shown}, which says how many tokens each "
+                f"sample has; there are: {', '.join(known) or 'none'}. Name it with column=…, or make it: of text "
+                "`shard_tools convert --tokenizer` writes tokens and the column, of tokens that there are "
+                f"`shard_tools column add URL {self._column} --compute tokens` counts them by the size of their field; "
+                f'your own writer takes ShardWriter(columns={{"{self._column}": …}})'
+            )
+        values = columns[self._column]
+        if str(values.type) not in _TYPES and len(values) != values.null_count:
+            raise ConfigError(
+                f"Packed: column {self._column!r} of {shown} holds {values.type}, expected whole numbers: the tokens "
+                "of each sample"
+            )
+        filled: npt.NDArray[np.int64] = values.cast("int64").fill_null(UNKNOWN).to_numpy(zero_copy_only=False)
+        return filled

@@ -1,0 +1,144 @@
+"""What orders of mixtures without end have in common: sources, weights by time, and where these may still change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Self
+
+from streaming.errors import ConfigError
+from streaming.mixing.passes import Sources, Weights
+from streaming.plan.order import ENDLESS, OrderSettings
+from streaming.plan.schedule import checked_weights
+from streaming.types import Int64Array
+
+
+class Endless:
+    """Hold what is drawn of each source by time, and up to where it is planned. One pass, number 0, without end.
+
+    Thread-safe but for ``append``, and with a ``lock`` that too. What was planned stays as it is: weights are only ever
+    appended behind it.
+
+    Args:
+        sources: The sources.
+        schedule: Weights by time, counted in samples of one lane: L times as many over all. The first from 0 on; a
+            source that is not named has no share.
+        lock: A ``threading.RLock``, to be given where one thread appends weights while another plans.
+
+    Attributes:
+        schedule: Weights by time, the appended ones included.
+
+    Raises:
+        ConfigError: The weights are none.
+    """
+
+    is_endless = True
+    samples_per_pass = ENDLESS
+
+    def __init__(
+        self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None
+    ) -> None:
+        self.sources, self.settings, self.chunk_samples = sources, sources.settings, sources.chunk_samples
+        self.schedule = checked_schedule(sources.every_name, schedule)
+        self._frontier = 0
+        self._lock = lock or nullcontext()
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """Make anew what follows from the schedule, of which only what lies behind the frontier is another."""
+        raise NotImplementedError
+
+    def of_pass(self, number: int) -> Self:
+        """The order itself: there is one pass.
+
+        Raises:
+            ConfigError: Another pass than 0 is asked for.
+        """
+        if number:
+            raise ConfigError(f"a mixture without end has one pass, number 0; got {number}")
+        return self
+
+    def under(self, settings: OrderSettings) -> Self:
+        """The same mixture under other settings."""
+        return type(self)(self.sources.under(settings), self.schedule)
+
+    def lane_size(self, lane: int) -> int:  # noqa: ARG002  all are the same
+        """See ``Order``."""
+        return ENDLESS // self.settings.lanes
+
+    def drawn(self, lane: int, place: int) -> Int64Array:
+        """Samples of each source that are due at positions ``[0, place)`` of a lane, int64[``Sources.every_name``]."""
+        raise NotImplementedError
+
+    def chunks_before(self, chunk_id: int) -> Iterator[int]:
+        """See ``Order``."""
+        return self.sources.chunks_before(chunk_id)
+
+    # --- weights that change ---
+
+    def settle(self, place: int) -> None:
+        """Move the frontier behind all that positions before ``place`` depend on, in every lane."""
+        for lane in range(self.settings.lanes if place else 0):
+            self.lane_samples(lane, max(place - 2 * self.settings.window - 1, 0), place)
+
+    def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """See ``Order``."""
+        raise NotImplementedError
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """See ``Orders``."""
+        return tuple(entry.start * self.settings.lanes for entry in self.schedule[1:])
+
+    @property
+    def frontier(self) -> int:
+        """The first time, in samples of a lane, from which on other weights may still apply: nothing is planned there.
+
+        Other ranks have frontiers of their own; a change must lie behind all of them.
+        """
+        with self._lock:
+            return self._frontier
+
+    @contextmanager
+    def held(self) -> Iterator[int]:
+        """Keep the frontier where it is, and give it: who plans beyond waits until the end of the ``with`` block."""
+        with self._lock:
+            yield self._frontier
+
+    def append(self, weights: Weights) -> None:
+        """Let other weights apply from a time on, in place of all that were to apply from then on.
+
+        Raises:
+            ConfigError: Something is planned there already, or the weights are none.
+        """
+        with self._lock:
+            if weights.start < self._frontier:
+                raise ConfigError(
+                    f"weights from {weights.start} on: planned up to {self._frontier}; give a start that is not before"
+                )
+            kept = [entry for entry in self.schedule if entry.start < weights.start]
+            # Nothing stamped at or behind the start was given to anybody, and what comes before does not depend on it.
+            self.schedule = checked_schedule(self.sources.every_name, (*kept, weights))
+            self._weigh()
+
+
+def checked_schedule(names: Sequence[str], schedule: Sequence[Weights]) -> tuple[Weights, ...]:
+    """Weights by time; of several from one time on, the last.
+
+    Raises:
+        ConfigError: The first do not apply from 0 on, times fall, or a source is named that is none.
+    """
+    kept: list[Weights] = []
+    for entry in schedule:
+        unknown = sorted(set(entry.weights) - set(names))
+        if unknown:
+            raise ConfigError(f"weights: {', '.join(map(repr, unknown))}: no such source, got {', '.join(names)}")
+        checked_weights(entry.weights)
+        if kept and entry.start < kept[-1].start:
+            raise ConfigError(f"weights: expected ascending starts, got {entry.start} after {kept[-1].start}")
+        if kept and entry.start == kept[-1].start:
+            kept.pop()
+        kept.append(entry)
+    if not kept or kept[0].start != 0:
+        raise ConfigError("weights: the first must apply from 0 on")
+    return tuple(kept)

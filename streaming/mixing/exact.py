@@ -1,0 +1,215 @@
+"""Lay the lanes of a mixture without end by single samples, or by whole batches: shares are exact at every row.
+
+A tree of integer splits (:mod:`streaming.mixing.shares`) says which source a lane position draws from, and its
+how many-th draw that is; the source answers from an order of its own. No source knows of the others::
+
+    lane position     0    1    2    3    4    5    6
+    source           web  web code  web  web code  web
+    draw of it        0    1    0    2    3    1    4       ->  web's own lane: chunks in its order, a window of its own
+
+So each source has chunks in memory in every lane, all the time: what a plan needs grows with their number. Weights act
+on the very position from which they hold, and how long a chunk is needed depends on weights to come. It is therefore
+told stretch by stretch (``LaneParts.goes_on``), and nothing is planned behind the stretch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.errors import ConfigError, StateError
+from streaming.mixing.endless import Endless
+from streaming.mixing.lanes import SourceLanes
+from streaming.mixing.passes import Listing, Sources, Weights, keyed_number
+from streaming.mixing.shares import BatchShares, Shares, ShareTree
+from streaming.plan.order import LaneParts, OrderSettings, window_place, window_slice
+from streaming.types import Int64Array
+
+_Int32s = npt.NDArray[np.int32]
+_DRAWS_AHEAD = 512  # evaluated at once: one takes as long; 4 KiB of each source and lane
+
+
+class SourceOrder:
+    """One source's own order: in each lane a stream of its draws, without end, that other sources do not touch.
+
+    Args:
+        listing: Of the source.
+        settings: Of the mixture.
+
+    Attributes:
+        lanes: The source's streams, before the window moves samples.
+        settings: Its own: a seed of its name, and a window of at most twice its mean chunk, so that it holds about five
+            chunks in each lane, however large the chunks of other sources are.
+    """
+
+    def __init__(self, listing: Listing, settings: OrderSettings) -> None:
+        self.lanes = SourceLanes(listing, settings)
+        window = min(settings.window, 2 * self.lanes.mean_chunk)
+        self._kept: dict[int, tuple[int, int, _Int32s, _Int32s]] = {}
+        self.settings = replace(settings, seed=keyed_number(settings.seed, "window", listing.name), window=window)
+
+    @property
+    def reach(self) -> int:
+        """How far the window moves a sample at most, in draws."""
+        return max(self.settings.window - 1, 0)
+
+    def samples(self, lane: int, start: int, stop: int, size: int) -> tuple[Int64Array, Int64Array]:
+        """Chunk ids and offsets inside them of draws ``[start, stop)``, at least one, of a lane of ``size``; int64[n].
+
+        Some more are kept: a source of a small share is asked for a few draws at a time.
+        """
+        kept = self._kept.get(lane)
+        if kept is None or not kept[0] <= start <= stop <= kept[1]:
+            ahead = min(max(stop, start + _DRAWS_AHEAD), size)
+            chunk_ids, offsets = self._located(lane, start, ahead, size)
+            kept = self._kept[lane] = (start, ahead, chunk_ids.astype(np.int32), offsets.astype(np.int32))
+        rows = slice(start - kept[0], stop - kept[0])
+        return kept[2][rows].astype(np.int64), kept[3][rows].astype(np.int64)
+
+    def _located(self, lane: int, start: int, stop: int, size: int) -> tuple[Int64Array, Int64Array]:
+        places = window_slice(self.settings, 0, lane, start, stop, size)
+        runs = self.lanes.runs(lane, lane + 1, int(places.min()), int(places.max()) + 1)
+        row = np.searchsorted(runs.begins, places, side="right") - 1
+        return runs.chunk_ids[row], places - (runs.begins - runs.firsts)[row]
+
+
+class ExactLanes(Endless):
+    """The order of a mixture without end whose shares are exact at every row, by samples or by batches.
+
+    After ``n`` samples of a lane a source has given ``n`` times its share, give or take one for each node above it in
+    the tree of sources.
+
+    Args:
+        sources: See ``Endless``. What came of absent ones is not asked for: no position depends on another source's
+            chunks.
+        schedule: See ``Endless``.
+        lock: See ``Endless``.
+        batch_size: G, where each global batch is to be of one source; None: single samples are dealt.
+
+    Raises:
+        ConfigError: The weights are none, or the lanes do not divide the batch.
+    """
+
+    def __init__(
+        self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None,
+        batch_size: int | None = None,
+    ) -> None:  # fmt: skip
+        if batch_size is not None and batch_size % sources.settings.lanes:
+            raise ConfigError(
+                f"batches of one source: {sources.settings.lanes} lanes do not divide a global batch of {batch_size}; "
+                "each lane must give as many samples to every batch. Give ShuffleConfig(lanes=…) a divisor"
+            )
+        self.batch_size = batch_size
+        self._orders = [SourceOrder(listing, sources.settings) for listing in sources.listings.values()]
+        super().__init__(sources, schedule, lock=lock)
+
+    def _weigh(self) -> None:
+        """See ``Endless``."""
+        names, seed, lanes = self.sources.every_name, self.settings.seed, self.settings.lanes
+        self._shares: Shares
+        if self.batch_size is None:
+            self._shares = ShareTree(names, self.schedule, lanes=lanes, seed=seed)
+        else:
+            self._shares = BatchShares(names, self.schedule, batch_rows=self.batch_size // lanes, seed=seed)
+
+    def under(self, settings: OrderSettings) -> ExactLanes:
+        """The same mixture under other settings."""
+        return ExactLanes(self.sources.under(settings), self.schedule, batch_size=self.batch_size)
+
+    # --- the order ---
+
+    def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """See ``Order``."""
+        sources, draws = self._planned(stop).draws(lane, start, stop)
+        chunk_ids, offsets = np.empty_like(sources), np.empty_like(sources)
+        for source, rows in _by_source(sources):
+            if source >= len(self._orders):
+                raise StateError(
+                    f"row {(start + int(rows[0])) * self.settings.lanes + lane} draws from "
+                    f"{self.sources.every_name[source]!r}, which this mixture lacks: it was dropped behind that row. "
+                    "Give it the source to go on from there"
+                )
+            first = int(draws[rows[0]])  # a source's draws follow one another
+            found = self._orders[source].samples(lane, first, first + len(rows), self.lane_size(lane))
+            chunk_ids[rows], offsets[rows] = found
+        return chunk_ids, offsets
+
+    def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
+        """See ``Order``: cut to ``[start, stop)``."""
+        shares, lanes = self._planned(stop), range(low, high)
+        dealt = [shares.draws(lane, start, stop)[0] for lane in lanes]
+        # Of each lane: the positions of the draws, source by source, and where those of each source begin: [lanes, …].
+        places = np.array([np.argsort(sources, kind="stable") for sources in dealt]).reshape(len(lanes), -1)
+        counts = np.array([np.bincount(sources, minlength=len(self.sources.every_name)) for sources in dealt])
+        before = np.array([shares.counts(lane, start) for lane in lanes])
+        bases = np.cumsum(counts, axis=1) - counts
+        weights = [entry.weights for entry in self.schedule if entry.start < max(stop, 1)][-1]
+        found = []
+        for source, order in enumerate(self._orders):
+            since, until = before[:, source], before[:, source] + counts[:, source]
+            if not until.any():
+                continue
+            runs = order.lanes.runs(
+                low, high, max(int(since.min()) - order.reach, 0), int(until.max()) + order.reach + 1
+            )
+            lane = runs.lanes - low
+            since, until = since[lane], until[lane]
+            first, last = runs.begins - order.reach, runs.begins + runs.sizes + order.reach
+            # A run that was due before, or is due behind, is held although its source may not be drawn meanwhile; but
+            # not where it has no weight any more: then it may never be due.
+            is_held = weights.get(self.sources.names[source], 0) > 0
+            due = np.flatnonzero((first < until) & (last > since) & (is_held | (since < until)))
+            lane, since, until, first, last = lane[due], since[due], until[due], first[due], last[due]
+            base, most = bases[lane, source], max(stop - start - 1, 0)
+            begins = start + places[lane, np.minimum(base + np.maximum(first - since, 0), most)]
+            ends = start + places[lane, np.clip(base + np.minimum(last, until) - since - 1, 0, most)] + 1
+            goes_on = (last > until) & is_held
+            found.append(
+                LaneParts(
+                    chunk_ids=runs.chunk_ids[due], lanes=runs.lanes[due],
+                    begins=np.where(first < since, start, begins), ends=np.where(goes_on, stop, ends), goes_on=goes_on,
+                )
+            )  # fmt: skip
+        return LaneParts.joined(found)
+
+    def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """See ``Order``."""
+        shares = self._planned(stop)
+        source = int(self.sources.source_of(np.array([chunk_id]))[0])
+        order, lanes = self._orders[source], range(self.settings.lanes)
+        first = min(int(shares.counts(lane, start)[source]) for lane in lanes)
+        last = max(int(shares.counts(lane, stop)[source]) for lane in lanes)
+        found = []
+        for lane, place in order.lanes.find(chunk_id, offset, max(first - order.reach, 0), last + order.reach):
+            draw = window_place(order.settings, 0, lane, place, self.lane_size(lane))
+            due = int(shares.positions(lane, source, np.array([draw]))[0])
+            if start <= due < stop:
+                found.append((lane, due))
+        return sorted(found)
+
+    def settle(self, place: int) -> None:
+        """See ``Endless``: nothing but the weights before them."""
+        self._planned(place)
+
+    def drawn(self, lane: int, place: int) -> Int64Array:
+        """See ``Endless``."""
+        return self._shares.counts(lane, place)
+
+    def _planned(self, stop: int) -> Shares:
+        """The shares, from now on the same for ever at positions before ``stop``."""
+        with self._lock:
+            # Weights from the frontier on leave what stands before it as it is.
+            self._frontier = max(self._frontier, stop)
+            return self._shares
+
+
+def _by_source(sources: Int64Array) -> list[tuple[int, Int64Array]]:
+    """The rows of each source that occurs, in their order."""
+    order = np.argsort(sources, kind="stable")
+    edges = np.flatnonzero(np.diff(sources[order], prepend=-1))
+    return [(int(sources[rows[0]]), rows) for rows in np.split(order, edges[1:])] if len(order) else []

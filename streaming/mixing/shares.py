@@ -1,0 +1,354 @@
+"""Deal the positions of a lane to named sources in given shares: exact, seekable, in integers alone.
+
+A balanced binary tree stands over the sources. A node that has been passed ``k`` times in a lane has sent::
+
+    left(k) = (P(k) + phase(node, lane)) >> 32,    P(k) = sum over segments of p(node, segment) * (passages in it)
+
+to its left side and the rest to its right side, where ``p`` is the share of the left side in units of 2**-32. The
+function grows by 0 or 1, so it also says where passage ``k`` goes, without its predecessors. Over the lanes the phases
+of a node are a permutation of ``(i + 1/2) / lanes``: by Hermite's identity the counts over all lanes are then the
+rounded shares of the whole, and no two lanes deal alike.
+
+Sources are known by name: seeds and phases depend on names and never on the order in which sources are listed. Sources
+that come in mid-run stand in a tree of their own beside the one that was there, so what came before stays as it was::
+
+    web, code, math from the start; chat and news from row 512,000 on          (((web) (code math)) (chat news))
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from streaming.arguments import checked_int
+from streaming.errors import ConfigError
+from streaming.mixing.endless import checked_schedule
+from streaming.mixing.passes import Weights
+from streaming.plan.permutation import permutations
+from streaming.plan.schedule import checked_weights
+from streaming.types import Int64Array
+
+MAX_POSITIONS = 2**50
+"""Positions of one lane; products of a share and a count then need two 64-bit words at most."""
+_UNIT_BITS = 32
+_LOW_BITS = 20  # of a count, so that share * (count >> 20) fits into 62 bits
+_UNIT = 1 << _UNIT_BITS
+_MASK = np.int64(_UNIT - 1)
+_KEPT_NUMBERS = 2**23  # 64 MiB of what is known of lanes: a number of every node and segment, three times
+
+
+class Shares(Protocol):
+    """Say which source each position of a lane draws from, and its how many-th draw that is. Thread-safe.
+
+    A source's draws in one lane are numbered 0, 1, 2, … in the order of the positions.
+    """
+
+    def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """Sources, by their place in the list of names, and draws of lane positions ``[start, stop)``; int64[n] each.
+
+        Raises:
+            ConfigError: There is no such lane, or no such range.
+        """
+
+    def counts(self, lane: int, position: int) -> Int64Array:
+        """Draws of each source among the first ``position`` positions of a lane, int64[sources].
+
+        Raises:
+            ConfigError: There is no such lane, or no such position.
+        """
+
+    def positions(self, lane: int, source: int, draws: Int64Array) -> Int64Array:
+        """Lane positions of some draws of a source, int64[n]; :data:`MAX_POSITIONS` where they never come."""
+
+
+class _State(NamedTuple):
+    """What all nodes have done in one lane before each segment, int64[nodes, segments] each.
+
+    ``passed`` counts passages; ``above`` and ``below`` are ``P + phase`` as the words above and below 2**32, so
+    ``above`` is also how many of the passages went left.
+    """
+
+    passed: Int64Array
+    above: Int64Array
+    below: Int64Array
+
+
+class ShareTree:
+    """The shares of :class:`Shares`, of single positions.
+
+    Immutable after construction but for what it remembers of lanes, which is only ever what it would compute again:
+    safe to share between threads.
+
+    Args:
+        names: The sources; what methods return counts in this order.
+        schedule: Weights by lane position. A source has a place in the tree from the first that names it on, also with
+            the weight 0.
+        lanes: L, the number of lanes.
+        seed: Of the phases.
+
+    Raises:
+        ConfigError: The weights are none.
+
+    Example:
+        >>> tree = ShareTree(["web", "code"], [Weights(start=0, weights={"web": 3, "code": 1})], lanes=1, seed=0)
+        >>> sources, draws = tree.draws(0, 0, 8)
+        >>> sorted(tree.names[source] for source in sources)
+        ['code', 'code', 'web', 'web', 'web', 'web', 'web', 'web']
+    """
+
+    def __init__(self, names: Sequence[str], schedule: Sequence[Weights], *, lanes: int, seed: int) -> None:
+        self.lanes = checked_int("lanes", lanes, 1, 2**20)
+        self.seed = checked_int("seed", seed, 0, 2**64 - 1)
+        self.names = tuple(names)
+        entries = checked_schedule(self.names, schedule)
+        self.starts: Int64Array = np.array([entry.start for entry in entries], np.int64)
+        self._exact = [checked_weights(entry.weights) for entry in entries]
+        self._sides: list[tuple[int, int]] = []  # of each node: a node, or -1 - source
+        self._below: list[frozenset[str]] = []  # of each node: the sources below
+        shares: list[list[int]] = []
+        phases: list[Int64Array] = []
+        self._grow(shares, phases)
+        nodes = len(self._sides)
+        self.shares: Int64Array = np.array(shares, np.int64).reshape(nodes, len(entries))
+        self.phases: Int64Array = np.array(phases, np.int64).reshape(nodes, self.lanes)
+        self._children: Int64Array = np.array(self._sides, np.int64).reshape(nodes, 2)
+        self._levels = list(_levels(self.root, self._sides))
+        self._states: dict[int, _State] = {}
+
+    # --- the tree ---
+
+    def _grow(self, shares: list[list[int]], phases: list[Int64Array]) -> None:
+        """Make the nodes: a tree over the sources that each segment names first, and a node above it and the others."""
+        self.root, known = -1, frozenset[str]()
+        for weights in self._exact:
+            fresh = sorted(set(weights) - known)
+            if not fresh:
+                continue
+            side = self._over(fresh, weights, shares, phases)
+            self.root = self._split((self.root, known), (side, frozenset(fresh)), shares, phases) if known else side
+            known |= set(fresh)
+
+    def _over(
+        self, names: Sequence[str], weights: Mapping[str, Fraction], shares: list[list[int]], phases: list[Int64Array]
+    ) -> int:
+        """A balanced tree over some sources: the heaviest first, ties by name."""
+        if len(names) == 1:
+            return -1 - self.names.index(names[0])
+        names = sorted(names, key=lambda name: (-weights[name], name))
+        cut = _halved([weights[name] for name in names])
+        sides = [(self._over(some, weights, shares, phases), frozenset(some)) for some in (names[:cut], names[cut:])]
+        return self._split(sides[0], sides[1], shares, phases)
+
+    def _split(
+        self, left: tuple[int, frozenset[str]], right: tuple[int, frozenset[str]], shares: list[list[int]],
+        phases: list[Int64Array],
+    ) -> int:  # fmt: skip
+        """A node above two sides."""
+        found = []
+        for weights in self._exact:
+            part, other = (
+                sum((weights.get(name, Fraction()) for name in side), Fraction()) for _, side in (left, right)
+            )
+            # Rounded half up; a node that no weight reaches is never passed, whatever its share.
+            found.append(int(part / (part + other) * _UNIT + Fraction(1, 2)) if part + other else _UNIT // 2)
+        shares.append(found)
+        phases.append(_phases(left[1] | right[1], self.lanes, self.seed))
+        self._sides.append((left[0], right[0]))
+        self._below.append(left[1] | right[1])
+        return len(self._sides) - 1
+
+    def path(self, source: int) -> list[tuple[int, int]]:
+        """The nodes above a source, from the root down, and the side of each that leads to it; () for one not drawn."""
+        parents = {child: (node, side) for node, sides in enumerate(self._sides) for side, child in enumerate(sides)}
+        found, at = [], -1 - source
+        while at in parents:
+            found.append(parents[at])
+            at = parents[at][0]
+        return found[::-1]
+
+    # --- what is drawn ---
+
+    def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """See ``Shares``."""
+        self._check(lane, start, stop)
+        sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
+        state = self._state(lane)
+        borders = [start, *self.starts[(self.starts > start) & (self.starts < stop)].tolist(), stop]
+        for low, high in pairwise(borders):
+            segment = self._segment(low)
+            at, passed = np.full(high - low, self.root), np.arange(low, high)
+            rows = np.arange(low - start, high - start)
+            while len(rows):
+                done = at < 0
+                sources[rows[done]], numbers[rows[done]] = -1 - at[done], passed[done]
+                rows, at, passed = rows[~done], at[~done], passed[~done]
+                above, below, share = self._sent(state, segment, at, passed)
+                goes_left = below + share >= _UNIT
+                passed = np.where(goes_left, above, passed - above)
+                at = self._children[at, np.where(goes_left, 0, 1)]
+        return sources, numbers
+
+    def counts(self, lane: int, position: int) -> Int64Array:
+        """See ``Shares``."""
+        self._check(lane, position, position)
+        state, segment = self._state(lane), self._segment(position)
+        # Passages of each node; of each source too, behind them: number -1 is that of source 0.
+        passed = np.zeros(len(self._sides) + len(self.names), np.int64)
+        passed[self.root] = position
+        for nodes in self._levels:
+            left, _, _ = self._sent(state, segment, nodes, passed[nodes])
+            passed[self._children[nodes, 0]] = left
+            passed[self._children[nodes, 1]] = passed[nodes] - left
+        return passed[::-1][: len(self.names)].copy()
+
+    def positions(self, lane: int, source: int, draws: Int64Array) -> Int64Array:
+        """See ``Shares``."""
+        path, state = self.path(source), self._state(lane)
+        if not path and self.root != -1 - source:
+            return np.full(len(draws), MAX_POSITIONS)
+        found = np.array(draws, np.int64)
+        for node, side in reversed(path):
+            # What went to the right is such a function too, of the other share, with the other phase.
+            given, below, shares = state.above[node], state.below[node], self.shares[node]
+            if side:
+                given, below, shares = state.passed[node] - given, _MASK - below, _UNIT - shares
+            segment = np.searchsorted(given, found, side="right") - 1
+            share, missing = shares[segment], found - given[segment]
+            # The least m with share * m >= missing * 2**32 + (2**32 - below); without a share there is none.
+            times, rest = np.divmod(missing, np.maximum(share, 1))
+            rest = (rest.astype(np.uint64) << np.uint64(_UNIT_BITS)) + (_MASK - below[segment]).astype(np.uint64)
+            never = (share == 0) | (times >= MAX_POSITIONS >> _UNIT_BITS) | (found >= MAX_POSITIONS)
+            steps = (np.where(never, 0, times) << _UNIT_BITS) + (rest // np.maximum(share, 1).astype(np.uint64)).astype(
+                np.int64
+            )
+            found = np.where(never, MAX_POSITIONS, np.minimum(state.passed[node][segment] + steps, MAX_POSITIONS))
+        return found
+
+    def depth(self, name: str) -> int:
+        """Nodes above a source: its count strays by less than one for each of them."""
+        return len(self.path(self.names.index(name)))
+
+    def _check(self, lane: int, start: int, stop: int) -> None:
+        checked_int("lane", lane, 0, self.lanes - 1)
+        if not 0 <= start <= stop <= MAX_POSITIONS:
+            raise ConfigError(f"lane positions [{start}, {stop}): expected a range within [0, 2**50]")
+
+    def _segment(self, position: int) -> int:
+        return int(np.searchsorted(self.starts, position, side="right")) - 1
+
+    def _sent(
+        self, state: _State, segment: int, nodes: Int64Array, passed: Int64Array
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Of the first ``passed`` passages of nodes in a segment, how many went left; the word below, and the share."""
+        share = self.shares[nodes, segment]
+        high, low = _product(share, passed - state.passed[nodes, segment])
+        below = state.below[nodes, segment] + low
+        return state.above[nodes, segment] + high + (below >> _UNIT_BITS), below & _MASK, share
+
+    def _state(self, lane: int) -> _State:
+        """What nodes have done before each segment of one lane; that of some lanes is kept."""
+        known = self._states.get(lane)
+        if known is not None:
+            return known
+        shape = self.shares.shape
+        passed, above, below = (np.zeros(shape, np.int64) for _ in range(3))
+        if self._levels:
+            passed[self.root] = self.starts
+        for nodes in self._levels:
+            here = passed[nodes]
+            # P at the segments' starts; the phase counts as if it had come before.
+            high, low = _product(self.shares[nodes, :-1], np.diff(here, axis=1))
+            above[nodes, 1:], below[nodes, 1:] = np.cumsum(high, axis=1), np.cumsum(low, axis=1)
+            below[nodes] += self.phases[nodes, lane][:, None]
+            above[nodes] += below[nodes] >> _UNIT_BITS
+            below[nodes] &= _MASK
+            for side, went in ((0, above[nodes]), (1, here - above[nodes])):
+                children = self._children[nodes, side]
+                passed[children[children >= 0]] = went[children >= 0]
+        most = max(_KEPT_NUMBERS // max(3 * passed.size, 1), 1)
+        for old in list(self._states)[: max(len(self._states) - most + 1, 0)]:
+            self._states.pop(old, None)
+        found = self._states[lane] = _State(passed, above, below)
+        return found
+
+
+class BatchShares:
+    """The shares of :class:`Shares`, of whole batches: all lanes draw from one source as long as a batch lasts.
+
+    Args:
+        names: See ``ShareTree``.
+        schedule: Weights by lane position; they act from the first batch on that begins there or behind.
+        batch_rows: Positions of a batch in each lane.
+        seed: See ``ShareTree``.
+
+    Raises:
+        ConfigError: See ``ShareTree``.
+    """
+
+    def __init__(self, names: Sequence[str], schedule: Sequence[Weights], *, batch_rows: int, seed: int) -> None:
+        self._rows = batch_rows
+        by_batch = [Weights(start=-(-entry.start // batch_rows), weights=entry.weights) for entry in schedule]
+        self._tree = ShareTree(names, by_batch, lanes=1, seed=seed)
+
+    def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:  # noqa: ARG002  all alike
+        """See ``Shares``."""
+        first = start // self._rows
+        sources, numbers = self._tree.draws(0, first, -(-stop // self._rows))
+        batch, place = np.divmod(np.arange(start, stop), self._rows)
+        return sources[batch - first], numbers[batch - first] * self._rows + place
+
+    def counts(self, lane: int, position: int) -> Int64Array:  # noqa: ARG002  all alike
+        """See ``Shares``."""
+        batch, place = divmod(position, self._rows)
+        counts = self._tree.counts(0, batch) * self._rows
+        if place:
+            counts[self._tree.draws(0, batch, batch + 1)[0]] += place
+        return counts
+
+    def positions(self, lane: int, source: int, draws: Int64Array) -> Int64Array:  # noqa: ARG002  all alike
+        """See ``Shares``."""
+        batch, place = np.divmod(draws, self._rows)
+        return np.minimum(self._tree.positions(0, source, batch) * self._rows + place, MAX_POSITIONS)
+
+
+def _levels(root: int, sides: Sequence[tuple[int, int]]) -> Iterator[Int64Array]:
+    """The nodes, level by level from the root down."""
+    level = [root] if root >= 0 else []
+    while level:
+        yield np.array(level, np.int64)
+        level = [child for node in level for child in sides[node] if child >= 0]
+
+
+def _product(shares: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """``shares * counts``, shares up to 2**32 and counts up to 2**50, as the words above and below 2**32."""
+    upper = shares * (counts >> _LOW_BITS)
+    lower = shares * (counts & ((1 << _LOW_BITS) - 1))
+    keep = _UNIT_BITS - _LOW_BITS
+    rest = ((upper & ((1 << keep) - 1)) << _LOW_BITS) + lower
+    return (upper >> keep) + (rest >> _UNIT_BITS), rest & _MASK
+
+
+def _halved(weights: Sequence[Fraction]) -> int:
+    """Where to cut a list of weights so that its sides weigh most nearly the same; both sides hold some."""
+    total, left = sum(weights, Fraction()), Fraction()
+    best, cut = None, len(weights) // 2
+    for index, weight in enumerate(weights[:-1], start=1):
+        left += weight
+        uneven = abs(total - 2 * left)
+        if total and (best is None or uneven < best):
+            best, cut = uneven, index
+    return cut
+
+
+def _phases(names: Iterable[str], lanes: int, seed: int) -> Int64Array:
+    """``(i + 1/2) / lanes`` in units of 2**-32, permuted over the lanes by the seed and the node's names; int64[L]."""
+    text = "\n".join(sorted(names)).encode()
+    key = int.from_bytes(hashlib.blake2b(text, digest_size=8, key=seed.to_bytes(8, "little")).digest(), "little")
+    places = permutations(key, np.array([0]), lanes)[0]
+    phases: Int64Array = (2 * places + 1) * (_UNIT // 2) // lanes
+    return phases

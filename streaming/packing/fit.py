@@ -1,0 +1,203 @@
+"""Pack pieces into as few packs as best-fit-decreasing needs, and change the company that documents keep.
+
+Best-fit-decreasing takes the pieces from the longest to the shortest and puts each into the fullest pack that still
+has room for it (Johnson, "Near-optimal bin packing algorithms", 1973: at most 11/9 of the fewest packs and one).
+Pieces of one length are handled together, and so are packs that have the same room, so that a step places many
+pieces: a pack that is the fullest with room for a length stays that until it has no room for another of it.
+
+What it gives is a function of the lengths and the rules. Which document stands in which place is a contract with every
+checkpoint, pinned by ``tests/golden/packs.json``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import fields, replace
+from heapq import heappop, heappush
+
+import numpy as np
+
+from streaming.packing.rules import PackRules, Packs, Pieces, cut, rounded
+from streaming.packing.several import fit_several
+from streaming.plan.permutation import hash_range, stream_key
+from streaming.types import Int64Array
+
+_COMPANY = 4  # purpose, so that draws differ from those of orders
+_PER_PIECE = ("documents", "starts", "stops", "fresh", "amounts")
+
+
+def pack(lengths: Int64Array, rules: PackRules) -> Packs:
+    """Pack documents by their lengths.
+
+    Deterministic: equal lengths and rules give equal packs, on every platform and in every release. Packs are in the
+    order in which they were opened, those with the longest pieces first; pieces of a pack from long to short.
+
+    Args:
+        lengths: int64[N], tokens of each document of a group; those of 0 have no piece. With ``rules.budgets``
+            int64[N, 1 + len(budgets)], tokens first.
+        rules: Length of a pack, and what becomes of overlong documents.
+
+    Raises:
+        ConfigError: A length is negative, or no whole number.
+
+    Example:
+        >>> packs = pack(np.array([5, 3, 4, 4]), PackRules(length=8))
+        >>> [packs.documents[start:stop].tolist() for start, stop in zip(packs.splits, packs.splits[1:])]
+        [[0, 1], [2, 3]]
+    """
+    pieces = cut(lengths, rules)
+    order, pack_of, num_packs = _placed(pieces, rules)
+    splits = np.zeros(num_packs + 1, np.int64)
+    np.cumsum(np.bincount(pack_of, minlength=num_packs), out=splits[1:])
+    found = Packs(rules=rules, splits=splits, **{one.name: getattr(pieces, one.name) for one in fields(Pieces)})
+    return _reordered(found, order[np.argsort(pack_of, kind="stable")])
+
+
+def count_packs(lengths: Int64Array, rules: PackRules) -> int:
+    """Return ``len(pack(lengths, rules))``, without the packs: K, which depends on lengths and rules alone.
+
+    Raises:
+        ConfigError: A length is negative, or no whole number.
+    """
+    pieces = cut(lengths, rules)
+    if rules.budgets:
+        return _placed(pieces, rules)[2]
+    _, sizes, counts = _by_size(pieces, rules)
+    return _steps(sizes, counts, rules).num_packs
+
+
+def other_company(packs: Packs, *, seed: int, epoch: int, group: int) -> Packs:
+    """Permute documents of equal length among their places, and the pieces within each pack.
+
+    The number of packs, the lengths that each is made of, and so its fill, stay as they are: only which documents
+    meet, and in which order, is another in every epoch. Lengths count as rounded (``rules.multiple``); with several
+    budgets, what they take of each must be equal.
+
+    Args:
+        packs: Of a group.
+        seed: Of the order.
+        epoch: Pass over the data.
+        group: Number of the group, so that no two are permuted alike.
+    """
+    num_pieces = len(packs.documents)
+    hashes = hash_range(stream_key(seed, epoch, group, _COMPANY), 0, 2 * num_pieces)
+    alike = (*packs.amounts.T, rounded(packs.lengths, packs.rules.multiple))
+    pieces = np.empty(num_pieces, np.int64)
+    pieces[np.lexsort(alike)] = np.lexsort((hashes[:num_pieces], *alike))
+    pack_of = np.repeat(np.arange(len(packs)), np.diff(packs.splits))
+    pieces = pieces[np.lexsort((hashes[num_pieces:], pack_of))]
+    return _reordered(packs, pieces)
+
+
+def _reordered(packs: Packs, order: Int64Array) -> Packs:
+    """The same packs with other pieces in their places."""
+    return replace(packs, **{name: getattr(packs, name)[order] for name in _PER_PIECE})
+
+
+def _placed(pieces: Pieces, rules: PackRules) -> tuple[Int64Array, Int64Array, int]:
+    """In which order pieces are placed, int64[n], into which pack each goes, and the number of packs."""
+    if rules.budgets:
+        return fit_several(pieces, rules)
+    order, sizes, counts = _by_size(pieces, rules)
+    steps = _steps(sizes, counts, rules)
+    # A step puts `taken` pieces, `each` to a pack, into packs from `first` on.
+    within = np.arange(len(order)) - np.repeat(np.cumsum(steps.taken) - steps.taken, steps.taken)
+    return order, np.repeat(steps.first, steps.taken) + within // np.repeat(steps.each, steps.taken), steps.num_packs
+
+
+class _Steps:
+    """Collect what fitting does: step by step, ``taken`` pieces into packs from ``first`` on, ``each`` to a pack."""
+
+    def __init__(self, steps: list[tuple[int, int, int]], num_packs: int) -> None:
+        self.num_packs = num_packs
+        self.first, self.each, self.taken = np.array(steps, np.int64).reshape(-1, 3).T
+
+
+def _by_size(pieces: Pieces, rules: PackRules) -> tuple[Int64Array, list[int], list[int]]:
+    """Order pieces by (length descending, index); the lengths that occur, in units of ``multiple``, and how often."""
+    units = rounded(pieces.lengths, rules.multiple) // rules.multiple
+    missing = rules.length // rules.multiple - units
+    # Counting sort where lengths fit into 16 bits.
+    order = np.argsort(missing.astype(np.uint16) if rules.length < 2**16 else missing, kind="stable")
+    if not len(order):
+        return order, [], []
+    ordered = units[order]
+    heads = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    return order, ordered[heads].tolist(), np.diff(heads, append=len(ordered)).tolist()
+
+
+def _steps(sizes: list[int], counts: list[int], rules: PackRules) -> _Steps:
+    capacity = rules.length // rules.multiple
+    if rules.padded:
+        return _runs_of_like(sizes, counts, capacity, rules.max_docs)
+    return _best_fit(sizes, counts, capacity, rules.max_docs)
+
+
+def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> _Steps:
+    """Fit pieces of falling sizes; among packs with equal room the one with fewest places left, then the first."""
+    scale = 1 if max_docs is None else max_docs + 1
+    places = scale - 1  # of a fresh pack; 0: they are not counted
+    # Packs with room, by room * scale + places: the keys in order, and of each a heap of runs of packs (first, stop).
+    # Every pack stands in one run, or in none when no piece that is still to come can go into it.
+    keys: list[int] = []
+    runs: dict[int, list[tuple[int, int]]] = {}
+    steps: list[tuple[int, int, int]] = []
+    num_packs = 0
+    least = sizes[-1] if sizes else 0
+
+    def put(first: int, stop: int, room: int, left: int) -> None:
+        if first == stop or room < least or (places and not left):
+            return
+        key = room * scale + left
+        if key not in runs:
+            runs[key] = []
+            insort(keys, key)
+        heappush(runs[key], (first, stop))
+
+    for size, pieces in zip(sizes, counts, strict=True):
+        count = pieces  # still to place
+        while count:
+            place = bisect_left(keys, size * scale)
+            if place == len(keys):
+                room, left = capacity, places
+                each = min(capacity // size, left) if places else capacity // size
+                first, stop = num_packs, num_packs - (-count // each)
+                num_packs = stop
+            else:
+                key = keys[place]
+                room, left = divmod(key, scale)
+                each = min(room // size, left) if places else room // size
+                first, stop = heappop(runs[key])
+                used = min(stop, first - (-count // each))
+                if used < stop:
+                    heappush(runs[key], (used, stop))
+                elif not runs[key]:
+                    del runs[key], keys[place]
+                stop = used
+            taken = min(count, (stop - first) * each)
+            steps.append((first, each, taken))
+            full, rest = divmod(taken, each)
+            put(first, first + full, room - each * size, left - each if places else 0)
+            put(first + full, stop, room - rest * size, left - rest if places else 0)
+            count -= taken
+    return _Steps(steps, num_packs)
+
+
+def _runs_of_like(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> _Steps:
+    """Cut the pieces, from the longest on, into runs of which ``pieces * longest`` is at most the capacity.
+
+    No other cut into runs has fewer: each begins as far down as it can.
+    """
+    steps: list[tuple[int, int, int]] = []
+    num_packs = open_places = 0
+    for size, count in zip(sizes, counts, strict=True):
+        joined = min(count, open_places)
+        if joined:
+            steps.append((num_packs - 1, joined, joined))
+            open_places -= joined
+        if rest := count - joined:
+            each = min(capacity // size, max_docs or capacity)
+            steps.append((num_packs, each, rest))
+            num_packs -= -rest // each
+            open_places = -rest % each
+    return _Steps(steps, num_packs)

@@ -1,0 +1,124 @@
+"""What a batch of packs is made of: places of documents, and the choices of its entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from streaming.packing.balance import BalanceRules, Costs, pack_costs
+from streaming.types import Int64Array
+
+IGNORED = -100
+"""Label of a token without loss: ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
+NO_DOCUMENT = -1
+"""``document_ids`` of padding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackShape:
+    """Say what a batch of packs looks like: the user's choices, checked.
+
+    Attributes:
+        length: T, tokens of a row.
+        field: Field that holds the tokens of a document, little-endian.
+        dtype: Of these tokens, as ``"<u2"``.
+        mask_field: Field that holds a byte for each token, 0 where it has no loss; None: all have.
+        shift_labels: ``labels[t]`` is token t + 1 instead of token t.
+        labels_across: The first token of a document is predicted from the last one of the document before it.
+        pad_id: ``input_ids`` of padding.
+        max_docs: Documents of a pack at most, so that ``cu_seqlens`` has a fixed shape; None: it has not.
+        multiple: The place of each document is rounded up to a multiple of it.
+        padded: A pack is a batch of its own: a matrix with a row for each document, at most T places in all.
+    """
+
+    length: int
+    field: str
+    dtype: str
+    mask_field: str | None = None
+    shift_labels: bool = False
+    labels_across: bool = False
+    pad_id: int = 0
+    max_docs: int | None = None
+    multiple: int = 1
+    padded: bool = False
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What is read of a document."""
+        return (self.field,) if self.mask_field is None else (self.field, self.mask_field)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in its shard."""
+        return int(np.dtype(self.dtype).itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackRows:
+    """Say which tokens of which documents make the B packs of a batch; a *piece* is a range of one document.
+
+    Attributes:
+        splits: int64[B + 1]; pieces ``splits[b]`` to ``splits[b + 1]`` make pack b.
+        samples: int64[n], sample of each piece, within its chunk's bytes.
+        starts: int64[n], first token of the piece within its document.
+        stops: int64[n], one past its last token.
+        lengths: int64[n], tokens of the whole document, by the column.
+        sources: int64[B], which source of a mixture each pack is of; None: there is one data set.
+        costs: [B], what each pack costs, where packs are exchanged by that; else None.
+    """
+
+    splits: Int64Array
+    samples: Int64Array
+    starts: Int64Array
+    stops: Int64Array
+    lengths: Int64Array
+    sources: Int64Array | None = None
+    costs: Costs | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that these numbers take."""
+        return sum(column.nbytes for column in (self.splits, self.samples, self.starts, self.stops, self.lengths))
+
+    @property
+    def num_packs(self) -> int:
+        """B."""
+        return len(self.splits) - 1
+
+    @property
+    def packs(self) -> Int64Array:
+        """The pack of each piece, int64[n]."""
+        return np.arange(self.num_packs).repeat(self.splits[1:] - self.splits[:-1])
+
+    def costs_by(self, rules: BalanceRules, length: int) -> Costs:
+        """What each pack costs as a row of ``length`` tokens, [B]."""
+        sizes = np.full(self.num_packs, length)
+        return pack_costs(self.stops - self.starts, self.splits, sizes, rules.cost)
+
+    def alone(self, pack: int) -> PackRows:
+        """One of the packs."""
+        low, high = self.splits[pack : pack + 2].tolist()
+        span = slice(low, high)
+        return PackRows(
+            splits=np.array([0, high - low]), samples=self.samples[span], starts=self.starts[span],
+            stops=self.stops[span], lengths=self.lengths[span],
+            sources=None if self.sources is None else self.sources[pack : pack + 1],
+        )  # fmt: skip
+
+    @classmethod
+    def chosen(cls, parts: list[tuple[PackRows, int]]) -> PackRows:
+        """One pack out of each of some rows of a data set, one after the other."""
+        spans = [(rows, *rows.splits[pack : pack + 2].tolist()) for rows, pack in parts]
+        columns = {name: np.concatenate([np.empty(0, np.int64), *(getattr(rows, name)[a:b] for rows, a, b in spans)])
+                   for name in ("samples", "starts", "stops", "lengths")}  # fmt: skip
+        return cls(splits=np.cumsum([0, *(high - low for _, low, high in spans)]), **columns)
+
+    @classmethod
+    def joined(cls, parts: list[PackRows]) -> PackRows:
+        """Packs of one data set, one after the other."""
+        empty = np.empty(0, np.int64)
+        counts = np.concatenate([empty, *(np.diff(part.splits) for part in parts)])
+        columns = {name: np.concatenate([empty, *(getattr(part, name) for part in parts)])
+                   for name in ("samples", "starts", "stops", "lengths")}  # fmt: skip
+        return cls(splits=np.concatenate([[0], np.cumsum(counts)]), **columns)

@@ -1,0 +1,220 @@
+"""Cut documents into pieces that fit into a pack, and say what a pack is.
+
+A *document* is a run of tokens, one sample of the data set. A *piece* is a range of its tokens, the whole document as
+a rule. A *pack* holds pieces, at most ``length`` tokens together, and becomes one row of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from streaming.arguments import checked_int
+from streaming.errors import ConfigError
+from streaming.types import Int64Array
+
+Overlong: TypeAlias = Literal["split", "truncate", "drop"]
+"""What becomes of a document that is longer than a pack."""
+MAX_LENGTH = 2**30
+"""Tokens of a pack at most; ``cu_seqlens`` are int32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackRules:
+    """Say how documents become packs. A value that is equal gives equal packs from equal lengths.
+
+    Attributes:
+        length: T, tokens of a pack at most.
+        overlong: Documents longer than T: ``"split"`` cuts them into pieces of T and a rest, ``"truncate"`` keeps
+            the first T tokens, ``"drop"`` leaves them out.
+        multiple: The length of each piece counts as rounded up to a multiple of it; 2 * cp for context
+            parallelism. T must be a multiple of it too.
+        max_docs: Pieces of a pack at most, for shapes that do not change; ``None``: as many as fit.
+        padded: A pack is a batch of its own: its pieces, of like lengths, are padded to the longest, and
+            ``pieces * longest`` is at most T.
+        stride: Windows with overlap: a document longer than T becomes windows of T tokens that begin every ``stride``
+            tokens; the last is shorter. Needs ``overlong="split"``. ``None``: none overlap.
+        budgets: What a pack holds at most of other things than tokens, one number for each further column of lengths
+            (tokens of images, say). Needs ``overlong="drop"``: a document over any budget is left out.
+
+    Raises:
+        ConfigError: An attribute that cannot work.
+
+    Example:
+        >>> PackRules(length=8192, overlong="truncate").length
+        8192
+    """
+
+    length: int
+    overlong: Overlong = "split"
+    multiple: int = 1
+    max_docs: int | None = None
+    padded: bool = False
+    stride: int | None = None
+    budgets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "length", checked_int("length", self.length, 1, MAX_LENGTH))
+        set_(self, "multiple", checked_int("multiple", self.multiple, 1, MAX_LENGTH))
+        if self.max_docs is not None:
+            set_(self, "max_docs", checked_int("max_docs", self.max_docs, 1, MAX_LENGTH))
+        if self.overlong not in get_args(Overlong):
+            raise ConfigError(f"overlong: expected one of {', '.join(get_args(Overlong))}, got {self.overlong!r}")
+        if not isinstance(self.padded, bool):
+            raise ConfigError(f"padded: expected True or False, got {self.padded!r}")
+        if self.stride is not None:
+            set_(self, "stride", checked_int("stride", self.stride, 1, self.length))
+            if self.overlong != "split":
+                raise ConfigError(
+                    f'stride={self.stride} cuts overlong documents: it needs overlong="split", got {self.overlong!r}'
+                )
+        set_(self, "budgets", tuple(checked_int("budgets", budget, 0, MAX_LENGTH) for budget in self.budgets))
+        if self.budgets and self.overlong != "drop":
+            raise ConfigError(
+                f'budgets={self.budgets} needs overlong="drop", got {self.overlong!r}: a document that is cut has no '
+                "share of the other budgets that lengths could tell"
+            )
+        if self.length % self.multiple:
+            below = self.length // self.multiple * self.multiple
+            near = f"{below} or {below + self.multiple}" if below else f"{self.multiple}"
+            raise ConfigError(
+                f"length={self.length}: expected a multiple of multiple={self.multiple}, to which every piece is "
+                f"rounded up; take {near}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """Hold the pieces that documents were cut into, and what was lost on the way.
+
+    Attributes:
+        documents: int64[n], number of the document of each piece.
+        starts: int64[n], first token of the piece within its document.
+        stops: int64[n], one past its last token.
+        fresh: int64[n], first token within its document that no earlier piece holds: ``starts`` unless windows overlap.
+            Where labels begin, for those who want each token to count once.
+        amounts: int64[n, len(budgets)], what each piece takes of the further budgets.
+        num_split: Documents that are in more than one piece.
+        num_truncated: Documents whose end was cut off.
+        num_dropped: Documents left out for their length, or for a further budget.
+        num_empty: Documents without tokens; they have no piece.
+    """
+
+    documents: Int64Array
+    starts: Int64Array
+    stops: Int64Array
+    fresh: Int64Array
+    amounts: Int64Array
+    num_split: int
+    num_truncated: int
+    num_dropped: int
+    num_empty: int
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Tokens of each piece, int64[n]."""
+        return self.stops - self.starts
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all pieces together, those of overlaps as often as they come; others were truncated or dropped."""
+        return int(self.lengths.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packs(Pieces):
+    """Hold the pieces of packs, pack after pack.
+
+    Attributes:
+        rules: By which they were packed.
+        splits: int64[K + 1]; pieces ``splits[k]`` to ``splits[k + 1]`` make pack k.
+    """
+
+    rules: PackRules
+    splits: Int64Array
+
+    def __len__(self) -> int:
+        """Number of packs, K."""
+        return len(self.splits) - 1
+
+    @property
+    def tokens(self) -> Int64Array:
+        """Tokens of each pack, padding not counted; int64[K]."""
+        return np.add.reduceat(self.lengths, self.splits[:-1]) if len(self) else np.zeros(0, np.int64)
+
+    @property
+    def sizes(self) -> Int64Array:
+        """Places of each pack, padding counted: T, or pieces * longest where packs are ``padded``; int64[K]."""
+        if not self.rules.padded or not len(self):
+            return np.full(len(self), self.rules.length)
+        lengths = rounded(self.lengths, self.rules.multiple)
+        return np.maximum.reduceat(lengths, self.splits[:-1]) * np.diff(self.splits)
+
+    @property
+    def fill(self) -> float:
+        """Part of all places that holds tokens, 0 to 1; 1 where there is no pack."""
+        return self.num_tokens / int(self.sizes.sum()) if len(self) else 1.0
+
+
+def checked_lengths(lengths: Int64Array, budgets: tuple[int, ...] = ()) -> Int64Array:
+    """Return lengths of documents as int64[N, 1 + len(budgets)].
+
+    Raises:
+        ConfigError: They are no whole numbers from 0 on, or have not a column for each budget.
+    """
+    found = np.asarray(lengths)
+    shape = "[N]" if not budgets else f"[N, {1 + len(budgets)}], tokens and then a column for each of {budgets}"
+    columns = found.ndim == 2 if budgets else found.ndim == 1
+    found = found[:, None] if found.ndim == 1 and columns else found
+    if not columns or found.shape[1] != 1 + len(budgets) or (found.size and found.dtype.kind not in "iu"):
+        raise ConfigError(f"lengths: expected whole numbers {shape}, got {found.dtype} {list(np.shape(lengths))}")
+    found = found.astype(np.int64, copy=False)
+    if found.size and int(found.min()) < 0:
+        document = int(found.min(axis=1).argmin())
+        raise ConfigError(f"lengths: document {document} has {int(found.min())} tokens; expected 0 or more")
+    return found
+
+
+def rounded(lengths: Int64Array, multiple: int) -> Int64Array:
+    """Round lengths up to a multiple; int64, any shape."""
+    return lengths if multiple == 1 else -(-lengths // multiple) * multiple
+
+
+def cut(lengths: Int64Array, rules: PackRules) -> Pieces:
+    """Cut documents into pieces of at most ``rules.length`` tokens, in the order of documents and tokens.
+
+    Args:
+        lengths: int64[N], tokens of each document; 0 is allowed. With budgets int64[N, 1 + len(budgets)].
+        rules: What becomes of overlong ones.
+
+    Raises:
+        ConfigError: A length is negative, or no whole number.
+    """
+    columns = checked_lengths(lengths, rules.budgets)
+    lengths, amounts = columns[:, 0], columns[:, 1:]
+    most, step = rules.length, rules.stride or rules.length
+    over = (lengths > most) | ((amounts > np.array(rules.budgets, np.int64)).any(axis=1) & (lengths > 0))
+    num_over = int(over.sum())
+    counts = (lengths > 0).astype(np.int64)  # pieces of each document
+    if rules.overlong == "split":
+        counts += -(-np.maximum(lengths - most, 0) // step)
+    elif rules.overlong == "drop":
+        counts[over] = 0
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    # Within its document, a piece is the how many-th: pieces so far, less those before its document.
+    numbers = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = numbers * step
+    return Pieces(
+        documents=documents,
+        starts=starts,
+        stops=np.minimum(starts + most, lengths[documents]),
+        fresh=np.where(numbers > 0, starts - step + most, 0),
+        amounts=amounts[documents],
+        num_split=num_over if rules.overlong == "split" else 0,
+        num_truncated=num_over if rules.overlong == "truncate" else 0,
+        num_dropped=num_over if rules.overlong == "drop" else 0,
+        num_empty=int((lengths == 0).sum()),
+    )

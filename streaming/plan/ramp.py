@@ -1,0 +1,85 @@
+"""Batch sizes that change with the rows of a run: which batch is how large, and how many there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from streaming.arguments import is_whole, resolve_batch_size
+from streaming.errors import ConfigError
+from streaming.plan.order import default_lanes
+from streaming.plan.schedule import Schedule
+from streaming.types import LastBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """Global batch sizes by row: samples of the run, over all ranks and epochs. A batch has the size of its first row.
+
+    Attributes:
+        steps: Rows, the first 0, and the size of batches that begin from there on.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def chosen(cls, batch_size: object, global_batch_size: object, num_ranks: int) -> Self | None:
+        """The ramp that a user chose as one of the two sizes; None: none of them is a schedule.
+
+        Raises:
+            ConfigError: It is no ``Schedule.steps`` of batch sizes, or both are given.
+        """
+        per_rank = isinstance(batch_size, Schedule)
+        schedule = batch_size if per_rank else global_batch_size
+        if not isinstance(schedule, Schedule):
+            return None
+        name = "batch_size" if per_rank else "global_batch_size"
+        if schedule.shape != "steps" or not all(is_whole(size) and size >= 1 for _, size in schedule.segments()):
+            raise ConfigError(
+                f"{name}: expected an integer, or Schedule.steps of integers such as Schedule.steps({{0: 256, 10**6: "
+                f"512}}); got {schedule}"
+            )
+        other = global_batch_size if per_rank else batch_size
+        steps = []
+        for row, size in schedule.segments():
+            sizes = {"batch_size": size, "global_batch_size": other} if per_rank else {
+                "batch_size": other, "global_batch_size": size
+            }  # fmt: skip
+            steps.append((row, resolve_batch_size(num_ranks=num_ranks, **sizes)))  # type: ignore[arg-type]
+        return cls(tuple(steps))
+
+    def size_at(self, row: int) -> int:
+        """The size of a batch that begins at a row."""
+        return [size for start, size in self.steps if start <= row][-1]
+
+    def border_behind(self, row: int) -> int | None:
+        """The next row from which on batches have another size."""
+        return next((start for start, _ in self.steps if start > row), None)
+
+    def batches_of_size(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
+        """How many batches of so many samples from a row on have the size of the first."""
+        size, border = self.size_at(row), self.border_behind(row)
+        whole = num_samples // size if last_batch == "drop" else -(-num_samples // size)
+        return max(0, whole if border is None else min(whole, -(-(border - row) // size)))
+
+    def batches_in(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
+        """How many batches so many samples from a row on make."""
+        found = 0
+        while True:
+            count, border = self.batches_of_size(row, num_samples, last_batch), self.border_behind(row)
+            found, length = found + count, count * self.size_at(row)
+            row, num_samples = row + length, num_samples - length
+            if border is None or row < border or num_samples <= 0:
+                return found
+
+    @property
+    def size_for_lanes(self) -> int:
+        """The batch size from which the default of the lanes follows.
+
+        The greatest common divisor of all sizes, so that lanes divide each batch, unless it is so small that batches
+        would hardly be mixed: then the smallest size.
+        """
+        sizes = [size for _, size in self.steps]
+        common, least = math.gcd(*sizes), min(sizes)
+        return common if 2 * default_lanes(common) >= default_lanes(least) else least

@@ -1,0 +1,229 @@
+"""Exact quotas: shares at every row against big integers, each source's own order, changes, one source a batch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_lanes import Case, cases, global_batches, unhurried, weights_
+from test_shares import oracle
+
+from streaming.errors import ConfigError
+from streaming.mixing.exact import ExactLanes
+from streaming.mixing.lanes import SourceLanes, drawn_before
+from streaming.mixing.passes import Sources, Weights
+from streaming.mixing.shares import BatchShares, ShareTree
+from streaming.plan.order import OrderSettings
+from streaming.plan.plan import Plan
+
+GOLDEN = Path(__file__).parent / "golden" / "exact_order.json"
+FIVE = {"a": 0.41, "b": 0.3, "c": 0.17, "d": 0.1, "e": 0.02}
+
+
+def exact(case: Case) -> ExactLanes:
+    orders = case.orders()
+    assert isinstance(orders, ExactLanes)
+    return orders
+
+
+def tree_of(orders: ExactLanes) -> ShareTree:
+    shares = orders._shares
+    return shares._tree if isinstance(shares, BatchShares) else shares  # type: ignore[return-value]
+
+
+@unhurried
+@given(cases(endless=True, dealt="samples"), st.integers(0, 2000) | st.integers(0, 10**12))
+def test_what_was_drawn_is_exact_at_every_row(case: Case, row: int) -> None:
+    """Against Python's integers: in each lane, over all of them, and one row further."""
+    orders, lanes = exact(case), case.settings.lanes
+    tree, expected = tree_of(orders), np.zeros(len(case.sources), np.int64)
+    for lane in range(lanes):
+        place = row // lanes + (lane < row % lanes)
+        counts = oracle(tree, lane, place)
+        assert orders.drawn(lane, place).tolist() == counts
+        expected += np.array(counts)
+    counted = drawn_before(orders, row)
+    assert list(counted.values()) == expected.tolist()
+    chunk_ids, _ = orders.lane_samples(row % lanes, row // lanes, row // lanes + 1)
+    drawn = orders.sources.names[int(orders.sources.source_of(chunk_ids)[0])]
+    assert drawn_before(orders, row + 1) == {**counted, drawn: counted[drawn] + 1}
+
+
+@unhurried
+@given(st.integers(0, 10**12), st.integers(0, 2**64 - 1))
+def test_counts_stay_near_their_share_however_long_it_runs(row: int, seed: int) -> None:
+    """Of 64 lanes together, where chance strays by hundreds of thousands."""
+    sources = Sources({name: [7] * 9 for name in FIVE}, OrderSettings(seed=seed, lanes=64, window=8))
+    orders = ExactLanes(sources, [Weights(start=0, weights=FIVE)])
+    tree = tree_of(orders)
+    for number, (name, count) in enumerate(drawn_before(orders, row).items()):
+        share = Fraction(1)  # the one that is dealt: of each node in units of 2**-32
+        for node, side in tree.path(number):
+            left = Fraction(int(tree.shares[node, 0]), 2**32)
+            share *= 1 - left if side else left
+        assert abs(float(share) - FIVE[name]) < 2**-30
+        assert abs(count - share * row) <= 12
+        assert all(abs(int(orders.drawn(lane, row)[number]) - share * row) < tree.depth(name) for lane in range(3))
+
+
+@unhurried
+@given(cases(endless=True), st.integers(0, 3))
+def test_a_source_gives_its_samples_in_its_own_order(case: Case, first: int) -> None:
+    """Whatever the others are: those of its draws, each moved by less than its window."""
+    case = replace(case, dealt="samples")
+    orders = exact(case)
+    for lane in {0, case.settings.lanes - 1}:
+        sources, draws = orders._shares.draws(lane, first, first + 150)
+        chunk_ids, offsets = orders.lane_samples(lane, first, first + 150)
+        for number, name in enumerate(orders.sources.names):
+            rows = sources == number
+            got = list(zip(chunk_ids[rows].tolist(), offsets[rows].tolist(), strict=True))
+            start, stop = (int(draws[rows][0]), int(draws[rows][-1]) + 1) if got else (0, 0)
+            own = orders._orders[number]
+            most = min(case.settings.window, 2 * own.lanes.mean_chunk)
+            assert own.settings.window == most
+            laid = stream_of(SourceLanes(orders.sources.listings[name], case.settings), lane, stop + most)
+            assert not Counter(got) - Counter(laid[max(start - most, 0) :])
+            assert not Counter(laid[start + most : max(stop - most, 0)]) - Counter(got)
+            if not most:
+                assert got == laid[start:stop]
+            if first == 0 and got:  # the same whatever else is mixed
+                alone = Sources({name: case.sources[name]}, case.settings)
+                single = ExactLanes(alone, [Weights(start=0, weights={name: 1})])
+                ids, places = single.lane_samples(lane, 0, stop)
+                base = sum(len(table) for other, table in case.sources.items() if other_before(orders, other, name))
+                assert list(zip((ids + base).tolist(), places.tolist(), strict=True)) == got
+
+
+def other_before(orders: ExactLanes, other: str, name: str) -> bool:
+    return orders.sources.names.index(other) < orders.sources.names.index(name)
+
+
+def stream_of(lanes: SourceLanes, lane: int, stop: int) -> list[tuple[int, int]]:
+    runs = lanes.runs(lane, lane + 1, 0, max(stop, 1))
+    rows = zip(runs.chunk_ids.tolist(), runs.firsts.tolist(), runs.sizes.tolist(), strict=True)
+    return [(chunk, first + k) for chunk, first, size in rows for k in range(size)][:stop]
+
+
+@unhurried
+@given(cases(endless=True, dealt="batches"))
+def test_each_global_batch_is_of_one_source(case: Case) -> None:
+    size = case.global_batch_size
+    case = replace(case, epoch_size=20 * size, start=0, last_batch="drop")
+    orders, whole = exact(case), case.plan()
+    starts = [-(-entry.start * case.settings.lanes // size) for entry in case.schedule]
+    for number, batch in enumerate(global_batches(whole)):
+        found = {int(source) for source in orders.sources.source_of(np.array([chunk for _, chunk, _ in batch]))}
+        assert len(found) == 1
+        acting = [e for e, start in zip(case.schedule, starts, strict=True) if start <= case.epoch * 20 + number][-1]
+        assert acting.weights.get(orders.sources.names[found.pop()], 0) > 0
+    # So many of each as one lane deals.
+    counts = tree_of(orders).counts(0, 20 * case.epoch + 20) * size
+    assert list(drawn_before(orders, (case.epoch + 1) * 20 * size).values()) == counts.tolist()
+
+
+def test_lanes_that_do_not_divide_the_batch_have_no_batches_of_one_source() -> None:
+    sources = Sources({"a": [5]}, OrderSettings(seed=1, lanes=4, window=6))
+    with pytest.raises(ConfigError, match=r"4 lanes do not divide a global batch of 6.*lanes="):
+        ExactLanes(sources, [Weights(start=0, weights={"a": 1})], batch_size=6)
+
+
+@unhurried
+@given(cases(endless=True), st.booleans(), st.data())
+def test_appended_weights_are_those_that_were_there_from_the_start(
+    case: Case, by_batch: bool, data: st.DataObject
+) -> None:
+    """From the frontier on, behind all that a plan looked at; also with a source that has no share until then."""
+    size = case.settings.lanes * 3
+    case = replace(case, dealt="batches" if by_batch else "samples", global_batch_size=size, epoch_size=40 * size)
+    case = replace(case, epoch=0, start=0, schedule=case.schedule[:1], last_batch="drop")
+    orders = exact(case)
+    plan = Plan(
+        orders.chunk_samples, case.settings, orders=orders, global_batch_size=size, dp_world_size=1,
+        epoch_size=40 * size,
+    )  # fmt: skip
+    plan.__dict__["_stretch_batches"] = 4
+    looked_at = data.draw(st.integers(0, 9))
+    stretches = plan.intervals_by_pass(0)
+    told = [next(stretches) for _ in range(looked_at)]
+    assert orders.frontier == 3 * 4 * looked_at  # no further than the stretches
+    later = Weights(start=orders.frontier, weights=data.draw(weights_(list(case.sources))))
+    if looked_at:
+        with pytest.raises(ConfigError, match=f"planned up to {orders.frontier}"):
+            orders.append(replace(later, start=orders.frontier - 1))
+    orders.append(later)
+    whole = replace(case, schedule=[*case.schedule, later]).plan(dp_world_size=1)
+    expected = whole.rank_batches(0, 40, 0)
+    got = plan.rank_batches(0, 40, 0)
+    assert (got.chunk_ids.tolist(), got.offsets.tolist()) == (expected.chunk_ids.tolist(), expected.offsets.tolist())
+    # What was told before the change, and what is told behind it, cover every use.
+    told += list(stretches)
+    batch = np.repeat(np.arange(40), size)
+    for chunk, at in set(zip(got.chunk_ids.tolist(), batch.tolist(), strict=True)):
+        assert any(
+            np.any((live.chunk_ids == chunk) & (live.first_batches <= at) & (live.last_batches >= at)) for live in told
+        )
+
+
+def test_chunks_of_a_rare_source_are_held_from_stretch_to_stretch() -> None:
+    """One interval over all stretches, with one batch in common; not where the source has no weight any more."""
+    sources = Sources({"web": [8] * 50, "rare": [40]}, OrderSettings(seed=1, lanes=2, window=0))
+    orders = ExactLanes(
+        sources, [Weights(start=0, weights={"web": 99, "rare": 1}), Weights(start=2048, weights={"web": 1})]
+    )
+    plan = Plan(
+        orders.chunk_samples, orders.settings, orders=orders, global_batch_size=8, dp_world_size=1, epoch_size=8192
+    )
+    plan.__dict__["_stretch_batches"] = 64
+    parts = list(plan.intervals_by_pass(0))
+    spans = [
+        (int(live.first_batches[0]), int(live.last_batches[0]))
+        for live in (replace(one, **rows_of(one, 50)) for one in parts)
+        if len(live.chunk_ids)
+    ]
+    assert [last for _, last in spans[:-1]] == [64 * n for n in range(1, 8)]  # one batch into the next stretch
+    assert [first for first, _ in spans[1:]] == [64 * n for n in range(1, 8)]
+    joined = plan.chunk_intervals(0)
+    assert int((joined.chunk_ids == 50).sum()) == 1
+    assert spans[-1][1] <= 512  # the batch from which on it has no weight
+    assert plan.read_bytes([1] * 50 + [10**6], 0) < 2 * 10**6
+
+
+def rows_of(live: object, chunk: int) -> dict[str, object]:
+    columns = {name: getattr(live, name) for name in ("chunk_ids", "passes", "first_batches", "last_batches")}
+    return {name: column[columns["chunk_ids"] == chunk] for name, column in columns.items()}
+
+
+def golden_orders() -> dict[str, ExactLanes]:
+    sources = Sources(
+        {"web": [5, 4, 6, 5] * 5, "code": [3, 0, 3], "math": [1, 1], "chat": [9, 9]},
+        OrderSettings(seed=11, lanes=4, window=8),
+    )
+    schedule = [
+        Weights(start=0, weights={"web": 0.5, "code": 0.3, "math": 0.2}),
+        Weights(start=110, weights={"web": 1, "code": 0.01}),
+        Weights(start=130, weights={"web": 1, "chat": 2, "math": 1}),
+    ]
+    return {
+        "by samples": ExactLanes(sources, schedule),
+        "by batches": ExactLanes(sources, schedule, batch_size=8),
+    }
+
+
+def test_the_exact_order_is_the_same_for_ever() -> None:
+    found = {}
+    for name, orders in golden_orders().items():
+        plan = Plan(
+            orders.chunk_samples, orders.settings, orders=orders, global_batch_size=8, dp_world_size=1, epoch=1,
+            epoch_size=400,
+        )  # fmt: skip
+        rows = plan.rank_batches(0, 30, 0)
+        found[name] = [f"{chunk}:{offset}" for chunk, offset in zip(rows.chunk_ids, rows.offsets, strict=True)]
+    assert found == json.loads(GOLDEN.read_text())
