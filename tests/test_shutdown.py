@@ -141,14 +141,17 @@ def test_interrupt(case: Case, caplog: pytest.LogCaptureFixture) -> None:
         begun_s.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
+    def train() -> None:
+        for _ in case.loader:
+            time.sleep(0.05)  # or this thread, which may build and never hangs, might build all batches itself
+
     if case.keeps_threads:
         case.hung.transform.spares = threading.main_thread()
     begun_s: list[float] = []
     helper = threading.Thread(target=interrupt)
     helper.start()
     with pytest.raises(KeyboardInterrupt):
-        for _ in case.loader:
-            time.sleep(0.05)  # or this thread, which may build and never hangs, might build all batches itself
+        train()
     helper.join()
     case.check(caplog, begun_s[0])
 
