@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,7 @@ def train(
     kept.append(batches)
     for _ in batches:
         if not end:
+            time.sleep(0.05)  # or this thread, which may build and never hangs, might build all batches itself
             continue
         if not transform:
             hang.say()
