@@ -27,8 +27,6 @@ MOST_LINES = 60  # of a function, without decorators and docstring
 TOO_LONG = {
     "streaming.datasets.dataset.StreamingDataset.__init__",
 }
-# Arrows of the drawing that point up (↑), and what has to happen until they go. The list only gets shorter.
-POINTS_UP: dict[tuple[str, str], str] = {}
 
 # What holds whatever the drawing says: (who, may not import, but for). Names of the drawing; layers in capitals.
 FORBIDDEN = (
@@ -212,13 +210,12 @@ def test_the_drawing_shows_every_import_between_packages() -> None:
         if name == "words":
             findings += [f"words import {target}: {edges()['words', target][0]}" for target in targets]
             continue
-        marked = {target.removeprefix("↑") for target in drawn.get(name, ())}
+        marked = drawn.get(name, frozenset())
         if name in drawn and marked == targets:
             continue
         why = "; ".join([edges()[name, new][0] for new in sorted(targets - marked)][:3]) or "some arrows are gone"
         right = sorted(targets, key=lambda target: order.index(target) if target in order else -1)
-        line = " ".join(("↑" if (name, target) in POINTS_UP else "") + target for target in right)
-        findings.append(f"{name}: {why}. Its line would read:\n    {name} → {line}")
+        findings.append(f"{name}: {why}. Its line would read:\n    {name} → {' '.join(right)}")
     report(findings, f"The drawing in {PAGE} and the imports differ. Is the import needed? Then draw it:")
 
 
@@ -226,10 +223,7 @@ def test_arrows_point_down() -> None:
     drawn, _ = drawing()
     order = [*drawn]
     up = {(start, end) for start, end in edges() if start != "words" and order.index(end) <= order.index(start)}
-    marked = {(start, end[1:]) for start, ends in drawn.items() for end in ends if end.startswith("↑")}
-    findings = [f"{start} → {end}: {edges()[start, end][0]}" for start, end in up - POINTS_UP.keys()]
-    findings += [f"{start} → {end} is gone: take it out of POINTS_UP" for start, end in POINTS_UP.keys() - up]
-    findings += [f"{start} → ↑{end} points down: the drawing needs no ↑" for start, end in marked - up]
+    findings = [f"{start} → {end}: {edges()[start, end][0]}" for start, end in up]
     cure = "A package imports only what stands below it in the drawing, so that no two import each other. Move what is "
     cure += f"shared to the lower one, or the lines of the drawing in {PAGE}:"
     report(findings, cure)

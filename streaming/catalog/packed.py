@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
 
+from streaming.catalog.recent import Recent
 from streaming.catalog.source import ChunkSource
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
-from streaming.forks import in_children
 from streaming.index.sample_table import SampleLocation
 from streaming.packing.fit import other_company, pack
 from streaming.packing.layout import PackRows
@@ -73,27 +72,7 @@ class PackedSource:
         self._groups = groups
         self._lengths_of = lengths_of
         self._shard_of_url = {url: number for number, url in enumerate(documents.urls)}
-        self._begin()
-
-    def _begin(self) -> None:
-        self._kept: OrderedDict[tuple[int, int, int], PackRows] = OrderedDict()
-        self._kept_bytes = 0
-        self._renew_locks()
-        in_children(self, PackedSource._renew_locks)
-
-    def _renew_locks(self) -> None:
-        """A forked child gets its own."""
-        self._lock = threading.Lock()
-        self._packing: dict[tuple[int, int, int], threading.Lock] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        """A copy in another process packs for itself."""
-        left_out = ("_lock", "_packing", "_kept", "_kept_bytes")
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
-
-    def __setstate__(self, state: Mapping[str, object]) -> None:
-        self.__dict__.update(state)
-        self._begin()
+        self._recent = Recent[tuple[int, int, int], PackRows](_KEPT_BYTES, attrgetter("num_bytes"))
 
     # --- packs ---
 
@@ -104,24 +83,7 @@ class PackedSource:
 
     def _packs_of(self, group: int, pass_number: int, seed: int) -> PackRows:
         """All packs of a group in a pass; asked for by many threads, they are made once."""
-        key = group, pass_number, seed
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-            packing = self._packing.setdefault(key, threading.Lock())
-        with packing:
-            with self._lock:
-                if key in self._kept:
-                    return self._kept[key]
-            made = self._packed(group, pass_number, seed)
-            with self._lock:
-                self._kept[key] = made
-                self._kept_bytes += made.num_bytes
-                while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                    self._kept_bytes -= self._kept.popitem(last=False)[1].num_bytes
-                self._packing.pop(key, None)
-        return made
+        return self._recent.of((group, pass_number, seed), lambda: self._packed(group, pass_number, seed))
 
     def _packed(self, group: int, pass_number: int, seed: int) -> PackRows:
         shard, samples = self.samples_in(group)

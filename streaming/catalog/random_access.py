@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from streaming.catalog.open import OpenShards, sample_table
+from streaming.catalog.recent import Recent
 from streaming.decode import decode_field, raw
 from streaming.decode.registry import FieldDecoder
 from streaming.errors import IndexMissingError
@@ -95,15 +96,13 @@ class RandomAccess:
         self._dataset = dataset
         self._kept_by = tables
         self._chunks: OrderedDict[int, tuple[bytes, UnitLayout]] = OrderedDict()
-        self._tables: OrderedDict[int, SampleTable | None] = OrderedDict()
-        self._tables_bytes = 0
+        self._tables = Recent[int, SampleTable | None](_RECENT_TABLES_BYTES, _size_of_table)
         self._renew_locks()
         in_children(self, RandomAccess._renew_locks)
 
     def _renew_locks(self) -> None:
         """A forked child gets its own; what was read before the fork stays at hand."""
         self._lock = threading.Lock()
-        self._reading: dict[int, threading.Lock] = {}
         self._told_lost = False
 
     def sample(self, index: int) -> Sample:
@@ -120,23 +119,7 @@ class RandomAccess:
         """The sample table of a shard, or None if it has none; asked for by many threads, it is read once."""
         if self._kept_by is not None:
             return self._kept_by.table(shard)
-        with self._lock:
-            if shard in self._tables:
-                self._tables.move_to_end(shard)
-                return self._tables[shard]
-            reading = self._reading.setdefault(shard, threading.Lock())
-        with reading:
-            with self._lock:
-                if shard in self._tables:
-                    return self._tables[shard]
-            found = sample_table(self._dataset.storage, self._dataset.shards, shard)
-            with self._lock:
-                self._tables[shard] = found
-                self._tables_bytes += _size_of_table(found)
-                while self._tables_bytes > _RECENT_TABLES_BYTES and len(self._tables) > 1:
-                    self._tables_bytes -= _size_of_table(self._tables.popitem(last=False)[1])
-                self._reading.pop(shard, None)
-        return found
+        return self._tables.of(shard, lambda: sample_table(self._dataset.storage, self._dataset.shards, shard))
 
     def tell_lost(self, shown_url: str) -> None:
         """Say in the log, once, that a shard's sample table is gone while others are there."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.catalog.open import OpenShards
+from streaming.catalog.recent import Recent
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.late_columns import LateColumn
 from streaming.filters.select import column_reader, late_names
-from streaming.forks import in_children
 from streaming.index.columns import Values
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
@@ -45,15 +44,7 @@ class Lengths:
         self._read: Callable[[int], tuple[dict[str, Values], list[str]]] = column_reader(
             self._storage, self._shards, self._shards.table, [self._column], self._late
         )
-        self._kept: OrderedDict[int, Int64Array] = OrderedDict()
-        self._kept_bytes = 0
-        self._renew_locks()
-        in_children(self, Lengths._renew_locks)
-
-    def _renew_locks(self) -> None:
-        """A forked child gets its own; what was read before the fork stays at hand."""
-        self._lock = threading.Lock()
-        self._reading: dict[int, threading.Lock] = {}
+        self._recent = Recent[int, Int64Array](_KEPT_BYTES, attrgetter("nbytes"))
 
     def __getstate__(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in ("_storage", "_shards", "_column", "_late")}
@@ -69,23 +60,7 @@ class Lengths:
             ConfigError: There is no such column, or it holds something else than whole numbers.
             IndexMissingError: The shard has no sample table.
         """
-        with self._lock:
-            if shard in self._kept:
-                self._kept.move_to_end(shard)
-                return self._kept[shard]
-            reading = self._reading.setdefault(shard, threading.Lock())
-        with reading:  # asked for by many threads, it is read once
-            with self._lock:
-                if shard in self._kept:
-                    return self._kept[shard]
-            found = self._values(shard)
-            with self._lock:
-                self._kept[shard] = found
-                self._kept_bytes += found.nbytes
-                while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                    self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
-                self._reading.pop(shard, None)
-        return found
+        return self._recent.of(shard, lambda: self._values(shard))
 
     def _values(self, shard: int) -> Int64Array:
         columns, there = self._read(shard)

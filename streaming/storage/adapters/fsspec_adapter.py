@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import fsspec
 
@@ -278,7 +278,7 @@ class _Bytes:
         """See :meth:`RangeBody.close`."""
 
 
-class _SpoolWriter:
+class _SpoolWriter(StoreWriter):
     """Collects in memory, beyond ``part_bytes`` in an unnamed temporary file, and uploads on close."""
 
     def __init__(self, adapter: FsspecAdapter, url: str, part_bytes: int) -> None:
@@ -310,12 +310,3 @@ class _SpoolWriter:
         """See :class:`StoreWriter`."""
         if self._maker.is_here:
             self._spool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()

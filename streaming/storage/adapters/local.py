@@ -7,7 +7,6 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Self
 from urllib.parse import quote
 
 from streaming.errors import AccessDeniedError, NotFoundError, StorageError
@@ -164,7 +163,7 @@ def _unless_missing(error: OSError) -> None:
         raise error
 
 
-class _FileWriter:
+class _FileWriter(StoreWriter):
     """Writes beside the target, then renames over it; a killed process leaves a hidden temporary file at most."""
 
     def __init__(self, url: str) -> None:
@@ -221,15 +220,6 @@ class _FileWriter:
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
 
 def _sync_directory(path: str) -> None:

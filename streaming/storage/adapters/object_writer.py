@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 from streaming.errors import StorageError
 from streaming.storage.adapters.object_errors import Place, object_errors
 from streaming.storage.adapters.obstore_client import client
-from streaming.storage.base.adapter import maker_of_writer
+from streaming.storage.base.adapter import StoreWriter, maker_of_writer
 
 _PARTS_IN_FLIGHT = 4
 
@@ -19,8 +19,8 @@ class _AbortedError(Exception):
     """Tells obstore to give the upload up; it then removes the parts."""
 
 
-class ObjectWriter:
-    """A :class:`StoreWriter`. Used by one thread; a second, its own, sends parts from the first full part on."""
+class ObjectWriter(StoreWriter):
+    """Writes one object of a store. Used by one thread; a second, its own, sends parts from the first full part on."""
 
     def __init__(self, store: Any, key: str, place: Place, part_bytes: int) -> None:
         self._store = store
@@ -122,12 +122,3 @@ class ObjectWriter:
             self._error = error
             while not self._ended:  # never leave the caller waiting for room in the queue
                 self._ended = not isinstance(self._parts.get(), bytes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()

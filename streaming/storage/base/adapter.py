@@ -7,9 +7,8 @@ types here tell the retry loop what another attempt may cure; anything else is f
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -97,15 +96,16 @@ class RangeBody(Protocol):
         """Release the connection or descriptor; always called, once."""
 
 
-class StoreWriter(AbstractContextManager["StoreWriter"], Protocol):
+class StoreWriter(Protocol):
     """Writes one object. Nothing is visible before ``close``; leaving the context by an exception aborts.
 
     In a forked child it is of no use: ``write`` and ``close`` raise ForkedError there, ``abort`` does nothing.
+
+    Attributes:
+        num_bytes: Bytes written so far.
     """
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes written so far."""
+    num_bytes: int
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append ``data`` (copied before this returns); its number of bytes."""
@@ -115,6 +115,15 @@ class StoreWriter(AbstractContextManager["StoreWriter"], Protocol):
 
     def abort(self) -> None:
         """Drop all that was written; the store is as before. Calling it again, or after ``close``, does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
 
 
 def maker_of_writer(url: str) -> Maker:
