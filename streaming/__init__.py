@@ -31,6 +31,7 @@ except ImportError as _error:
 from streaming.types import VERSION as __version__  # noqa: F401, N811  a constant by the name that people look for
 
 if TYPE_CHECKING:
+    from streaming.batches.jagged import Jagged
     from streaming.batches.portion import StageFields
     from streaming.batches.sequence import SequenceSlice
     from streaming.datasets.balanced import Balanced
@@ -59,6 +60,7 @@ _HOMES = {
     "DeviceMeshFetcher": "streaming.loader",
     "DeviceMeshSampler": "streaming.samplers.device_mesh",
     "DevicePrefetcher": "streaming.device.prefetcher",
+    "Jagged": "streaming.batches.jagged",
     "Mixture": "streaming.datasets.mixture",
     "OrdinaryDataset": "streaming.loops.ordinary_options",
     "Packed": "streaming.datasets.packed",
@@ -83,6 +85,7 @@ __all__ = [
     "DeviceMeshFetcher",
     "DeviceMeshSampler",
     "DevicePrefetcher",
+    "Jagged",
     "Mixture",
     "OrdinaryDataset",
     "Packed",

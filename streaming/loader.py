@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 
 from infra import DeviceMesh, MeshFinder, as_device_mesh
 from streaming.arguments import checked_int, checks_names, is_whole, resolve_batch_size
+from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
 from streaming.datasets.dataset import StreamingDataset
@@ -57,7 +58,11 @@ _log = logging.getLogger(__name__)
 
 Streamed: TypeAlias = StreamingDataset | Mixture | Packed
 _STREAMED = (StreamingDataset, Mixture, Packed)
-_BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "pin_memory")
+_BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "jagged", "pin_memory")
+_IN_ACTORS = (
+    *("num_threads", "memory_limit", "replicate", "stage_fields", "sequence"),
+    *("agreement_timeout", "balance", "cost"),
+)
 _OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout", "worker_init_fn")
 """What programs for torch's loader give, which here belongs to an ``OrdinaryDataset``."""
 _NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "__class__"})
@@ -111,7 +116,7 @@ class DeviceMeshFetcher:
             raise _no_dataset(made)
         config = streaming_config(
             made, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
-            prefetch_factor=2, pin_memory=False, memory_limit=memory_limit, pin=_pin,
+            jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=memory_limit, pin=_pin,
         )  # fmt: skip
         self._stream(made, config, timeout_s)
 
@@ -509,6 +514,10 @@ class DataLoader(DeviceMeshFetcher):
         epoch_size: Samples in a virtual epoch over endless repetition; default: one pass over the data.
         collate_fn: Function of the list of samples (dicts) of one batch; default: equal-shaped arrays and numbers
             become tensors, everything else a list.
+        jagged: Fields whose size differs from sample to sample, such as ``("audio", "jpg")``: arrays, or bytes where
+            they are not decoded, come end to end in one tensor with their borders, as a ``Jagged``. A mapping says the
+            form: ``{"audio": "nested"}`` is torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along
+            several axes. Without, such arrays stay a list.
         prefetch_factor: Batches built ahead, per worker process or thread.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
@@ -559,6 +568,7 @@ class DataLoader(DeviceMeshFetcher):
         last_batch: str = "drop",
         epoch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        jagged: Sequence[str] | Mapping[str, Form] | None = None,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
         memory_limit: int | str = "4GiB",
@@ -590,11 +600,8 @@ class DataLoader(DeviceMeshFetcher):
         ordinary = given(**{name: options[name] for name in _OF_TORCH})
         if remote_group is not None:
             _check_one_size(self._shape)
-            self._loop = open_remote(
-                dataset, DataLoader, mesh, remote_group, num_threads=num_threads, memory_limit=memory_limit,
-                replicate=replicate, stage_fields=stage_fields, sequence=sequence, agreement_timeout=agreement_timeout,
-                balance=balance, cost=cost, **choices, **ordinary,
-            )  # fmt: skip
+            there = {name: options[name] for name in _IN_ACTORS}
+            self._loop = open_remote(dataset, DataLoader, mesh, remote_group, **there, **choices, **ordinary)
             return
         replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
         made = self._resolve(dataset)

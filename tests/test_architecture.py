@@ -60,7 +60,8 @@ KNOWN_TO: dict[str, tuple[str, ...]] = {
 NOT_DECLARED = ("accelerate", "transformers")
 # Extras: one module of each of our packages knows one, and imports it when it is used.
 OPTIONAL = ("cv2", "msgpack", "safetensors", "boto3", "botocore", "s3fs", "gcsfs", "adlfs")
-OPTIONAL += ("webdataset", "datasets", "matplotlib", "ray", "tokenizers", "sentencepiece", "tiktoken", "jinja2")
+OPTIONAL += ("webdataset", "datasets", "matplotlib", "ray", "tokenizers", "sentencepiece", "tiktoken")
+OPTIONAL += ("jinja2", "nvidia")
 IMPORT_HELPERS = {"import_module", "__import__", "require"}
 # These import what has a name only at run time: lazy names, `require`, and what users name.
 COMPUTED_IMPORT_MAY = (

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from streaming.batches import weigh as weigh_module
-from streaming.batches.weigh import weigh
+from streaming.engine import weigh as weigh_module
+from streaming.engine.weigh import weigh
 
 DOCUMENTS: dict[str, Any] = {
     "numbers": [[1_000 + i, i / 7] for i in range(200)],

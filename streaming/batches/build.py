@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.batches.collate import Allocate, default_collate, empty_like, without_rows
+from streaming.batches.collate import default_collate, empty_like, without_rows
 from streaming.batches.columns import Columns
 from streaming.batches.draws import BatchDraws, Chain, as_chain
+from streaming.batches.jagged import Allocate, Form
 from streaming.batches.losses import user_trace
 from streaming.batches.portion import Portion
 from streaming.batches.rows import FieldRange, Place, Rows
@@ -104,12 +105,14 @@ class Recipe:
         collate_fn: Function of a list of samples, or None: the default.
         portion: What this rank uses of a batch; cut out where the batch is built.
         finish: Last step of every batch, such as page-locking it, or None.
+        jagged: Fields of the default batch whose values are laid end to end, and the form of each.
     """
 
     parts: tuple[Part, ...]
     collate_fn: Callable[[list[Any]], Any] | None = None
     portion: Portion = Portion()  # noqa: RUF009  frozen
     finish: Callable[[Any], Any] | None = None
+    jagged: Mapping[str, Form] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -146,7 +149,7 @@ class Recipe:
     def columns(self, rows: Rows, allocate: Allocate | None = None, place: Place | None = None) -> Columns:
         """The rows, none of them damaged, as columns from which plain batches are cut."""
         decoders = [part.decoders for part in self.parts]
-        return Columns(rows, decoders, allocate, place, [part.name for part in self.parts])
+        return Columns(rows, decoders, allocate, place, [part.name for part in self.parts], self.jagged)
 
     def narrowed(self, rows: Rows) -> Rows:
         """The rows without what their sources' ``fields`` leave out, where these differ."""
@@ -336,7 +339,8 @@ class BatchBuilder:
                     if isinstance(sample, dict):
                         sample["__valid__"] = valid
             return self._recipe.cut(self._collated(self._recipe.collate_fn, samples), len(samples))
-        return self._recipe.whole(default_collate(samples, allocate=self._allocate), mask, len(samples))
+        batch = default_collate(samples, allocate=self._allocate, jagged=self._recipe.jagged)
+        return self._recipe.whole(batch, mask, len(samples))
 
     @staticmethod
     def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Sample]) -> Any:
@@ -367,7 +371,7 @@ class BatchBuilder:
         if self._recipe.collate_fn is not None:
             return self._recipe.portion(without_rows(partial(self._collated, self._recipe.collate_fn), sample), 0)
         whole = replace(self._recipe, portion=Portion(), finish=None)
-        row = whole.whole(default_collate([sample]), whole.mask_of(1, None), 1)
+        row = whole.whole(default_collate([sample], jagged=whole.jagged), whole.mask_of(1, None), 1)
         return self._recipe.portion(empty_like(row), 0)
 
     def _first_of(self, prototypes: Iterator[Rows]) -> Sample:

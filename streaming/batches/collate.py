@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from streaming.batches.jagged import Allocate, Form, Jagged, collate_jagged, nested_parts
 from streaming.errors import ConfigError
 from streaming.types import Batch
 
-Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Gives a contiguous CPU tensor of a shape and dtype, with any content; perhaps in page-locked memory."""
-
 _ALWAYS_LISTS = frozenset(("__key__", "__url__", "__source__"))
 _INT64 = np.iinfo(np.int64)
+_NONE: Mapping[str, Form] = MappingProxyType({})
 _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(name): getattr(torch, name)
     for name in (
@@ -28,7 +28,9 @@ _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
 }
 
 
-def default_collate(samples: Sequence[Mapping[str, object]], *, allocate: Allocate | None = None) -> Batch:
+def default_collate(
+    samples: Sequence[Mapping[str, object]], *, allocate: Allocate | None = None, jagged: Mapping[str, Form] = _NONE
+) -> Batch:
     """One batch of ``samples``: every field of any sample, in the order first seen.
 
     Per field, with B samples:
@@ -36,6 +38,7 @@ def default_collate(samples: Sequence[Mapping[str, object]], *, allocate: Alloca
     - arrays, array scalars or tensors of one shape and dtype: one tensor ``[B, ...]`` of that dtype, in
       native byte order; numbers as ``bool``, ``int`` or ``float``: bool, int64 or float64 ``[B]`` (``int``
       and ``float`` mixed: float64);
+    - fields that ``jagged`` names: see :class:`streaming.batches.jagged.Jagged`;
     - arrays or tensors that differ in shape or dtype: a list of B tensors;
     - all else (text, bytes, dicts, objects, integers beyond 64 bits, mixed kinds) and ``__key__``,
       ``__url__`` and ``__source__``: a list of B values. A sample that lacks the field has None there.
@@ -45,9 +48,11 @@ def default_collate(samples: Sequence[Mapping[str, object]], *, allocate: Alloca
     Args:
         samples: Decoded samples; without any, the batch has no fields.
         allocate: Where the memory of tensors comes from; default: ``torch.empty``.
+        jagged: Fields whose values are laid end to end, and the form of each.
 
     Raises:
         ValueError: If ``allocate`` gives a tensor of another shape, dtype or layout than asked for.
+        ConfigError: If the values of a jagged field cannot be laid so.
     """
     names: dict[str, None] = {}
     for sample in samples:
@@ -56,7 +61,10 @@ def default_collate(samples: Sequence[Mapping[str, object]], *, allocate: Alloca
     batch: Batch = {}
     for name in names:
         values = [sample.get(name) for sample in samples]
-        batch[name] = values if name in _ALWAYS_LISTS else _collate_field(values, make)
+        if name in jagged:
+            batch[name] = collate_jagged(name, values, jagged[name], [one.get("__key__") for one in samples], make)
+        else:
+            batch[name] = values if name in _ALWAYS_LISTS else _collate_field(values, make)
     return batch
 
 
@@ -65,9 +73,16 @@ def empty_like(batch: Mapping[str, object]) -> Batch:
 
     The tensors own their (no) memory, so they do not keep the batch alive.
     """
-    return {
-        name: torch.empty_like(value[:0]) if isinstance(value, torch.Tensor) else [] for name, value in batch.items()
-    }
+    return {name: _without_values(value) for name, value in batch.items()}
+
+
+def _without_values(column: object) -> object:
+    if isinstance(column, Jagged):
+        return column.first(0)
+    if not isinstance(column, torch.Tensor):
+        return []
+    nested = nested_parts(column)
+    return torch.empty_like(column[:0]) if nested is None else Jagged(*nested).first(0).nested()
 
 
 def without_rows(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:

@@ -7,14 +7,15 @@ rows of several batches; then each batch is cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from streaming.batches.collate import Allocate, collate_field
+from streaming.batches.collate import collate_field
+from streaming.batches.jagged import Allocate, Form, collate_jagged, joined
 from streaming.batches.rows import FieldRange, Place, Rows
 from streaming.decode import ArrayDecoder, FieldDecoder, raw
 from streaming.errors import ConfigError, DecodeError
@@ -24,6 +25,7 @@ Cut: TypeAlias = Callable[[int, int], Any]
 """The collated values of rows [low, high)."""
 
 _BLOCK_BYTES = 512
+_BYTE = np.dtype(np.uint8)
 _GATHER_BYTES = 1 << 10
 """Up to this mean size bytes are gathered first and cut then: rows that lie far apart keep the memory waiting one after
 the other if each is cut where it lies (256 records of 430 bytes: 56 against 144 us, benchmarks/bench_cut.py)."""
@@ -40,21 +42,26 @@ class Columns:
         allocate: Where the memory of tensors comes from; None: fresh memory.
         place: Told which row is being decoded; None: nobody asks.
         names: Of the sources of a mixture, as batches say them; all "": batches say nothing.
+        jagged: Fields whose values are laid end to end, and the form of each.
     """
 
     def __init__(
         self, rows: Rows, decoders: Sequence[FieldDecoder], allocate: Allocate | None = None,
-        place: Place | None = None, names: Sequence[str] = (),
+        place: Place | None = None, names: Sequence[str] = (), jagged: Mapping[str, Form] | None = None,
     ) -> None:  # fmt: skip
         self._rows = rows
         self._sources: list[str] | None = None
         if rows.sources is not None and any(names):
             self._sources = [names[source] for source in rows.sources.tolist()]
         place = [-1] if place is None else place
-        self._cuts = [
-            (name, _cut_of(rows, _decoders_of(rows, decoders, name, where), where, allocate, place))
-            for name, where in rows.fields.items()
-        ]
+        self._cuts = []
+        for name, where in rows.fields.items():
+            decoder, form = _decoders_of(rows, decoders, name, where), (jagged or {}).get(name)
+            if form is None:
+                cut = _cut_of(rows, decoder, where, allocate, place)
+            else:
+                cut = _jagged(name, form, rows, decoder, where, allocate, place)
+            self._cuts.append((name, cut))
 
     def batch(self, low: int, high: int) -> Batch:
         """The batch of rows ``[low, high)``.
@@ -89,8 +96,9 @@ def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where:
 def _cut_of(
     rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, place: Place
 ) -> Cut:
+    values = _values_of(rows, decoder, where, place)
     if isinstance(decoder, list):
-        return _mixed(rows, decoder, where, allocate, place)
+        return lambda low, high: collate_field(values(low, high), allocate=allocate)
     complete = bool((where.sizes >= 0).all())
     if complete and isinstance(decoder, ArrayDecoder):
         gathered = _gatherer(rows.view, where, decoder, allocate)
@@ -100,21 +108,45 @@ def _cut_of(
         return gathered_bytes(rows.view, where)
     if decoder is raw:
         return cut_in_place(rows.memory, where)
-    starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
-    return lambda low, high: collate_field(
-        _decoded(rows.view, decoder, starts[low:high], stops[low:high], place), allocate=allocate
-    )
+    return lambda low, high: collate_field(values(low, high), allocate=allocate)
 
 
-def _mixed(rows: Rows, decoders: list[Decoder], where: FieldRange, allocate: Allocate | None, place: Place) -> Cut:
-    """Values that sources decode in different ways, each on its own."""
+def _values_of(
+    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, place: Place
+) -> Callable[[int, int], list[Any]]:
+    """The decoded values of rows [low, high), None where a sample lacks the field; a list has a decoder of each row."""
     starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
+    if not isinstance(decoder, list):
+        return lambda low, high: _decoded(rows.view, decoder, starts[low:high], stops[low:high], place)
+
+    def values(low: int, high: int) -> list[Any]:
+        found: list[Any] = []
+        for row in range(low, high):
+            found += _decoded(rows.view, decoder[row], starts[row : row + 1], stops[row : row + 1], place, row - low)
+        return found
+
+    return values
+
+
+def _jagged(
+    name: str, form: Form, rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None,
+    place: Place,
+) -> Cut:  # fmt: skip
+    """Values end to end; bytes and plain items go from where they lie into the batch by one copy."""
+    values = _values_of(rows, decoder, where, place)
+    plain = ArrayDecoder(dtype=_BYTE, to=_BYTE) if decoder is raw else decoder
+    if not isinstance(plain, ArrayDecoder) or plain.shape is not None or form == "flat":
+        return lambda low, high: collate_jagged(name, values(low, high), form, rows.keys[low:high], allocate)
+    stored, to, sizes = plain.dtype, plain.to, where.sizes.clip(0)
+    if (sizes % stored.itemsize).any():  # the decoder says why
+        return values
+    counts = (sizes // stored.itemsize).tolist()
+    starts = np.where(sizes > 0, where.starts, 0).tolist()
 
     def cut(low: int, high: int) -> Any:
-        values: list[Any] = []
-        for row in range(low, high):
-            values += _decoded(rows.view, decoders[row], starts[row : row + 1], stops[row : row + 1], place, row - low)
-        return collate_field(values, allocate=allocate)
+        places = zip(counts[low:high], starts[low:high], strict=True)
+        laid = joined([np.frombuffer(rows.view, stored, count, start) for count, start in places], to, allocate)
+        return laid.nested() if form == "nested" else laid
 
     return cut
 

@@ -171,8 +171,10 @@ def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], pe
         shared(peers, f"fields/{digest_of([shards.urls, shards.index, list(fields)])}", look)
 
 
-def check_decoded(storage: Storage, shards: OpenShards, names: Sequence[str], peers: Peers | None = None) -> None:
-    """Warn of ``names`` of decoders that no sample of the first shard has use for; with peers, on rank 0.
+def check_decoded(
+    storage: Storage, shards: OpenShards, names: Sequence[str], peers: Peers | None = None, option: str = "decode"
+) -> None:
+    """Warn of ``names`` in an ``option`` that no sample of the first shard has use for; with peers, on rank 0.
 
     Names with ``*`` are patterns. It is no error: one mapping may serve several sets.
     """
@@ -186,7 +188,8 @@ def check_decoded(storage: Storage, shards: OpenShards, names: Sequence[str], pe
             if name.lower() not in there:
                 close = get_close_matches(name.lower(), there, n=1)
                 _log.warning(
-                    "decode: no sample of %s has a field %r%s; there are %s",
+                    "%s: no sample of %s has a field %r%s; there are %s",
+                    option,
                     redact(shards.urls[0]),
                     name,
                     f" (did you mean {close[0]!r}?)" if close else "",

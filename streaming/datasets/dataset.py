@@ -317,6 +317,10 @@ class StreamingDataset(ChunkSource):
         self.__dict__.update(state)
         self._recent = RandomAccess(self)
 
+    def warn_of_names(self, names: Sequence[str], *, option: str) -> None:
+        """Warn of fields named in an ``option`` that no sample of the first shard has."""
+        check_decoded(self.storage, self.shards, names, option=option)
+
     def __repr__(self) -> str:
         parts = [self._spelt, f"{len(self.shards.urls)} shards"]
         if self.indexed:

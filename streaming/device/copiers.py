@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from streaming.batches.jagged import nested_on, nested_parts
 from streaming.engine.workers.ring import Memory, PageLocker
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_GROWTH = 50e-6, 500e-6, 1.25
@@ -224,11 +225,13 @@ def map_tensors(
     """Return ``value`` with ``function`` applied to each tensor in nested dicts, lists, tuples and named tuples.
 
     Containers keep their types; those that hold nothing but text and numbers are passed on themselves, and so are all
-    other objects, unless ``others`` makes something of them. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU,
+    other objects, unless ``others`` makes something of them. Of a nested tensor of the jagged layout ``function`` gets
+    values and offsets. A ``PackedSequence`` keeps ``batch_sizes`` on the CPU,
     where torch wants it.
     """
     if isinstance(value, torch.Tensor):
-        return function(value)
+        nested = nested_parts(value)
+        return function(value) if nested is None else nested_on(*map(function, nested))
     if isinstance(value, Mapping):
         return _map_mapping(value, function, others)
     if isinstance(value, list | tuple) and not _PLAIN.issuperset(map(type, value)):

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.batches.build import BadSampleReport, BatchBuilder, Recipe
-from streaming.batches.collate import Allocate
 from streaming.batches.draw_watch import DrawWatch, kept_generators, named_draw
 from streaming.batches.draws import BatchDraws
+from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
 from streaming.engine.threads.stacks import where_is

@@ -2,5 +2,5 @@
 
 ``streaming.integrations.accelerate`` and ``streaming.integrations.transformers`` import the libraries of these names;
 ``streaming.integrations.lightning`` is for loaders without a length. Ray Train, torch.distributed and its checkpoints
-need none: see docs/trainers.md.
+need none: see docs/trainers.md. ``streaming.integrations.gpu_decoders`` hands images to decoders on a GPU.
 """

@@ -261,7 +261,7 @@ def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
     )  # fmt: skip
     if config.mesh.world_size == 1:
         return alone
-    deal = _DealOut(Collate(config.collate_fn), config.shape)
+    deal = _DealOut(Collate(config), config.shape)
     shape = replace(config.shape, num_ranks=1)
     if shape.last_batch == "pad":  # each rank's rows are padded
         shape = replace(shape, last_batch="partial")

@@ -263,7 +263,7 @@ class IterableLoop(Loop):
                 sharding=config.sharding,
             )
             cursors = cursors or fresh
-            stream = SharedStream(self.dataset, settings, cursors, Collate(config.collate_fn))
+            stream = SharedStream(self.dataset, settings, cursors, Collate(config))
             seed = hash_words(self.order.seed, epoch, mesh.data_rank) >> 1
             loader: DataLoader[Packet] = DataLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),

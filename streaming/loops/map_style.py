@@ -173,7 +173,7 @@ class MapLoop(Loop):
             self._loader = DataLoader(
                 self._retry.dataset,
                 batch_sampler=self._retry,
-                collate_fn=Collate(self.config.collate_fn),
+                collate_fn=Collate(self.config),
                 persistent_workers=self.config.persistent_workers and self.config.num_workers > 0,
                 generator=torch.Generator().manual_seed(seed),
                 **self._workers.torch_options(self.dataset, self.config.collate_fn),

@@ -11,6 +11,7 @@ import torch
 from infra import DeviceMesh
 from streaming.arguments import checked_memory_limit, is_whole, option_names
 from streaming.batches.build import Recipe
+from streaming.batches.jagged import checked_jagged
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
@@ -172,10 +173,33 @@ def check_padded(recipe: Recipe, shape: Shape) -> None:
     )
 
 
+def check_jagged(recipe: Recipe, dataset: StreamingDataset | Mixture | Packed) -> None:
+    """Refuse jagged fields that packs cannot have, or nobody reads; warn of those that shards do not seem to have.
+
+    Raises:
+        ConfigError: There are such fields.
+    """
+    if not recipe.jagged:
+        return
+    if recipe.packs is not None:
+        raise ConfigError(
+            f"jagged={tuple(recipe.jagged)!r}: packs of documents lie end to end already, with their borders in "
+            "cu_seqlens; leave it out"
+        )
+    if any(part.transform is not None for part in recipe.parts):  # which may make any field
+        return
+    unread = [name for name in recipe.jagged if recipe.fields is not None and name not in recipe.fields]
+    if unread:
+        raise ConfigError(f"jagged: field {unread[0]!r} is not read: fields={recipe.fields}; add it there")
+    if isinstance(dataset, StreamingDataset):
+        dataset.warn_of_names(tuple(recipe.jagged), option="jagged")
+
+
 def streaming_config(
     dataset: StreamingDataset | Mixture | Packed, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape,
     num_workers: int, num_threads: int | None, collate_fn: Callable[[list[Any]], Any] | None,
-    prefetch_factor: int, pin_memory: bool, memory_limit: int | str, pin: Callable[[Any], Any],
+    jagged: Any, prefetch_factor: int, pin_memory: bool, memory_limit: int | str,
+    pin: Callable[[Any], Any],
 ) -> LoopConfig:  # fmt: skip
     """Check the choices of a loop over a ``StreamingDataset``; ``pin`` page-locks a batch."""
     if collate_fn is not None and not callable(collate_fn):
@@ -188,9 +212,10 @@ def streaming_config(
     replicas.check(dataset.on_error)
     recipe = Recipe(
         parts=dataset.recipe_parts, collate_fn=collate_fn, portion=replicas.built(mesh),
-        finish=pin if pin_memory and torch.cuda.is_available() else None,
+        finish=pin if pin_memory and torch.cuda.is_available() else None, jagged=checked_jagged(jagged, collate_fn),
     )  # fmt: skip
     check_padded(recipe, shape)
+    check_jagged(recipe, dataset)
     return LoopConfig(
         shape=shape,
         mesh=mesh,

@@ -17,6 +17,7 @@ from torch.utils.data import default_collate as torch_collate
 from infra import DeviceMesh
 from streaming.arguments import checked_int, checks_names, is_number
 from streaming.batches.collate import default_collate, without_rows
+from streaming.batches.jagged import Form, checked_jagged
 from streaming.engine.workers.context import ServerContext
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.errors import ConfigError
@@ -111,6 +112,7 @@ class OrdinaryDataset:
             if name in chosen and not (name == "shuffle" and chosen[name] is False):
                 raise ConfigError(f"{name}: {why}")
         replicas.check_plain(dispatch=self.sharding == "dispatch")
+        building["jagged"] = checked_jagged(building.get("jagged"), building.get("collate_fn"))
         if isinstance(replicas.replicate, Broadcast):
             building["broadcast"] = replicas.replicate
         return OrdinaryConfig(mesh=mesh, **chosen, **building)
@@ -127,6 +129,7 @@ class OrdinaryConfig:
         prefetch_factor: Batches asked for ahead, per worker.
         pin_memory: Page-lock batches, where there is CUDA.
         collate_fn: Of the list of samples of a batch, or None: ``streaming.batches.collate`` for dicts, else torch's.
+        jagged: Fields of such dicts whose values are laid end to end, and the form of each.
         broadcast: How batches travel from the rank that reads, with ``sharding="dispatch"``.
     """
 
@@ -136,6 +139,7 @@ class OrdinaryConfig:
     prefetch_factor: int = 2
     pin_memory: bool = False
     collate_fn: Callable[[list[Any]], Any] | None = None
+    jagged: Mapping[str, Form] = field(default_factory=dict)
     shuffle: bool = True
     seed: int = 0
     on_error: str = "substitute"
@@ -250,8 +254,8 @@ def _give_back(server: ForkServer | None) -> None:
 class Collate:
     """``collate_fn`` of the config; picklable if the user's is. It is never called without samples."""
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self._collate_fn = collate_fn
+    def __init__(self, config: OrdinaryConfig) -> None:
+        self._collate_fn, self._jagged = config.collate_fn, config.jagged
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         """The batch of ``samples``; of a ``NoRow`` alone it is the batch of none."""
@@ -260,8 +264,20 @@ class Collate:
         if self._collate_fn is not None:
             return self._collate_fn(list(samples))
         if all(isinstance(sample, Mapping) for sample in samples):
-            return default_collate(samples)
-        return torch_collate(list(samples))
+            return default_collate(samples, jagged=self._jagged)
+        if self._jagged:
+            raise ConfigError(
+                f"jagged={tuple(self._jagged)!r} names fields of samples that are dicts; these are "
+                f"{type(samples[0]).__name__}. Give dicts, or a collate_fn that calls Jagged.of([…])"
+            )
+        try:
+            return torch_collate(list(samples))
+        except RuntimeError as error:  # torch says that sizes differ, and no cure
+            error.add_note(
+                "samples of different sizes do not stack: give dicts, whose fields are laid end to end by "
+                'DataLoader(…, jagged=("name",)), or a collate_fn that pads them or calls Jagged.of([…])'
+            )
+            raise
 
 
 def with_valid(batch: Any, valid: torch.Tensor) -> Any:

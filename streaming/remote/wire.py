@@ -65,6 +65,9 @@ def num_rows(value: Any) -> int | None:
     """Count samples of a packed batch: the length of its first column, or of the list; None: it does not tell."""
     if isinstance(value, Mapping):
         return num_rows(next(iter(value.values()), ()))
+    offsets = getattr(value, "offsets", None)
+    if isinstance(offsets, PackedTensor):  # of a Jagged, whose values say nothing of rows
+        return len(offsets.array) - 1
     array = value.array if isinstance(value, PackedTensor) else value
     if isinstance(array, np.ndarray):
         return len(array) if array.ndim else None

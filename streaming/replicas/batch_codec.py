@@ -1,8 +1,9 @@
 """A batch as JSON and bytes, and back: how it travels from one rank to another. No pickle.
 
-Tensors, NumPy arrays and byte strings travel as they lie in memory; dicts with text keys, lists, tuples, text, numbers,
-bools and None as one JSON header. Anything else (objects that a user's ``collate_fn`` puts into a batch) is refused by
-name: ``Broadcast(encode=…, decode=…)`` takes functions that turn such a batch into these things and back.
+Tensors, NumPy arrays and byte strings travel as they lie in memory, jagged fields as their parts; dicts with text keys,
+lists, tuples, text, numbers, bools and None as one JSON header. Anything else (objects that a user's ``collate_fn``
+puts into a batch) is refused by name: ``Broadcast(encode=…, decode=…)`` takes functions that turn such a batch into
+these things and back.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from streaming.batches.jagged import Jagged, nested_on, nested_parts
 from streaming.errors import ConfigError
 
 ALIGN_BYTES = 64
@@ -22,6 +24,11 @@ ALIGN_BYTES = 64
 Buffers: TypeAlias = list[tuple[int, torch.Tensor]]
 
 _TENSOR, _ARRAY, _BYTES, _LIST, _TUPLE, _DICT = "tensor", "array", "bytes", "list", "tuple", "dict"
+_JAGGED, _NESTED = "jagged", "nested"
+_SEQUENCES: dict[type, str] = {list: _LIST, tuple: _TUPLE, Jagged: _JAGGED}
+_REBUILT: dict[str, Callable[[list[Any]], Any]] = {
+    _LIST: list, _TUPLE: tuple, _JAGGED: Jagged._make, _NESTED: lambda parts: nested_on(*parts),
+}  # fmt: skip
 
 
 def encode(batch: Any, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -73,9 +80,10 @@ class _Encoder:
         if kind in {bytes, bytearray, memoryview}:
             flat = torch.frombuffer(bytearray(value), dtype=torch.uint8) if len(value) else None
             return [_BYTES, len(value), self._place(flat)]
-        if kind in {list, tuple}:
-            items = [self.encode(item, f"{where}[{number}]") for number, item in enumerate(value)]
-            return [_LIST if kind is list else _TUPLE, items]
+        nested = nested_parts(value)
+        if kind in _SEQUENCES or nested is not None:
+            items = [self.encode(item, f"{where}[{number}]") for number, item in enumerate(nested or value)]
+            return [_SEQUENCES.get(kind, _NESTED), items]
         if kind is dict and all(type(name) is str for name in value):
             return [_DICT, {name: self.encode(item, f"{where}[{name!r}]") for name, item in value.items()}]
         raise ConfigError(
@@ -109,8 +117,7 @@ def _decoded(value: Any, data: torch.Tensor) -> Any:
         return _cut(data, rest[1], rest[0]).numpy().tobytes()
     if kind == _DICT:
         return {name: _decoded(item, data) for name, item in rest[0].items()}
-    items = [_decoded(item, data) for item in rest[0]]
-    return items if kind == _LIST else tuple(items)
+    return _REBUILT[kind]([_decoded(item, data) for item in rest[0]])
 
 
 def _cut(data: torch.Tensor, start: int, size: int) -> torch.Tensor:

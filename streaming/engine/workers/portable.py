@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streaming.batches.jagged import nested_on, nested_parts
 from streaming.engine.workers.ring import ALIGN_BYTES, tensor_on
 
 _MAIN_OF_A_CHILD = "__mp_main__"
@@ -41,6 +42,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         """How to pickle ``obj``; NotImplemented: as always."""
         if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return _reduce_tensor(obj)
+        nested = nested_parts(obj)
+        if nested is not None and obj.device.type == "cpu":
+            return nested_on, nested
         if type(obj) is np.ndarray and not obj.dtype.hasobject and not _in_one_piece(obj):
             return np.ascontiguousarray(obj).__reduce_ex__(5)
         if type(obj) is np.memmap:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from streaming.batches.jagged import Jagged
+
 _LOOKED_AT, _FLAT_LOOKED_AT = 8, 32
 """Items of a list that count for all of them, and of one of text and numbers: for 256 samples of JSON a tenth of what
 decoding costs. Of bytes, which may be whole images, all count."""
@@ -66,6 +68,8 @@ def tensor_bytes(batch: Any) -> int:
         return sum(map(tensor_bytes, batch.values()))
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return _own_bytes(batch)
+    if isinstance(batch, Jagged):
+        return sum(map(tensor_bytes, batch))
     if type(batch) in (list, tuple) and all(isinstance(one, (torch.Tensor, np.ndarray)) for one in batch):
         return sum(map(_own_bytes, batch))
     return 0

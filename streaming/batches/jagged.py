@@ -1,0 +1,236 @@
+"""Jagged fields: the values of all samples of a batch end to end, and where each begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streaming.errors import ConfigError
+
+Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Gives a contiguous CPU tensor of a shape and dtype, with any content; perhaps in page-locked memory."""
+Form: TypeAlias = Literal["values", "nested", "flat"]
+"""How a jagged field comes: as a ``Jagged`` of rows that differ along their first axis alone, as torch's nested tensor
+of the same, or as a ``Jagged`` of single items with the shape of each row."""
+_HOW = 'name the fields, jagged=("audio", "jpg"), or say the form of each, jagged={"audio": "nested", "jpg": "flat"}'
+
+
+class Jagged(NamedTuple):
+    """Hold a field whose size differs from sample to sample: all B rows end to end in one tensor, and their borders.
+
+    A named tuple of tensors, so it is page-locked, copied to devices and sent between processes like any other. ::
+
+        loader = DataLoader(StreamingDataset(url, decode={"jpg": None}), 64, jagged=("jpg",))
+        for batch in loader:
+            values, offsets, _ = batch["jpg"]                  # uint8 [all bytes], int64 [65]
+            images = decode_jpeg(batch["jpg"].rows(), device="cuda")
+
+    Attributes:
+        values: [total, ...], row i is ``values[offsets[i]:offsets[i + 1]]``; of the form ``"flat"`` [items].
+        offsets: int64 [B + 1], from 0 to the total.
+        shapes: Of the form ``"flat"`` int64 [B, dimensions], the shape of each row; else None.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+    shapes: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[Any], form: Literal["values", "flat"] = "values") -> Jagged:
+        """Lay arrays, tensors or bytes end to end; for a ``collate_fn``. None is a row without items.
+
+        Raises:
+            ConfigError: They cannot be laid so; says which and why.
+        """
+        return laid("of", list(values), form)
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [B], items of each row along the axis that is laid end to end."""
+        return self.offsets.diff()
+
+    def rows(self) -> list[torch.Tensor]:
+        """Cut the B rows out again, as views without a copy. Of tensors on a device it waits for their offsets."""
+        rows = list(torch.split(self.values, self.lengths.tolist()))
+        if self.shapes is None:
+            return rows
+        return [row.view(shape) for row, shape in zip(rows, self.shapes.tolist(), strict=True)]
+
+    def nested(self) -> torch.Tensor:
+        """Show the same memory as torch's nested tensor [B, *, ...] of the jagged layout.
+
+        Raises:
+            ConfigError: Rows are ``"flat"``, and have shapes of their own.
+        """
+        if self.shapes is not None:
+            raise ConfigError('nested(): rows of the form "flat" differ along several axes; take rows()')
+        return nested_on(self.values, self.offsets)
+
+    def padded(self, value: float = 0.0) -> torch.Tensor:
+        """Copy the rows into one tensor [B, longest, ...], with ``value`` behind the shorter ones.
+
+        Raises:
+            ConfigError: Rows are ``"flat"``, and have shapes of their own.
+        """
+        if self.shapes is not None:
+            raise ConfigError('padded(): rows of the form "flat" differ along several axes; take rows()')
+        if not self.num_rows:
+            return self.values.new_empty((0, 0, *self.values.shape[1:]))
+        return torch.nn.utils.rnn.pad_sequence(self.rows(), batch_first=True, padding_value=value)
+
+    def first(self, count: int) -> Jagged:
+        """Copy the first ``count`` rows."""
+        shapes = None if self.shapes is None else self.shapes[:count].clone()
+        offsets = self.offsets[: count + 1].clone()
+        return Jagged(self.values[: int(offsets[-1])].clone(), offsets, shapes)
+
+
+def nested_on(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Show values [total, ...] as a nested tensor of the jagged layout, with borders ``offsets`` int64 [B + 1]."""
+    made: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return made
+
+
+def nested_parts(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Values and offsets of which :func:`nested_on` makes that tensor again; None: it is none of the jagged layout.
+
+    Nor is it one where something else is needed: holes between rows, or another axis than the second.
+    """
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.jagged or value.requires_grad:
+        return None
+    nested: Any = value
+    return (nested.values(), nested.offsets()) if nested._lengths is None and nested._ragged_idx == 1 else None
+
+
+def checked_jagged(jagged: object, collate_fn: object = None) -> dict[str, Form]:
+    """The form of each jagged field, from what users write.
+
+    Raises:
+        ConfigError: It is no mapping of names to forms, and no list of names; or a ``collate_fn`` makes the batches.
+    """
+    if jagged is None:
+        return {}
+    if collate_fn is not None:
+        raise ConfigError(
+            f"jagged={jagged!r} with a collate_fn, which makes the batch; leave one of them out, or lay fields end to "
+            'end in that function: Jagged.of([sample["audio"] for sample in samples])'
+        )
+    if isinstance(jagged, Mapping):
+        named = dict(jagged)
+    elif isinstance(jagged, (list, tuple)) and all(isinstance(name, str) for name in jagged):
+        named = dict.fromkeys(jagged, "values")
+    else:
+        raise ConfigError(f"jagged: {_HOW}; got {jagged!r}")
+    for name, form in named.items():
+        if not isinstance(name, str) or form not in get_args(Form):
+            forms = ", ".join(map(repr, get_args(Form)))
+            raise ConfigError(f"jagged: {_HOW}; of field {name!r} the form is {form!r}, expected one of {forms}")
+    return named
+
+
+def collate_jagged(
+    name: str, values: list[Any], form: Form, keys: Sequence[object] = (), make: Allocate | None = None
+) -> Any:
+    """Lay the values of a field end to end, one of each sample; None: the sample lacks it, and has no items.
+
+    Args:
+        name: Of the field, for messages.
+        values: Arrays or tensors of one dtype, or bytes.
+        form: As users chose.
+        keys: Of the samples, for messages.
+        make: Where the memory comes from; None: fresh memory.
+
+    Returns:
+        A ``Jagged``, or a nested tensor of the same memory.
+
+    Raises:
+        ConfigError: The values cannot be laid so; the message says which, and the cure.
+    """
+    made = laid(f"field {name!r}", values, form, keys, make)
+    return made.nested() if form == "nested" else made
+
+
+def laid(what: str, values: list[Any], form: Form, keys: Sequence[object] = (), make: Allocate | None = None) -> Jagged:
+    """Lay values end to end; see :func:`collate_jagged`."""
+    there = [value for value in values if value is not None]
+    if there and all(isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 for value in there):
+        bits = laid(what, [None if value is None else value.view(torch.int16) for value in values], form, keys, make)
+        return bits._replace(values=bits.values.view(torch.bfloat16))  # NumPy has no such type
+    arrays = [_as_array(what, value, number, keys) for number, value in enumerate(values)]
+    first = next((array for array in arrays if array is not None), None)
+    if first is None:
+        raise ConfigError(f"jagged: {what}: none of the {len(values)} samples has a value; leave it out of jagged")
+    flat = form == "flat"
+    for number, array in enumerate(arrays):
+        if array is None:
+            continue
+        if array.dtype != first.dtype or array.ndim != first.ndim:
+            raise _unlike(what, number, keys, first, array, "one dtype and number of axes; convert them in transform")
+        if not flat and array.shape[1:] != first.shape[1:]:
+            cure = 'equal shapes but for the first axis; say jagged={field: "flat"}, or move that axis to the front'
+            raise _unlike(what, number, keys, first, array, cure)
+    empty = np.empty((0, *first.shape[1:]), first.dtype)
+    rows = [empty if array is None else array for array in arrays]
+    shapes = None
+    if flat:
+        shapes = torch.tensor([row.shape for row in rows], dtype=torch.int64)
+        rows = [row.reshape(-1) for row in rows]
+    return joined(rows, first.dtype.newbyteorder("="), make, shapes)
+
+
+def joined(
+    rows: list[npt.NDArray[Any]], dtype: np.dtype[Any], make: Allocate | None = None, shapes: torch.Tensor | None = None
+) -> Jagged:
+    """Copy rows that agree in all axes but the first end to end, as ``dtype``, into memory of ``make``."""
+    make = _fresh if make is None else make
+    offsets = make((len(rows) + 1,), torch.int64)
+    borders = offsets.numpy()
+    borders[0] = 0
+    np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)), out=borders[1:])
+    values = make((int(borders[-1]), *rows[0].shape[1:]), torch.from_numpy(np.empty(0, dtype)).dtype)
+    np.concatenate(rows, out=values.numpy(), casting="same_kind")
+    return Jagged(values, offsets, shapes)
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _as_array(what: str, value: Any, number: int, keys: Sequence[object]) -> npt.NDArray[Any] | None:
+    """A value as an array of at least one axis; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return np.frombuffer(value, np.uint8)
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu":
+        value = value if value.dtype is torch.bfloat16 else value.detach().numpy()
+    if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "biufc":
+        return value
+    got = f"{value.dtype} {list(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+    raise ConfigError(
+        f"jagged: {what}: {_sample(number, keys)} is {got}; expected bytes, or an array or CPU tensor of numbers with "
+        "at least one axis. Leave it out of jagged, take it as bytes with decode={field: None}, or make it an array in "
+        "transform"
+    )
+
+
+def _unlike(
+    what: str, number: int, keys: Sequence[object], first: npt.NDArray[Any], got: npt.NDArray[Any], expected: str
+) -> ConfigError:
+    return ConfigError(
+        f"jagged: {what}: {_sample(number, keys)} is {got.dtype} {list(got.shape)}, one before it {first.dtype} "
+        f"{list(first.shape)}; expected {expected}"
+    )
+
+
+def _sample(number: int, keys: Sequence[object]) -> str:
+    return f"sample {keys[number]!r}" if number < len(keys) else f"row {number}"

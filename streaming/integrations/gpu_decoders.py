@@ -1,0 +1,113 @@
+"""Hand the bytes of images to decoders on a GPU: nvImageCodec, DALI and those that take lists of tensors.
+
+A loader with ``decode={"jpg": None}`` and ``jagged=("jpg",)`` gives the encoded images of a batch as one buffer and
+their borders; under ``pin_memory=True`` or a ``DevicePrefetcher`` it is page-locked. These decoders read it on the CPU,
+so they get the loader's batches before these go to a device. What is made here are views without a copy: keep the batch
+until the decoder is done with them.
+
+torchvision's nvJPEG needs nothing of this: ``decode_jpeg(batch["jpg"].rows(), device="cuda")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from streaming.batches.jagged import Jagged
+from streaming.errors import ConfigError
+
+__all__ = ["DaliSource", "arrays", "code_streams"]
+
+
+def arrays(field: Any) -> list[npt.NDArray[np.uint8]]:
+    """Show the B payloads of a jagged field of bytes as arrays uint8 [size], without a copy.
+
+    ``nvimgcodec.Decoder().decode(arrays(batch["jpg"]))`` takes them, and so does whatever reads buffers.
+
+    Raises:
+        ConfigError: It is no jagged field of bytes on the CPU.
+    """
+    if not isinstance(field, Jagged) or field.values.dtype is not torch.uint8 or field.values.ndim != 1:
+        raise ConfigError(
+            f'expected a jagged field of bytes, got {_kind(field)}; read it with decode={{"jpg": None}} and '
+            'DataLoader(…, jagged=("jpg",))'
+        )
+    if field.values.device.type != "cpu":
+        raise ConfigError(
+            f"the bytes lie on {field.values.device}, decoders read them on the CPU and write pixels to the device; "
+            "take batches of the loader itself, not of a DevicePrefetcher"
+        )
+    return [row.numpy() for row in field.rows()]
+
+
+def code_streams(field: Any) -> list[Any]:
+    """Make an ``nvidia.nvimgcodec.CodeStream`` of each payload, which tells size and codec before anything is decoded.
+
+    Raises:
+        ConfigError: It is no jagged field of bytes on the CPU, or nvImageCodec is not installed.
+    """
+    payloads = arrays(field)
+    try:
+        codec = import_module("nvidia.nvimgcodec")
+    except ImportError as error:
+        raise ConfigError(
+            "code_streams needs nvImageCodec, which is not installed: pip install nvidia-nvimgcodec-cu12, or -cu13 "
+            "where torch.version.cuda begins with 13"
+        ) from error
+    return [codec.CodeStream(one) for one in payloads]
+
+
+class DaliSource:
+    """Feed batches of a loader to ``fn.external_source`` of DALI: for each field a list of arrays.
+
+    ::
+
+        source = DaliSource(loader, "jpg", "cls")
+
+        @pipeline_def(batch_size=64, num_threads=4, device_id=0)
+        def images():
+            jpegs, labels = fn.external_source(source, num_outputs=2, cycle="raise")
+            return fn.decoders.image(jpegs, device="mixed"), labels
+
+    Each ``iter`` is an epoch of the loader; ``cycle="raise"`` has DALI begin the next one after its ``reset()``. DALI
+    copies what it is fed (``no_copy=False``), so batches may go at once. The loader's ``state_dict`` is ahead of the
+    training by what DALI has asked for: ``prefetch_queue_depth`` batches.
+
+    Args:
+        loader: Gives batches that are dicts.
+        names: Fields: jagged ones of bytes or numbers, and tensors [B, ...].
+    """
+
+    def __init__(self, loader: Iterable[Mapping[str, Any]], *names: str) -> None:
+        if not names:
+            raise ConfigError('DaliSource: name the fields, such as DaliSource(loader, "jpg", "cls")')
+        self._loader, self._names = loader, names
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give for each batch a tuple of lists, one for each field; of a single field the list itself."""
+        for batch in self._loader:
+            fields = tuple(_listed(name, batch) for name in self._names)
+            yield fields[0] if len(fields) == 1 else fields
+
+
+def _listed(name: str, batch: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
+    """A field of a batch as B arrays, views of it."""
+    if name not in batch:
+        raise ConfigError(f"DaliSource: the batch has no entry {name!r}; there are {', '.join(map(str, batch))}")
+    value = batch[name]
+    if isinstance(value, Jagged):
+        return [row.numpy() for row in value.rows()]
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.ndim:
+        return list(value.numpy()) if value.ndim > 1 else [value[i : i + 1].numpy() for i in range(len(value))]
+    raise ConfigError(f"DaliSource: field {name!r} is {_kind(value)}, expected a jagged field or a tensor [B, ...]")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Jagged):
+        return f"Jagged of {value.values.dtype} {list(value.values.shape)}"
+    return f"a {type(value).__name__}"
