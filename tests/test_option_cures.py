@@ -53,6 +53,7 @@ RUN_ELSEWHERE = {
     "encode": "test_broadcast.py::test_objects_travel_by_the_functions_given",
     "exclude": "test_filters.py::test_keys_are_left_out",
     "index": "test_cures.py::an_index_elsewhere_is_built",
+    "jagged": "test_jagged.py::test_ordinary_data_sets_too",
     "lanes": "test_cures.py::fewer_lanes_fit_into_less_memory",
     "max_gzip_ratio": "test_cures.py::an_archive_that_inflates_far_is_allowed",
     "memory_limit": "test_cures.py::a_memory_limit_that_is_named_is_enough",

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport
-from streaming.engine.weigh import tensor_bytes, weigh
 from streaming.engine.builders import Builder
 from streaming.engine.standing import thread_lines
 from streaming.engine.threads.jobs import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
+from streaming.engine.weigh import tensor_bytes, weigh
 from streaming.metrics import Metrics
 from streaming.plan.memory import enough_for_batches_mib
 

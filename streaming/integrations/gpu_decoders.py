@@ -1,4 +1,4 @@
-"""Hand the bytes of images to decoders on a GPU: nvImageCodec, DALI and those that take lists of tensors.
+"""Show the bytes of images to decoders on a GPU: nvImageCodec, DALI and those that take lists of tensors.
 
 A loader with ``decode={"jpg": None}`` and ``jagged=("jpg",)`` gives the encoded images of a batch as one buffer and
 their borders; under ``pin_memory=True`` or a ``DevicePrefetcher`` it is page-locked. These decoders read it on the CPU,
@@ -96,7 +96,7 @@ class DaliSource:
 
 
 def _listed(name: str, batch: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
-    """A field of a batch as B arrays, views of it."""
+    """Show a field of a batch as B arrays, views of it."""
     if name not in batch:
         raise ConfigError(f"DaliSource: the batch has no entry {name!r}; there are {', '.join(map(str, batch))}")
     value = batch[name]
