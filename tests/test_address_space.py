@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from data_sets import SampleSet, write_set
+from forked import Forked
 
 from streaming.engine.memory import arena
 from streaming.engine.memory.arena import Arena
 from streaming.errors import MemoryLimitError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 SCRIPT = """
 import resource, sys
@@ -32,14 +28,11 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
     return write_set(tmp_path_factory.mktemp("samples"), (64,))
 
 
-def test_a_small_set_reserves_no_more_than_it_needs(samples: SampleSet) -> None:
+def test_a_small_set_reserves_no_more_than_it_needs(samples: SampleSet, forked: Forked, tmp_path: Path) -> None:
     """With the default memory_limit of 4 GiB, and 1 GiB of address space left."""
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, samples.url], check=False, capture_output=True, text=True, timeout=250,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout) == 64
+    output = tmp_path / "output"
+    assert forked.start(SCRIPT, samples.url, output=output).wait() == 0, output.read_text()
+    assert int(output.read_text()) == 64
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from data_sets import SampleSet, loaders, make_sample, mesh_of, write_set
+from forked import Forked, all_end
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,10 +144,10 @@ for number in range(150):
 """
 
 
-def test_processes_do_not_mix_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "bad.jsonl"
-    processes = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(rank)]) for rank in range(3)]
-    assert [process.wait() for process in processes] == [0, 0, 0]
+def test_processes_do_not_mix_their_lines(tmp_path: Path, forked: Forked) -> None:
+    path, output = tmp_path / "bad.jsonl", tmp_path / "output"
+    processes = [forked.start(WRITER, str(path), str(rank), output=output) for rank in range(3)]
+    assert all_end(processes) == [0, 0, 0], output.read_text()
     records = [BadRecord.from_line(line) for line in path.read_bytes().splitlines()]
     keys = [f"{number}" for number in range(150)]
     keys += [f"{rank}-{number}" for rank in range(3) for number in range(150)]

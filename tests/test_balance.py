@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from exchange_worker import GLOBAL_BATCH, LENGTH, RAMP, loader_of, rows_of
+from forked import Forked, all_end
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packed import write
@@ -156,24 +154,14 @@ def test_rows_of_a_batch_join_to_that_batch(folder: Path, options: dict[str, Any
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_four_ranks_exchange_packs(folder: Path, tmp_path: Path) -> None:
+def test_four_ranks_exchange_packs(folder: Path, tmp_path: Path, forked: Forked) -> None:
     """The same global batches, each rank as many packs as before, dealt as computed; resumed after three batches."""
     world = 4
-    command = [sys.executable, str(Path(__file__).parent / "exchange_worker.py"), str(folder), str(tmp_path)]
-    here = Path(__file__).parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
-    started = []
-    try:
-        for rank in range(world):
-            with open(tmp_path / f"stderr-{rank}", "wb") as errors:
-                started.append(subprocess.Popen([*command, str(rank), str(world)], env=environment, stderr=errors))
-        codes = [one.wait(timeout=200) for one in started]
-    finally:
-        for one in started:
-            if one.poll() is None:
-                one.kill()
-            one.wait()
-    assert codes == [0] * world, [(tmp_path / f"stderr-{rank}").read_text()[-2000:] for rank in range(world)]
+    program, output = Path(__file__).parent / "exchange_worker.py", tmp_path / "output"
+    ranks = [
+        forked.start(program, str(folder), str(tmp_path), str(rank), str(world), output=output) for rank in range(world)
+    ]
+    assert all_end(ranks, 200) == [0] * world, output.read_text()[-8000:]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
     plain = json.loads(json.dumps([plain_batches(folder, rank, world) for rank in range(world)]))
     waits = {"as dealt": 0, "exchanged": 0}

@@ -95,6 +95,7 @@ def test_resumed_on_another_world_with_other_weights(data: StreamingDataset, cap
         plain_world(Balanced(data, by="num"), 1, 1, state)
 
 
+@pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_in_a_loader_and_in_a_mixture(data: StreamingDataset, num_workers: int) -> None:
     with DataLoader(Balanced(data, "cls"), batch_size=16, epoch_size=len(data), num_workers=num_workers) as loader:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
+from forked import Forked
 from servers import MiniS3Server, MotoServer, fresh_name
 
 from shard_tools.cli import cli
@@ -46,6 +48,31 @@ def failed(*arguments: object, code: int = 1, **environ: str) -> str:
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("Error: ")
     return line
+
+
+MAIN = "from shard_tools.__main__ import main\nmain()\n"
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[tuple[int, Path]]:
+    """A pseudo-terminal: our end of it, and the device that a process writes to."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    try:
+        yield ours, Path(os.ttyname(theirs))
+    finally:
+        os.close(theirs)
+        os.close(ours)
+
+
+def seen(ours: int) -> bytes:
+    """What has been written to a terminal."""
+    drawn = b""
+    with contextlib.suppress(BlockingIOError):  # one read gives a page at most; a slow machine draws more
+        while piece := os.read(ours, 1 << 16):
+            drawn += piece
+    return drawn
 
 
 @pytest.fixture(scope="module")
@@ -257,19 +284,13 @@ def test_a_key_of_digits_is_a_key_first(tmp_path: Path) -> None:
     assert "no sample has the key '10'" in failed("cat", tmp_path / "out", "10")
 
 
-def test_cat_refuses_binary_to_a_terminal(shards: Path) -> None:
+def test_cat_refuses_binary_to_a_terminal(shards: Path, forked: Forked) -> None:
     """A real terminal: a pseudo-terminal as standard output."""
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    try:
-        command = [sys.executable, "-m", "shard_tools", "cat", str(shards), "0", "--field"]
-        refused = subprocess.run([*command, "png"], stdout=theirs, stderr=subprocess.PIPE, check=False)
-        shown = subprocess.run([*command, "cls"], stdout=theirs, stderr=subprocess.PIPE, check=False)
-    finally:
-        os.close(theirs)
-        os.close(ours)
-    assert (refused.returncode, b"--field png >" in refused.stderr) == (2, True)
-    assert shown.returncode == 0
+    with terminal() as (ours, theirs):
+        assert forked.start(MAIN, "cat", str(shards), "0", "--field", "png", output=theirs).wait() == 2
+        assert b"--field png >" in seen(ours)
+        assert forked.start(MAIN, "cat", str(shards), "0", "--field", "cls", output=theirs).wait() == 0
+        assert seen(ours) == b"0"
 
 
 # --------------------------------------------------------------------------------------------- failures
@@ -352,23 +373,24 @@ def test_s3_failures_are_one_line_with_the_cure(mini_s3: MiniS3Server, images: P
 # -------------------------------------------------------------------------------------- real processes
 
 
-def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shard_tools", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-
 def test_python_m_and_console_script(shards: Path) -> None:
-    ran = tool("info", shards, "--json")
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert json.loads(ran.stdout)["num_samples"] == 30
     script = Path(sys.executable).with_name("shard_tools")
     assert script.exists(), "the console script is installed with the package"
-    ran = subprocess.run([script, "info", str(shards), "--json"], capture_output=True, text=True, check=False)
-    assert (ran.returncode, json.loads(ran.stdout)["num_samples"]) == (0, 30)
-    assert tool("info", shards / "none.tar").returncode == 1
-    assert tool("nonsense").returncode == 2
-    debug = tool("info", shards / "none.tar", "--debug")
-    assert (debug.returncode, "Traceback" in debug.stderr) == (1, True)
+    for command in ([sys.executable, "-m", "shard_tools"], [script]):
+        ran = subprocess.run([*command, "info", str(shards), "--json"], capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        assert json.loads(ran.stdout)["num_samples"] == 30
+
+
+def test_exit_codes(shards: Path, tmp_path: Path, forked: Forked) -> None:
+    output = tmp_path / "output"
+    nothing = str(shards / "none.tar")
+    assert forked.start(MAIN, "info", nothing, output=output).wait() == 1
+    assert "Traceback" not in output.read_text()
+    assert forked.start(MAIN, "nonsense", output=output).wait() == 2
+    assert "Traceback" not in output.read_text()
+    assert forked.start(MAIN, "info", nothing, "--debug", output=output).wait() == 1
+    assert "Traceback" in output.read_text()
 
 
 def test_a_reader_that_leaves_early_is_no_error(shards: Path) -> None:
@@ -382,7 +404,7 @@ def test_starting_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path, forked: Forked) -> None:
     """An interrupt while the fourth shard is being written."""
     (tmp_path / "in").mkdir()
     lines = [json.dumps({"n": i}) for i in range(50)]
@@ -396,13 +418,11 @@ def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path) -> None:
         "    if count[0] == 35: signal.raise_signal(signal.SIGINT)\n"
         "    write(self, sample)\n"
         "writer.ShardWriter.write = counted\n"
-        "from shard_tools.__main__ import main\n"
-        "main()\n"
     )
     arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--max-samples", "10"]
-    ran = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-    assert ran.returncode == 130
-    assert ran.stderr == "Stopped. Run the same command again to go on.\n"
+    output = tmp_path / "output"
+    assert forked.start(code + MAIN, *arguments, output=output).wait() == 130
+    assert output.read_text() == "Stopped. Run the same command again to go on.\n"
     told = json.loads(done(*arguments, "--json"))
     assert told["num_resumed_samples"] == 20
     for path in (tmp_path / "calm").rglob("*"):
@@ -411,26 +431,19 @@ def test_ctrl_c_is_130_and_the_next_run_goes_on(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_progress_bar_on_a_terminal_only(shards: Path) -> None:
+def test_progress_bar_on_a_terminal_only(shards: Path, tmp_path: Path, forked: Forked) -> None:
     """A real terminal as standard error shows the bar; standard output stays clean; without one there is silence."""
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    try:
-        command = [sys.executable, "-m", "shard_tools", "verify", str(shards), "--json"]
-        environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, env=environ, check=False)
-        os.set_blocking(ours, False)
-        drawn = b""
-        with contextlib.suppress(BlockingIOError):  # one read gives a page at most; a slow machine draws more
-            while piece := os.read(ours, 1 << 16):
-                drawn += piece
-    finally:
-        os.close(theirs)
-        os.close(ours)
-    assert (ran.returncode, json.loads(ran.stdout)["ok"]) == (0, True)
+    told, silent = tmp_path / "told", tmp_path / "silent"
+    elsewhere = f"import os\nos.dup2(os.open({str(told)!r}, os.O_WRONLY | os.O_CREAT), 1)\n"
+    arguments, environ = ("verify", str(shards), "--json"), {"TERM": "xterm", "COLUMNS": "120"}
+    with terminal() as (ours, theirs):
+        assert forked.start(elsewhere + MAIN, *arguments, output=theirs, environ=environ).wait() == 0
+        drawn = seen(ours)
+    assert json.loads(told.read_text())["ok"] is True
     assert b"verify" in drawn
     assert b"3/3 shards" in drawn
-    assert tool("verify", shards).stderr == ""
+    assert forked.start(elsewhere + MAIN, *arguments, output=silent, environ=environ).wait() == 0
+    assert silent.read_text() == ""
 
 
 def test_storage_options_reach_the_store(shards: Path) -> None:
