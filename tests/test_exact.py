@@ -89,7 +89,7 @@ def test_a_source_gives_its_samples_in_its_own_order(case: Case, first: int) -> 
             own = orders._orders[number]
             most = min(case.settings.window, 2 * own.lanes.mean_chunk)
             assert own.settings.window == most
-            laid = stream_of(SourceLanes(orders.sources.listings[name], case.settings), lane, stop + most)
+            laid = stream_of(SourceLanes(orders.sources.eras[name], case.settings), lane, stop + most)
             assert not Counter(got) - Counter(laid[max(start - most, 0) :])
             assert not Counter(laid[start + most : max(stop - most, 0)]) - Counter(got)
             if not most:

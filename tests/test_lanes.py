@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
 from streaming.mixing.exact import ExactLanes
-from streaming.mixing.lanes import MixedLanes, Rounds
-from streaming.mixing.passes import MixedPasses, Sources, Weights
+from streaming.mixing.lanes import MixedLanes, Rounds, Runs, SourceLanes
+from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.types import LastBatch
@@ -335,28 +335,47 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
 
 
 @unhurried
-@given(cases(endless=True, dealt="chunks"), st.integers(0, 3))
-def test_every_round_of_a_source_gives_each_sample_once_a_pass(case: Case, number: int) -> None:
-    orders = case.orders()
-    assert isinstance(orders, MixedLanes)
-    for name, lanes in orders._lanes.items():
-        got: Counter[tuple[int, int]] = Counter()
-        ends = []
-        for lane in range(case.settings.lanes):
-            start, stop = (int(lanes.first_of(np.array([number + k]), np.array([lane]))[0]) for k in (0, 1))
-            ends.append(stop)
-            runs = lanes.runs(lane, lane + 1, start, stop)
-            rows = zip(runs.chunk_ids.tolist(), runs.firsts.tolist(), runs.sizes.tolist(), strict=True)
-            for chunk, first, size in rows:
-                got.update((chunk, first + k) for k in range(size))
-        first_chunk = sum(
-            len(case.sources[other]) for other in orders.sources.names[: orders.sources.names.index(name)]
-        )
-        each = {
-            (first_chunk + c, k): lanes.num_passes for c, size in enumerate(case.sources[name]) for k in range(size)
-        }
-        assert got == each
-        assert max(ends) - min(ends) <= 1  # lanes stay together, for ever
+@given(cases(endless=True), st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9), max_size=2), st.data())
+def test_every_round_of_a_source_gives_each_sample_once_a_pass(
+    case: Case, more: list[list[int]], data: st.DataObject
+) -> None:
+    """Also where it grows, once or twice; what comes before does not change."""
+    name, lanes, whole = min(case.sources), case.settings.lanes, sum(more, case.sources[min(case.sources)])
+    sizes = [len(case.sources[name])]
+    eras, source = (
+        [(0, sizes[0])],
+        SourceLanes(Sources({name: whole[: sizes[0]]}, case.settings).eras[name], case.settings),
+    )
+    alone = source
+    for chunks in more:
+        sizes.append(sizes[-1] + len(chunks))
+        eras = eras_grown(eras, source.free_pass(data.draw(st.integers(1, 60))), sizes[-1])
+        source = SourceLanes(Sources({name: whole}, case.settings, eras={name: eras}).eras[name], case.settings)
+    tables = [whole[:count] for _, count in eras]
+    draw = 0
+    for era, table in zip(source.eras, tables, strict=True):
+        assert draw == era.first_draw
+        for _ in range(2 if era is source.eras[-1] else era.stop_round - era.first_round):
+            got: Counter[tuple[int, int]] = Counter()
+            ends = []
+            for lane in range(lanes):
+                start, stop = ((at - lane + lanes - 1) // lanes for at in (draw, draw + era.round_samples))
+                ends.append(stop)
+                if stop > start:
+                    got.update(inside(source.runs(lane, lane + 1, start, stop), start, stop))
+            assert got == dict.fromkeys(all_samples({name: table}), era.num_passes)
+            assert max(ends) - min(ends) <= 1  # lanes stay together, for ever
+            draw += era.round_samples
+    first = source.eras[0].stop_draw // lanes if len(tables) > 1 else 100
+    for lane in range(lanes if first else 0):
+        old, new = alone.runs(lane, lane + 1, 0, first), source.runs(lane, lane + 1, 0, first)
+        assert Counter(inside(old, 0, first)) == Counter(inside(new, 0, first))
+
+
+def inside(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
+    """(chunk, offset) of the samples of runs at positions ``[start, stop)`` of the lane's stream."""
+    rows = zip(runs.begins.tolist(), runs.chunk_ids.tolist(), runs.firsts.tolist(), runs.sizes.tolist(), strict=True)
+    return [(chunk, first + k) for at, chunk, first, size in rows for k in range(size) if start <= at + k < stop]
 
 
 @pytest.mark.parametrize("lanes", [1, 8])

@@ -291,19 +291,15 @@ def _check_mixture(planned: Planned, state: LoaderState) -> None:
             f"--state: of a mixture of {', '.join(known)}: give the JSON file that describes it in place of a URL "
             "(docs/mixing.md)"
         )
-    there = planned.fingerprints
+    there = planned.names
     missing = sorted(set(known) - set(there))
     if missing:
         raise StateError(
             f"--state: of a mixture with the source {missing[0]!r}, which the file lacks; it has "
             f"{', '.join(sorted(there))}"
         )
-    for name, fingerprint in known.items():
-        if there[name] != fingerprint:
-            raise StateError(
-                f"--state: the source {name!r} is not the one of the run: fingerprint {there[name]}, the state has "
-                f"{fingerprint}. Give the shards, and the filter, that the run read"
-            )
+    if state.ledger is not None:
+        planned.eras(state.ledger)
     quotas = None if state.ledger is None else state.ledger.last.quotas
     if quotas is not None and set(quotas) != set(there):
         more = ", ".join(sorted(set(there) - set(quotas)))

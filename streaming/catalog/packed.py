@@ -62,6 +62,7 @@ class PackedSource:
     """
 
     is_packed = True
+    can_grow = False
     names: tuple[str, ...] = ()
     fields: tuple[str, ...] | None
 
@@ -106,6 +107,10 @@ class PackedSource:
         """What tells these packs from others: the documents, their lengths, and how they are packed."""
         said = json.dumps([self.documents.fingerprint, self._groups.digest, asdict(self.rules)], sort_keys=True)
         return sha256(said.encode()).hexdigest()
+
+    def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:  # noqa: ARG002  as ChunkSource has it
+        """All groups if this is the fingerprint; else None: of packs it is not told whether documents came since."""
+        return len(self.chunk_samples) if fingerprint == self.fingerprint else None
 
     @property
     def urls(self) -> Sequence[str]:

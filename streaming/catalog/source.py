@@ -119,6 +119,32 @@ class ChunkSource:
         return self.table.fingerprint if self._selected is None else self._selected.fingerprint
 
     @property
+    def can_grow(self) -> bool:
+        """Whether the set is told apart from itself with shards appended: not ranges, and groups of samples."""
+        return self._window is None and (self._selected is None or self._selected.is_whole)
+
+    def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
+        """How many chunks the set had when this was its fingerprint, if shards were only appended since; else None.
+
+        Args:
+            fingerprint: Of the set, now or then.
+            num_shards: Shards that it had; None: it is looked for, from all of them downwards.
+        """
+        whole = self.shards.table
+        if fingerprint == self.fingerprint:
+            return len(self.chunk_samples)
+        if whole is None or not self.can_grow:
+            return None
+        counts = range(len(whole.shards) - 1, 0, -1) if num_shards is None else (num_shards,)
+        for count in counts:
+            if not 0 < count < len(whole.shards):
+                continue
+            base = whole.take(range(count)).fingerprint
+            if fingerprint == (base if self._selected is None else self._selected.fingerprint_of(base, count)):
+                return int(np.searchsorted(self.table.shard, count))
+        return None
+
+    @property
     def names(self) -> tuple[str, ...]:
         """See ``Source``: none."""
         return ()

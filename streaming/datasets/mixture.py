@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from os import PathLike
 from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
@@ -28,7 +28,7 @@ from streaming.errors import ConfigError, ShardstreamError, StateError
 from streaming.filters.late_columns import find_columns, homes_of, read_values
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import MixedLanes
-from streaming.mixing.passes import MixedPasses, Sources, Weights
+from streaming.mixing.passes import MixedPasses, Passes, Sources, Weights, eras_grown
 from streaming.packing.layout import PackRows
 from streaming.plan.ledger import CHANGED, START, Dealt, Entry, Ledger
 from streaming.plan.order import Orders, OrderSettings, default_lanes
@@ -380,6 +380,7 @@ class Mixture(JoinedSource):
             schedule=blend.weights if changes else None,
             dealt="batches" if self.batches == "one_source" else dealt,
             batch_size=global_batch_size if self.batches == "one_source" else None,
+            shards={name: len(one.urls) for name, one in self.leaves.items() if one.can_grow},
         )  # fmt: skip
 
     def begun(self, global_batch_size: int | None = None) -> Ledger:
@@ -393,8 +394,10 @@ class Mixture(JoinedSource):
             StateError: It cannot: a source is another one, or its chunks are needed for what was drawn before.
         """
 
-        def first_free() -> int:
-            return first_free_row(self.orders(settings, ledger), row)
+        @cache
+        def settled() -> tuple[Any, int]:
+            orders: Any = self.orders(settings, ledger)
+            return orders, first_free_row(orders, row)
 
         missing = sorted(set(ledger.sources) - set(self.names))
         if missing and ledger.last.dealt == "chunks":
@@ -403,7 +406,18 @@ class Mixture(JoinedSource):
                 "stand follows from the chunks that were drawn beside theirs: keep it in the mixture, with the weight "
                 "0 (weights or the Schedule at a resume); its shards are not read any more"
             )
-        found, changes = ledger.resumed(self.start_entry(ledger.last.batch_size or 1), first_free)
+
+        def free_pass(name: str) -> int:
+            found: int = settled()[0].free_pass(name)
+            return found
+
+        own = self.fingerprints
+        changed = {name: was for name, was in ledger.sources.items() if own.get(name, was) != was}
+        grown = [name for name, was in changed.items() if self._chunks_when(name, was, ledger.shards) is not None]
+        found, changes = ledger.resumed(
+            self.start_entry(ledger.last.batch_size or 1), lambda: settled()[1],
+            grown={name: partial(free_pass, name) for name in grown},
+        )  # fmt: skip
         if changes:
             _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
         return found
@@ -455,12 +469,52 @@ class Mixture(JoinedSource):
                 found[name] += length * weights[name] / sum(weights.values())
         return found
 
+    def eras(self, ledger: Ledger) -> dict[str, list[tuple[int, int]]]:
+        """Of each source that the ledger names, from which pass on it has how many of its chunks; see ``Sources``.
+
+        Raises:
+            StateError: A source is not the one of the ledger, nor that one with more shards behind it.
+        """
+        found: dict[str, list[tuple[int, int]]] = {}
+        known: dict[tuple[str, str], int | None] = {}
+        for entry in ledger.entries:
+            for name, fingerprint in entry.sources.items():
+                if name not in self.leaves:
+                    continue  # dropped since
+                key = name, fingerprint
+                if key not in known:
+                    known[key] = self._chunks_when(name, fingerprint, entry.shards)
+                count = known[key]
+                if count is None:
+                    raise StateError(
+                        f"the source {name!r} is not the one of the run: it had the fingerprint {fingerprint[:12]} at "
+                        f"row {entry.start}, and has {self.leaves[name].fingerprint[:12]}. Give the shards, and the "
+                        "filter, that the run read; others may stand behind them"
+                    )
+                if name not in found:
+                    found[name] = [(0, count)]
+                elif name in entry.joins:
+                    found[name] = eras_grown(found[name], entry.joins[name], count)
+        return found
+
+    def _chunks_when(self, name: str, fingerprint: str, shards: Mapping[str, int]) -> int | None:
+        return self.leaves[name].chunks_when(fingerprint, shards.get(name))
+
+    def passes(self, ledger: Ledger) -> dict[str, Passes]:
+        """How large the passes over each source are, with the shards that it had."""
+        eras, found = self.eras(ledger), {}
+        for name, one in self.leaves.items():
+            samples = np.cumsum([0, *one.chunk_samples.tolist()])
+            sizes = eras.get(name, [(0, len(samples) - 1)])
+            found[name] = Passes(tuple((first, int(samples[count])) for first, count in sizes))
+        return found
+
     def next_passes(self, ledger: Ledger, row: int) -> list[tuple[int, str, int]]:
         """At which row behind ``row`` each source begins which pass next, by its share; those that never do are out."""
         drawn, found = self.drawn(ledger, 0, row), []
-        for name, size in self.sizes.items():
-            number = int(drawn[name] // size) + 1
-            at = self._row_of(ledger, row, name, number * size - drawn[name])
+        for name, passes in self.passes(ledger).items():
+            number = int(passes.read(drawn[name])) + 1
+            at = self._row_of(ledger, row, name, passes.draws(number) - drawn[name])
             if at is not None:
                 found.append((at, name, number + 1))
         return found
@@ -504,7 +558,8 @@ class Mixture(JoinedSource):
         ledger = self.begun() if ledger is None else ledger
         bounds = zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True)
         tables = {name: self.chunk_samples[a:b] for name, (a, b) in zip(self.names, bounds, strict=True)}
-        sources = Sources(tables, settings, absent=sorted(set(ledger.sources) - set(self.names)))
+        absent = sorted(set(ledger.sources) - set(self.names))
+        sources = Sources(tables, settings, absent=absent, eras=self.eras(ledger))
         if ledger.last.quotas is not None:
             return MixedPasses(sources, quotas=ledger.last.quotas)
         known = ledger.first_rows

@@ -79,6 +79,14 @@ class Kept:
         """Tells this choice from every other one of the same shards; 32 hex digits."""
         return hashlib.blake2b(self._bits.tobytes(), digest_size=16).hexdigest()
 
+    def digest_of(self, num_shards: int) -> str:
+        """The digest of the same choice of the first shards alone."""
+        size = int(self.shard_places[num_shards]) // 8 if num_shards < len(self.shard_places) else None
+        if size is None:
+            return self.digest
+        some = self._bits.reshape(-1)[:size].tobytes() + bytes(_BLOCK - size % _BLOCK)
+        return hashlib.blake2b(some, digest_size=16).hexdigest()
+
     def ranks(self, places: Int64Array) -> Int64Array:
         """How many kept samples stand before each place, int64[n]."""
         found = np.empty(len(places), np.int64)
@@ -278,6 +286,18 @@ class Selected:
         return replace(
             self, table=table, chunks=self.chunks[rows], ranks=ranks, first=low, stop=high, fingerprint=fingerprint
         )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all that a filter keeps of the shards: no group, no range of samples."""
+        return isinstance(self.kept, Kept) and self.fingerprint.endswith(f";kept={self.kept.digest}")
+
+    def fingerprint_of(self, base: str, num_shards: int) -> str:
+        """The fingerprint of the same filter, where it is whole, over the first shards, whose own is ``base``."""
+        if not isinstance(self.kept, Kept):
+            raise AssertionError("groups are not whole")
+        asked = self.fingerprint.partition(";")[2].rpartition("kept=")[0]
+        return f"{base};{asked}kept={self.kept.digest_of(num_shards)}"
 
     def rows(self, shard: int, num_samples: int) -> npt.NDArray[np.bool_]:
         """Which samples of a shard of so many are given, bool[num_samples]."""

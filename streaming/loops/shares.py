@@ -131,14 +131,14 @@ class Shares:
 
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
         """What was drawn of each source before ``row``, by arithmetic: see ``DataLoader.seen``."""
-        sizes, units = self._mixture.sizes, self._mixture.units_per_sample
+        passes, units = self._mixture.passes(self.ledger), self._mixture.units_per_sample
         orders: Any = self.apart(settings)
         found: dict[str, dict[str, float]] = {}
         for name, count in drawn_before(orders, row).items():
             found[name] = {"samples": count}
-            if name not in sizes:
+            if name not in passes:
                 continue  # dropped since: nothing more is known of it
-            found[name]["passes"] = count / sizes[name]
+            found[name]["passes"] = passes[name].read(count)
             if self._mixture.unit == "tokens":
                 found[name]["tokens"] = round(count * units[name])
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
@@ -13,7 +14,7 @@ from streaming.plan.schedule import checked_weights
 from streaming.types import Int64Array
 
 
-class Endless:
+class Endless(ABC):
     """Hold what is drawn of each source by time, and up to where it is planned. One pass, number 0, without end.
 
     Thread-safe but for ``append``, and with a ``lock`` that too. What was planned stays as it is: weights are only ever
@@ -44,9 +45,9 @@ class Endless:
         self._lock = lock or nullcontext()
         self._weigh()
 
+    @abstractmethod
     def _weigh(self) -> None:
         """Make anew what follows from the schedule, of which only what lies behind the frontier is another."""
-        raise NotImplementedError
 
     def of_pass(self, number: int) -> Self:
         """The order itself: there is one pass.
@@ -66,9 +67,13 @@ class Endless:
         """See ``Order``."""
         return ENDLESS // self.settings.lanes
 
+    @abstractmethod
     def drawn(self, lane: int, place: int) -> Int64Array:
         """Samples of each source that are due at positions ``[0, place)`` of a lane, int64[``Sources.every_name``]."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def free_pass(self, name: str) -> int:
+        """The first pass over a source that nothing planned is of: from there on the source may have more chunks."""
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
         """See ``Order``."""
@@ -81,9 +86,9 @@ class Endless:
         for lane in range(self.settings.lanes if place else 0):
             self.lane_samples(lane, max(place - 2 * self.settings.window - 1, 0), place)
 
+    @abstractmethod
     def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """See ``Order``."""
-        raise NotImplementedError
 
     @property
     def borders(self) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ class SourceOrder:
     """One source's own order: in each lane a stream of its draws, without end, that other sources do not touch.
 
     Args:
-        listing: Of the source.
+        listings: Of the source, more than one where it grew.
         settings: Of the mixture.
 
     Attributes:
@@ -47,11 +47,11 @@ class SourceOrder:
             chunks in each lane, however large the chunks of other sources are.
     """
 
-    def __init__(self, listing: Listing, settings: OrderSettings) -> None:
-        self.lanes = SourceLanes(listing, settings)
+    def __init__(self, listings: Sequence[Listing], settings: OrderSettings) -> None:
+        self.lanes = SourceLanes(listings, settings)
         window = min(settings.window, 2 * self.lanes.mean_chunk)
         self._kept: dict[int, tuple[int, int, _Int32s, _Int32s]] = {}
-        self.settings = replace(settings, seed=keyed_number(settings.seed, "window", listing.name), window=window)
+        self.settings = replace(settings, seed=keyed_number(settings.seed, "window", listings[0].name), window=window)
 
     @property
     def reach(self) -> int:
@@ -105,7 +105,7 @@ class ExactLanes(Endless):
                 "each lane must give as many samples to every batch. Give ShuffleConfig(lanes=…) a divisor"
             )
         self.batch_size = batch_size
-        self._orders = [SourceOrder(listing, sources.settings) for listing in sources.listings.values()]
+        self._orders = [SourceOrder(listings, sources.settings) for listings in sources.eras.values()]
         super().__init__(sources, schedule, lock=lock)
 
     def _weigh(self) -> None:
@@ -199,6 +199,13 @@ class ExactLanes(Endless):
     def drawn(self, lane: int, place: int) -> Int64Array:
         """See ``Endless``."""
         return self._shares.counts(lane, place)
+
+    def free_pass(self, name: str) -> int:
+        """See ``Endless``."""
+        source = self.sources.names.index(name)
+        order, frontier = self._orders[source], self.frontier
+        drawn = max(int(self._shares.counts(lane, frontier)[source]) for lane in range(self.settings.lanes))
+        return order.lanes.free_pass(drawn + order.settings.window) if drawn else 0
 
     def _planned(self, stop: int) -> Shares:
         """The shares, from now on the same for ever at positions before ``stop``."""

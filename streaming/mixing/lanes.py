@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streaming.errors import ConfigError
 from streaming.mixing.endless import Endless
 from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, keyed_number
 from streaming.plan.order import LaneParts, OrderSettings, window_place, window_slice
@@ -39,6 +40,7 @@ _KEPT_BLOCKS = 256  # laid, of a group of lanes each
 _BUNDLED_PARTS = 2**12  # rounds of small sources are laid several at once
 _KEPT_BUNDLES = 3  # of each source
 _LEAST_BLOCK = 1024  # samples of a lane
+_NEVER = 2**62
 
 
 class Rounds:
@@ -49,25 +51,33 @@ class Rounds:
         numbers: Of the rounds.
         num_passes: Passes in a round.
         lanes: L.
+        first_round: Number of the listing's first round.
+        first_draw: The source's draws before that.
 
     Attributes:
         chunk_ids: int64[P], the chunk of each part.
         starts: int64[P+1], linear position of the first sample of each part.
         lane_starts: int64[rounds, L+1], linear position at which each lane of each round starts.
+        first_draws: int64[rounds], the source's draws before each round.
         turns: int64[rounds, L], linear position of the border between parts at which a lane begins to read its run: it
             reads from there to the end, then what is before. So the parts that lane borders cut, which are smaller, do
             not come in all lanes of all sources at once.
     """
 
-    def __init__(self, listing: Listing, numbers: range, num_passes: int, lanes: int) -> None:
+    def __init__(
+        self, listing: Listing, numbers: range, num_passes: int, lanes: int, *, first_round: int = 0,
+        first_draw: int = 0,
+    ) -> None:  # fmt: skip
         self.numbers = numbers
         chunks = num_passes * listing.num_chunks
-        parts = listing.at(np.arange(numbers.start * chunks, numbers.stop * chunks, dtype=np.int64))
+        places = np.arange(numbers.start, numbers.stop + 1, dtype=np.int64) - first_round
+        parts = listing.at(np.arange(places[0] * chunks, places[-1] * chunks, dtype=np.int64))
         self.chunk_ids = parts.chunk_ids
         self.starts: Int64Array = np.concatenate([[0], np.cumsum(parts.sizes)])
         # Of the source's draws, those of each round by lane: draw n belongs to lane n % L.
         size = num_passes * listing.samples_per_pass
-        draws = np.arange(numbers.start, numbers.stop + 1, dtype=np.int64)[:, None] * size
+        draws = first_draw + places[:, None] * size
+        self.first_draws: Int64Array = draws[:-1, 0]
         lane = np.arange(lanes + 1, dtype=np.int64)
         dealt = draws // lanes * lane + np.minimum(draws % lanes, lane)
         self.lane_starts: Int64Array = np.diff(dealt, axis=0) + (draws[:-1] - draws[0])
@@ -118,52 +128,120 @@ class Runs:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Era:
+    """Rounds ``[first_round, stop_round)`` of a source, over the chunks that it has until it grows.
+
+    They hold its draws ``[first_draw, stop_draw)``.
+    """
+
+    listing: Listing
+    num_passes: int
+    round_samples: int
+    first_round: int
+    first_draw: int
+    stop_round: int
+    stop_draw: int
+
+    @property
+    def num_bundled(self) -> int:
+        """Rounds that are made at once."""
+        return max(_BUNDLED_PARTS // (self.num_passes * self.listing.num_chunks), 1)
+
+
+def _eras(listings: Sequence[Listing], lanes: int) -> Iterator[_Era]:
+    """Yield the eras of a source, the last one without end.
+
+    Raises:
+        ConfigError: One does not begin with a round of the one before.
+    """
+    first_round = first_draw = 0
+    for listing, later in zip(listings, [*listings[1:], None], strict=True):
+        num_passes = -(-lanes // listing.num_chunks)
+        size = num_passes * listing.samples_per_pass
+        stop_round = stop_draw = _NEVER
+        if later is not None:
+            num_rounds, rest = divmod(later.first_pass - listing.first_pass, num_passes)
+            if num_rounds < 1 or rest:
+                raise ConfigError(
+                    f"source {listing.name!r}: it grew at pass {later.first_pass}; expected a multiple of {num_passes} "
+                    f"passes behind pass {listing.first_pass}"
+                )
+            stop_round, stop_draw = first_round + num_rounds, first_draw + num_rounds * size
+        yield _Era(
+            listing=listing, num_passes=num_passes, round_samples=size, first_round=first_round, first_draw=first_draw,
+            stop_round=stop_round, stop_draw=stop_draw,
+        )  # fmt: skip
+        first_round, first_draw = stop_round, stop_draw
+
+
 class SourceLanes:
     """One source as L endless streams. Safe to share between threads: it keeps only what it would make again.
 
+    A source with fewer chunks than lanes has rounds of several passes. One that grew has other rounds from one of its
+    passes on; what comes before stays as it is, and so does what depends on ``mean_chunk``.
+
     Args:
-        listing: Of the source.
+        listings: Of the source, more than one where it grew.
         settings: Of the mixture.
 
     Attributes:
-        num_passes: Passes of a round; 1 where the source has at least as many chunks as there are lanes.
-        round_samples: Samples of a round.
-        mean_chunk: Samples of a chunk, on average.
+        mean_chunk: Samples of a chunk, on average, of those that the source began with.
+        largest_chunk: Samples of the largest chunk.
+
+    Raises:
+        ConfigError: The source grew in the middle of a round.
     """
 
-    def __init__(self, listing: Listing, settings: OrderSettings) -> None:
-        self.listing, self._lanes = listing, settings.lanes
-        self.num_passes = -(-settings.lanes // listing.num_chunks)
-        self.round_samples = self.num_passes * listing.samples_per_pass
-        self.mean_chunk = -(-listing.samples_per_pass // listing.num_chunks)
-        self._bundled = max(_BUNDLED_PARTS // (self.num_passes * listing.num_chunks), 1)
-        self._bundles: dict[int, Rounds] = {}
+    def __init__(self, listings: Sequence[Listing], settings: OrderSettings) -> None:
+        self._lanes = settings.lanes
+        self.eras = list(_eras(listings, settings.lanes))
+        self.mean_chunk = -(-listings[0].samples_per_pass // listings[0].num_chunks)
+        self.largest_chunk = max(listing.largest_chunk for listing in listings)
+        self._bundles: dict[tuple[int, int], Rounds] = {}
 
-    def bundle(self, number: int) -> Rounds:
-        """Some rounds that follow one another; the latest are kept."""
-        found = self._bundles.get(number)
+    def bundle(self, era: _Era, number: int) -> Rounds:
+        """The rounds made with a round of an era, that follow one another; the latest are kept."""
+        within = (number - era.first_round) // era.num_bundled
+        key = era.first_round, within
+        found = self._bundles.get(key)
         if found is None:
-            numbers = range(number * self._bundled, (number + 1) * self._bundled)
-            found = Rounds(self.listing, numbers, self.num_passes, self._lanes)
+            first = era.first_round + within * era.num_bundled
+            numbers = range(first, min(first + era.num_bundled, era.stop_round))
+            found = Rounds(
+                era.listing, numbers, era.num_passes, self._lanes, first_round=era.first_round,
+                first_draw=era.first_draw,
+            )  # fmt: skip
             for old in list(self._bundles)[: max(len(self._bundles) - _KEPT_BUNDLES + 1, 0)]:
                 self._bundles.pop(old, None)
-            self._bundles[number] = found
+            self._bundles[key] = found
         return found
 
-    def first_of(self, number: Int64Array, lanes: Int64Array) -> Int64Array:
-        """Where rounds begin in the streams of lanes; any shape."""
-        return (number * self.round_samples - lanes + self._lanes - 1) // self._lanes
+    def rounds_of(self, low: int, high: int, start: int, stop: int) -> Iterator[tuple[_Era, range]]:
+        """The rounds, by era, that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
+        first, last = start * self._lanes + low, (stop - 1) * self._lanes + high - 1
+        for era in self.eras:
+            if first < era.stop_draw and last >= era.first_draw:
+                begin, end = max(first, era.first_draw), min(last, era.stop_draw - 1)
+                places = ((draw - era.first_draw) // era.round_samples for draw in (begin, end))
+                yield era, range(era.first_round + next(places), era.first_round + next(places) + 1)
 
-    def rounds_of(self, low: int, high: int, start: int, stop: int) -> range:
-        """The rounds that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
-        last = (stop - 1) * self._lanes + high - 1
-        return range((start * self._lanes + low) // self.round_samples, last // self.round_samples + 1)
+    def free_pass(self, stop: int) -> int:
+        """The first pass that begins a round of which no lane has anything before position ``stop`` of its stream."""
+        draw = stop * self._lanes
+        era = next(era for era in self.eras if draw <= era.stop_draw)
+        rounds = -(-max(draw - era.first_draw, 0) // era.round_samples)
+        return era.listing.first_pass + rounds * era.num_passes
 
     def runs(self, low: int, high: int, start: int, stop: int) -> Runs:
         """The runs that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``, whole."""
-        numbers = self.rounds_of(low, high, start, stop)
-        bundles = range(numbers.start // self._bundled, (numbers.stop - 1) // self._bundled + 1)
-        found = [self._runs_of(self.bundle(bundle), numbers, (low, high), (start, stop)) for bundle in bundles]
+        found = []
+        for era, numbers in self.rounds_of(low, high, start, stop):
+            number = numbers.start
+            while number < numbers.stop:
+                bundle = self.bundle(era, number)
+                found.append(self._runs_of(bundle, numbers, (low, high), (start, stop)))
+                number = bundle.numbers.stop
         if len(found) == 1:
             return found[0]
         whole = Runs.joined(found)
@@ -179,7 +257,7 @@ class SourceLanes:
         turn = bundle.turns[within, lanes]
         lows = np.where(is_late, bundle.lane_starts[within, lanes], turn)
         highs = np.where(is_late, turn, bundle.lane_starts[within, lanes + 1])
-        first = self.first_of(number, lanes)
+        first = self._first_of(bundle, within, lanes)
         first[1::2] += (highs - lows)[::2]
         here = np.flatnonzero((highs > lows) & (first < positions[1]) & (first + highs - lows > positions[0]))
         # One row for each part in it.
@@ -198,11 +276,16 @@ class SourceLanes:
             begins=first[row] + begins - lows[row],
         )
 
+    def _first_of(self, bundle: Rounds, within: Int64Array | int, lanes: Int64Array) -> Int64Array:
+        """Where rounds of a bundle begin in the streams of lanes; any shape."""
+        return (bundle.first_draws[within] - lanes + self._lanes - 1) // self._lanes
+
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source lies."""
         found: list[tuple[int, int]] = []
-        for number in self.rounds_of(0, self._lanes, start, stop):
-            bundle = self.bundle(number // self._bundled)
+        rounds = [(era, number) for era, numbers in self.rounds_of(0, self._lanes, start, stop) for number in numbers]
+        for era, number in rounds:
+            bundle = self.bundle(era, number)
             within = number - bundle.numbers.start
             starts, turns = bundle.lane_starts[within], bundle.turns[within]
             part = np.flatnonzero(bundle.chunk_ids == chunk_id)
@@ -211,7 +294,7 @@ class SourceLanes:
             lanes = np.searchsorted(starts, linear, side="right") - 1
             after_turn = linear - turns[lanes]
             size = starts[lanes + 1] - starts[lanes]
-            places = self.first_of(np.array([number]), lanes) + np.where(after_turn < 0, after_turn + size, after_turn)
+            places = self._first_of(bundle, within, lanes) + np.where(after_turn < 0, after_turn + size, after_turn)
             due = (places >= start) & (places < stop)
             found += zip(lanes[due].tolist(), places[due].tolist(), strict=True)
         return found
@@ -293,7 +376,7 @@ class MixedLanes(Endless):
         self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None
     ) -> None:
         names, settings = sorted(sources.names), sources.settings
-        self._lanes = {name: SourceLanes(sources.listings[name], settings) for name in names}
+        self._lanes = {name: SourceLanes(sources.eras[name], settings) for name in names}
         self._phases = {name: _phases(name, settings) for name in names}
         self._block_time = max(_LEAST_BLOCK, 2 * settings.window)
         self._blocks: dict[tuple[int, int], _Block] = {}
@@ -339,12 +422,10 @@ class MixedLanes(Endless):
         name = self.sources.names[int(self.sources.source_of(np.array([chunk_id]))[0])]
         growth, lanes, window = self._growths[name], self._lanes[name], self.settings.window
         # Positions and times differ by less than a chunk of each source.
-        slack = sum(
-            each.listing.largest_chunk + each.mean_chunk for each in self._lanes.values() for listing in [each.listing]
-        )
+        slack = sum(each.largest_chunk + each.mean_chunk for each in self._lanes.values())
         since, until = max(start - window - slack, 0), stop + window + slack
         stream = (
-            max(int(growth.due(since)) - lanes.mean_chunk - lanes.listing.largest_chunk, 0),
+            max(int(growth.due(since)) - lanes.mean_chunk - lanes.largest_chunk, 0),
             int(growth.due(until)) + 2,
         )
         found = []
@@ -399,6 +480,13 @@ class MixedLanes(Endless):
     def drawn(self, lane: int, place: int) -> Int64Array:
         """See ``Endless``."""
         return self.sources.drawn(self, 0, lane, place)
+
+    def free_pass(self, name: str) -> int:
+        """See ``Endless``."""
+        with self._lock:
+            due = self._growths[name].due(self._frontier)
+        # All that is laid is stamped before the frontier: it begins before what is due there.
+        return self._lanes[name].free_pass(int(due) + 2) if due else 0
 
     def _block_starts(self, group: int, block: _Block) -> int:
         """The time at which a block begins."""

@@ -83,19 +83,21 @@ class Listing:
         first_chunk: Number of its first chunk in the mixture.
         seed: Of the order.
         shuffle: False: every pass in storage order.
+        first_pass: Number of the first pass of this list: where a source grew, an earlier list has those before.
 
     Raises:
         ConfigError: There is no sample.
     """
 
     def __init__(
-        self, name: str, chunk_samples: npt.ArrayLike, *, first_chunk: int, seed: int, shuffle: bool = True
-    ) -> None:
+        self, name: str, chunk_samples: npt.ArrayLike, *, first_chunk: int, seed: int, shuffle: bool = True,
+        first_pass: int = 0,
+    ) -> None:  # fmt: skip
         try:
             sizes = checked_chunk_samples(chunk_samples)
         except ConfigError as error:
             raise ConfigError(f"source {name!r}: {error}") from error
-        self.name, self.seed = name, seed
+        self.name, self.seed, self.first_pass = name, seed, first_pass
         self.samples_per_pass = int(sizes.sum())
         self._full = np.flatnonzero(sizes)
         self._sizes = sizes[self._full]
@@ -117,6 +119,7 @@ class Listing:
     def at(self, indices: Int64Array) -> Parts:
         """The chunks at some places of the list, in any order; the list has no end."""
         passes, places = np.divmod(indices, self.num_chunks)
+        passes += self.first_pass
         numbers, row = np.unique(passes, return_inverse=True)
         chosen = self._orders(numbers)[row, places]
         return Parts(
@@ -201,6 +204,34 @@ def keyed_number(seed: int, purpose: str, name: str, *numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
 
 
+def eras_grown(eras: Sequence[tuple[int, int]], first_pass: int, num_chunks: int) -> list[tuple[int, int]]:
+    """The eras of a source that has more chunks from a pass on: in place of those that were to begin then or later."""
+    return [*(era for era in eras if era[0] < first_pass), (first_pass, num_chunks)]
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Count the passes over one source, of which later ones are larger where the source grew.
+
+    Attributes:
+        sizes: First pass, and samples of each pass from it on; by pass, the first one 0.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+
+    def draws(self, number: int) -> int:
+        """Samples of all passes before pass ``number``."""
+        stops = [*(first for first, _ in self.sizes[1:]), number]
+        return sum(
+            max(min(stop, number) - first, 0) * size for (first, size), stop in zip(self.sizes, stops, strict=True)
+        )
+
+    def read(self, count: float) -> float:
+        """How many passes the first ``count`` samples are."""
+        first, size = next(era for era in reversed(self.sizes) if self.draws(era[0]) <= count)
+        return first + (count - self.draws(first)) / size
+
+
 class Laid(Order, Protocol):
     """An order that lays samples in lanes, of which a window of the lane's own moves them."""
 
@@ -215,20 +246,22 @@ class Sources:
         chunk_samples: int64[C_s], samples of each chunk, by the source's name.
         settings: The order settings.
         absent: Names of others that were drawn from once, and of which nothing is known any more.
+        eras: Of each source that grew, from which pass on its first how many chunks are listed; by pass, from 0 on.
 
     Attributes:
         names: Of the sources.
         every_name: Those of the absent ones behind them.
         chunk_samples: int64[C], of all.
-        listings: Of each source, by name.
+        eras: Of each source, by name: its list of chunks, and where it grew a later one from some pass on.
 
     Raises:
         ConfigError: There is no source, one holds no sample, or the settings are of no use here.
     """
 
     def __init__(
-        self, chunk_samples: Mapping[str, npt.ArrayLike], settings: OrderSettings, *, absent: Sequence[str] = ()
-    ) -> None:
+        self, chunk_samples: Mapping[str, npt.ArrayLike], settings: OrderSettings, *, absent: Sequence[str] = (),
+        eras: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+    ) -> None:  # fmt: skip
         if not chunk_samples:
             raise ConfigError("sources: none are given")
         if settings.scope != "global":
@@ -239,16 +272,26 @@ class Sources:
         self.names = tuple(chunk_samples)
         self._absent = tuple(absent)
         self.every_name = self.names + self._absent
-        self.listings: dict[str, Listing] = {}
+        self._grown = {name: tuple(found) for name, found in (eras or {}).items()}
+        self.eras: dict[str, tuple[Listing, ...]] = {}
         self._tables = {name: np.asarray(given, np.int64) for name, given in chunk_samples.items()}
         self._starts = [0]
         for name, table in self._tables.items():
-            self.listings[name] = Listing(
-                name, table, first_chunk=self._starts[-1], seed=settings.seed, shuffle=settings.shuffle
-            )
+            self.eras[name] = tuple(
+                Listing(
+                    name, table[:count], first_chunk=self._starts[-1], seed=settings.seed, shuffle=settings.shuffle,
+                    first_pass=first,
+                )
+                for first, count in self._grown.get(name, ((0, len(table)),))
+            )  # fmt: skip
             self._starts.append(self._starts[-1] + len(table))
         self.chunk_samples: Int64Array = np.concatenate(list(self._tables.values()))
         self.chunk_samples.setflags(write=False)
+
+    @property
+    def listings(self) -> dict[str, Listing]:
+        """The chunks of each source, by name; of one that grew, all that it has now."""
+        return {name: eras[-1] for name, eras in self.eras.items()}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -280,7 +323,7 @@ class Sources:
 
     def under(self, settings: OrderSettings) -> Sources:
         """The same sources under other settings."""
-        return Sources(self._tables, settings, absent=self._absent)
+        return Sources(self._tables, settings, absent=self._absent, eras=self._grown)
 
 
 class MixedPasses:

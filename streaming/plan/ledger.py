@@ -7,19 +7,22 @@ It is part of every checkpoint of a mixture (``state_dict()["ledger"]``), as a l
 
 ``from`` counts rows: samples of the run over all ranks and epochs. What was drawn before a row depends on the entries
 up to it alone, so the whole run can be replayed from its last state, and how often each source was read is arithmetic.
+
+``shards`` says how many shards each source had. An entry under which one has more says in ``joins`` from which pass
+over the source on they are drawn from: ``"joins": {"web": 3}``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from streaming.arguments import checked_int
 from streaming.errors import ConfigError, StateError
 from streaming.plan.schedule import MAX_ROW, Schedule, checked_weights
 
-START, RESUMED, CHANGED = "start", "changed at a resume", "set_weights"
+START, RESUMED, CHANGED, GROWN = "start", "changed at a resume", "set_weights", "grown"
 Dealt: TypeAlias = Literal["chunks", "samples", "batches"]
 _DEALT = {
     "chunks": 'quotas="chunks"', "samples": 'quotas="exact"',
@@ -43,6 +46,8 @@ class Entry:
         quotas: Samples of each source in a pass over a mixture that ends; {}: it has no end.
         dealt: What shares are dealt in: chunks, single samples (``quotas="exact"``), or batches of one source each.
         batch_size: Samples of such a batch over all ranks; None where others are dealt.
+        shards: Shards of each source that can grow; {}: it was not written down.
+        joins: Of each source to which shards were appended, the first pass over it that has them.
     """
 
     start: int
@@ -53,6 +58,8 @@ class Entry:
     quotas: Mapping[str, int] | None = None
     dealt: Dealt = "chunks"
     batch_size: int | None = None
+    shards: Mapping[str, int] = field(default_factory=dict)
+    joins: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checked_int("from", self.start, 0, MAX_ROW)
@@ -64,7 +71,9 @@ class Entry:
             raise ConfigError(f"dealt: expected one of {get_args(Dealt)}, got {self.dealt!r} of {self.batch_size}")
         if self.batch_size is not None:
             checked_int("batch_size", self.batch_size, 1, MAX_ROW)
-        unknown = (set(self.weights) | set(self.quotas or {})) - set(self.sources)
+        for name, count in {**self.shards, **self.joins}.items():
+            checked_int(f"shards, joins of {name!r}", count, 0, MAX_ROW)
+        unknown = (set(self.weights) | set(self.quotas or {}) | set(self.shards) | set(self.joins)) - set(self.sources)
         if unknown:
             raise ConfigError(f"weights name {sorted(unknown)}, which are no sources; they are {sorted(self.sources)}")
 
@@ -86,6 +95,7 @@ class Entry:
             made["dealt"] = self.dealt
         if self.batch_size is not None:
             made["batch_size"] = self.batch_size
+        made |= {name: dict(found) for name, found in (("shards", self.shards), ("joins", self.joins)) if found}
         return {**made, "sources": dict(self.sources), "why": self.why}
 
     @classmethod
@@ -106,8 +116,10 @@ class Entry:
                 quotas=data.get("quotas"),
                 dealt=data.get("dealt", "chunks"),
                 batch_size=data.get("batch_size"),
+                shards=dict(data.get("shards", {})),
+                joins=dict(data.get("joins", {})),
             )
-        except (ConfigError, KeyError, TypeError, AttributeError) as error:
+        except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"state: an entry of the ledger: {error}, in {data!r}") from error
 
 
@@ -139,12 +151,25 @@ class Ledger:
         return all(entry.dealt == "chunks" for entry in self.entries)
 
     @property
+    def grows(self) -> bool:
+        """Whether a source grew."""
+        return any(entry.joins for entry in self.entries)
+
+    @property
     def first_rows(self) -> dict[str, int]:
         """The row from which on each source was known, by name."""
         found: dict[str, int] = {}
         for entry in self.entries:
             for name in entry.sources:
                 found.setdefault(name, entry.start)
+        return found
+
+    @property
+    def shards(self) -> dict[str, int]:
+        """Shards that each source had last, by name, as far as it was written down."""
+        found: dict[str, int] = {}
+        for entry in self.entries:
+            found = {name: count for name, count in found.items() if name not in entry.sources} | dict(entry.shards)
         return found
 
     @property
@@ -199,12 +224,16 @@ class Ledger:
             raise StateError(f"state: ledger: expected a list of entries, got {data!r}")
         return cls(tuple(map(Entry.from_dict, data)))
 
-    def resumed(self, made: Entry, first_free: Callable[[], int]) -> tuple[Ledger, list[str]]:
+    def resumed(
+        self, made: Entry, first_free: Callable[[], int], *, grown: Mapping[str, Callable[[], int]] | None = None
+    ) -> tuple[Ledger, list[str]]:
         """Go on with a mixture as it is made now.
 
         Args:
             made: The entry of that mixture, as at the start of a run.
             first_free: Gives the first row that may be drawn in another way; called where something changes.
+            grown: Sources that have the shards of the state and others behind them; gives the first pass over each that
+                may have these.
 
         Returns:
             The ledger of the run, and what changes in it, for people; nothing where the mixture is the one that was
@@ -213,12 +242,16 @@ class Ledger:
         Raises:
             StateError: A source is not the one that it was, or the mixture ends and is another one.
         """
+        grown = grown or {}
         self._check_dealt(made)
-        self._check_fingerprints(made)
+        self._check_fingerprints(made, grown)
         was = self.last.sources
         changes = [f"the source {name!r} is added" for name in sorted(set(made.sources) - set(was))]
         changes += [f"the source {name!r} is dropped" for name in sorted(set(was) - set(made.sources))]
-        planned = [entry for entry in self.entries if entry.why != CHANGED][-1]
+        for name in sorted(grown):
+            before = f" from {self.shards[name]:,}" if name in self.shards else ""
+            changes.append(f"the source {name!r} has grown{before} to {made.shards[name]:,} shards")
+        planned = [entry for entry in self.entries if entry.why not in (CHANGED, GROWN)][-1]
         if planned.means != made.means:
             changes.append(_changed(planned, made))
         if not changes:
@@ -229,9 +262,16 @@ class Ledger:
                 "repeats=, ends=) is laid out as a whole, and goes on only as it was; sources and weights of one with "
                 "weights= and ends=None may change at a resume. Or leave out the rest of this epoch: load no state, "
                 "and call set_epoch with the next one"
+                + ("; or give the shards that the source had until the epoch is over" if grown else "")
             )
         start = max(first_free(), self.last.start)
-        entry = replace(made, start=start, weights=_weights_at(made, start), why=RESUMED)
+        joins = {name: first_pass() for name, first_pass in grown.items()}
+        changes += [f"shards that came since join {name!r} with its pass {at + 1:,}" for name, at in joins.items()]
+        if planned.means == made.means and set(made.sources) == set(was):  # what set_weights gave meanwhile still holds
+            made, why = replace(self.last, sources=made.sources, shards=made.shards), GROWN
+        else:
+            why = RESUMED
+        entry = replace(made, start=start, weights=_weights_at(made, start), joins=joins, why=why)
         return self.appended(entry), changes
 
     def _check_dealt(self, made: Entry) -> None:
@@ -243,15 +283,16 @@ class Ledger:
                 "the same, or begin a new run"
             )
 
-    def _check_fingerprints(self, made: Entry) -> None:
+    def _check_fingerprints(self, made: Entry, grown: Mapping[str, object]) -> None:
         known = self.sources
         for name, fingerprint in made.sources.items():
-            if known.get(name, fingerprint) != fingerprint:
+            if known.get(name, fingerprint) != fingerprint and name not in grown:
                 raise StateError(
                     f"the source {name!r} is not the one of this state: fingerprint {fingerprint[:12]}, the state has "
-                    f"{known[name][:12]}. Open the same shards in the same order, with the index they had; shards that "
-                    f'came since are a source of their own: Mixture({{…, "{name}": …, "{name}-2": StreamingDataset(the '
-                    "new shards)}})"
+                    f"{known[name][:12]}. Open the same shards in the same order, with the index and the filter they "
+                    "had. Shards that came since may stand behind all of these, by their names, where the source is no "
+                    f'Packed; others are a source of their own: Mixture({{…, "{name}": …, "{name}-2": '
+                    "StreamingDataset(the new shards)}})"
                 )
 
 

@@ -14,9 +14,9 @@ from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
 
-STATE_VERSION = 3
-"""Of a mixture whose shares are not dealt in chunks; 2: of one that deals chunks; 1: of one data set. So older releases
-read what they know."""
+STATE_VERSION = 4
+"""Of a mixture of which a source grew; 3: whose shares are not dealt in chunks; 2: of one that deals chunks; 1: of one
+data set. So older releases read what they know."""
 _MAX_COUNT = 2**62
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size",
@@ -68,7 +68,9 @@ class LoaderState:
         """Layout of this state."""
         if self.ledger is None:
             return 1
-        return 2 if self.ledger.is_plain else STATE_VERSION
+        if self.ledger.grows:
+            return STATE_VERSION
+        return 2 if self.ledger.is_plain else 3
 
     @property
     def _epoch_samples(self) -> int:

@@ -1,0 +1,165 @@
+"""Sources to which shards are appended in mid-run: what was due stays, later passes have them, the ledger tells it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_sets import Batches, merged, total, write_set
+from test_mixture import FIRST, source_of, take, take_on, world
+
+from shard_tools.plan.steps import Run
+from streaming import DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
+from streaming.errors import StateError
+from streaming.plan.state import LoaderState
+
+SHARDS = {"web": (41, 7, 23), "code": (20, 3), "math": (60,)}
+MORE = (31, 8)
+DEALT: list[dict[str, Any]] = [{}, {"quotas": "exact"}, {"batches": "one_source"}]
+FEW_LANES = ShuffleConfig(lanes=2)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each set as it was, and grown."""
+    root = tmp_path_factory.mktemp("sets")
+    for name, sizes in SHARDS.items():
+        write_set(root / name, sizes, first=FIRST[name])
+        write_set(root / f"{name}-grown", sizes + MORE, first=FIRST[name])
+    return root
+
+
+def opened(root: Path, names: str, *, more: str = "", where: str | None = None, **options: Any) -> Mixture:
+    """A mixture in which the sources named in ``more`` have grown."""
+    urls = {name: f"{root}/{name}{'-grown' if name in more.split() else ''}/" for name in names.split()}
+    sources = {name: StreamingDataset(url, where=where) for name, url in urls.items()}
+    return Mixture(sources, **{"shuffle": FEW_LANES, **options})
+
+
+@pytest.mark.parametrize("dealt", DEALT)
+def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(root: Path, dealt: dict[str, Any]) -> None:
+    """Weights by a schedule, by set_weights and at a resume, a source added, one grown twice; then from row 0 again."""
+    ramp = Schedule.linear({"web": 1, "code": 0}, {"web": 1, "code": 1}, over=240, segments=3)
+    run: Batches = []
+    with DataLoader(opened(root, "web code", weights=ramp, **dealt), batch_size=12, num_threads=0) as loader:
+        run += merged([take(loader, 30)])
+        row = loader.set_weights({"web": 1, "code": 4})
+        run += merged([take_on(loader, max(row // 12 + 10 - 30, 1))])
+        state = loader.state_dict()
+    everything = {"web": 2, "code": 1, "math": 1}
+    after, state = world(opened(root, "web code math", weights=everything, **dealt), 2, 150, state)
+    run += after
+    grown = opened(root, "web code math", more="code", weights=everything, **dealt)
+    after, state = world(grown, 3, 150, state)
+    run += after
+    grown = opened(root, "web code math", more="code math", weights=everything, **dealt)
+    after, state = world(grown, 1, 250, state)
+    run += after
+    told = [(one["why"], sorted(one.get("joins", {}))) for one in state["ledger"]]
+    resumed = "changed at a resume"
+    assert told == [("start", []), ("set_weights", []), (resumed, []), ("grown", ["code"]), ("grown", ["math"])]
+    assert [one["shards"]["code"] for one in state["ledger"]] == [2, 2, 2, 4, 4]
+    assert state["version"] == 4
+    counts = total(run)
+    for name, added in (("code", range(10_023, 10_062)), ("math", range(20_060, 20_099))):
+        assert all(counts[f"{key:05d}"] for key in added), name
+    replayed, _ = world(grown, 2, len(run), {**state, "samples_seen": 0})
+    assert replayed == run
+    # What tells who was in a step asks the same ledger, and finds the samples that came later.
+    told_by = Run(
+        planned=grown, state=LoaderState.from_dict(state), global_batch_size=12, num_ranks=2, last_batch="drop"
+    )
+    for step in (0, 35, len(run) - 1):
+        assert Counter(row.key for row in told_by.who(range(step, step + 1)).rows) == run[step]
+    key = next(key for keys in reversed(run) for key in keys if "10023" <= key < "10062")
+    assert [row.step for row in told_by.when(key, range(len(run))).rows] == [
+        step for step, keys in enumerate(run) for _ in range(keys[key])
+    ]
+
+
+@pytest.mark.parametrize("dealt", DEALT)
+@pytest.mark.parametrize("known", [True, False], ids=["", "state-of-an-older-release"])
+def test_what_was_seen_of_a_pass_is_not_repeated(
+    root: Path, dealt: dict[str, Any], known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pass in progress ends as it would have; the appended samples come in each pass from the next one on."""
+    options = {"weights": {"web": 2, "code": 1}, "shuffle": False, **dealt}
+
+    def keys_of(more: str, count: int, state: Any = None) -> tuple[list[str], dict[str, Any]]:
+        """The keys of so many batches, as they are due: one lane, without a window."""
+        with DataLoader(opened(root, "web code", more=more, **options), batch_size=12, num_threads=0) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            return [key for keys in take(loader, count) for key in keys], loader.state_dict()
+
+    before, state = keys_of("", 3)
+    if not known:
+        assert state["ledger"][0].pop("shards") == {"code": 2, "web": 3}
+    with caplog.at_level(logging.INFO, "streaming"):
+        after, last = keys_of("web", 180, state)
+    assert "the source 'web' has grown" in caplog.text
+    whole, _ = keys_of("", 183)
+    run, joins = before + after, last["ledger"][-1]["joins"]["web"]
+    assert joins == 1 or not dealt  # chunks are laid in stretches, of some passes over so small a set
+    drawn = [key for key in run if source_of(key) == "web"]
+    every = [f"{number:05d}" for number in range(110)]
+    passes = [drawn[71 * n : 71 * (n + 1)] for n in range(joins)]
+    rest = drawn[71 * joins :]
+    passes_after = [rest[110 * n : 110 * (n + 1)] for n in range(len(rest) // 110)]
+    assert all(sorted(keys) == every[:71] for keys in passes)
+    assert all(sorted(keys) == every for keys in passes_after)
+    assert len(passes_after) >= 5
+    same = [at for at, key in enumerate(run) if source_of(key) == "web"][71 * joins]
+    assert run[:same] == whole[:same]
+    with DataLoader(opened(root, "web code", more="web", **options), batch_size=12) as loader:
+        loader.load_state_dict(last)
+        seen = loader.seen()["web"]
+        assert seen == {"samples": len(drawn), "passes": pytest.approx(joins + len(rest) / 110)}
+
+
+def test_a_filtered_source_grows(root: Path) -> None:
+    options: dict[str, Any] = {"weights": {"web": 1}, "where": "hash(__key__) % 3 < 2", "quotas": "exact"}
+    _, state = world(opened(root, "web", **options), 2, 3)
+    grown = opened(root, "web", more="web", **options)
+    after, last = world(grown, 1, 40, state)
+    assert last["ledger"][-1]["joins"] == {"web": 1}
+    assert any(int(key) >= 71 for keys in after for key in keys)
+    other = opened(root, "web", more="web", weights={"web": 1}, where="hash(__key__) % 3 < 1", quotas="exact")
+    with DataLoader(other, batch_size=12) as loader, pytest.raises(StateError, match="source 'web' is not the one"):
+        loader.load_state_dict(state)
+
+
+def test_what_set_weights_gave_holds_when_a_source_grows(root: Path) -> None:
+    options: dict[str, Any] = {"weights": {"web": 1, "code": 1}, "quotas": "exact"}
+    with DataLoader(opened(root, "web code", **options), batch_size=12) as loader:
+        take(loader, 2)
+        loader.set_weights({"web": 3, "code": 1})
+        state = loader.state_dict()
+    for more in ("web", "web code"):
+        with DataLoader(opened(root, "web code", more=more, **options), batch_size=12) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            state = loader.state_dict()
+            loader.load_state_dict(state)
+            assert loader.state_dict() == state  # resumed twice, it is said once
+    assert [one["why"] for one in state["ledger"]] == ["start", "set_weights", "grown", "grown"]
+    assert [one["weights"] for one in state["ledger"]][1:] == [{"web": 3.0, "code": 1.0}] * 3
+
+
+def test_where_a_source_cannot_grow_the_message_says_what_to_do(root: Path, tmp_path: Path) -> None:
+    grown = {"weights": {"web": 1, "code": 1}}
+    _, state = world(opened(root, "web code", **grown), 1, 3)
+    _, ending = world(opened(root, "web code"), 1, 3)
+    _, last = world(opened(root, "web code", more="web", **grown), 1, 1, state)
+    write_set(tmp_path, (9, *SHARDS["web"]), first=FIRST["web"])
+    others = {"web": StreamingDataset(f"{tmp_path}/"), "code": StreamingDataset(f"{root}/code/")}
+    for mix, saved, words in (
+        (opened(root, "web code", more="web"), ending, r"'web' has grown from 3 to 5 shards.*until the epoch is over"),
+        (Mixture(others, **grown), state, r"'web' is not the one.*stand behind all of these.*web-2"),
+        (opened(root, "web code", **grown), last, "'web' is not the one"),  # nor may it shrink
+    ):
+        with DataLoader(mix, batch_size=12) as loader, pytest.raises(StateError, match=words):
+            loader.load_state_dict(saved)
