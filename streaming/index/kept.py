@@ -295,7 +295,7 @@ class Selected:
     def fingerprint_of(self, base: str, num_shards: int) -> str:
         """The fingerprint of the same filter, where it is whole, over the first shards, whose own is ``base``."""
         if not isinstance(self.kept, Kept):
-            raise AssertionError("groups are not whole")
+            raise TypeError("groups are no filter")
         asked = self.fingerprint.partition(";")[2].rpartition("kept=")[0]
         return f"{base};{asked}kept={self.kept.digest_of(num_shards)}"
 
