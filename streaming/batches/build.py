@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from streaming.batches.collate import default_collate, empty_like, without_rows
-from streaming.batches.columns import Columns
+from streaming.batches.columns import Columns, PackColumns, as_planned
 from streaming.batches.draws import BatchDraws, Chain, as_chain
 from streaming.batches.jagged import Allocate, Form
 from streaming.batches.losses import user_trace
@@ -22,9 +22,7 @@ from streaming.batches.portion import Portion
 from streaming.batches.rows import FieldRange, Place, Rows
 from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
-from streaming.packing.fill import Filler, segments_of
 from streaming.packing.layout import PackRows, PackShape
-from streaming.packing.padded import rows_of_padded
 from streaming.storage import redact
 from streaming.types import Batch, Int64Array, Sample, Transform
 
@@ -146,8 +144,13 @@ class Recipe:
         """How row i becomes a sample."""
         return self.parts[0 if rows.sources is None else int(rows.sources[i])]
 
-    def columns(self, rows: Rows, allocate: Allocate | None = None, place: Place | None = None) -> Columns:
-        """The rows, none of them damaged, as columns from which plain batches are cut."""
+    def columns(
+        self, rows: Rows, allocate: Allocate | None = None, place: Place | None = None
+    ) -> Columns | PackColumns:
+        """The rows, none of them damaged, as columns from which plain batches are cut; of packs, all ``as_planned``."""
+        if rows.packs is not None and self.packs is not None:
+            names = [part.name for part in self.parts]
+            return PackColumns(rows, rows.packs, self.packs, rows.packs.lengths, allocate, names)
         decoders = [part.decoders for part in self.parts]
         return Columns(rows, decoders, allocate, place, [part.name for part in self.parts], self.jagged)
 
@@ -244,59 +247,33 @@ class BatchBuilder:
     def _packed(self, rows: Rows, packs: PackRows, shape: PackShape, valid: Mask) -> Any:
         """The batch of ``packs``, whose pieces are ``rows``; where a document cannot be read it has padding."""
         available = self._tokens_there(rows, packs, shape)
-        if shape.padded and self._recipe.collate_fn is None:  # its rows are documents, and so marked
-            valid = None if valid is None else valid[packs.packs]
-            packs, _ = rows_of_padded(packs, shape)
-        count = packs.num_packs
+        is_plain = self._recipe.collate_fn is None
+        of, count = packs.packs, packs.num_packs
+        if shape.padded and is_plain:  # its rows are documents, and so marked
+            valid = None if valid is None else valid[of]
+            of, count = np.arange(len(of)), len(of)
         mask = self._recipe.mask_of(count, valid)
         if self._recipe.skips and mask is not None:  # under "skip", a pack of which nothing could be read
-            mask &= np.bincount(packs.packs[available > packs.starts], minlength=count) > 0
-        whole = slice(0, len(rows.keys))
-        if self._recipe.collate_fn is None:
-            return self._recipe.whole(self._batch_of(rows, whole, packs, shape, available), mask, count)
-        samples = []
-        for pack, (low, high) in enumerate(pairwise(packs.splits.tolist())):
-            alone = self._batch_of(rows, slice(low, high), packs.alone(pack), shape, available)
-            samples.append(alone if shape.padded else _only_row(alone))
-        return self.collate(samples, mask)
+            mask &= np.bincount(of[available > packs.starts], minlength=count) > 0
+        columns = self._columns_of(rows, packs, shape, available)
+        if is_plain:
+            return self._recipe.whole(columns.batch(0, packs.num_packs), mask, count)
+        alone = (columns.batch(pack, pack + 1) for pack in range(packs.num_packs))
+        return self.collate([one if shape.padded else _only_row(one) for one in alone], mask)
 
-    def _batch_of(self, rows: Rows, span: slice, packs: PackRows, shape: PackShape, available: Int64Array) -> Batch:
-        """The entries of ``packs``, whose pieces are the rows of ``span``; padded packs come one at a time."""
-        if shape.padded:
-            return _matrix(self._batch_of(rows, span, *rows_of_padded(packs, shape), available))
-        keys, urls, borders = rows.keys[span], rows.urls[span], list(pairwise(packs.splits.tolist()))
-        taken = available[span] > packs.starts
-        named = [keys[low:high] for low, high in borders]
-        if not taken.all():
-            named = [[keys[i] for i in range(low, high) if taken[i]] for low, high in borders]
-        batch: Batch = {"__key__": named, "__url__": [urls[low] if low < high else "" for low, high in borders]}
-        if packs.costs is not None:
-            batch["costs"] = torch.from_numpy(packs.costs)
-        if packs.sources is not None:
-            batch["__source__"] = [self._recipe.parts[source].name for source in packs.sources.tolist()]
-        nowhere = np.zeros(len(keys), np.int64)
-        starts, masks = (
-            rows.fields[name].starts[span] if name in rows.fields else nowhere
-            for name in (shape.field, shape.mask_field or "")
-        )
+    def _columns_of(self, rows: Rows, packs: PackRows, shape: PackShape, available: Int64Array) -> PackColumns:
         allocate = self._allocate if self._recipe.collate_fn is None else None
-        return batch | _tensors_of_packs(
-            rows.view, packs, starts, available[span], None if shape.mask_field is None else masks, shape, allocate
-        )
+        return PackColumns(rows, packs, shape, available, allocate, [part.name for part in self._recipe.parts])
 
     def _tokens_there(self, rows: Rows, packs: PackRows, shape: PackShape) -> Int64Array:
         """Tokens that the document of each piece has, int64[n]; 0 where it cannot be delivered, which is reported."""
+        if as_planned(rows, packs, shape):
+            return packs.lengths
         missing = np.full(len(rows.keys), -1)
         sizes, masks = (
             rows.fields[name].sizes if name in rows.fields else missing
             for name in (shape.field, shape.mask_field or shape.field)
         )
-        if (
-            not rows.damage
-            and np.array_equal(sizes, packs.lengths * shape.token_bytes)
-            and (shape.mask_field is None or np.array_equal(masks, packs.lengths))
-        ):
-            return packs.lengths
         tokens = sizes // shape.token_bytes
         odd = (sizes < 0) | (sizes % shape.token_bytes != 0)
         if shape.mask_field is not None:
@@ -323,7 +300,7 @@ class BatchBuilder:
         recipe = replace(self._recipe, finish=None)
         splits = np.zeros(1 if recipe.collate_fn is None else 2, np.int64)
         packs = PackRows(splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing)
-        batch = self._batch_of(rows, slice(0, 0), packs, shape, nothing)
+        batch = self._columns_of(rows, packs, shape, nothing).batch(0, packs.num_packs)
         if recipe.collate_fn is None:
             return recipe.whole(batch, recipe.mask_of(0, None), 0)
         sample = (batch if shape.padded else _only_row(batch)) | ({"__valid__": True} if recipe.skips else {})
@@ -487,14 +464,6 @@ class BatchBuilder:
         return changed
 
 
-def _matrix(batch: dict[str, Any]) -> Batch:
-    """The batch of a padded pack, made from that of its documents as packs of their own."""
-    batch["__key__"] = [keys[0] if keys else "" for keys in batch["__key__"]]
-    batch["attention_mask"] = batch.pop("document_ids").add_(1)  # they are 0, and -1 at padding
-    del batch["cu_seqlens"], batch["max_seqlen"]
-    return batch
-
-
 def _only_row(batch: Batch) -> Sample:
     """The only pack of a batch, as functions of samples see it."""
     alone: Sample = {}
@@ -517,45 +486,3 @@ def _no_tokens(rows: Rows, i: int, shape: PackShape, num_bytes: int, mask_bytes:
         )
     found = "no mask" if mask_bytes < 0 else f"a mask of {mask_bytes} bytes"
     return DecodeError(f"{what}: {found} (field {shape.mask_field!r}) for {num_bytes // shape.token_bytes} tokens")
-
-
-def _tensors_of_packs(
-    view: memoryview, rows: PackRows, starts: Int64Array, available: Int64Array, masks: Int64Array | None,
-    shape: PackShape, allocate: Allocate | None = None,
-) -> Batch:  # fmt: skip
-    """Make the entries of a batch that hold tokens, or say where documents are.
-
-    Args:
-        view: Memory in which the documents lie.
-        rows: The B packs, of n pieces.
-        starts: int64[n], first byte of the tokens of each piece's document.
-        available: int64[n], tokens that the document has; 0 where it cannot be read.
-        masks: int64[n], first byte of the mask of each piece's document; None: there are no masks.
-        shape: What the batch looks like.
-        allocate: Where tensors [B, T] come from; None: fresh memory.
-
-    Returns:
-        ``input_ids``, ``labels``, ``position_ids``, ``document_ids`` int64[B, T], ``cu_seqlens`` int32[m], the ints
-        ``max_seqlen``, ``num_tokens`` and ``num_labels``, and in mixtures ``source_ids`` int64[B].
-    """
-    segments = segments_of(rows, available, shape)
-    filler = Filler(view, rows, segments, shape)
-    make = _fresh if allocate is None else allocate
-    names = ("input_ids", "labels", "position_ids", "document_ids")
-    tensors = {name: make((rows.num_packs, shape.length), torch.int64) for name in names}
-    flat = {name: tensor.numpy().reshape(-1) for name, tensor in tensors.items()}
-    filler.input_ids(starts, flat["input_ids"])
-    num_labels = filler.labels(flat["input_ids"], masks, flat["labels"])
-    filler.position_ids(flat["position_ids"])
-    filler.document_ids(flat["document_ids"])
-    batch: Batch = {
-        **tensors, "cu_seqlens": torch.from_numpy(segments.cu_seqlens), "max_seqlen": segments.longest,
-        "num_tokens": int(segments.taken.sum()), "num_labels": num_labels,
-    }  # fmt: skip
-    if rows.sources is not None:
-        batch["source_ids"] = torch.from_numpy(rows.sources.copy())
-    return batch
-
-
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)

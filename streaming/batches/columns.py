@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +20,10 @@ from streaming.batches.jagged import Allocate, Form, collate_jagged, joined
 from streaming.batches.rows import FieldRange, Place, Rows
 from streaming.decode import ArrayDecoder, FieldDecoder, raw
 from streaming.errors import ConfigError, DecodeError
-from streaming.types import Batch, Decoder
+from streaming.packing.fill import Filler, segments_of
+from streaming.packing.layout import PackRows, PackShape
+from streaming.packing.padded import rows_of_padded
+from streaming.types import Batch, Decoder, Int64Array
 
 Cut: TypeAlias = Callable[[int, int], Any]
 """The collated values of rows [low, high)."""
@@ -76,6 +80,100 @@ class Columns:
         for name, cut in self._cuts:
             batch[name] = cut(low, high)
         return batch
+
+
+class PackColumns:
+    """Batches of packs, whose pieces are the rows: all of them are laid out at once. For one thread.
+
+    Args:
+        rows: The pieces.
+        packs: What they make.
+        shape: What a batch looks like.
+        available: int64[n], tokens that the document of each piece has; 0 where it cannot be read.
+        allocate: Where the memory of tensors [B, T] comes from; None: fresh memory.
+        names: Of the sources of a mixture, as batches say them.
+    """
+
+    def __init__(
+        self, rows: Rows, packs: PackRows, shape: PackShape, available: Int64Array, allocate: Allocate | None = None,
+        names: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._rows, self._allocate, self._names = rows, allocate or _fresh, names
+        self._splits: list[int] = packs.splits.tolist()
+        is_read = available > packs.starts
+        self._is_read: list[bool] | None = None if is_read.all() else is_read.tolist()
+        self._is_padded, self._widths, pieces = shape.padded, None, packs
+        if shape.padded:
+            pieces, shape, self._widths = rows_of_padded(packs, shape)
+        self._shape, self._pieces = shape, pieces
+        self._segments = segments_of(pieces, available, shape, self._widths)
+        self._filler = Filler(rows.view, pieces, self._segments, shape)
+        self._tokens = self._filler.find(self._starts(shape.field), np.dtype(shape.dtype))
+        mask = shape.mask_field
+        self._masks = None if mask is None else self._filler.find(self._starts(mask), np.dtype(np.uint8))
+
+    def batch(self, low: int, high: int) -> Batch:
+        """The batch of packs ``[low, high)``, as ``Packed`` has it; of padded packs one at a time."""
+        borders = list(pairwise(self._splits[low : high + 1]))
+        return self._matrix(*borders) if self._is_padded else self._entries(low, high, borders)
+
+    def _starts(self, field: str) -> Int64Array:
+        where = self._rows.fields.get(field)
+        return np.zeros(len(self._rows.keys), np.int64) if where is None else where.starts
+
+    def _matrix(self, span: tuple[int, int] = (0, 0)) -> Batch:
+        """The batch of a padded pack: its pieces are laid out as packs of their own."""
+        low, high = span
+        batch = self._entries(low, high, [(row, row + 1) for row in range(low, high)])
+        named: Any = batch["__key__"]
+        documents: Any = batch.pop("document_ids")
+        batch["__key__"] = [keys[0] if keys else "" for keys in named]
+        batch["attention_mask"] = documents.add_(1)  # they are 0, and -1 at padding
+        del batch["cu_seqlens"], batch["max_seqlen"]
+        return batch
+
+    def _entries(self, low: int, high: int, borders: list[tuple[int, int]]) -> Batch:
+        """All entries of packs ``[low, high)``, whose pieces lie between ``borders``."""
+        keys, urls, read, pieces = self._rows.keys, self._rows.urls, self._is_read, self._pieces
+        named = [keys[a:b] if read is None else [keys[i] for i in range(a, b) if read[i]] for a, b in borders]
+        batch: Batch = {"__key__": named, "__url__": [urls[a] if a < b else "" for a, b in borders]}
+        if pieces.costs is not None:
+            batch["costs"] = torch.from_numpy(pieces.costs[low:high])
+        if pieces.sources is not None:
+            batch["__source__"] = [self._names[source] for source in pieces.sources[low:high].tolist()]
+        batch |= self._tensors(low, high)
+        if pieces.sources is not None:
+            batch["source_ids"] = torch.from_numpy(pieces.sources[low:high].copy())
+        return batch
+
+    def _tensors(self, low: int, high: int) -> Batch:
+        """What holds tokens, or says where documents are."""
+        shape, filler, segments = self._shape, self._filler, self._segments
+        width = shape.length if self._widths is None or low == high else int(self._widths[low])
+        tensors = {name: self._allocate((high - low, width), torch.int64)
+                   for name in ("input_ids", "labels", "position_ids", "document_ids")}  # fmt: skip
+        input_ids, labels, positions, documents = (tensor.numpy().reshape(-1) for tensor in tensors.values())
+        filler.input_ids(self._tokens, input_ids, low, high)
+        num_labels = filler.labels(input_ids, self._masks, labels, low, high)
+        filler.position_ids(positions, low, high)
+        filler.document_ids(documents, low, high)
+        cu_seqlens, longest = segments.cu_seqlens(low, high, shape)
+        return {**tensors, "cu_seqlens": torch.from_numpy(cu_seqlens), "max_seqlen": longest,
+                "num_tokens": segments.tokens[high] - segments.tokens[low], "num_labels": num_labels}  # fmt: skip
+
+
+def as_planned(rows: Rows, packs: PackRows, shape: PackShape) -> bool:
+    """Whether all documents can be read, and have as many tokens, and as long masks, as their column says."""
+    missing = np.full(len(rows.keys), -1)
+    sizes = rows.fields[shape.field].sizes if shape.field in rows.fields else missing
+    if rows.damage or not np.array_equal(sizes, packs.lengths * shape.token_bytes):
+        return False
+    mask = shape.mask_field
+    return mask is None or (mask in rows.fields and np.array_equal(rows.fields[mask].sizes, packs.lengths))
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where: FieldRange) -> Decoder | list[Decoder]:

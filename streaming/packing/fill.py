@@ -1,4 +1,4 @@
-"""Fill the arrays of a batch of packs from memory, all of its tokens at once."""
+"""Fill the arrays of batches of packs from memory, all tokens of a batch at once."""
 
 from __future__ import annotations
 
@@ -19,35 +19,66 @@ _LONG = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
-    """Cut the B * T places of a batch, row after row, into runs: one for each piece, one for each gap; none is empty.
+    """Cut the places of R packs, one after the other, into runs: one for each piece, one for each gap; none is empty.
+
+    Lists have an entry for each pack and one more, so that what packs ``[low, high)`` have is the difference.
 
     Attributes:
         counts: int64[S], places of each run.
         begins: int64[S], first place of each run.
-        documents: int64[S], number of the run's document in its pack; ``NO_DOCUMENT`` for gaps.
+        documents: [S], number of the run's document in its pack; ``NO_DOCUMENT`` for gaps. Small integers.
         there: bool[n], pieces of which there are tokens: in order, they are the runs that are no gaps.
-        taken: int64[n], tokens of each piece that there are.
-        cu_seqlens: int32[m], where documents begin among the places, and their number.
-        longest: Places of the longest document.
-        num_filled: Packs that hold any token.
+        runs: Runs before each pack.
+        places: Places before each pack.
+        tokens: Tokens before each pack.
+        pieces: Pieces of which there are tokens, before each pack.
+        filled: Packs that hold any token, before each pack.
+        heads: int64[H], where documents and the padding behind them begin.
+        head_splits: Of ``heads`` those before each pack.
+        longest: Places of the longest document of each pack; padding is one.
     """
 
     counts: Int64Array
     begins: Int64Array
-    documents: Int64Array
+    documents: npt.NDArray[np.signedinteger[Any]]
     there: npt.NDArray[np.bool_]
-    taken: Int64Array
-    cu_seqlens: npt.NDArray[np.int32]
-    longest: int
-    num_filled: int
+    runs: list[int]
+    places: list[int]
+    tokens: list[int]
+    pieces: list[int]
+    filled: list[int]
+    heads: Int64Array
+    head_splits: list[int]
+    longest: list[int]
+
+    @property
+    def num_packs(self) -> int:
+        """R."""
+        return len(self.runs) - 1
+
+    def cu_seqlens(self, low: int, high: int, shape: PackShape) -> tuple[npt.NDArray[np.int32], int]:
+        """Where documents begin among the places of packs ``[low, high)``, and their number; the longest of them."""
+        first, num_places = self.places[low], self.places[high] - self.places[low]
+        heads = self.heads[self.head_splits[low] : self.head_splits[high]]
+        fixed = None if shape.max_docs is None else (high - low) * (shape.max_docs + 1) + 1
+        found = np.full(fixed or len(heads) + 1, num_places, np.int32)
+        np.subtract(heads, first, out=found[: len(heads)], casting="unsafe")
+        return found, max(self.longest[low:high], default=0) if fixed is None else shape.length
 
 
-def segments_of(rows: PackRows, available: Int64Array, shape: PackShape) -> Segments:
+def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths: Int64Array | None = None) -> Segments:
     """Lay out the pieces of which so many tokens are there, ``available`` int64[n], counted from the document's first.
 
     Pieces of a pack follow one another; what is left of its row is padding, a document of its own in ``cu_seqlens``.
+
+    Args:
+        rows: The packs.
+        available: Tokens that the document of each piece has.
+        shape: What a batch looks like.
+        widths: int64[R], places of each pack; None: ``shape.length`` each.
     """
     num_packs, packs = rows.num_packs, rows.packs
+    widths = np.full(num_packs, shape.length) if widths is None else widths
     taken = np.minimum(rows.stops, available)
     taken -= rows.starts
     np.maximum(taken, 0, out=taken)
@@ -61,23 +92,25 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape) -> Segm
     pieces = 2 * np.arange(len(taken)) + packs
     rests = 2 * rows.splits[1:] + np.arange(num_packs)
     counts = np.empty(2 * len(taken) + num_packs, np.int64)
-    counts[pieces], counts[pieces + 1], counts[rests] = taken, rooms - taken, shape.length - np.diff(used)
-    documents = np.full(len(counts), NO_DOCUMENT)
+    counts[pieces], counts[pieces + 1], counts[rests] = taken, rooms - taken, widths - np.diff(used)
+    # Repeated as the smallest numbers that hold them: a quarter of the memory traffic.
+    documents = np.full(len(counts), NO_DOCUMENT, np.min_scalar_type(-int(widths.max(initial=1))))
     documents[pieces] = numbers
     heads = np.ones(len(counts), np.bool_)
     heads[pieces + 1] = False
     runs = np.flatnonzero(counts)
     counts, documents, heads = counts[runs], documents[runs], heads[runs]
     begins = np.cumsum(counts) - counts
-    cu_seqlens = np.append(begins[heads], num_packs * shape.length)
-    longest = int(np.diff(cu_seqlens).max(initial=0))
-    if shape.max_docs is not None:  # each pack may have so many, and padding
-        fixed = np.full(num_packs * (shape.max_docs + 1) + 1, num_packs * shape.length)
-        fixed[: len(cu_seqlens)] = cu_seqlens
-        cu_seqlens, longest = fixed, shape.length
+    places = _sums(widths)
+    run_splits = np.searchsorted(begins, places)
+    head_begins = begins[heads]
+    head_splits = _sums(heads)[run_splits]
+    sizes = np.diff(head_begins, append=places[-1:])
+    longest = np.maximum.reduceat(sizes, head_splits[:-1]).tolist() if num_packs else []
     return Segments(
-        counts=counts, begins=begins, documents=documents, there=there, taken=taken,
-        cu_seqlens=cu_seqlens.astype(np.int32), longest=longest, num_filled=int(np.count_nonzero(np.diff(used))),
+        counts=counts, begins=begins, documents=documents, there=there, runs=run_splits.tolist(),
+        places=places.tolist(), tokens=_sums(taken)[rows.splits].tolist(), pieces=before[rows.splits].tolist(),
+        filled=_sums(np.diff(used) > 0).tolist(), heads=head_begins, head_splits=head_splits.tolist(), longest=longest,
     )  # fmt: skip
 
 
@@ -88,8 +121,25 @@ def _sums(values: npt.NDArray[Any]) -> Int64Array:
     return sums
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """Say where in memory what fills the runs lies; of gaps it means nothing.
+
+    Attributes:
+        dtype: Of an item.
+        memory: Memory, as bytes or, to be gathered from, as items.
+        firsts: First byte of each run, or int64[S], its first item.
+        stops: One past its last byte; empty where runs are gathered.
+    """
+
+    dtype: np.dtype[Any]
+    memory: memoryview | npt.NDArray[Any]
+    firsts: list[int] | Int64Array
+    stops: list[int]
+
+
 class Filler:
-    """Write the entries of one batch of packs.
+    """Write the entries of batches of packs.
 
     Where runs are long, they are copied one by one in a single call; short ones are gathered place by place.
 
@@ -97,101 +147,137 @@ class Filler:
         view: Memory in which the documents lie.
         rows: The packs.
         segments: How they are laid out.
-        shape: What the batch looks like.
+        shape: What a batch looks like.
     """
 
     def __init__(self, view: memoryview, rows: PackRows, segments: Segments, shape: PackShape) -> None:
         self._view, self._rows, self._segments, self._shape = view, rows, segments, shape
-        self._places = _places(rows.num_packs * shape.length)
         is_gap = segments.documents == NO_DOCUMENT
-        self._pieces, self._gaps = np.flatnonzero(~is_gap), np.flatnonzero(is_gap)
-        self._has_long_runs = len(self._places) > _LONG * len(is_gap)
+        self._gaps = np.flatnonzero(is_gap)
+        self._gap_splits = np.searchsorted(self._gaps, segments.runs).tolist()
+        self._gap_begins = segments.begins[self._gaps].tolist()
+        self._gap_counts = segments.counts[self._gaps].tolist()
+        self._pieces = np.flatnonzero(~is_gap)
+        self._piece_begins = segments.begins[self._pieces]
+        self._copies_runs = segments.places[-1] > _LONG * len(is_gap)
+        # Places are counted modulo 2**16 where no document is longer: a quarter of the memory traffic.
+        self._count = np.dtype(np.uint16 if max(segments.longest, default=0) <= 1 << 16 else np.int64)
+        self._counted_begins = segments.begins.astype(self._count)
 
-    def input_ids(self, starts: Int64Array, out: npt.NDArray[np.int64]) -> None:
-        """Write the tokens of documents that begin at bytes ``starts``, int64[n], into ``out`` [B * T]."""
-        out[:] = self._gathered(starts, np.dtype(self._shape.dtype))
-        self._fill_gaps(out, self._shape.pad_id)
+    def find(self, starts: Int64Array, dtype: str | np.dtype[Any]) -> Found:
+        """Find what fills the runs, of documents whose items begin at bytes ``starts``, int64[n]."""
+        item, segments, there = np.dtype(dtype), self._segments, self._segments.there
+        size, counts = item.itemsize, segments.counts
+        starts = np.where(there, starts, 0)
+        firsts = np.zeros(len(counts), np.int64)
+        longest = int(counts.max(initial=0)) * size
+        view = self._view
+        if self._copies_runs:
+            firsts[self._pieces] = (starts + size * self._rows.starts)[there]
+            if len(view) < longest:  # nothing but a gap is longer than all there is
+                view = memoryview(bytes(view) + bytes(longest))
+            return Found(dtype=item, memory=view, firsts=firsts.tolist(), stops=(firsts + size * counts).tolist())
+        if (starts % size).any():  # documents begin at multiples of 512 in any tar; what does not is laid anew
+            view, starts = self._laid_anew(starts, size)
+        data = np.frombuffer(view, item, len(view) // size)
+        firsts[self._pieces] = (starts // size + self._rows.starts)[there]
+        firsts -= segments.begins
+        return Found(dtype=item, memory=data if len(data) else np.zeros(1, item), firsts=firsts, stops=[])
 
-    def document_ids(self, out: npt.NDArray[np.int64]) -> None:
+    def input_ids(self, starts: Int64Array | Found, out: npt.NDArray[np.int64], low: int = 0, high: int = -1) -> None:
+        """Write the tokens of packs ``[low, high)``, all by default, into ``out`` [places].
+
+        ``starts`` int64[n]: the bytes with which documents begin, or what was found of them.
+        """
+        low, high = self._span(low, high)
+        found = starts if isinstance(starts, Found) else self.find(starts, self._shape.dtype)
+        out[:] = self._items(found, low, high)
+        self._fill_gaps(out, self._shape.pad_id, low, high)
+
+    def document_ids(self, out: npt.NDArray[np.int64], low: int = 0, high: int = -1) -> None:
         """Write the number of each token's document within its pack."""
-        # Repeated as the smallest numbers that hold them, then cast: a quarter of the memory traffic.
-        numbers = self._segments.documents.astype(np.min_scalar_type(-self._shape.length))
-        out[:] = numbers.repeat(self._segments.counts)
+        runs = self._runs(*self._span(low, high))
+        out[:] = self._segments.documents[runs].repeat(self._segments.counts[runs])
 
-    def position_ids(self, out: npt.NDArray[np.int64]) -> None:
+    def position_ids(self, out: npt.NDArray[np.int64], low: int = 0, high: int = -1) -> None:
         """Write the place of each token in its piece; padding counts on from where it begins, on its own."""
-        segments = self._segments
-        if self._has_long_runs:
-            np.concatenate([self._places[:count] for count in segments.counts.tolist()], out=out)
-        else:
-            np.subtract(self._places, segments.begins.repeat(segments.counts), out=out)
+        low, high = self._span(low, high)
+        runs, first = self._runs(low, high), self._segments.places[low]
+        begins = self._counted_begins[runs] - self._count.type(first % 2 ** (8 * self._count.itemsize))
+        positions = begins.repeat(self._segments.counts[runs])
+        np.subtract(_places(len(out), self._count), positions, out=positions)
+        out[:] = positions
 
-    def labels(self, input_ids: npt.NDArray[np.int64], masks: Int64Array | None, out: npt.NDArray[np.int64]) -> int:
+    def labels(
+        self, input_ids: npt.NDArray[np.int64], masks: Int64Array | Found | None, out: npt.NDArray[np.int64],
+        low: int = 0, high: int = -1,
+    ) -> int:  # fmt: skip
         """Write what each place is to predict, or is predicted as; ``masks`` int64[n]: first byte of each mask.
 
         Returns:
             How many of them bear loss.
         """
+        low, high = self._span(low, high)
         shape, segments = self._shape, self._segments
         out[:] = input_ids
         if masks is not None:
-            out[self._gathered(masks, np.dtype(np.uint8)) == 0] = IGNORED
-        self._fill_gaps(out, IGNORED)
+            found = masks if isinstance(masks, Found) else self.find(masks, np.dtype(np.uint8))
+            out[self._items(found, low, high) == 0] = IGNORED
+        self._fill_gaps(out, IGNORED, low, high)
+        first_piece, last_piece = segments.pieces[low], segments.pieces[high]
         if not shape.labels_across:  # nothing is predicted from another document
-            out[segments.begins[self._pieces]] = IGNORED
+            out[self._piece_begins[first_piece:last_piece] - segments.places[low]] = IGNORED
         if shape.shift_labels:
-            rows = out.reshape(-1, shape.length)
+            rows = out.reshape(high - low, -1) if high > low else out.reshape(0, shape.length)
             rows[:, :-1] = rows[:, 1:]
             rows[:, -1:] = IGNORED
         if masks is not None:
             return int(np.count_nonzero(out != IGNORED))
         # Every token but those that begin a document; a shift alone loses the first of each row.
-        lost = len(self._pieces) if not shape.labels_across else segments.num_filled if shape.shift_labels else 0
-        return int(segments.taken.sum()) - lost
+        lost = last_piece - first_piece if not shape.labels_across else 0
+        if shape.labels_across and shape.shift_labels:
+            lost = segments.filled[high] - segments.filled[low]
+        return segments.tokens[high] - segments.tokens[low] - lost
 
-    def _fill_gaps(self, out: npt.NDArray[np.int64], value: int) -> None:
-        segments = self._segments
-        if len(self._gaps) > 4 * self._rows.num_packs:
-            out[(segments.documents == NO_DOCUMENT).repeat(segments.counts)] = value
+    def _span(self, low: int, high: int) -> tuple[int, int]:
+        return low, self._segments.num_packs if high < 0 else high
+
+    def _runs(self, low: int, high: int) -> slice:
+        return slice(self._segments.runs[low], self._segments.runs[high])
+
+    def _fill_gaps(self, out: npt.NDArray[np.int64], value: int, low: int, high: int) -> None:
+        first, last = self._gap_splits[low], self._gap_splits[high]
+        if last - first > 4 * (high - low):
+            runs = self._runs(low, high)
+            out[(self._segments.documents[runs] == NO_DOCUMENT).repeat(self._segments.counts[runs])] = value
             return
-        begins, counts = segments.begins[self._gaps], segments.counts[self._gaps]
-        for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
-            out[begin : begin + count] = value
+        before = self._segments.places[low]
+        for begin, count in zip(self._gap_begins[first:last], self._gap_counts[first:last], strict=True):
+            out[begin - before : begin - before + count] = value
 
-    def _gathered(self, starts: Int64Array, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """An item for each place, [B * T]; those of gaps mean nothing."""
-        counts = self._segments.counts
-        data, begins = self._items(starts, dtype)
-        firsts = np.zeros(len(counts), np.int64)  # item with which each run begins; gaps may have any
-        firsts[self._pieces] = (begins // dtype.itemsize + self._rows.starts)[self._segments.there]
-        longest = int(counts.max(initial=0))
-        if len(data) < longest:  # nothing but a gap is longer than all there is
-            data = np.concatenate([data, np.zeros(longest, dtype)])
-        if self._has_long_runs:
-            runs = zip(firsts.tolist(), (firsts + counts).tolist(), strict=True)
-            return np.concatenate([data[first:stop] for first, stop in runs])
-        firsts -= self._segments.begins
-        wanted = firsts.repeat(counts)
-        wanted += self._places
-        return data.take(wanted, mode="clip")
+    def _items(self, found: Found, low: int, high: int) -> npt.NDArray[Any]:
+        """An item for each place of packs ``[low, high)``; those of gaps mean nothing."""
+        runs, memory = self._runs(low, high), found.memory
+        if isinstance(memory, memoryview):
+            cuts = map(slice, found.firsts[runs], found.stops[runs])
+            return np.frombuffer(b"".join(map(memory.__getitem__, cuts)), found.dtype)
+        firsts = np.asarray(found.firsts[runs]) + self._segments.places[low]
+        wanted = firsts.repeat(self._segments.counts[runs])
+        wanted += _places(len(wanted), wanted.dtype)
+        return memory.take(wanted, mode="clip")
 
-    def _items(self, starts: Int64Array, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Int64Array]:
-        """The memory as items, and the byte at which each document begins in it."""
-        size, there = dtype.itemsize, self._segments.there
-        starts = np.where(there, starts, 0)
-        if not (starts % size).any():
-            return np.frombuffer(self._view, dtype, len(self._view) // size), starts
-        # Documents begin at multiples of 512 in any tar; what does not is laid anew.
+    def _laid_anew(self, starts: Int64Array, size: int) -> tuple[memoryview, Int64Array]:
+        """The documents that are there one after the other, and the byte at which each begins."""
         copied, moved = bytearray(), np.zeros_like(starts)
-        stops = starts + (self._rows.starts + self._segments.taken) * size
-        for piece in np.flatnonzero(there).tolist():
+        stops = starts + self._rows.stops * size
+        for piece in np.flatnonzero(self._segments.there).tolist():
             moved[piece] = len(copied)
             copied += self._view[int(starts[piece]) : int(stops[piece])]
-        return np.frombuffer(bytes(copied), dtype), moved
+        return memoryview(bytes(copied)), moved
 
 
-@lru_cache(maxsize=4)
-def _places(count: int) -> Int64Array:
-    places = np.arange(count)
+@lru_cache(maxsize=8)
+def _places(count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    places = np.arange(count).astype(dtype)
     places.setflags(write=False)
     return places

@@ -7,22 +7,25 @@ from dataclasses import replace
 import numpy as np
 
 from streaming.packing.layout import PackRows, PackShape
+from streaming.types import Int64Array
 
 
-def rows_of_padded(packs: PackRows, shape: PackShape) -> tuple[PackRows, PackShape]:
+def rows_of_padded(packs: PackRows, shape: PackShape) -> tuple[PackRows, PackShape, Int64Array]:
     """Take each piece for a pack of its own, and say what the batch of these looks like.
 
-    The width follows from the plan alone, so that it stays what it is where documents cannot be read. A batch of no
-    pieces has the least width there is.
+    The width follows from the plan alone, so that it stays what it is where documents cannot be read.
 
     Args:
-        packs: One padded pack, or what this function made of it.
+        packs: Padded packs.
         shape: Of padded packs.
+
+    Returns:
+        The pieces as packs; what these look like, ``length`` the least width; int64[n], places of each.
     """
-    num_rows = len(packs.samples)
-    longest = int((packs.stops - packs.starts).max(initial=1))
     rows = replace(
-        packs, splits=np.arange(num_rows + 1), sources=None if packs.sources is None else packs.sources[packs.packs]
-    )
-    width = -(-longest // shape.multiple) * shape.multiple
-    return rows, replace(shape, length=width, multiple=1, max_docs=None, padded=False)
+        packs, splits=np.arange(len(packs.samples) + 1),
+        sources=None if packs.sources is None else packs.sources[packs.packs], costs=None,
+    )  # fmt: skip
+    longest = np.maximum.reduceat(packs.stops - packs.starts, packs.splits[:-1]) if len(packs.samples) else packs.starts
+    widths = -(-longest // shape.multiple) * shape.multiple
+    return rows, replace(shape, length=shape.multiple, multiple=1, max_docs=None, padded=False), widths.repeat(np.diff(packs.splits))
