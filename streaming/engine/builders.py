@@ -31,6 +31,10 @@ _log = logging.getLogger(__name__)
 class Builder(Protocol):
     """Builds batches. Thread-safe."""
 
+    allocate: Allocate | None
+    """Where the memory of a batch's tensors comes from, of batches that this process begins from now on; None: fresh
+    memory."""
+
     @property
     def is_local(self) -> bool:
         """Whether the calling thread does the work, so that the consumer may as well do it itself."""
@@ -69,11 +73,7 @@ class Builder(Protocol):
 
 
 class LocalBuilder:
-    """Builds batches in the calling thread.
-
-    Attributes:
-        allocate: Where the memory of a batch's tensors comes from, of batches begun from now on; None: fresh memory.
-    """
+    """Builds batches in the calling thread."""
 
     is_local = True
 
@@ -171,6 +171,7 @@ class WorkerBuilder:
         self._recipe = recipe
         self._pool = pool
         self._local = LocalBuilder(recipe)
+        self.allocate: Allocate | None = None
         self.is_local = False
 
     @property
@@ -198,6 +199,7 @@ class WorkerBuilder:
     def page_lock(self, locker: PageLocker | None) -> None:
         """See ``Builder``: what threads build. Worker processes build in slots, which the ring locks."""
         self._local.page_lock(locker)
+        self.allocate = self._local.allocate
 
     def give_up(self) -> None:
         """See ``Builder``."""
@@ -210,7 +212,7 @@ class WorkerBuilder:
 
 def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
     """Whether a batch of ``fields`` is only cut out of memory, in less time than a thread takes to hand it over."""
-    if not recipe.is_plain or recipe.packs is not None:
+    if not recipe.is_plain:
         return False
     decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
     return all(decoder in (raw, text, integer) or isinstance(decoder, ArrayDecoder) for decoder in decoders)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from streaming.batches.build import Mask, Recipe
-from streaming.batches.columns import Columns
+from streaming.batches.collate import Allocate
+from streaming.batches.columns import Columns, PackColumns
 from streaming.batches.rows import Rows
 from streaming.engine.units import Block
 
@@ -24,17 +25,17 @@ _SHARE = 16
 """Nor is a group more than this part of the arena: its units are given back at its end, others come after that."""
 
 Select = Callable[[Block, slice], Rows | None]
-"""The rows of a span of a block; None if any of them is damaged."""
+"""The rows of a span of a block; None if any of them is damaged, or is no document as its pack was planned with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Batches ``[first, last)``; batch ``first + i`` is rows ``[splits[i], splits[i + 1])`` of the columns."""
+    """Batches ``[first, last)``; batch ``first + i`` is rows, or packs, ``splits[i]`` to ``splits[i + 1]``"""
 
     first: int
     last: int
     splits: list[int]
-    columns: Columns
+    columns: Columns | PackColumns
     valid: Mask
 
     def batch(self, number: int, recipe: Recipe) -> Any:
@@ -51,8 +52,9 @@ class Group:
 class Groups:
     """Opens one group after the other, each as large as the size of the last one suggests. Not thread-safe."""
 
-    def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:
+    def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool, allocate: Allocate) -> None:
         self._recipe = recipe
+        self._allocate = allocate if recipe.packs is not None else None
         self._padded = padded
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
         self._num_batches = 1  # of the next group; 0: the samples are too different for groups
@@ -70,6 +72,7 @@ class Groups:
         span = slice(int(splits[0]), int(splits[-1]))
         rows = select(block, span) if (np.diff(splits) > 0).all() else None
         if rows is None:
+            self._num_batches = max(1, self._num_batches // 2)
             return None
         if any((where.sizes < 0).any() for where in rows.fields.values()):
             self._num_batches = 0
@@ -81,6 +84,6 @@ class Groups:
             first=first,
             last=last,
             splits=(splits - splits[0]).tolist(),
-            columns=self._recipe.columns(rows),
+            columns=self._recipe.columns(rows, self._allocate),
             valid=block.rows.valid[span] if self._padded else None,
         )

@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
+from streaming.batches.columns import as_planned
 from streaming.batches.draws import epoch_key
 from streaming.batches.rows import Rows
 from streaming.engine.builders import Builder
@@ -113,7 +115,9 @@ class Pipeline(Delivery):
         self._releases: dict[int, list[Unit]] = defaultdict(list)
         self._built: set[int] = set()
         self._num_built = 0
-        self._groups = Groups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad")
+        self._groups = Groups(
+            settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad", allocate=self._allocate
+        )
         self._group: Group | None = None
         self._start()
 
@@ -254,17 +258,26 @@ class Pipeline(Delivery):
         return value
 
     def _open_group(self, first: int) -> Group | None:
-        if not self._builder.holds_gil or self._source.is_packed:
+        packs = self._settings.recipe.packs
+        if not self._builder.holds_gil or (packs is not None and (packs.padded or self._settings.balance is not None)):
             return None
         return self._groups.open(self._block_of(first), first, self._frontier(), self._intact_rows)
 
     def _intact_rows(self, block: Block, span: slice) -> Rows | None:
+        of, packs = block.rows, self._settings.recipe.packs
         first_rows = self._first_rows[block.units[span]]
         if (first_rows < 0).any():
             return None
-        numbers = first_rows + block.within[span]
-        rows = self._rows(numbers, block.rows.chunk_ids[span], block.rows.offsets[span], {})
-        return None if rows.damage else rows
+        if packs is None:
+            rows = self._rows(first_rows + block.within[span], of.chunk_ids[span], of.offsets[span], {})
+            return None if rows.damage else rows
+        rows = self._rows_of_packs(first_rows, of.chunk_ids[span], of.offsets[span], of.passes[span], {})
+        return rows if rows.packs is not None and as_planned(rows, rows.packs, packs) else None
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a tensor of a batch that is begun now."""
+        allocate = self._builder.allocate
+        return torch.empty(shape, dtype=dtype) if allocate is None else allocate(shape, dtype)
 
     def _build(self, batch: int) -> Any:
         with self._changed:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import fields, replace
-from heapq import heappop, heappush
 
 import numpy as np
 
@@ -101,16 +100,27 @@ def _placed(pieces: Pieces, rules: PackRules) -> tuple[Int64Array, Int64Array, i
     order, sizes, counts = _by_size(pieces, rules)
     steps = _steps(sizes, counts, rules)
     # A step puts `taken` pieces, `each` to a pack, into packs from `first` on.
-    within = np.arange(len(order)) - np.repeat(np.cumsum(steps.taken) - steps.taken, steps.taken)
-    return order, np.repeat(steps.first, steps.taken) + within // np.repeat(steps.each, steps.taken), steps.num_packs
+    first, each, taken = steps.columns
+    within = np.arange(len(order)) - np.repeat(np.cumsum(taken) - taken, taken)
+    return order, np.repeat(first, taken) + within // np.repeat(each, taken), steps.num_packs
 
 
 class _Steps:
-    """Collect what fitting does: step by step, ``taken`` pieces into packs from ``first`` on, ``each`` to a pack."""
+    """Collect what fitting does: step by step, ``taken`` pieces into packs from ``first`` on, ``each`` to a pack.
 
-    def __init__(self, steps: list[tuple[int, int, int]], num_packs: int) -> None:
+    Args:
+        steps: ``first``, ``each`` and ``taken`` of each step, one after the other.
+        num_packs: Packs in all.
+    """
+
+    def __init__(self, steps: list[int], num_packs: int) -> None:
         self.num_packs = num_packs
-        self.first, self.each, self.taken = np.array(steps, np.int64).reshape(-1, 3).T
+        self._steps = steps
+
+    @property
+    def columns(self) -> Int64Array:
+        """``first``, ``each`` and ``taken`` of all steps, int64[3, n]."""
+        return np.array(self._steps, np.int64).reshape(-1, 3).T
 
 
 def _by_size(pieces: Pieces, rules: PackRules) -> tuple[Int64Array, list[int], list[int]]:
@@ -137,45 +147,53 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int 
     """Fit pieces of falling sizes; among packs with equal room the one with fewest places left, then the first."""
     scale = 1 if max_docs is None else max_docs + 1
     places = scale - 1  # of a fresh pack; 0: they are not counted
-    # Packs with room, by room * scale + places: the keys in order, and of each a heap of runs of packs (first, stop).
-    # Every pack stands in one run, or in none when no piece that is still to come can go into it.
-    keys: list[int] = []
-    runs: dict[int, list[tuple[int, int]]] = {}
-    steps: list[tuple[int, int, int]] = []
-    num_packs = 0
-    least = sizes[-1] if sizes else 0
+    bits = sum(counts).bit_length()  # of the number of a pack
+    mask = (1 << bits) - 1
+    # Runs of packs with equal room, sorted, each as one number: (room * scale + places) << bits | its first pack; and
+    # by first packs where they stop. A pack stands in one run, or in none when nothing still to come can go into it.
+    runs: list[int] = []
+    stops = [0] * (mask + 1)
+    steps: list[int] = []
+    num_packs, least = 0, sizes[-1] if sizes else 0
 
     def put(first: int, stop: int, room: int, left: int) -> None:
-        if first == stop or room < least or (places and not left):
-            return
-        key = room * scale + left
-        if key not in runs:
-            runs[key] = []
-            insort(keys, key)
-        heappush(runs[key], (first, stop))
+        if first < stop and room >= least and (left or not places):
+            insort(runs, (room * scale + left) << bits | first)
+            stops[first] = stop
 
     for size, pieces in zip(sizes, counts, strict=True):
         count = pieces  # still to place
+        wanted = size * scale << bits
         while count:
-            place = bisect_left(keys, size * scale)
-            if place == len(keys):
-                room, left = capacity, places
+            place = bisect_left(runs, wanted)
+            if place == len(runs):
+                room, left, first = capacity, places, num_packs
                 each = min(capacity // size, left) if places else capacity // size
-                first, stop = num_packs, num_packs - (-count // each)
-                num_packs = stop
+                num_packs = stop = num_packs - (-count // each)
             else:
-                key = keys[place]
-                room, left = divmod(key, scale)
+                key = runs[place]
+                first, room = key & mask, key >> bits
+                stop = stops[first]
+                if stop == first + 1 and not places:  # a single pack: by far the most steps
+                    taken = min(room // size, count)
+                    steps += first, taken, taken
+                    del runs[place]
+                    room -= taken * size
+                    if room >= least:
+                        insort(runs, room << bits | first)
+                    count -= taken
+                    continue
+                room, left = divmod(room, scale)
                 each = min(room // size, left) if places else room // size
-                first, stop = heappop(runs[key])
                 used = min(stop, first - (-count // each))
                 if used < stop:
-                    heappush(runs[key], (used, stop))
-                elif not runs[key]:
-                    del runs[key], keys[place]
+                    runs[place] = key + used - first
+                    stops[used] = stop
+                else:
+                    del runs[place]
                 stop = used
             taken = min(count, (stop - first) * each)
-            steps.append((first, each, taken))
+            steps += first, each, taken
             full, rest = divmod(taken, each)
             put(first, first + full, room - each * size, left - each if places else 0)
             put(first + full, stop, room - rest * size, left - rest if places else 0)
@@ -188,16 +206,16 @@ def _runs_of_like(sizes: list[int], counts: list[int], capacity: int, max_docs: 
 
     No other cut into runs has fewer: each begins as far down as it can.
     """
-    steps: list[tuple[int, int, int]] = []
+    steps: list[int] = []
     num_packs = open_places = 0
     for size, count in zip(sizes, counts, strict=True):
         joined = min(count, open_places)
         if joined:
-            steps.append((num_packs - 1, joined, joined))
+            steps += num_packs - 1, joined, joined
             open_places -= joined
         if rest := count - joined:
             each = min(capacity // size, max_docs or capacity)
-            steps.append((num_packs, each, rest))
+            steps += num_packs, each, rest
             num_packs -= -rest // each
             open_places = -rest % each
     return _Steps(steps, num_packs)

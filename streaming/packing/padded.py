@@ -26,6 +26,11 @@ def rows_of_padded(packs: PackRows, shape: PackShape) -> tuple[PackRows, PackSha
         packs, splits=np.arange(len(packs.samples) + 1),
         sources=None if packs.sources is None else packs.sources[packs.packs], costs=None,
     )  # fmt: skip
-    longest = np.maximum.reduceat(packs.stops - packs.starts, packs.splits[:-1]) if len(packs.samples) else packs.starts
+    lengths = packs.stops - packs.starts
+    longest = np.maximum.reduceat(lengths, packs.splits[:-1]) if len(lengths) else lengths
     widths = -(-longest // shape.multiple) * shape.multiple
-    return rows, replace(shape, length=shape.multiple, multiple=1, max_docs=None, padded=False), widths.repeat(np.diff(packs.splits))
+    return (
+        rows,
+        replace(shape, length=shape.multiple, multiple=1, max_docs=None, padded=False),
+        widths.repeat(np.diff(packs.splits)),
+    )
