@@ -30,7 +30,7 @@ Select = Callable[[Block, slice], Rows | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Batches ``[first, last)``; batch ``first + i`` is rows, or packs, ``splits[i]`` to ``splits[i + 1]``"""
+    """Batches ``[first, last)``; batch ``first + i`` is rows, or packs, ``splits[i]`` to ``splits[i + 1]``."""
 
     first: int
     last: int
