@@ -113,13 +113,15 @@ def test_worker_processes_build_them_in_their_slots(url: str, monkeypatch: pytes
             del batch, parts
 
 
-def test_threads_build_them_in_page_locked_memory(url: str) -> None:
+@pytest.mark.parametrize("fields", [None, ("jpg",)], ids=["threads", "consumer"])
+def test_this_process_builds_them_in_page_locked_memory(url: str, fields: tuple[str, ...] | None) -> None:
     account = Account()
-    with DataLoader(dataset(url), 4, jagged=ALL) as loader:
+    with DataLoader(dataset(url, fields=fields), 2, jagged=ALL if fields is None else fields) as loader:
         loader.page_lock(account)
         for batch in loader:
             assert all(account.holds(part) for part in batch["jpg"][:2])
-            assert account.holds(batch["audio.npy"].values())
+            assert [row.numpy().tobytes() for row in batch["jpg"].rows()] == [payload_of(int(k)) for k in batch["__key__"]]
+            assert fields is not None or account.holds(batch["audio.npy"].values())
 
 
 def test_a_prefetcher_and_broadcast_pass_them_on(url: str) -> None:

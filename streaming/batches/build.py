@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, pairwise
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -73,7 +73,8 @@ class Part:
         on_error: What becomes of samples that cannot be delivered.
         fields: Fields to read; None: all.
         name: Of the source in a mixture, as ``__source__`` gives it; "" of a single data set and of its groups.
-        packs: What a batch looks like whose rows are packs of samples; None: samples are its rows.
+        packs: What a batch looks like whose rows are packs of tokens; None: samples are its rows.
+        budget: What a batch of whole samples of like sizes holds at most; None: any samples make a batch.
     """
 
     decoders: FieldDecoder
@@ -82,6 +83,7 @@ class Part:
     fields: tuple[str, ...] | None = None
     name: str = ""
     packs: PackShape | None = None
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transform", as_chain(self.transform))
@@ -89,8 +91,8 @@ class Part:
     @property
     def functions_of_user(self) -> list[Any]:
         """All that runs code of the user on the way from bytes to a sample."""
-        chain = as_chain(self.transform)
-        functions: list[Any] = [] if chain is None else list(chain.functions)
+        chained = as_chain(self.transform)
+        functions: list[Any] = [] if chained is None else list(chained.functions)
         return [*functions, self.decoders] if runs_code_of_user(self.decoders) else functions
 
 
@@ -234,13 +236,22 @@ class BatchBuilder:
         recipe = self._recipe
         if rows.packs is not None and recipe.packs is not None:
             return self._packed(rows, rows.packs, recipe.packs, valid)
+        if rows.packs is not None:  # of whole samples, which are marked one by one
+            valid = None if valid is None else valid[rows.packs.packs]
         mask = recipe.mask_of(len(rows.keys), valid)
         if recipe.is_plain and not rows.damage and not self._draws.seeds:
             with suppress(DecodeError):  # row by row it will say which value
                 columns = recipe.columns(rows, self._allocate, self._place)
                 return recipe.whole(columns.batch(0, len(rows.keys)), mask, len(rows.keys))
         samples = [self._sample_or_substitute(rows, i, mask) for i in range(len(rows.keys))]
-        return self.collate(samples, mask)
+        if rows.packs is None or recipe.collate_fn is None:
+            return self.collate(samples, mask)
+        borders = list(pairwise(rows.packs.splits.tolist()))
+        of_packs = None if mask is None else np.array([mask[low:high].any() for low, high in borders])
+        return self.collate([self._default(samples[low:high]) for low, high in borders], of_packs)
+
+    def _default(self, samples: list[Sample]) -> Batch:
+        return default_collate(samples, allocate=self._allocate, jagged=self._recipe.jagged)
 
     # --- packs ---
 
@@ -316,8 +327,7 @@ class BatchBuilder:
                     if isinstance(sample, dict):
                         sample["__valid__"] = valid
             return self._recipe.cut(self._collated(self._recipe.collate_fn, samples), len(samples))
-        batch = default_collate(samples, allocate=self._allocate, jagged=self._recipe.jagged)
-        return self._recipe.whole(batch, mask, len(samples))
+        return self._recipe.whole(self._default(samples), mask, len(samples))
 
     @staticmethod
     def _collated(collate_fn: Callable[[list[Any]], Any], samples: list[Sample]) -> Any:
@@ -343,12 +353,14 @@ class BatchBuilder:
         if self._recipe.packs is not None:
             return self._no_packs(self._recipe.packs)
         sample = self._first_of(prototypes)
+        if self._recipe.parts[0].budget is not None and self._recipe.collate_fn is not None:
+            sample = self._default([sample])
         if self._recipe.skips and self._recipe.collate_fn is not None and isinstance(sample, dict):
             sample["__valid__"] = True
         if self._recipe.collate_fn is not None:
             return self._recipe.portion(without_rows(partial(self._collated, self._recipe.collate_fn), sample), 0)
         whole = replace(self._recipe, portion=Portion(), finish=None)
-        row = whole.whole(default_collate([sample], jagged=whole.jagged), whole.mask_of(1, None), 1)
+        row = whole.whole(self._default([sample]), whole.mask_of(1, None), 1)
         return self._recipe.portion(empty_like(row), 0)
 
     def _first_of(self, prototypes: Iterator[Rows]) -> Sample:
@@ -375,7 +387,7 @@ class BatchBuilder:
             self._handle(bad, rows, i)
             if mask is not None and self._recipe.part_of(rows, i).on_error == "skip":
                 mask[i] = False
-        for tried, substitute in enumerate(self._substitutes(i)):
+        for tried, substitute in enumerate(chain(_others_of_pack(rows, i), self._substitutes(i))):
             if tried >= MAX_SUBSTITUTES:
                 break
             try:
@@ -441,13 +453,13 @@ class BatchBuilder:
                 )
             except DecodeError as error:
                 raise _Bad("decode", error) from error
-        chain = as_chain(part.transform)
-        return sample if chain is None else self._transformed(chain, sample)
+        functions = as_chain(part.transform)
+        return sample if functions is None else self._transformed(functions, sample)
 
-    def _transformed(self, chain: Chain, sample: Sample) -> Sample:
+    def _transformed(self, functions: Chain, sample: Sample) -> Sample:
         key, url = sample["__key__"], str(sample["__url__"])
         try:
-            changed = chain(sample, self._draws)
+            changed = functions(sample, self._draws)
         except MemoryError:
             raise
         except Exception as error:
@@ -462,6 +474,22 @@ class BatchBuilder:
                 f"fields (or None to drop the sample); other types need a collate_fn that takes them"
             )
         return changed
+
+
+def _others_of_pack(rows: Rows, i: int) -> Iterator[Rows]:
+    """Single rows that may stand in for row i: intact ones of its pack, of like size, from the next one on."""
+    if rows.packs is None:
+        return
+    pack = int(rows.packs.packs[i])
+    low, high = rows.packs.splits[pack : pack + 2].tolist()
+    for other in (*range(i + 1, high), *range(low, i)):
+        if other not in rows.damage:
+            one = slice(other, other + 1)
+            fields = {name: FieldRange(starts=f.starts[one], sizes=f.sizes[one]) for name, f in rows.fields.items()}
+            sources = None if rows.sources is None else rows.sources[one]
+            yield replace(
+                rows, keys=rows.keys[one], urls=rows.urls[one], fields=fields, damage={}, sources=sources, packs=None
+            )
 
 
 def _only_row(batch: Batch) -> Sample:

@@ -18,6 +18,7 @@ import numpy as np
 from infra import agent_store
 from streaming.arguments import checked_int, checks_names, option_names
 from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
+from streaming.batches.collate import default_collate
 from streaming.batches.draws import Chain
 from streaming.batches.rows import FieldRange, Rows
 from streaming.catalog.joined import JoinedSource
@@ -55,6 +56,7 @@ _NO_TRANSFORM = (
     "Packed: transform (or map): packs do not call it, tokens go from the shards into the batch. Leave it out; change "
     "tokens when shards are written, or whole packs in the loader's collate_fn"
 )
+_NO_MAP = "Packed: map: functions of samples belong to the data set; write Packed(StreamingDataset(…, transform=…), …)"
 _REQUESTS = 16
 _log = logging.getLogger("streaming")
 _COUNTS = ("documents", "tokens", "packed", "split", "truncated", "dropped", "empty", "places")
@@ -115,6 +117,16 @@ class Packed(PackedSource):
     ``num_tokens``, ``num_labels``; ``__key__``, ``__url__`` and ``__source__`` of each row, lists of n, and
     ``source_ids`` int64 [n]. A document that cannot be read leaves a row of padding, with the key "".
 
+    With ``padded=True, field=None`` samples need not be text: a pack is a batch of whole samples of like sizes, images
+    by pixels or audio by frames, decoded, transformed and put together as those of any ``StreamingDataset``. ::
+
+        clips = StreamingDataset("s3://bucket/speech/", decode={"flac": decode_flac})
+        batches = Packed(clips, length=16_000 * 600, column="frames", padded=True, field=None)
+        for batch in DataLoader(batches, batch_size=1, jagged=("flac",)):
+            audio = batch["flac"].padded()                     # [n, frames of the longest]: at most ten minutes
+
+    One that cannot be read or that ``transform`` drops is stood in for by another of its batch.
+
     Packs are made within *groups*: chunks of one shard that follow each other, of at least 256 packs. How many packs
     a group has depends on the documents' lengths alone, so only the column is read when the set is made. A document
     that cannot be read is accounted for as a bad sample of the data set; under ``on_error="substitute"`` and ``"skip"``
@@ -124,9 +136,10 @@ class Packed(PackedSource):
         documents: A ``StreamingDataset`` with an index, perhaps filtered; a sample is a document.
         length: T, tokens of a pack.
         column: Column of the sample tables, or late column, that says how many tokens each document has.
-        field: Field that holds them, as little-endian numbers.
+        field: Field that holds them, as little-endian numbers; None: samples are no tokens, see above.
         dtype: ``"uint16"`` or ``"uint32"``; None: told by the sizes of the first documents.
-        overlong: Documents of more than T tokens: ``"split"`` them, ``"truncate"`` them to T, or ``"drop"`` them.
+        overlong: Documents of more than T tokens: ``"split"`` them, ``"truncate"`` them to T, or ``"drop"`` them. None:
+            split them; whole samples can only be dropped. The log counts them.
         mask_field: Field that holds a byte for each token, 0 where it bears no loss, as ``shard_tools convert`` writes
             it with a chat template; None: all tokens bear loss.
         shift_labels: False: ``labels[t]`` is ``input_ids[t]``, as Hugging Face's models take it, which shift inside.
@@ -161,9 +174,9 @@ class Packed(PackedSource):
         length: int,
         *,
         column: str = "tokens",
-        field: str = "tok",
+        field: str | None = "tok",
         dtype: str | None = None,
-        overlong: Overlong = "split",
+        overlong: Overlong | None = None,
         mask_field: str | None = None,
         shift_labels: bool = False,
         labels_across: bool = False,
@@ -172,11 +185,17 @@ class Packed(PackedSource):
         multiple: int = 1,
         padded: bool = False,
     ) -> None:
-        _check_documents(documents)
-        rules = PackRules(length=length, overlong=overlong, multiple=multiple, max_docs=max_docs, padded=padded)
+        of_tokens = {"dtype": dtype, "mask_field": mask_field, "shift_labels": shift_labels or None,
+                     "labels_across": labels_across or None, "pad_id": pad_id or None}  # fmt: skip
+        whole = field is None and _checked_whole(of_tokens, padded=padded, overlong=overlong)
+        _check_documents(documents, whole=whole)
+        rules = PackRules(
+            length=length, overlong=overlong or ("drop" if whole else "split"), multiple=multiple, max_docs=max_docs,
+            padded=padded,
+        )  # fmt: skip
         _check_choices(
-            {"column": column, "field": field, "mask_field": mask_field}, {"shift_labels": shift_labels,
-             "labels_across": labels_across}, dtype,
+            {"column": column, "field": field or "", "mask_field": mask_field}, {"shift_labels": shift_labels,
+             "labels_across": labels_across}, dtype, whole=whole,
         )  # fmt: skip
         if padded and labels_across:
             raise ConfigError(
@@ -185,18 +204,21 @@ class Packed(PackedSource):
             )
         peers = job_peers(agent_store())
         shards = documents.shards
-        fields = (field,) if mask_field is None else (field, mask_field)
+        fields = tuple(name for name in (field, mask_field) if name is not None)
         check_fields(documents.storage, shards, fields, peers)
         late = late_columns_of(documents.storage, shards, [column], peers)
         lengths = Lengths(documents.storage, shards, column, late)
         read = copy.copy(documents)
-        read.fields, read.decoders = fields, RawFields()
+        if not whole:
+            read.fields, read.decoders = fields, RawFields()
         work = _Work(read, lengths, rules, column)
         opened = work.joined(work.parts(peers))
         self.column = column
         self.counts: PackCounts = opened.counts
+        self.is_whole = whole
+        told = "" if field is None else _told_dtype(read, field, dtype, lengths, peers)
         self.shape = PackShape(
-            length=rules.length, field=field, dtype=_told_dtype(read, field, dtype, lengths, peers),
+            length=rules.length, field=field or "", dtype=told,
             mask_field=mask_field, shift_labels=shift_labels, labels_across=labels_across,
             pad_id=checked_int("pad_id", pad_id, 0, 2**32 - 1), max_docs=rules.max_docs, multiple=rules.multiple,
             padded=rules.padded,
@@ -217,6 +239,11 @@ class Packed(PackedSource):
         return self.counts.packed
 
     @property
+    def unit(self) -> str:
+        """What lengths count, for people: tokens, or the column of whole samples."""
+        return self.column if self.is_whole else "tokens"
+
+    @property
     def fill(self) -> float:
         """Part of all places that holds tokens, 0 to 1."""
         return self.num_tokens / self.counts.places
@@ -228,7 +255,7 @@ class Packed(PackedSource):
     def __getitem__(self, index: builtins.slice) -> Sample: ...
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
-        """Pack number ``index`` in storage order, as epoch 0 of the set's own seed has it; tensors [T].
+        """Pack number ``index`` in storage order, as epoch 0 of the set's own seed has it; tensors [T], or a batch.
 
         Raises:
             IndexError: There is no such pack.
@@ -252,6 +279,8 @@ class Packed(PackedSource):
         before = int(self.documents.chunk_samples[: self._groups.firsts[group]].sum())
         numbers = before + np.searchsorted(samples - self.chunk(group).first_sample, packs.samples)
         found: list[Any] = [self.documents.sample_at(number) for number in numbers.tolist()]
+        if self.is_whole:
+            return default_collate([one | ({"__source__": source} if source else {}) for one in found])
         memory = b"".join(one.get(name, b"") for name in self.shape.fields for one in found)
         fields, at = {}, 0
         for name in self.shape.fields:
@@ -272,10 +301,15 @@ class Packed(PackedSource):
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(_NO_TRANSFORM)
+        raise ConfigError(_NO_MAP if self.is_whole else _NO_TRANSFORM)
 
     def __repr__(self) -> str:
-        parts = [repr(self.documents), f"length={self.rules.length}", f"{len(self)} packs", f"{self.num_tokens} tokens"]
+        parts = [
+            repr(self.documents),
+            f"length={self.rules.length}",
+            f"{len(self)} packs",
+            f"{self.num_tokens} {self.unit}",
+        ]
         return f"Packed({', '.join([*parts, f'{self.fill:.1%} filled'])})"
 
     # --- what the engine needs ---
@@ -288,13 +322,25 @@ class Packed(PackedSource):
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How documents become packs, for loops."""
+        if self.is_whole:
+            return tuple(replace(part, budget=self.rules.length) for part in self.documents.recipe_parts)
         return (Part(decoders=self.decoders, on_error=self.on_error, fields=self.fields, packs=self.shape),)
+
+    def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
+        """See ``Source``: of whole samples, that which is so many behind the group's first, and may stand in."""
+        if not self.is_whole:
+            return offsets
+        found = np.empty_like(offsets)
+        for group in np.unique(chunk_ids).tolist():
+            rows = chunk_ids == group
+            found[rows] = self.samples_in(group)[1][offsets[rows]] - self.chunk(group).first_sample
+        return found
 
     def _take_over(self) -> None:
         """Options of the documents, as those of a data set of packs."""
         documents = self.documents
-        self.fields, self.decode, self.decoders = documents.fields, None, RawFields()
-        self.transform = None
+        self.fields, self.decode, self.decoders = documents.fields, None, documents.decoders
+        self.transform = documents.transform
         self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
         limit = documents.max_bad_samples
         # A share is one of documents, of which there are as many in each epoch.
@@ -310,19 +356,20 @@ class Packed(PackedSource):
         over = [f"{number:,} longer ones {what}" for what, number in said.items() if number]
         over += [f"{counts.empty:,} without tokens left out"] if counts.empty else []
         _log.info(
-            "Packed: %s packs of %s tokens%s, %.2f %% filled, of %s documents with %s tokens%s; %s groups",
-            f"{len(self):,}", f"{length:,}", " at most, padded" if self.rules.padded else "", 100 * self.fill,
-            f"{counts.documents:,}", f"{counts.tokens:,}",
+            "Packed: %s packs of %s %s%s, %.2f %% filled, of %s %s with %s%s; %s groups",
+            f"{len(self):,}", f"{length:,}", self.unit, " at most, padded" if self.rules.padded else "",
+            100 * self.fill, f"{counts.documents:,}", "samples" if self.is_whole else "documents",
+            f"{counts.tokens:,} {'in all' if self.is_whole else 'tokens'}",
             "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
         )  # fmt: skip
         small = int((self.chunk_samples < PACKS_OF_GROUP // 4).sum())
         if 2 * small > len(self.chunk_samples):
             _log.warning(
                 "Packed: %s of %s groups have fewer than %d packs (%.0f on average, %.2f %% filled): a group lies in "
-                "one shard and takes at most %d MiB of it. %d packs need %s tokens in a shard; larger shards "
+                "one shard and takes at most %d MiB of it. %d packs need %s %s in a shard; larger shards "
                 "or a shorter length fill better",
                 f"{small:,}", f"{len(self.chunk_samples):,}", PACKS_OF_GROUP // 4, self.chunk_samples.mean(),
-                100 * self.fill, MAX_GROUP_BYTES >> 20, PACKS_OF_GROUP, f"{PACKS_OF_GROUP * length:,}",
+                100 * self.fill, MAX_GROUP_BYTES >> 20, PACKS_OF_GROUP, f"{PACKS_OF_GROUP * length:,}", self.unit,
             )  # fmt: skip
 
 
@@ -461,7 +508,28 @@ def _told_dtype(documents: ChunkSource, field: str, dtype: str | None, lengths: 
     )
 
 
-def _check_documents(documents: Any) -> None:
+def _checked_whole(of_tokens: Mapping[str, Any], *, padded: bool, overlong: Overlong | None) -> bool:
+    """Refuse what whole samples cannot have; True.
+
+    Raises:
+        ConfigError: They are not padded, are to be cut, or have an option of tokens.
+    """
+    if not padded:
+        raise ConfigError(
+            "field=None: samples that are no tokens cannot be laid end to end in rows; add padded=True, for batches of "
+            "like sizes under a budget, or name the field of tokens"
+        )
+    if overlong not in (None, "drop"):
+        raise ConfigError(f'overlong={overlong!r} with field=None: whole samples cannot be cut; use overlong="drop"')
+    for option, value in of_tokens.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option}={value!r} with field=None: it is about tokens, and there are none; leave it out"
+            )
+    return True
+
+
+def _check_documents(documents: Any, *, whole: bool) -> None:
     if isinstance(documents, (JoinedSource, PackedSource)):
         raise ConfigError(
             f"Packed: expected a StreamingDataset, got a {type(documents).__name__}; pack each data set, and mix the "
@@ -473,13 +541,14 @@ def _check_documents(documents: Any) -> None:
         )
     if not documents.indexed:
         raise IndexMissingError(f"Packed needs an index; {documents.shards.missing_index}")
-    if documents.transform is not None:
+    if documents.transform is not None and not whole:
         raise ConfigError(_NO_TRANSFORM)
 
 
-def _check_choices(names: Mapping[str, Any], flags: Mapping[str, Any], dtype: Any) -> None:
+def _check_choices(names: Mapping[str, Any], flags: Mapping[str, Any], dtype: Any, *, whole: bool) -> None:
     for option, name in names.items():
-        if not (isinstance(name, str) and name) and not (option == "mask_field" and name is None):
+        absent = (option == "mask_field" and name is None) or (option == "field" and whole)
+        if not (isinstance(name, str) and name) and not absent:
             raise ConfigError(f"{option}: expected a name, got {name!r}")
     for option, flag in flags.items():
         if not isinstance(flag, bool):

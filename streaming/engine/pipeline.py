@@ -46,6 +46,8 @@ _BLOCKS_AHEAD = 16
 """Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
 _BLOCK_PASSES = 4
 """Passes in a block at most: of a small set each pass costs as much as a thousand rows."""
+_MOST_OF_PACK = 2**24
+"""Samples of a pack, at most: what they draw is told by the pack's position times that, and their place in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +261,10 @@ class Pipeline(Delivery):
 
     def _open_group(self, first: int) -> Group | None:
         packs = self._settings.recipe.packs
-        if not self._builder.holds_gil or (packs is not None and (packs.padded or self._settings.balance is not None)):
+        in_groups = not self._source.is_packed  # packs of whole samples are not: their samples are rows
+        if packs is not None:
+            in_groups = not packs.padded and self._settings.balance is None
+        if not self._builder.holds_gil or not in_groups:
             return None
         return self._groups.open(self._block_of(first), first, self._frontier(), self._intact_rows)
 
@@ -295,16 +300,22 @@ class Pipeline(Delivery):
                 column[span] for column in (block.rows.chunk_ids, block.rows.offsets, block.rows.passes)
             )
 
-            def substitutes(row: int) -> Iterator[Rows]:
-                return stand_ins.of(int(chunk_ids[row]), int(offsets[row]), int(passes[row]))
-
+            positions = block.rows.positions[span] - self._plan.epoch * self._plan.num_samples
             if self._source.is_packed:
                 rows = self._rows_of_packs(first_rows, chunk_ids, offsets, passes, damage)
+                if (
+                    self._settings.recipe.packs is None and rows.packs is not None
+                ):  # whole samples draw, each for itself
+                    positions = positions[rows.packs.packs] * _MOST_OF_PACK + rows.packs.places
             else:
                 rows = self._rows(first_rows + block.within[span], chunk_ids, offsets, damage)
-            valid = block.rows.valid[span] if self._plan.last_batch == "pad" else None
-            positions = block.rows.positions[span] - self._plan.epoch * self._plan.num_samples
             rows = replace(rows, positions=positions)
+
+            def substitutes(row: int) -> Iterator[Rows]:
+                at = row if rows.packs is None else int(rows.packs.packs[row])
+                return stand_ins.of(int(chunk_ids[at]), int(offsets[at]), int(passes[at]))
+
+            valid = block.rows.valid[span] if self._plan.last_batch == "pad" else None
             return self._builder.build(rows, valid, substitutes, self._report, seed=self._draw_key, batch=batch)
 
     def _stand_ins(self) -> Substitutes:

@@ -40,6 +40,10 @@ class ShardSet(Protocol):
     def urls(self) -> Sequence[str]:
         """The shards, in the order of the data set; they may hold secrets, so messages redact them."""
 
+    @property
+    def recipe_parts(self) -> tuple[Part, ...]:
+        """How the samples of each source become objects; one for a single set."""
+
     def counters(self) -> Mapping[str, float]:
         """Count what storage and cache did since the set was opened; all its loaders count there."""
 
@@ -96,10 +100,6 @@ class Source(ShardSet, Protocol):
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Choose the order under a loader with batches of this size: as the user did, else by default."""
-
-    @property
-    def recipe_parts(self) -> tuple[Part, ...]:
-        """How the samples of each source become objects; one for a single set."""
 
     def orders(self, settings: OrderSettings) -> Orders:
         """The order of each pass under these settings."""

@@ -46,7 +46,7 @@ class BaseLoop(Loop):
             file=dataset.bad_samples_file,
             rank=mesh.rank,
             on_error=dataset.on_error,
-            packed=dataset.is_packed,
+            packed=dataset.is_packed and dataset.recipe_parts[0].packs is not None,
         )
         self._earlier = dataset.counters()
         self._mesh = mesh

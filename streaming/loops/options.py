@@ -129,7 +129,7 @@ def checked_balance(
         raise ConfigError(
             f"balance={balance!r}: for packs; give a Packed(…), or a Mixture of them, not a {type(dataset).__name__}"
         )
-    if dataset.recipe_parts[0].packs.padded:
+    if dataset.recipe_parts[0].packs is None or dataset.recipe_parts[0].packs.padded:
         raise ConfigError(
             f"balance={balance!r} with Packed(…, padded=True): a padded pack is all of a rank's batch, and costs the "
             "same as any other but for its last rows; leave balance out, or padded"
@@ -163,11 +163,12 @@ def check_padded(recipe: Recipe, shape: Shape) -> None:
         ConfigError: A rank would get them, and no function of the user takes the list.
     """
     packs, sizes = recipe.packs, [shape.global_batch_size] if shape.ramp is None else dict(shape.ramp.steps).values()
-    if packs is None or not packs.padded or recipe.collate_fn is not None or max(sizes) <= shape.num_ranks:
+    budget = packs.length if packs is not None and packs.padded else recipe.parts[0].budget
+    if budget is None or recipe.collate_fn is not None or max(sizes) <= shape.num_ranks:
         return
     raise ConfigError(
-        f"batch_size: Packed(…, padded=True): a padded pack is a batch, whose size is length={packs.length}, a budget "
-        f"of tokens; expected batch_size=1, which is global_batch_size={shape.num_ranks} on {shape.num_ranks} rank(s), "
+        f"batch_size: Packed(…, padded=True): a padded pack is a batch, whose size is length={budget}, a budget; "
+        f"expected batch_size=1, which is global_batch_size={shape.num_ranks} on {shape.num_ranks} rank(s), "
         f"got global_batch_size={max(sizes)}. For several packs in a step of a rank give collate_fn=list: its batches "
         "are then lists of padded packs"
     )
@@ -210,9 +211,11 @@ def streaming_config(
     prefetch_factor = _checked_count("prefetch_factor", prefetch_factor, 1)
     threads = min(4, os.cpu_count() or 1) if num_threads is None else _checked_count("num_threads", num_threads, 0)
     replicas.check(dataset.on_error)
+    # Whole samples are laid end to end within each pack, of which a collate_fn gets the list.
+    forms = checked_jagged(jagged, None if dataset.recipe_parts[0].budget is not None else collate_fn)
     recipe = Recipe(
         parts=dataset.recipe_parts, collate_fn=collate_fn, portion=replicas.built(mesh),
-        finish=pin if pin_memory and torch.cuda.is_available() else None, jagged=checked_jagged(jagged, collate_fn),
+        finish=pin if pin_memory and torch.cuda.is_available() else None, jagged=forms,
     )  # fmt: skip
     check_padded(recipe, shape)
     check_jagged(recipe, dataset)

@@ -91,6 +91,11 @@ class PackRows:
         """The pack of each piece, int64[n]."""
         return np.arange(self.num_packs).repeat(self.splits[1:] - self.splits[:-1])
 
+    @property
+    def places(self) -> Int64Array:
+        """The place of each piece in its pack, int64[n], from 0."""
+        return np.arange(len(self.samples)) - self.splits[self.packs]
+
     def costs_by(self, rules: BalanceRules, length: int) -> Costs:
         """What each pack costs as a row of ``length`` tokens, [B]."""
         sizes = np.full(self.num_packs, length)
