@@ -120,7 +120,9 @@ def test_this_process_builds_them_in_page_locked_memory(url: str, fields: tuple[
         loader.page_lock(account)
         for batch in loader:
             assert all(account.holds(part) for part in batch["jpg"][:2])
-            assert [row.numpy().tobytes() for row in batch["jpg"].rows()] == [payload_of(int(k)) for k in batch["__key__"]]
+            assert [row.numpy().tobytes() for row in batch["jpg"].rows()] == [
+                payload_of(int(k)) for k in batch["__key__"]
+            ]
             assert fields is not None or account.holds(batch["audio.npy"].values())
 
 

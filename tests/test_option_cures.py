@@ -52,7 +52,7 @@ RUN_ELSEWHERE = {
     "duplicate_keys": "test_cures.py::keys_that_come_twice",
     "encode": "test_broadcast.py::test_objects_travel_by_the_functions_given",
     "exclude": "test_filters.py::test_keys_are_left_out",
-    "field": "test_length_buckets.py::buckets",
+    "field": "test_length_buckets.py::test_what_cannot_work_is_refused_with_the_cure",
     "index": "test_cures.py::an_index_elsewhere_is_built",
     "jagged": "test_jagged.py::test_ordinary_data_sets_too",
     "lanes": "test_cures.py::fewer_lanes_fit_into_less_memory",

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from streaming.batches.build import Mask, Recipe
-from streaming.batches.collate import Allocate
 from streaming.batches.columns import Columns, PackColumns
+from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.engine.units import Block
 
