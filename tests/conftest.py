@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import fsspec.asyn
 import pytest
@@ -56,6 +56,16 @@ def pytest_collection_finish() -> None:
     """Modules and test items live to the end: a collection of garbage, of which many tests need some, skips them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """So do the libraries that a file of tests was the first to use, and reports; its own fixtures are gone by then."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 @pytest.fixture(scope="session", autouse=True)
