@@ -235,6 +235,7 @@ def plain_world(dataset: Any, ranks: int, count: int, state: Any = None) -> tupl
     return merged(found), saved
 
 
+@pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_with_worker_processes_and_threads(data: StreamingDataset, num_workers: int) -> None:
     curriculum = pickle.loads(pickle.dumps(Curriculum(data, "tokens", STEPS, buckets=4)))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -15,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Forked
 from leftovers import leftovers
 from played_ranks import Play, played
 from torch.utils.data import IterableDataset
@@ -252,23 +250,11 @@ def test_several_ranks_need_torch_distributed() -> None:
     )
 
 
-def test_real_ranks(tmp_path: Path) -> None:
+def test_real_ranks(tmp_path: Path, forked: Forked) -> None:
     """Two processes under gloo: two epochs that differ, an error in the data set, a reader that is killed."""
-    command = [sys.executable, str(HERE / "dispatch_worker.py"), str(tmp_path)]
-    path = os.pathsep.join([str(HERE), str(HERE.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "WORLD_SIZE": "2"}
-    started = []
-    try:
-        for rank in range(2):
-            with open(tmp_path / f"stderr-{rank}", "wb") as errors:
-                started.append(subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=errors))
-        codes = [one.wait(timeout=240) for one in started]
-    finally:
-        for one in started:
-            if one.poll() is None:
-                one.kill()
-            one.wait()
-    assert codes == [17, 0], [(tmp_path / f"stderr-{rank}").read_text()[-3000:] for rank in range(2)]
+    output = tmp_path / "output"
+    ranks = forked.start_ranks(HERE / "dispatch_worker.py", str(tmp_path), world_size=2, output=output)
+    assert [rank.wait() for rank in ranks] == [17, 0], output.read_text()[-6000:]
     got = [json.loads((tmp_path / f"got-{rank}.json").read_text()) for rank in range(2)]
     first, second = zip(*(one["epochs"] for one in got), strict=True)
     for number, epoch in enumerate((first, second)):

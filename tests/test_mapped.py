@@ -121,6 +121,7 @@ def test_what_fields_leave_out_is_not_mapped(tmp_path: Path) -> None:
         assert loader.metrics()["mapped_bytes"] > 16 * 10 * SAMPLE_BYTES
 
 
+@pytest.mark.usefixtures("one_fork_server")
 def test_worker_processes_and_caches_get_copies(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Others map the arena, or what is fetched goes to the cache: both see only what was copied."""
     with DataLoader(open_at(folder, decode={"bin": None, "cls": None}), BATCH, num_workers=1) as loader:

@@ -23,6 +23,8 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")
+
 SIZES = {"code": 23, "math": 60, "web": 119}
 FIRST = {"web": 0, "code": 10_000, "math": 20_000}
 

@@ -31,6 +31,7 @@ def of_one_source(batches: Batches) -> bool:
     return all(len({source_of(key) for key in batch}) == 1 for batch in batches)
 
 
+@pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("options", [EXACT, ONE_SOURCE])
 def test_any_world_stopped_and_resumed_gives_the_same_batches(
     sets: dict[str, SampleSet], options: dict[str, Any]

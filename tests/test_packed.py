@@ -274,6 +274,7 @@ def test_a_mixture_of_packs_counts_tokens_and_resumes(sources: dict[str, Path]) 
         assert all(same(*both) for both in zip(first(loader, 25), whole[15:], strict=True))
 
 
+@pytest.mark.usefixtures("one_fork_server")
 def test_a_fetcher_and_a_collate_fn_get_packs(packed: Packed) -> None:
     mesh = DeviceMesh.from_sizes(dp_size=1, rank=0)
     batches = epoch_of(packed)

@@ -114,6 +114,7 @@ def test_documents_of_two_bytes_a_token(tmp_path: Path) -> None:
     assert np.array_equal(tokens, np.arange(1, packed.num_tokens + 1))
 
 
+@pytest.mark.usefixtures("one_fork_server")
 def test_packs_of_two_processes_and_of_a_copy_are_the_same(folder: Path) -> None:
     packed = Packed(StreamingDataset(folder), LENGTH)
     copied = pickle.loads(pickle.dumps(packed))

@@ -150,6 +150,7 @@ def test_stopped_anywhere_and_resumed_on_another_world(
     assert before + after == whole
 
 
+@pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_len_and_what_the_loader_says(
     data: StreamingDataset, num_workers: int, caplog: pytest.LogCaptureFixture
