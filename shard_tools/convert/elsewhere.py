@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from shard_tools.convert.records import Source, refuse_known
+from shard_tools.convert.records import ShardOptions, Source, refuse_known
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from shard_tools.write.keys import SeenKeys, check_key
@@ -33,16 +33,14 @@ class Work:
     Attributes:
         reader: The source.
         pattern: Of the shards' URLs.
-        max_bytes: Largest shard.
-        max_samples: Most samples of a shard.
+        options: How large shards are.
         columns: Names and functions of the sample table's columns.
         storage_options: For the target.
     """
 
     reader: Source
     pattern: str
-    max_bytes: int
-    max_samples: int | None
+    options: ShardOptions
     columns: Mapping[str, Callable[[Mapping[str, object]], object]]
     storage_options: Mapping[str, object] | None
 
@@ -50,8 +48,8 @@ class Work:
         """Return a writer that begins with this shard."""
         return ShardWriter(
             self.pattern,
-            max_bytes=self.max_bytes,
-            max_samples=self.max_samples,
+            max_bytes=self.options.max_bytes,
+            max_samples=self.options.max_samples,
             storage_options=self.storage_options,
             columns=self.columns,
             overwrite=True,  # whatever stands there is of this conversion and unfinished
@@ -118,7 +116,11 @@ def _cut(sizes: Iterator[tuple[str, int]], work: Work, start: int, number: int) 
     shard_bytes = shard_samples = 0
     for key, num_bytes in sizes:
         rolls = shard_samples > 0 and is_full(
-            shard_bytes, shard_samples, num_bytes, max_bytes=work.max_bytes, max_samples=work.max_samples
+            shard_bytes,
+            shard_samples,
+            num_bytes,
+            max_bytes=work.options.max_bytes,
+            max_samples=work.options.max_samples,
         )
         if rolls:
             yield _Shard(number=number, start=start, num_samples=shard_samples)

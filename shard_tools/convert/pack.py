@@ -17,7 +17,7 @@ from functools import partial
 from shard_tools.convert.elsewhere import Work, write_elsewhere
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import Journal, TargetNotEmptyError, load_journal, save_journal
-from shard_tools.convert.records import Source, refuse_known
+from shard_tools.convert.records import ShardOptions, Source, refuse_known
 from shard_tools.running.progress import Progress
 from streaming.errors import ConfigError, DataError
 from streaming.index.chunk_table import ChunkTable
@@ -26,26 +26,6 @@ from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, local_path, split_url
 
 _SHARD_NAME = "{:06d}.tar"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """How records become shards.
-
-    Attributes:
-        max_bytes: Largest shard.
-        max_samples: Most samples of a shard.
-        columns: Metadata of the records that the sample table shall hold.
-        overwrite: Delete the shards that the target holds.
-        position: The column of the sample table that holds the number of each sample's record, where not every
-            record becomes a sample; None: sample i is record i.
-    """
-
-    max_bytes: int
-    max_samples: int | None
-    columns: tuple[str, ...]
-    overwrite: bool
-    position: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +41,11 @@ class Packed:
 def pack(
     reader: Source,
     place: Place,
-    packing: Packing,
+    options: ShardOptions,
     *,
-    options: Mapping[str, object],
+    identity: Mapping[str, object],
+    columns: tuple[str, ...],
+    position: str | None = None,
     storage_options: Mapping[str, object] | None,
     executor: Executor | None = None,
     progress: Progress,
@@ -73,8 +55,12 @@ def pack(
     Args:
         reader: The records.
         place: Where the shards go.
-        packing: How.
-        options: JSON-able, all that the result's bytes depend on but the source: another run goes on only if they hold.
+        options: How.
+        identity: JSON-able, all that the result's bytes depend on but the source and the names of the shards: another
+            run goes on only if they hold.
+        columns: Metadata of the records that the sample table shall hold.
+        position: The column of the sample table that holds the number of each sample's record, where not every
+            record becomes a sample; None: sample i is record i.
         storage_options: How to reach the store.
         executor: Read and write there; None: here, in one pass.
         progress: Told about samples and bytes written.
@@ -85,17 +71,16 @@ def pack(
         StorageError: If a store fails.
     """
     storage = Storage(storage_options)
-    journal = Journal(source=reader.identity(), options=dict(options))
-    earlier = _prepare(place, journal, storage, overwrite=packing.overwrite, position=packing.position)
+    journal = Journal(source=reader.identity(), options={**identity, "pattern": place.name})
+    earlier = _prepare(place, journal, storage, overwrite=options.overwrite, position=position)
     progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
     progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
     if not earlier.complete:
         work = Work(
             reader=reader,
             pattern=place.pattern,
-            max_bytes=packing.max_bytes,
-            max_samples=packing.max_samples,
-            columns={name: _Lift(name) for name in packing.columns},
+            options=options,
+            columns={name: _Lift(name) for name in columns},
             storage_options=storage_options,
         )
         write = _write if executor is None else partial(write_elsewhere, executor=executor)

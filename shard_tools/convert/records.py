@@ -77,6 +77,29 @@ class SourceOptions:
     tolerant: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOptions:
+    """What every verb that writes shards is told about them.
+
+    Attributes:
+        max_bytes: Largest shard.
+        max_samples: Most samples of a shard.
+        shuffle_seed: Mix the records by this seed, uniformly; None keeps the source's order.
+        workers: Threads that read ahead; processes of a tokenizer, where it sets how many batches are under way.
+        overwrite: Delete the shards that the target holds.
+    """
+
+    max_bytes: int = 256_000_000
+    max_samples: int | None = None
+    shuffle_seed: int | None = None
+    workers: int = 8
+    overwrite: bool = False
+
+    def identity(self) -> dict[str, object]:
+        """Return what the bytes of the result depend on."""
+        return {"max_bytes": self.max_bytes, "max_samples": self.max_samples, "shuffle_seed": self.shuffle_seed}
+
+
 class Source(Protocol):
     """A data set of another layout.
 

@@ -10,10 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
 
 from shard_tools.convert.images import save_classes
-from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
-from shard_tools.convert.records import Skipped, Source, SourceOptions
+from shard_tools.convert.pack import Place, pack, refuse_overlap
+from shard_tools.convert.records import ShardOptions, Skipped, Source, SourceOptions
 from shard_tools.convert.sources import open_source
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
@@ -26,45 +27,61 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertOptions:
-    """What a conversion shall do.
+class RecordOptions(ShardOptions):
+    """How records of a source of another layout become samples, of their bytes or of their tokens.
 
     Attributes:
         kind: The source's layout, or ``"auto"``.
-        max_bytes: Largest shard.
-        max_samples: Most samples of a shard.
-        shuffle_seed: Mix the records by this seed; None keeps the source's order.
         key_field: The field that holds keys; ``"number"`` counts; None: what is usual for the layout.
         fields: (column, extension) pairs: columns to be stored as fields of their own.
         columns: Metadata that the sample table shall hold.
-        classes: Where the numbers of classes come from (:func:`shard_tools.convert.images.numbered_classes`).
         max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
-        workers: Threads that read the source ahead.
-        overwrite: Delete the shards that the target holds.
     """
 
     kind: str = "auto"
-    max_bytes: int = 256_000_000
-    max_samples: int | None = None
-    shuffle_seed: int | None = None
     key_field: str | None = None
     fields: tuple[tuple[str, str], ...] = ()
     columns: tuple[str, ...] = ()
-    classes: str | None = None
     max_gzip_ratio: float = MAX_GZIP_RATIO
-    workers: int = 8
-    overwrite: bool = False
 
     def identity(self) -> dict[str, object]:
         """Return what the bytes of the result depend on."""
-        return {
-            "max_bytes": self.max_bytes,
-            "max_samples": self.max_samples,
-            "shuffle_seed": self.shuffle_seed,
-            "key_field": self.key_field,
-            "fields": [list(pair) for pair in self.fields],
-            "columns": list(self.columns),
-        }
+        fields = [list(pair) for pair in self.fields]
+        return ShardOptions.identity(self) | {
+            "key_field": self.key_field, "fields": fields, "columns": list(self.columns),
+        }  # fmt: skip
+
+    def open(self, source: str, target: str, storage: Storage, **how: Any) -> Source:
+        """Open the source, for shards in ``target``; ``how`` are further fields of ``SourceOptions``.
+
+        Raises:
+            ConfigError: Options do not fit the source, or it is the target.
+            NotFoundError: There is nothing to read.
+        """
+        place = Place.of(target)
+        options = SourceOptions(
+            fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, num_threads=self.workers,
+            exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio, **how,
+        )  # fmt: skip
+        reader = open_source(source, storage, kind=self.kind, options=options)
+        refuse_overlap(source, place)
+        return reader
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        """Every column that an option names, with the option."""
+        return [("--columns", name) for name in self.columns] + [("--field", column) for column, _ in self.fields]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions(RecordOptions):
+    """What a conversion shall do, besides what :class:`RecordOptions` says.
+
+    Attributes:
+        classes: Where the numbers of classes come from (:func:`shard_tools.convert.images.numbered_classes`).
+    """
+
+    classes: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,34 +146,15 @@ def convert(
     options = options or ConvertOptions()
     storage = Storage(storage_options)
     place = Place.of(target)
-    reader = open_source(
-        source,
-        storage,
-        kind=options.kind,
-        options=SourceOptions(
-            fields=options.fields,
-            key_field=options.key_field,
-            shuffle_seed=options.shuffle_seed,
-            num_threads=options.workers,
-            exclude=place.directory,
-            classes=options.classes,
-            max_gzip_ratio=options.max_gzip_ratio,
-        ),
-    )
-    refuse_overlap(source, place)
-    named = [("--columns", name) for name in options.columns] + [("--field", column) for column, _ in options.fields]
-    check_columns(reader, named)
+    reader = options.open(source, target, storage, classes=options.classes)
+    check_columns(reader, options.named_columns)
     classes: dict[str, int] = getattr(reader, "classes", {})
     packed = pack(
         reader,
         place,
-        Packing(
-            max_bytes=options.max_bytes,
-            max_samples=options.max_samples,
-            columns=options.columns,
-            overwrite=options.overwrite,
-        ),
-        options={**options.identity(), "pattern": place.name, **_numbers_of(reader, classes)},
+        options,
+        identity=options.identity() | _numbers_of(reader, classes),
+        columns=options.columns,
         storage_options=storage_options,
         executor=executor,
         progress=progress or NoProgress(),

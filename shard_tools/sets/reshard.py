@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shard_tools.convert.journal import carry_notes
-from shard_tools.convert.pack import Packing, Place, pack, refuse_overlap
-from shard_tools.convert.records import permutation
+from shard_tools.convert.pack import Place, pack, refuse_overlap
+from shard_tools.convert.records import ShardOptions, permutation
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.bad_list import load_bad_list
@@ -32,13 +32,10 @@ _SEQUENTIAL_WINDOW_BYTES = 64 << 20  # eight requests of 8 MiB, as many as there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardOptions:
-    """What the new shards shall be.
+class ReshardOptions(ShardOptions):
+    """What the new shards shall be, besides what ``ShardOptions`` says.
 
     Attributes:
-        max_bytes: Largest shard.
-        max_samples: Most samples of a shard.
-        shuffle_seed: Mix all samples, uniformly, by this seed; None keeps their order.
         sort: Column of the sample table, or ``__key__``, to sort by.
         descending: Sort the largest first.
         where: Condition on columns of the sample table (:mod:`streaming.index.where`).
@@ -49,13 +46,8 @@ class ReshardOptions:
         drop: Files that list samples to be left out.
         index_url: Where the source's index lies, if not beside its shards.
         memory_bytes: For samples on their way, where the order changes.
-        workers: Requests at a time.
-        overwrite: Delete the shards that the target holds.
     """
 
-    max_bytes: int = 256_000_000
-    max_samples: int | None = None
-    shuffle_seed: int | None = None
     sort: str | None = None
     descending: bool = False
     where: str | None = None
@@ -65,8 +57,6 @@ class ReshardOptions:
     drop: tuple[str, ...] = ()
     index_url: str | None = None
     memory_bytes: int = 1 << 30
-    workers: int = 8
-    overwrite: bool = False
 
     def __post_init__(self) -> None:
         if self.sort is not None and self.shuffle_seed is not None:
@@ -81,21 +71,13 @@ class ReshardOptions:
                 f"--key-prefix: {min(unknown)} is not known; it is text with {{shard}} or {{number}} in it, or neither"
             )
 
-    def packing(self, columns: tuple[str, ...]) -> Packing:
-        """Tell how the records become shards."""
-        return Packing(
-            max_bytes=self.max_bytes, max_samples=self.max_samples, columns=columns, overwrite=self.overwrite
-        )
-
     def identity(self) -> dict[str, object]:
         """Return what the bytes of the result depend on, but the samples taken."""
         more = {"dedupe": True} if self.dedupe else {}
         return {
             **more,
             **({"key_prefix": self.key_prefix} if self.key_prefix else {}),
-            "max_bytes": self.max_bytes,
-            "max_samples": self.max_samples,
-            "shuffle_seed": self.shuffle_seed,
+            **ShardOptions.identity(self),
             "sort": self.sort,
             "descending": self.descending,
             "where": self.where,
@@ -183,17 +165,11 @@ def reshard(
     )
     _check(selection, options, source)
     reader, dedupe = _reader(selection, options, storage, shards.chunks.fingerprint)
-    packing = Packing(
-        max_bytes=options.max_bytes,
-        max_samples=options.max_samples,
-        columns=selection.columns,
-        overwrite=options.overwrite,
-    )
-    what = {**options.identity(), "pattern": place.name}
     try:
         packed = pack(
-            reader, place, packing, options=what, storage_options=storage_options, progress=progress or NoProgress()
-        )
+            reader, place, options, identity=options.identity(), columns=selection.columns,
+            storage_options=storage_options, progress=progress or NoProgress(),
+        )  # fmt: skip
     except DuplicateKeyError as error:
         error.add_note(f"The shards written so far are begun anew with --overwrite. {_DUPLICATES_CURE}")
         raise

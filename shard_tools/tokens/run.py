@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import TOKENS
-from shard_tools.convert.pack import Packed, Packing, Place, pack, refuse_overlap
-from shard_tools.convert.records import TEXT_UNITS, Source, SourceOptions
-from shard_tools.convert.run import check_columns
-from shard_tools.convert.sources import open_source
+from shard_tools.convert.pack import Packed, Place, pack
+from shard_tools.convert.records import TEXT_UNITS, Source
+from shard_tools.convert.run import RecordOptions, check_columns
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.tokens.chat import ChatTemplate
@@ -36,15 +35,17 @@ from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, split_url
-from streaming.tar.samples import MAX_GZIP_RATIO
 
 ON_ERROR = ("raise", "skip")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizeOptions:
-    """How documents become tokens, and tokens shards.
+class TokenizeOptions(RecordOptions):
+    """How documents become tokens, and tokens shards; besides what ``RecordOptions`` says.
+
+    Keys are numbers of documents in the source unless ``key_field`` names a field; tars keep theirs. ``columns`` come
+    besides ``tokens`` and ``document``.
 
     Attributes:
         tokenizer: A ``tokenizer.json``, a folder with one, a model of sentencepiece, a file of tiktoken ranks, or
@@ -62,17 +63,6 @@ class TokenizeOptions:
         group_field: Split by the hash of this column; None: by that of the document.
         documents: What is a document of a text: ``"line"``, ``"blank-line"`` or ``"file"``.
         on_error: ``"raise"``: a record without a document is an error, unless it is empty; ``"skip"``: counted.
-        kind: The source's layout, or ``"auto"``.
-        max_bytes: Largest shard.
-        max_samples: Most samples of a shard.
-        shuffle_seed: Mix the records by this seed; None keeps the source's order.
-        key_field: The field that holds keys; None or ``"number"``: the number of the document in the source (tars
-            keep theirs).
-        fields: (column, extension) pairs: columns to be kept as fields of their own.
-        columns: Metadata that the sample table shall hold, besides ``tokens`` and ``document``.
-        max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size is refused.
-        workers: Processes; it sets how many batches are under way.
-        overwrite: Delete the shards that the target holds.
     """
 
     tokenizer: str
@@ -87,16 +77,6 @@ class TokenizeOptions:
     group_field: str | None = None
     documents: str = "line"
     on_error: str = "raise"
-    kind: str = "auto"
-    max_bytes: int = 256_000_000
-    max_samples: int | None = None
-    shuffle_seed: int | None = None
-    key_field: str | None = None
-    fields: tuple[tuple[str, str], ...] = ()
-    columns: tuple[str, ...] = ()
-    max_gzip_ratio: float = MAX_GZIP_RATIO
-    workers: int = 8
-    overwrite: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot work together.
@@ -299,29 +279,13 @@ def _template(
 
 
 def _reader(source: str, target: str, options: TokenizeOptions, storage: Storage) -> Source:
-    reader = open_source(
-        source,
-        storage,
-        kind=options.kind,
-        options=SourceOptions(
-            fields=options.fields,
-            key_field=options.key_field,
-            shuffle_seed=options.shuffle_seed,
-            num_threads=options.workers,
-            exclude=Place.of(target).directory,
-            max_gzip_ratio=options.max_gzip_ratio,
-            unit=options.documents,
-            tolerant=True,
-        ),
-    )
+    reader = options.open(source, target, storage, unit=options.documents, tolerant=True)
     if reader.kind == "images":
         raise ConfigError("--tokenizer: images hold no text; name the source's layout with --from")
     if options.documents != "line" and reader.kind != "text":
         raise ConfigError(f"--documents {options.documents} is for texts; a source of kind {reader.kind!r} has rows")
-    refuse_overlap(source, Place.of(target))
     where = _reading(options, reader, Share())
-    named = [("--columns", name) for name in options.columns] + [("--keep", name) for name in options.keep]
-    named += [("--field", column) for column, _ in options.fields]
+    named = options.named_columns + [("--keep", name) for name in options.keep]
     named += [("--messages-field", where.messages_field)] if where.messages_field else []
     named += [] if where.messages_field else [("--text-field", where.text_field)]
     named += [("--group-field", where.group_field)] if where.group_field else []
@@ -348,20 +312,9 @@ def _write(
     packed = pack(
         documents,
         place,
-        Packing(
-            max_bytes=options.max_bytes,
-            max_samples=options.max_samples,
-            columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
-            overwrite=options.overwrite,
-            position=POSITION_COLUMN,
-        ),
-        options={
-            "max_bytes": options.max_bytes,
-            "max_samples": options.max_samples,
-            "shuffle_seed": options.shuffle_seed,
-            "key_field": options.key_field,
-            "fields": [list(pair) for pair in options.fields],
-            "columns": list(options.columns),
+        options,
+        identity=options.identity()
+        | {
             "keep": list(options.keep),
             "text_field": documents.reading.text_field if options.messages_field is None else None,
             "messages_field": options.messages_field,
@@ -369,9 +322,10 @@ def _write(
             "share": [share.name, share.start, share.stop],
             "group_field": options.group_field,
             "on_error": options.on_error,
-            "pattern": place.name,
             **tokens,
         },
+        columns=(TOKENS_COLUMN, POSITION_COLUMN, *options.columns),
+        position=POSITION_COLUMN,
         storage_options=storage_options,
         progress=_OwnCounts(documents.progress),
     )

@@ -29,6 +29,21 @@ class Run(Protocol):
         """What it is at, for people."""
 
 
+class RunOver:
+    """Stand over another run, which it closes and describes; what it makes of the batches says the class below it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def close(self) -> None:
+        """Stop producing."""
+        self._run.close()
+
+    def describe(self) -> str:
+        """What it is at, for people."""
+        return self._run.describe()
+
+
 class Loop(ABC):
     """Epochs one after the other, by the rules of ``Position``. For one thread, but for ``close`` and ``describe``.
 

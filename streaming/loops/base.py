@@ -14,7 +14,7 @@ from streaming.engine.crew import Crew
 from streaming.engine.source import ShardSet
 from streaming.engine.standing import request_line
 from streaming.engine.workers.ring import PageLocker
-from streaming.epochs.iterator import Loop, Run
+from streaming.epochs.iterator import Loop, Run, RunOver
 from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.job.store import ProcessGroup
@@ -153,11 +153,12 @@ class BaseLoop(Loop):
             self._end_of_crew()
 
 
-class _Accounted:
+class _Accounted(RunOver):
     """Hand out the batches of a run; look at each whether all ranks found too many bad samples, sum up at the end."""
 
     def __init__(self, run: Run, bad: BadSamples, rank_batch_size: int) -> None:
-        self._run, self._bad, self._rank_batch_size = run, bad, rank_batch_size
+        super().__init__(run)
+        self._bad, self._rank_batch_size = bad, rank_batch_size
         self._num_batches = 0
 
     def __next__(self) -> Any:
@@ -168,10 +169,6 @@ class _Accounted:
         return batch
 
     def close(self) -> None:
-        """Stop producing."""
-        self._run.close()
+        """Stop producing, and sum up."""
+        super().close()
         self._bad.finish(self._num_batches * self._rank_batch_size)
-
-    def describe(self) -> str:
-        """What it is at, for people."""
-        return self._run.describe()

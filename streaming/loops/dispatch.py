@@ -23,7 +23,7 @@ import torch
 
 from infra import DeviceMesh
 from streaming.batches.collate import without_rows
-from streaming.epochs.iterator import Run
+from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.loops.iterable import IterableLoop
@@ -183,7 +183,7 @@ class _DealOut:
         return with_valid(self.collate([own[number % len(own)] for number in range(size)]), valid)
 
 
-class _Reading:
+class _Reading(RunOver):
     """A run on the reading rank: global batches of one epoch.
 
     Args:
@@ -194,7 +194,8 @@ class _Reading:
     """
 
     def __init__(self, run: Any, num_left: int | None, again: list[_Dealt], latest: deque[_Dealt]) -> None:
-        self._run, self._num_left, self._again, self._latest = run, num_left, deque(again), latest
+        super().__init__(run)
+        self._read, self._num_left, self._again, self._latest = run, num_left, deque(again), latest
 
     def __next__(self) -> _Dealt:
         """The next global batch."""
@@ -204,22 +205,14 @@ class _Reading:
             self._num_left -= 1
             if self._again:
                 return self._again.popleft()
-        parts = next(self._run)
-        dealt = _Dealt(parts=parts, cursors=self._run.cursors, is_last=self._run.is_last)
+        parts = next(self._read)
+        dealt = _Dealt(parts=parts, cursors=self._read.cursors, is_last=self._read.is_last)
         if self._num_left is not None:  # a pass that is left is not gone on with
             self._latest.append(dealt)
         return dealt
 
-    def close(self) -> None:
-        """See ``Run``."""
-        self._run.close()
 
-    def describe(self) -> str:
-        """For people."""
-        return str(self._run.describe())
-
-
-class _DispatchRun:
+class _DispatchRun(RunOver):
     """The rest of one epoch, on any rank.
 
     Args:
@@ -232,7 +225,8 @@ class _DispatchRun:
     """
 
     def __init__(self, run: Run, timed: Callable[[], AbstractContextManager[None]]) -> None:
-        self._run, self._timed = run, timed
+        super().__init__(run)
+        self._timed = timed
         self.cursors: tuple[Cursor, ...] = ()
         self.is_last = False
 
@@ -242,14 +236,6 @@ class _DispatchRun:
             packet = next(self._run)
         self.cursors, self.is_last = packet["cursors"], packet["is_last"]
         return packet["batch"]
-
-    def close(self) -> None:
-        """See ``Run``."""
-        self._run.close()
-
-    def describe(self) -> str:
-        """For people."""
-        return self._run.describe()
 
 
 def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:

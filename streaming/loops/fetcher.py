@@ -328,14 +328,7 @@ class EpochLoop(BaseLoop):
                 f"{state.fingerprint[:12]}; this one has {self._num_samples} samples, fingerprint "
                 f"{fingerprint[:12]}. Open the same shards in the same order, with the index they had"
             )
-        if state.epoch_size != self.shape.epoch_size:
-            raise StateError(
-                f"epoch_size: the state has {state.epoch_size}, this loader {self.shape.epoch_size}; give the same"
-            )
-        if state.order.shuffle != self.order.shuffle:
-            raise StateError(
-                f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
-            )
+        state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
 
     def _drop_machinery(self) -> None:
         for others in (self._sharing, self._peers):

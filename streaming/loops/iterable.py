@@ -191,8 +191,7 @@ class IterableLoop(Loop):
         """
         if not isinstance(state, IterableState) or state.fingerprint != _FINGERPRINT:
             raise StateError("this state does not belong to an iterable data set")
-        if state.epoch_size != self.shape.epoch_size:
-            raise StateError(f"epoch_size: the state has {state.epoch_size}, this loader {self.shape.epoch_size}")
+        state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         if state.cursors:
             self._check_place(state)
             if not (has_state(self.dataset) or any(cursor.state is not None for cursor in state.cursors)):

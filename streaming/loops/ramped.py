@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from streaming.epochs.iterator import Run
+from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
 
 
-class RampedRun:
+class RampedRun(RunOver):
     """Hand out the batches of an epoch in which their size changes. For one thread, but for ``describe``.
 
     At a row from which on batches have another size, the plan ends and another one begins behind it, as at a resume:
@@ -23,7 +23,8 @@ class RampedRun:
 
     def __init__(self, begin: Callable[[Place], tuple[Run, int, Place]], place: Place) -> None:
         self._begin = begin
-        self._run, self._left, self._behind = begin(place)
+        run, self._left, self._behind = begin(place)
+        super().__init__(run)
 
     def __next__(self) -> Any:
         """The next batch."""
@@ -32,11 +33,3 @@ class RampedRun:
             self._run, self._left, self._behind = self._begin(self._behind)
         self._left -= 1
         return next(self._run)
-
-    def close(self) -> None:
-        """Stop producing."""
-        self._run.close()
-
-    def describe(self) -> str:
-        """What it is at, for people."""
-        return self._run.describe()

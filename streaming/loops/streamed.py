@@ -101,12 +101,7 @@ class StreamedLoop(BaseLoop):
         shards, _, ranks = state.fingerprint.partition("@")
         if shards != self._shards:
             raise StateError("this state belongs to other shards (or to shards with an index); open the same ones")
-        if state.epoch_size != self.shape.epoch_size:
-            raise StateError(f"epoch_size: the state has {state.epoch_size}, this loader {self.shape.epoch_size}")
-        if state.order.shuffle != self.order.shuffle:
-            raise StateError(
-                f"shuffle: the state has {state.order.shuffle}, this data set {self.order.shuffle}; give the same"
-            )
+        state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         began_with = int(ranks) if ranks.isdecimal() else state.order.lanes
         if state.samples_seen and began_with != self.shape.num_ranks:
             raise StateError(

@@ -72,6 +72,16 @@ class LoaderState:
             return STATE_VERSION
         return 2 if self.ledger.is_plain else 3
 
+    def check_fits(self, *, epoch_size: int | None, shuffle: bool) -> None:
+        """Refuse to go on under another epoch size or kind of order.
+
+        Raises:
+            StateError: They differ.
+        """
+        for name, was, now in (("epoch_size", self.epoch_size, epoch_size), ("shuffle", self.order.shuffle, shuffle)):
+            if was != now:
+                raise StateError(f"{name}: the state has {was}, here it is {now}; give the same")
+
     @property
     def _epoch_samples(self) -> int:
         if self.epoch_size is not None:

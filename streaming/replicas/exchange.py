@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from infra import DeviceMesh
-from streaming.epochs.iterator import Run
+from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
 from streaming.errors import ReplicaError, StateError
 from streaming.forks import in_children
@@ -106,16 +106,17 @@ class PackExchange:
             ) from error
 
 
-class _ExchangedRun:
+class _ExchangedRun(RunOver):
     """The rest of an epoch, its packs exchanged."""
 
     def __init__(self, peers: PackExchange, running: Run, place: Place) -> None:
-        self._peers, self._running, self._place = peers, running, place
+        super().__init__(running)
+        self._peers, self._place = peers, place
         self._num_batches = 0
 
     def __next__(self) -> Any:
         """The next batch."""
-        batch = next(self._running)
+        batch = next(self._run)
         peers, most = self._peers, int(batch["input_ids"].shape[0])
         costs = batch.pop("costs").numpy() if most else np.zeros(0, np.int64)
         own = [self._place.epoch, self._place.samples_seen + self._num_batches, most]
@@ -128,13 +129,9 @@ class _ExchangedRun:
             batch = self._exchanged(batch, exchange(everyones, len(peers.ranks)), most)
         return batch if peers.finish is None else peers.finish(batch)
 
-    def close(self) -> None:
-        """See ``Run``."""
-        self._running.close()
-
     def describe(self) -> str:
         """For people."""
-        return f"{self._running.describe()}; packs are exchanged with ranks {self._peers.ranks}"
+        return f"{super().describe()}; packs are exchanged with ranks {self._peers.ranks}"
 
     def _exchanged(self, batch: Batch, dealt: Int64Array, most: int) -> Batch:
         """The batch of the packs dealt to this rank; number n of the global batch is pack ``n % most`` of a rank."""

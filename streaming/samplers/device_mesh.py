@@ -246,10 +246,7 @@ class DeviceMeshSampler(Sampler[Any]):
                 f"this state belongs to another data set: {state.num_samples} samples, {state.fingerprint!r}; this is "
                 f"a map-style one of {self.num_samples} samples"
             )
-        if state.epoch_size != self.shape.epoch_size:
-            raise StateError(f"epoch_size: the state has {state.epoch_size}, this sampler {self.shape.epoch_size}")
-        if state.order.shuffle != self.order.shuffle:
-            raise StateError(f"shuffle: the state has {state.order.shuffle}, this sampler {self.order.shuffle}")
+        state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         self.order = state.order
         place = Place(epoch=state.epoch, samples_seen=state.samples_seen)
         if not self.batches_left(state.samples_seen):  # a state of an older release, behind the last batch of an epoch
