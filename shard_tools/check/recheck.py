@@ -16,6 +16,7 @@ from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.sets.pieces import ShardPieces, read_pieces
 from shard_tools.sets.tables import load_samples
 from streaming.batches.bad_file import BadRecord
+from streaming.catalog.build import no_samples
 from streaming.catalog.urls import expand_urls
 from streaming.decode import FieldDecoder, decode_field, resolve_decoders
 from streaming.errors import (
@@ -24,7 +25,6 @@ from streaming.errors import (
     DataError,
     DecodeError,
     IndexMismatchError,
-    IndexMissingError,
     StorageError,
 )
 from streaming.index.sample_table import SampleTable
@@ -129,9 +129,7 @@ class _Shard:
             self._find("index", f"the sample table is damaged: {error}")
             return
         if table is None:
-            raise IndexMissingError(
-                f"{self._url}: the index has no sample table of it; run `shard_tools index --force {self._url}`"
-            )
+            raise no_samples(self._url)
         keys = {key: row for row, key in enumerate(table.keys)} if any(record.key for record in records) else {}
         rows: dict[int, None] = {}
         for record in records:

@@ -14,8 +14,8 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.findings import Finding
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from shard_tools.sets.tables import home_of, load_samples, names_shards, place_of
-from streaming.catalog.build import shard_name
+from shard_tools.sets.tables import load_samples, names_shards, place_of
+from streaming.catalog.build import home_of, read_chunks, shard_name
 from streaming.catalog.urls import expand_urls
 from streaming.decode import FieldDecoder, resolve_decoders
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
@@ -118,14 +118,13 @@ def _plan(
 
 
 def _chunk_table(storage: Storage, home: str, folder: str, shards: Sequence[str]) -> ChunkTable:
-    url = join_url(home, chunks_path())
     try:
-        return ChunkTable.from_parquet(storage.read(url), url)
+        return read_chunks(storage, home)
     except NotFoundError as error:
         if not storage.exists(shards[0]):
             raise NotFoundError(f"{shards[0]}: no such shard, and no index that promises it; check the URL") from error
         raise IndexMissingError(
-            f"{url}: the shards in {folder or '.'} have no index to check against; "
+            f"{join_url(home, chunks_path())}: the shards in {folder or '.'} have no index to check against; "
             "make one with `shard_tools index`, or say where it lies with --index"
         ) from error
 

@@ -14,10 +14,10 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from shard_tools.columns.lift import as_array, sample_table_of, samples_of
 from shard_tools.columns.target import AddReport, ColumnTarget
-from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import decode_field, resolve_decoders
@@ -74,25 +74,12 @@ def compute_column(
     else:
         values, made_of = _of_function(target, spec, options)
     version = target.version_of(compute=spec, fields=options.fields, **made_of)
-    target.begin()
-    progress.start(total_bytes=None, total=len(target.urls))
 
-    def one(shard: int) -> tuple[str, int]:
-        array = target.written(shard, version)
-        if array is None:
-            array = as_array(values(shard), target, shard)
-            target.write(shard, array, version)
-        progress.advance(num=1)
-        return str(array.type), array.null_count
+    def array(shard: int) -> pa.Array:
+        return as_array(values(shard), target, shard)
 
-    found = list(map_ordered(one, range(len(target.urls)), options.workers))
-    missing = [count for _, count in found]
-    kind = target.finish([kind for kind, _ in found], missing, version=version, made_from=spec)
-    return AddReport(
-        name=target.name, type=kind, column_version=version, num_shards=len(target.urls),
-        num_samples=sum(target.sizes), num_missing=sum(missing), num_rows=sum(target.sizes) - sum(missing),
-        seconds=time.monotonic() - begun,
-    )  # fmt: skip
+    filled = target.fill(version, array, workers=options.workers, progress=progress, again=False)
+    return target.finish(filled, version=version, made_from=spec, begun_s=begun)
 
 
 def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict[str, Any]]:

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from shard_tools.columns.target import THREADS, AddReport, ColumnTarget
+from shard_tools.columns.target import THREADS, AddReport, ColumnTarget, Filled
 from shard_tools.convert.files import SourceFile, open_stored
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
@@ -88,14 +88,11 @@ def join_column(
             parts = [(shard, values.slice(starts[at], target.sizes[shard])) for at, shard in enumerate(group)]
             for _ in map_ordered(lambda part: target.write(*part, version), parts, THREADS):
                 progress.advance(num=1)
-        missing = [found.missing.get(shard, 0) for shard in range(len(target.sizes))]
-        kind = target.finish([str(rows.kind)], missing, version=version, made_from=source)
-        return AddReport(
-            name=target.name, type=kind, column_version=version, num_shards=len(target.urls),
-            num_samples=sum(target.sizes), num_missing=sum(missing), first_missing=tuple(found.first_missing),
+        filled = [Filled(str(rows.kind), found.missing.get(shard, 0)) for shard in range(len(target.sizes))]
+        return target.finish(
+            filled, version=version, made_from=source, begun_s=begun, first_missing=tuple(found.first_missing),
             num_rows=rows.num_rows, num_unmatched=rows.num_rows - found.num_matched,
             first_unmatched=tuple(found.first_unmatched), num_shared=found.num_shared,
-            seconds=time.monotonic() - begun,
         )  # fmt: skip
 
 

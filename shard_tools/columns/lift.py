@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from shard_tools.columns.target import AddReport, ColumnTarget
-from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.pieces import ShardPieces
 from shard_tools.sets.tables import load_samples
 from shard_tools.write.columns import ColumnValue, column_value
-from streaming.errors import ConfigError, DataError, IndexMissingError
+from streaming.catalog.build import no_samples
+from streaming.errors import ConfigError, DataError
 from streaming.fetch.read import FieldsOf, fetch_range
 from streaming.filters.late_columns import find_columns
 from streaming.index.sample_table import SampleTable
@@ -35,26 +35,18 @@ def lift_column(target: ColumnTarget, path: str, *, workers: int = 8, progress: 
     """
     begun, progress = time.monotonic(), progress or NoProgress()
     version = target.version_of(lift=path)
-    target.begin()
-    progress.start(total_bytes=None, total=len(target.urls))
+    with_field: set[int] = set()
 
-    def one(shard: int) -> tuple[str, int, bool]:
+    def array(shard: int) -> pa.Array:
         values, has_field = _values(target, shard, path)
-        array = as_array(values, target, shard)
-        target.write(shard, array, version)
-        progress.advance(num=1)
-        return str(array.type), array.null_count, has_field
+        if has_field:
+            with_field.add(shard)
+        return as_array(values, target, shard)
 
-    found = list(map_ordered(one, range(len(target.urls)), workers))
-    if not any(has_field for _, _, has_field in found):
+    filled = target.fill(version, array, workers=workers, progress=progress)
+    if not with_field:
         raise ConfigError(f"{path}: no sample has such a field; `shard_tools cat URL KEY` shows what one has")
-    missing = [count for _, count, _ in found]
-    kind = target.finish([kind for kind, _, _ in found], missing, version=version, made_from=path)
-    return AddReport(
-        name=target.name, type=kind, column_version=version, num_shards=len(target.urls),
-        num_samples=sum(target.sizes), num_missing=sum(missing), num_rows=sum(target.sizes) - sum(missing),
-        seconds=time.monotonic() - begun,
-    )  # fmt: skip
+    return target.finish(filled, version=version, made_from=path, begun_s=begun)
 
 
 def lift_all(
@@ -121,7 +113,7 @@ def sample_table_of(target: ColumnTarget, shard: int) -> SampleTable:
     url = target.urls[shard]
     table = load_samples(target.storage, url, target.index_url)
     if table is None:
-        raise IndexMissingError(f"{redact(url)}: the index has no sample table of it; run `shard_tools index --force`")
+        raise no_samples(url)
     return table
 
 

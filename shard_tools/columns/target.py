@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from shard_tools.running.engine import map_ordered
+from shard_tools.running.progress import Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.open_set import open_set
-from shard_tools.sets.tables import home_of
-from streaming.catalog.build import shard_name
+from streaming.catalog.build import home_of, no_samples, samples_url, shard_name
 from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.filters.late_columns import ColumnDocument, homes_of, list_columns
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import read_column, read_sample_columns, write_column
-from streaming.index.layout import checked_name, column_document_path, column_path, columns_directory, samples_path
+from streaming.index.layout import checked_name, column_document_path, column_path, columns_directory
 from streaming.storage import Storage, join_url, redact
 
 THREADS = 16  # index files are small: their requests wait for the store, not for the CPU
-_WIDER = {frozenset({"int64", "double"}): "double"}
+_NUMBERS = {"int64", "double"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,13 @@ class AddReport(Report):
     first_unmatched: tuple[str, ...] = ()
     num_shared: int = 0
     seconds: float = 0.0
+
+
+class Filled(NamedTuple):
+    """What the values of one shard are: their type, and how many samples have none."""
+
+    type: str
+    num_missing: int
 
 
 class ColumnTarget:
@@ -111,13 +120,11 @@ class ColumnTarget:
     def columns_of(self, shard: int, names: Sequence[str]) -> dict[str, pa.Array]:
         """Return the columns of one sample table."""
         url = self.urls[shard]
-        path = join_url(home_of(url, self.index_url), samples_path(shard_name(url, self.index_url)))
+        path = samples_url(url, self.index_url)
         try:
             return read_sample_columns(self.storage.read(path), names, redact(path))[0]
         except NotFoundError as error:
-            raise IndexMissingError(
-                f"{redact(url)}: the index has no sample table of it; run `shard_tools index --force {redact(url)}`"
-            ) from error
+            raise no_samples(url) from error
 
     def version_of(self, **made_of: object) -> str:
         """Return what tells this column from every other one, by what it is made of; 16 hex digits."""
@@ -146,21 +153,50 @@ class ColumnTarget:
         data = write_column(values, name=self.name, shard=rows.shards[0], fingerprint=rows.fingerprint, version=version)
         self.storage.put(join_url(home_of(url, self.index_url), column_path(self.name, name)), data)
 
-    def finish(self, kinds: Sequence[str], missing: Sequence[int], *, version: str, made_from: str) -> str:
-        """Write what there is to say about the column, last; returns the type of its values.
+    def fill(
+        self, version: str, arrays: Callable[[int], pa.Array], *, workers: int, progress: Progress, again: bool = True
+    ) -> list[Filled]:
+        """Write the values of every shard; return what they are. ``finish`` is left to the caller.
 
         Args:
-            kinds: The type of each shard's values.
-            missing: How many samples of each shard have none.
+            version: What tells the column from others.
+            arrays: Gives the values of a shard by its number; called on ``workers`` threads.
+            workers: Shards at a time.
+            progress: Told of every shard.
+            again: False: what was written of this version before a stop is not asked for again.
+        """
+        self.begin()
+        progress.start(total_bytes=None, total=len(self.urls))
+
+        def one(shard: int) -> Filled:
+            array = None if again else self.written(shard, version)
+            if array is None:
+                array = arrays(shard)
+                self.write(shard, array, version)
+            progress.advance(num=1)
+            return Filled(str(array.type), array.null_count)
+
+        return list(map_ordered(one, range(len(self.urls)), workers))
+
+    def finish(
+        self, filled: Sequence[Filled], *, version: str, made_from: str, begun_s: float, **more: Any
+    ) -> AddReport:
+        """Write what there is to say about the column, last; return it as the report, with what ``more`` says.
+
+        Args:
+            filled: The values of each shard.
             version: As written.
             made_from: For people.
+            begun_s: When the work began, by ``time.monotonic``.
+            more: Further fields of the report.
 
         Raises:
             ConfigError: Shards hold values that do not compare.
         """
-        found = frozenset(kinds) - {"null"}
-        kind = _WIDER.get(found) or next(iter(found), "null")
-        if len(found) > 1 and found not in _WIDER:
+        missing = [one.num_missing for one in filled]
+        found = {one.type for one in filled} - {"null"}
+        kind = "double" if found == _NUMBERS else next(iter(found), "null")
+        if len(found) > 1 and found != _NUMBERS:
             raise ConfigError(
                 f"column {self.name!r}: shards hold values of different types: {', '.join(sorted(found))}; a column "
                 f"has numbers, or text, or booleans"
@@ -173,7 +209,12 @@ class ColumnTarget:
                 num_samples=sum(self.sizes[shard] for shard in mine), num_missing=sum(missing[shard] for shard in mine),
             )  # fmt: skip
             self.storage.put(join_url(home, column_document_path(self.name)), document.to_bytes())
-        return kind
+        num_samples, num_missing = sum(self.sizes), sum(missing)
+        return AddReport(
+            name=self.name, type=kind, column_version=version, num_shards=len(self.urls), num_samples=num_samples,
+            num_missing=num_missing, seconds=time.monotonic() - begun_s,
+            **{"num_rows": num_samples - num_missing, **more},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

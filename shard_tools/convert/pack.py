@@ -19,9 +19,9 @@ from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.convert.records import ShardOptions, Source, refuse_known
 from shard_tools.running.progress import Progress
+from streaming.catalog.build import read_chunks
 from streaming.errors import ConfigError, DataError
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.layout import chunks_path, samples_path
+from streaming.index.layout import samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, local_path, split_url
 
@@ -93,7 +93,7 @@ def pack(
         )
         if number == 0:
             raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
-    table = _chunk_table(place.directory, storage)
+    table = read_chunks(storage, place.directory)
     if not earlier.complete:
         save_journal(place.directory, replace(journal, complete=True, num_samples=table.total_samples), storage)
     return Packed(
@@ -216,11 +216,6 @@ def _earlier_work(place: Place, storage: Storage, *, complete: bool, position: s
         num_bytes=sum(table.shard.size_bytes for table in tables),
         keys=frozenset(key for table in tables for key in table.keys),
     )
-
-
-def _chunk_table(directory: str, storage: Storage) -> ChunkTable:
-    url = join_url(directory, chunks_path())
-    return ChunkTable.from_parquet(storage.read(url), url)
 
 
 def _finished_shard(place: Place, number: int, sizes: Mapping[str, int], storage: Storage) -> SampleTable | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import crc32c
@@ -15,8 +16,7 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.open_set import shards_beside
-from shard_tools.sets.tables import home_of
-from streaming.catalog.build import load_index, shard_name
+from streaming.catalog.build import home_of, load_index, read_chunks, samples_url
 from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
 from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunk_table import ChunkTable
@@ -254,7 +254,7 @@ def _stream(shard: _Shard, there: Storage, out: StoreWriter) -> None:
 
 def _copy_samples(shard: _Shard, there: Storage, here: Storage, index_url: str | None) -> bool:
     """Tell whether the shard has a sample table, which is at the target now."""
-    url = join_url(home_of(shard.source, index_url), samples_path(shard_name(shard.source, index_url)))
+    url = samples_url(shard.source, index_url)
     try:
         body = bytes(there.read(url))
     except NotFoundError:
@@ -279,9 +279,7 @@ def _write_chunk_tables(shards: Sequence[_Shard], here: Storage) -> None:
     for shard in shards:
         homes.setdefault(split_url(shard.target)[0], {})[shard.chunks.shards[0].name] = shard.chunks
     for home, tables in homes.items():
-        url = join_url(home, chunks_path())
         known: dict[str, ChunkTable] = {}
-        if here.exists(url):
-            known = ChunkTable.from_parquet(here.read(url), redact(url)).by_shard()
-        merged = known | tables
-        here.put(url, ChunkTable.concat([merged[name] for name in sorted(merged)]).to_parquet())
+        with suppress(NotFoundError):
+            known = read_chunks(here, home).by_shard()
+        here.put(join_url(home, chunks_path()), ChunkTable.merged(known, tables).to_parquet())

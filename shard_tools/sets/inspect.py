@@ -13,12 +13,11 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.findings import Finding
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
-from shard_tools.sets.tables import home_of, names_shards, place_of
+from shard_tools.sets.tables import names_shards, place_of
+from streaming.catalog.build import home_of, read_chunks
 from streaming.errors import NotFoundError
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.layout import chunks_path
 from streaming.index.sample_table import SampleLocation
-from streaming.storage import Storage, join_url, redact, split_url
+from streaming.storage import Storage, redact, split_url
 from streaming.types import Int64Array
 
 
@@ -173,9 +172,8 @@ def _compare(shards: OpenSet, urls: Sequence[str], storage: Storage) -> Iterator
     if not names_shards(urls):  # folders stand for all that is listed
         folders = {home_of(url, shards.index_url): split_url(url)[0] for url in reversed(shards.urls)}
         for home, folder in folders.items():
-            source = join_url(home, chunks_path())
             with contextlib.suppress(NotFoundError):
-                for shard in ChunkTable.from_parquet(storage.read(source), redact(source)).shards:
+                for shard in read_chunks(storage, home).shards:
                     promised.setdefault(place_of(shard.name, folder, shards.index_url), shard.size_bytes)
     cure = "restore it, or run `shard_tools index --prune`, which takes it out of the index"
     for (url, size_bytes), found in zip(promised.items(), map_ordered(size_of, promised, READ_THREADS), strict=True):

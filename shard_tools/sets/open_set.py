@@ -9,7 +9,7 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.sets.tables import load_samples, sizes_of
 from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
-from streaming.catalog.build import load_index
+from streaming.catalog.build import load_index, no_samples
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.urls import expand_urls
 from streaming.errors import IndexMissingError, NotFoundError
@@ -111,5 +111,5 @@ def table_of(shards: OpenSet, position: int, storage: Storage) -> SampleTable:
     url = shards.urls[position]
     table = load_samples(storage, url, shards.index_url)
     if table is None:
-        raise IndexMissingError(f"{url}: the index has no sample table of it; run `shard_tools index {url}`")
+        raise no_samples(url)
     return table

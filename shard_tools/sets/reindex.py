@@ -10,10 +10,9 @@ from threading import Lock
 
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
-from shard_tools.sets.tables import home_of, place_of, sizes_of
-from streaming.catalog.build import index_shards, shard_name
+from shard_tools.sets.tables import place_of, sizes_of
+from streaming.catalog.build import home_of, index_shards, read_chunks, shard_name
 from streaming.catalog.urls import expand_urls
-from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.storage import Storage, join_url, redact, split_url
 from streaming.types import DuplicateKeys
@@ -133,15 +132,14 @@ def index(
 
 def _prune(storage: Storage, home: str, shards: Sequence[str], index_url: str | None) -> int:
     """Take shards that are gone out of the index at ``home``; their number."""
-    url = join_url(home, chunks_path())
-    table = ChunkTable.from_parquet(storage.read(url), redact(url))
+    table = read_chunks(storage, home)
     named = {shard_name(shard, index_url): shard for shard in shards}
     folder = split_url(shards[0])[0]
     places = {shard.name: named.get(shard.name, place_of(shard.name, folder, index_url)) for shard in table.shards}
     gone = [name for name, place in places.items() if name not in named and not storage.exists(place)]
     if gone:
         left = [shard.name for shard in table.shards if shard.name not in set(gone)]
-        storage.put(url, table.select(left).to_parquet())
+        storage.put(join_url(home, chunks_path()), table.select(left).to_parquet())
         for name in gone:
             storage.delete(join_url(home, samples_path(name)))
     return len(gone)

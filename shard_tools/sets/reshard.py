@@ -16,7 +16,7 @@ from shard_tools.sets.bad_list import load_bad_list
 from shard_tools.sets.open_set import open_set
 from shard_tools.sets.selection import Deduplicated, Selection, deduplicated, select, sorted_order
 from shard_tools.sets.shard_source import ShardSource
-from shard_tools.sets.tables import home_of
+from streaming.catalog.build import home_of
 from streaming.errors import ConfigError, DataError, DuplicateKeyError
 from streaming.index.columns import KEY
 from streaming.index.where import parse_where

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shard_tools.running.engine import map_ordered
-from streaming.catalog.build import shard_name
+from streaming.catalog.build import samples_url
 from streaming.errors import NotFoundError
-from streaming.index.layout import samples_path
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, join_url, redact, split_url
+from streaming.storage import Storage, join_url, redact
 from streaming.types import SHARD_SUFFIXES
 
 _REQUESTS = 32  # at once; they wait for the store, not for the CPU
-
-
-def home_of(url: str, index_url: str | None) -> str:
-    """Return the directory that holds the index of the shard at ``url``."""
-    return split_url(url)[0] if index_url is None else index_url
 
 
 def place_of(name: str, folder: str, index_url: str | None) -> str:
@@ -45,7 +39,7 @@ def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTab
     Raises:
         IndexFormatError: If it is damaged.
     """
-    source = join_url(home_of(url, index_url), samples_path(shard_name(url, index_url)))
+    source = samples_url(url, index_url)
     try:
         return SampleTable.from_parquet(storage.read(source), redact(source))
     except NotFoundError:

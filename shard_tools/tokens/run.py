@@ -30,9 +30,9 @@ from shard_tools.tokens.tokenizer import (
     open_tokenizer,
     token_name,
 )
+from streaming.catalog.build import read_chunks
 from streaming.errors import ConfigError, NotFoundError
-from streaming.index.chunk_table import ChunkTable
-from streaming.index.layout import chunks_path, samples_path
+from streaming.index.layout import samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, split_url
 
@@ -349,8 +349,7 @@ def _write(
 def _earlier_counts(place: Place, packed: Packed, storage: Storage) -> Iterator[int]:
     """Yield the numbers of tokens of the documents that an earlier run had written: those of the first shards."""
     left = packed.num_resumed_samples
-    url = join_url(place.directory, chunks_path())
-    for shard in ChunkTable.from_parquet(storage.read(url), url).shards if left else ():
+    for shard in read_chunks(storage, place.directory).shards if left else ():
         if left <= 0:
             break
         url = join_url(place.directory, samples_path(shard.name))

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from shard_tools.write.columns import ColumnSpec, ColumnValue, column_value, parse_columns
 from shard_tools.write.encode import Buffers
-from streaming.catalog.build import shard_name
+from streaming.catalog.build import read_chunks, shard_name
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.cutter import ChunkCutter
@@ -248,13 +248,11 @@ class IndexRecorder:
         tables |= self._from_sample_tables(sizes, known=tables.keys())
         if not tables:
             return
-        merged = ChunkTable.concat([tables[name] for name in sorted(tables)])
-        self._storage.put(join_url(self._index, chunks_path()), merged.to_parquet())
+        self._storage.put(join_url(self._index, chunks_path()), ChunkTable.merged(tables).to_parquet())
 
     def _from_chunk_table(self, sizes: Mapping[str, int], known: Iterable[str]) -> dict[str, ChunkTable]:
-        url = join_url(self._index, chunks_path())
         try:
-            table = ChunkTable.from_parquet(self._storage.read(url), url)
+            table = read_chunks(self._storage, self._index)
         except (NotFoundError, IndexFormatError):  # a damaged one is replaced by what the sample tables say
             return {}
         # An index that lies elsewhere may serve other directories too: their shards are not in `sizes`.

@@ -48,6 +48,35 @@ def shard_name(url: str, index_url: str | None = None) -> str:
     return name
 
 
+def home_of(url: str, index_url: str | None) -> str:
+    """The directory that holds the index of the shard at ``url``."""
+    return split_url(url)[0] if index_url is None else index_url
+
+
+def samples_url(url: str, index_url: str | None) -> str:
+    """Where the sample table of the shard at ``url`` lies."""
+    return join_url(home_of(url, index_url), samples_path(shard_name(url, index_url)))
+
+
+def read_chunks(storage: Storage, home: str) -> ChunkTable:
+    """The chunk table of the index in ``home``.
+
+    Raises:
+        NotFoundError: There is none.
+        IndexFormatError: It is damaged, or too new.
+    """
+    url = join_url(home, chunks_path())
+    return ChunkTable.from_parquet(storage.read(url), redact(url))
+
+
+def no_samples(url: str, why: str = "") -> IndexMissingError:
+    """The error of a shard without a sample table; ``why``: what it is needed for."""
+    shown = redact(url)
+    return IndexMissingError(
+        f"{shown}: the index has no sample table of it{why}; run `shard_tools index --force {shown}`"
+    )
+
+
 def index_shards(
     storage: Storage,
     urls: Sequence[str],
@@ -90,7 +119,11 @@ def index_shards(
     for url in urls:
         if split_url(url)[1].lower().endswith(_COMPRESSED):
             raise compressed_error(redact(url))
-    known = {home: _read_chunks(storage, home, damaged_is_none=True) for home in _homes(urls, index_url)}
+    known: dict[str, ChunkTable | None] = {}
+    for home in _homes(urls, index_url):
+        known[home] = None
+        with suppress(NotFoundError, IndexFormatError):
+            known[home] = read_chunks(storage, home)
     rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
     todo = [(url, home, shard_name(url, index_url)) for home, group in _homes(urls, index_url).items() for url in group]
     workers = min(parallel or num_cores(), max(1, len(todo)))
@@ -122,7 +155,7 @@ def index_shards(
     fresh: dict[str, dict[str, ChunkTable]] = {}
     for (_, home, name), table in zip(todo, tables, strict=True):
         fresh.setdefault(home, {})[name] = table
-    merged = {home: _merge(rows_of[home], by_name) for home, by_name in fresh.items()}
+    merged = {home: ChunkTable.merged(rows_of[home], by_name) for home, by_name in fresh.items()}
     for home, table in merged.items():
         if table != known[home]:
             storage.put(join_url(home, chunks_path()), table.to_parquet())
@@ -133,7 +166,7 @@ def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
     """The shards by the directory that holds their index."""
     homes: dict[str, list[str]] = {}
     for url in urls:
-        homes.setdefault(split_url(url)[0] if index_url is None else index_url, []).append(url)
+        homes.setdefault(home_of(url, index_url), []).append(url)
     for home, group in homes.items():
         names: dict[str, str] = {}
         for url in group:
@@ -206,12 +239,6 @@ def _gather(
     return tables
 
 
-def _merge(known: dict[str, ChunkTable], fresh: dict[str, ChunkTable]) -> ChunkTable:
-    """One table of the known and the fresh shards, by name."""
-    tables = known | fresh
-    return ChunkTable.concat([tables[name] for name in sorted(tables)])
-
-
 def _in_order(urls: Sequence[str], index_url: str | None, tables: dict[str, ChunkTable]) -> ChunkTable:
     """The rows of ``urls``, in their order, from the tables of their homes."""
     homes = list(tables)
@@ -221,9 +248,7 @@ def _in_order(urls: Sequence[str], index_url: str | None, tables: dict[str, Chun
         for shard in tables[home].shards:
             position[home, shard.name] = offset
             offset += 1
-    wanted = [
-        position[split_url(url)[0] if index_url is None else index_url, shard_name(url, index_url)] for url in urls
-    ]
+    wanted = [position[home_of(url, index_url), shard_name(url, index_url)] for url in urls]
     return ChunkTable.concat([tables[home] for home in homes]).take(wanted)
 
 
@@ -242,7 +267,7 @@ def load_index(storage: Storage, urls: Sequence[str], index_url: str | None = No
     tables: dict[str, ChunkTable] = {}
     for home, group in _homes(urls, index_url).items():
         beside = group[0] if index_url is None else None
-        known = if_there(lambda home=home: _read_chunks(storage, home), storage, beside, tell=True)  # type: ignore[misc]
+        known = if_there(partial(read_chunks, storage, home), storage, beside, tell=True)
         present = {shard.name for shard in known.shards} if known else set()
         rest = {name: url for url in group if (name := shard_name(url, index_url)) not in present}
         parts = [known] if known else []
@@ -300,18 +325,6 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
             )
         tables.append(rows)
     return tables
-
-
-def _read_chunks(storage: Storage, home: str, *, damaged_is_none: bool = False) -> ChunkTable | None:
-    url = join_url(home, chunks_path())
-    try:
-        return ChunkTable.from_parquet(storage.read(url), redact(url))
-    except NotFoundError:
-        return None
-    except IndexFormatError:
-        if damaged_is_none:
-            return None
-        raise
 
 
 def _read_footer(storage: Storage, url: str) -> ChunkTable | None:

@@ -15,14 +15,14 @@ from os import PathLike
 from typing import Any
 
 from streaming.arguments import format_bytes
-from streaming.catalog.build import check_sizes, if_there, load_index, shard_name
+from streaming.catalog.build import check_sizes, if_there, load_index, samples_url, shard_name
 from streaming.catalog.listing import Found, StorageAhead
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import read_facts, read_footer
-from streaming.index.layout import chunks_path, samples_path
+from streaming.index.layout import chunks_path
 from streaming.index.sample_table import SampleTable
 from streaming.job.once import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
@@ -133,8 +133,7 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
     if shards.scanned is not None:
         return shards.scanned[shard]
     url = shards.urls[shard]
-    home = split_url(url)[0] if shards.index is None else shards.index
-    path = join_url(home, samples_path(shard_name(url, shards.index)))
+    path = samples_url(url, shards.index)
     data = if_there(lambda: storage.read(path), storage, url if shards.index is None else None)
     if data is None:
         return None
@@ -233,8 +232,7 @@ def _fields_of(storage: Storage, shards: OpenShards, shard: int) -> tuple[str, .
     if shards.scanned is not None:
         return tuple(shards.scanned[shard].fields)
     url = shards.urls[shard]
-    home = split_url(url)[0] if shards.index is None else shards.index
-    facts = _footer_facts(storage, join_url(home, samples_path(shard_name(url, shards.index))), "samples")
+    facts = _footer_facts(storage, samples_url(url, shards.index), "samples")
     fields = None if facts is None else facts.get("fields", [])
     if fields is not None and not isinstance(fields, list):
         raise IndexFormatError(f"{redact(url)}: its sample table names no fields; run `shard_tools index --force`")

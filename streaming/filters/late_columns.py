@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from streaming.catalog.build import shard_name
+from streaming.catalog.build import home_of, shard_name
 from streaming.errors import IndexFormatError, IndexMismatchError, NotFoundError
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Values, read_column, type_named
@@ -21,7 +21,7 @@ from streaming.index.layout import (
     column_path,
     columns_directory,
 )
-from streaming.storage import Storage, join_url, redact, split_url
+from streaming.storage import Storage, join_url, redact
 
 _REQUESTS = 16
 _MAJOR = "1"
@@ -102,7 +102,7 @@ class LateColumn:
 
 def homes_of(urls: Sequence[str], index: str | None) -> list[str]:
     """The directories in which the indexes of some shards lie."""
-    return list(dict.fromkeys(split_url(url)[0] for url in urls)) if index is None else [index]
+    return list(dict.fromkeys(home_of(url, index) for url in urls)) if index is None else [index]
 
 
 def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -> dict[str, LateColumn]:
@@ -167,7 +167,7 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
     Raises:
         IndexMismatchError: There are none of this shard, or of another version of it or of the column.
     """
-    (home,) = homes_of([url], index)
+    home = home_of(url, index)
     name = shard_name(url, index)
     source = join_url(home, column_path(column.name, name))
     again = f"run the command that added it again: shard_tools column add {redact(home) or '.'} {column.name} …"

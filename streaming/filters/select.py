@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from streaming.catalog.build import shard_name
+from streaming.catalog.build import no_samples, samples_url
 from streaming.catalog.open import OpenShards, digest_of
 from streaming.catalog.source import Window
 from streaming.errors import ConfigError, DataError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError
@@ -47,11 +47,10 @@ from streaming.index.columns import (
 )
 from streaming.index.kept import Kept, Selected
 from streaming.index.keys import key_array
-from streaming.index.layout import samples_path
 from streaming.index.where import Condition, Where, unknown_column
 from streaming.job.once import Peers, shared, shared_parts
 from streaming.plan.state import filter_fingerprint
-from streaming.storage import Storage, join_url, redact
+from streaming.storage import Storage, redact
 
 __all__ = [
     "Condition",
@@ -356,15 +355,11 @@ class _Lifted:
             self.there = list(samples.columns)
             return sample_columns(samples, wanted), {}
         url = self._shards.urls[self._shard]
-        (home,) = homes_of([url], self._shards.index)
-        path = join_url(home, samples_path(shard_name(url, self._shards.index)))
+        path = samples_url(url, self._shards.index)
         try:
             found, facts = read_sample_columns(self._storage.read(path), wanted, redact(path), coded=coded)
         except NotFoundError as error:
-            raise IndexMissingError(
-                f"{redact(url)}: the index has no sample table of it, which where= and exclude= need; run "
-                f"`shard_tools index --force {redact(url)}`"
-            ) from error
+            raise no_samples(url, ", which where= and exclude= need") from error
         self.there = list(facts.get("columns", ()))
         return found, facts
 

@@ -190,6 +190,12 @@ class ChunkTable:
         columns["shard"] = columns["shard"] + np.repeat(offsets[:-1], [table.num_chunks for table in tables])
         return cls(shards=tuple(shard for table in tables for shard in table.shards), **columns)
 
+    @classmethod
+    def merged(cls, *by_shard: Mapping[str, ChunkTable]) -> ChunkTable:
+        """One table of tables of single shards by name, in the order of the names; of one name the last counts."""
+        tables = {name: table for tables in by_shard for name, table in tables.items()}
+        return cls.concat([tables[name] for name in sorted(tables)])
+
     def validate(self, source: str = "chunk table") -> None:
         """Check every promise that the table makes by itself.
 
