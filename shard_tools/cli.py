@@ -28,6 +28,8 @@ from shard_tools.options import (
     engine_option,
     index_option,
     json_option,
+    names,
+    on_shards,
     typed_option,
     with_storage_options,
 )
@@ -91,7 +93,12 @@ def cli() -> None:
     metavar="FILE|URL|NAMES",
     help="Number classes as this list, folder or converted set has them. Default: as train/ beside SOURCE or TARGET.",
 )
-@click.option("--columns", help="Comma-separated scalar columns that the index shall hold too, for filters.")
+@click.option(
+    "--columns",
+    type=names,
+    default=(),
+    help="Scalar columns that the index shall hold too, for filters.",
+)
 @click.option(
     "--max-gzip-ratio",
     type=click.FloatRange(min=1),
@@ -125,15 +132,13 @@ def convert_command(
       shard_tools convert web.jsonl.zst tokens/ --tokenizer tokenizer.json --text-field text --split val=0.5%
     """
     storage_options = as_storage_options(arguments)
-    columns = tuple(name.strip() for name in (arguments.pop("columns") or "").split(",") if name.strip())
-    fields = tuple(arguments.pop("fields"))
     tokens = take_token_options(arguments)
     if tokens:
-        tokens |= {"columns": columns, "fields": fields, "storage_options": storage_options, **arguments}
+        tokens |= {"storage_options": storage_options, **arguments}
         convert_tokens(source, target, engine=engine, workers=workers, as_json=as_json, **tokens)
         return
     threads = workers if workers and engine == "local" else DEFAULT_WORKERS["local"]
-    options = ConvertOptions(columns=columns, fields=fields, workers=threads, **arguments)
+    options = ConvertOptions(workers=threads, **arguments)
     with open_engine(engine, workers) as executor, progress_bar("convert", "samples") as progress:
         report = convert(
             source, target, options=options, storage_options=storage_options, executor=executor, progress=progress
@@ -142,21 +147,23 @@ def convert_command(
 
 
 @cli.command("index")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
-@index_option
 @engine_option
 @click.option("--workers", type=click.IntRange(min=1), help="Shards at a time (default 8; on Ray 64).")
 @click.option("--force", is_flag=True, help="Index anew what has an index.")
 @click.option("--prune", is_flag=True, help="Take shards that are gone out of the index.")
 @click.option(
-    "--columns", metavar="PATH,...", help="Then lift late columns out of the samples, such as json.similarity."
+    "--columns",
+    type=names,
+    default=(),
+    metavar="PATH,...",
+    help="Then lift late columns out of the samples, such as json.similarity.",
 )
 @duplicates_option
-@json_option
-@with_storage_options
+@on_shards
 def index_command(
-    urls: tuple[str, ...], *, engine: str, workers: int | None, columns: str | None, as_json: bool, **arguments: Any
-) -> None:
+    urls: tuple[str, ...], *, storage: Storage, index_url: str | None, engine: str, workers: int | None,
+    columns: tuple[str, ...], as_json: bool, **arguments: Any,
+) -> None:  # fmt: skip
     """Build the index of existing shards, beside them or at --index. Goes on where it was stopped.
 
     \b
@@ -165,16 +172,16 @@ def index_command(
       shard_tools index https://host/public/train/ --index ./train-index/
       shard_tools index s3://bucket/laion/ --columns json.similarity,json.width
     """
-    storage = Storage(as_storage_options(arguments))
     workers = workers or DEFAULT_WORKERS[engine]
     with open_engine(engine, workers) as executor, progress_bar("index", "shards") as progress:
-        report = index(urls, storage=storage, workers=workers, executor=executor, progress=progress, **arguments)
+        report = index(
+            urls, storage=storage, index_url=index_url, workers=workers, executor=executor, progress=progress,
+            **arguments,
+        )  # fmt: skip
     emit(report, as_json=as_json, for_people=render.show_index)
-    paths = [path.strip() for path in (columns or "").split(",") if path.strip()]
     threads = workers if engine == "local" else DEFAULT_WORKERS["local"]
     with progress_bar("columns", "shards") as progress:
-        index_url = arguments["index_url"]
-        added = lift_all(urls, paths, storage=storage, index_url=index_url, workers=threads, progress=progress)
+        added = lift_all(urls, columns, storage=storage, index_url=index_url, workers=threads, progress=progress)
     for one in added if not as_json else ():
         show_added(one)
 
@@ -242,7 +249,7 @@ def verify_command(
 @click.option("--sort", metavar="COLUMN", help="Sort by a column of the sample table, or by __key__.")
 @click.option("--descending", is_flag=True, help="Sort the largest first.")
 @click.option("--where", metavar="CONDITION", help='Take only samples that fit, such as "tokens >= 512".')
-@click.option("--fields", metavar="EXT,...", help="Keep only these fields.")
+@click.option("--fields", type=names, metavar="EXT,...", help="Keep only these fields.")
 @click.option("--dedupe", is_flag=True, help="One sample a key: fields are joined, the first of each stays.")
 @click.option("--key-prefix", default="", metavar="TEXT", help="Before every key; may hold {shard} and {number}.")
 @click.option("--drop", multiple=True, metavar="FILE", help="Leave out the samples on this list (see verify).")
@@ -265,7 +272,7 @@ def reshard_command(
     *,
     shuffle: bool,
     seed: int | None,
-    fields: str | None,
+    fields: tuple[str, ...] | None,
     as_json: bool,
     **arguments: Any,
 ) -> None:
@@ -285,9 +292,7 @@ def reshard_command(
         raise click.UsageError("--seed is the seed of --shuffle; give both.")
     options = ReshardOptions(
         shuffle_seed=(seed or 0) if shuffle else None,
-        fields=None
-        if fields is None
-        else tuple(name.strip().lstrip(".") for name in fields.split(",") if name.strip()),
+        fields=None if fields is None else tuple(name.lstrip(".") for name in fields),
         **{name: arguments.pop(name) for name in _RESHARD_OPTIONS},
     )
     with progress_bar("reshard", "samples") as progress:
@@ -298,12 +303,9 @@ def reshard_command(
 
 
 @cli.command("repair")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @click.option("--to", "target", required=True, metavar="TARGET", help="Folder or prefix for what is saved.")
 @click.option("--drop-damaged", is_flag=True, help="Also write shards of which samples are lost.")
-@index_option
-@json_option
-@with_storage_options
+@on_shards
 def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **arguments: Any) -> None:
     """Write what can be saved of damaged tars to TARGET, under their names, indexed; say what is lost.
 
@@ -315,9 +317,8 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
       shard_tools repair shards/000007.tar --to repaired/
       shard_tools repair s3://bucket/train/ --to s3://bucket/saved/ --drop-damaged --json
     """
-    storage = Storage(as_storage_options(arguments))
     with progress_bar("repair", "shards") as progress:
-        report = repair(urls, target, storage=storage, progress=progress, **arguments)
+        report = repair(urls, target, progress=progress, **arguments)
     emit(report, as_json=as_json, for_people=render.show_repair)
     finish(failed=not report.ok)
 
@@ -364,42 +365,32 @@ def copy_command(
 
 
 @cli.command("info")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
-@index_option
-@json_option
-@with_storage_options
-def info_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
+@on_shards
+def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
     """Show what a data set holds: shards, samples, bytes, fields, index; and shards that are gone or cut off.
 
     \b
     Example:
       shard_tools info s3://bucket/train/
     """
-    storage = Storage(as_storage_options(arguments))
     with progress_bar("read", "shards") as progress:
-        report = info(urls, storage=storage, index_url=index_url, progress=progress)
+        report = info(urls, progress=progress, **arguments)
     emit(report, as_json=as_json, for_people=render.show_info)
     finish(failed=bool(report.findings))
 
 
 @cli.command("ls")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
-@index_option
 @click.option("--limit", type=click.IntRange(min=0), metavar="N", help="Stop after N samples.")
 @click.option("--long", is_flag=True, help="Also show number, shard and the size of every field.")
-@json_option
-@with_storage_options
-def ls_command(
-    urls: tuple[str, ...], *, index_url: str | None, limit: int | None, long: bool, as_json: bool, **arguments: Any
-) -> None:
+@on_shards
+def ls_command(urls: tuple[str, ...], *, long: bool, as_json: bool, **arguments: Any) -> None:
     """List samples: key and fields. --json prints one object a line.
 
     \b
     Example:
       shard_tools ls s3://bucket/train/ --limit 20 --long
     """
-    storage = Storage(as_storage_options(arguments))
-    for sample in list_samples(urls, storage=storage, index_url=index_url, limit=limit):
+    for sample in list_samples(urls, **arguments):
         if as_json:
             click.echo(render.as_json(sample.as_dict()))
         else:
@@ -523,17 +514,11 @@ def plan_command(
     planned = open_planned(urls, storage=storage, storage_options=storage_options, index_url=index_url, **filters)
     if state_url:
         run = open_run(
-            planned,
-            state_url,
-            storage=storage,
-            global_batch_size=size,
-            num_ranks=mesh.data_world_size,
+            planned, state_url, storage=storage, global_batch_size=size, num_ranks=mesh.data_world_size,
             last_batch=arguments["last_batch"],
-        )
+        )  # fmt: skip
         asked = None if steps is None else parse_steps(steps)
-        found = (
-            run.who(range(0) if asked is None else asked) if key is None else run.when(key, asked, thorough=thorough)
-        )
+        found = run.who(asked or range(0)) if key is None else run.when(key, asked, thorough=thorough)
         emit(found, as_json=as_json, for_people=show_steps)
         return
     memory_limit = arguments.pop("memory_limit")

@@ -11,7 +11,7 @@ from shard_tools.columns.join import JoinOptions, Missing, join_column
 from shard_tools.columns.lift import lift_column
 from shard_tools.columns.target import AddReport, ColumnTarget, ListReport, drop_column, list_all
 from shard_tools.columns.views import ViewReport, ViewsReport, save, show, show_all
-from shard_tools.options import COUNT, SIZE, as_storage_options, index_option, json_option, with_storage_options
+from shard_tools.options import COUNT, SIZE, names, on_named, on_shards
 from shard_tools.running.progress import progress_bar
 from shard_tools.verbs import emit
 from streaming.storage import Storage
@@ -28,7 +28,6 @@ def column_group() -> None:
 
 
 @column_group.command("add")
-@click.argument("urls", nargs=-1, required=True, metavar="URL... NAME")
 @click.option("--from", "source", metavar="FILE", help="Parquet file, in any store, with a row for each sample.")
 @click.option("--on", metavar="COLUMN", help="Column of FILE with the samples' keys.")
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
@@ -36,7 +35,7 @@ def column_group() -> None:
 @click.option(
     "--compute", metavar="tokens|MODULE:FUNCTION", help="Compute them of the samples, by a function of yours."
 )
-@click.option("--fields", metavar="A,B", help="With --compute: read and decode these fields alone.")
+@click.option("--fields", type=names, metavar="A,B", help="With --compute: read and decode these fields alone.")
 @click.option(
     "--dtype", type=click.Choice(["uint16", "uint32"]), help="With --compute tokens. Default: as the set says."
 )
@@ -52,12 +51,10 @@ def column_group() -> None:
     "--workers", type=COUNT, default=8, show_default=True, help="Shards at a time that --lift or --compute reads."
 )
 @click.option("--overwrite", is_flag=True, help="Replace a late column of this name.")
-@index_option
-@json_option
-@with_storage_options
+@on_named("column")
 def add_command(
-    urls: tuple[str, ...], *, source: str | None, on: str | None, lift: str | None, compute: str | None,
-    fields: str | None, dtype: str | None, workers: int, as_json: bool, **arguments: Any,
+    urls: list[str], *, storage: Storage, source: str | None, on: str | None, lift: str | None, compute: str | None,
+    fields: tuple[str, ...] | None, dtype: str | None, workers: int, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
     """Add the late column NAME to the shards at URL: joined from a file by key, lifted out of the samples, or computed.
 
@@ -72,22 +69,17 @@ def add_command(
       shard_tools column add s3://bucket/train/ words --compute mymodule:count_words --fields txt
       shard_tools column add s3://bucket/tokens/ length --compute tokens
     """
-    *places, name = urls
-    if not places:
-        raise click.UsageError("Give the URL of shards, and the name of the column.")
     if [source, lift, compute].count(None) != 2 or (source is not None and on is None):
         raise click.UsageError("Give one of --from FILE --on COLUMN, --lift PATH, and --compute FUNCTION.")
     if compute is None and (fields or dtype):
         raise click.UsageError("--fields and --dtype are for --compute.")
-    storage = Storage(as_storage_options(arguments))
-    overwrite, index_url = arguments.pop("overwrite"), arguments.pop("index_url")
-    target = ColumnTarget(places, name, storage=storage, index_url=index_url, overwrite=overwrite)
+    which = {option: arguments.pop(option) for option in ("name", "index_url", "overwrite")}
+    target = ColumnTarget(urls, storage=storage, **which)
     with progress_bar("column", "shards") as progress:
         if lift is not None:
             report = lift_column(target, lift, workers=workers, progress=progress)
         elif compute is not None:
-            named = None if fields is None else tuple(name.strip() for name in fields.split(",") if name.strip())
-            computing = ComputeOptions(fields=named, dtype=dtype, workers=workers)
+            computing = ComputeOptions(fields=fields, dtype=dtype, workers=workers)
             report = compute_column(target, compute, options=computing, progress=progress)
         else:
             options = JoinOptions(on=str(on), **arguments)
@@ -96,37 +88,28 @@ def add_command(
 
 
 @column_group.command("list")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
-@index_option
-@json_option
-@with_storage_options
-def list_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
+@on_shards
+def list_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
     """List the late columns of shards.
 
     \b
     Example:
       shard_tools column list s3://bucket/train/
     """
-    report = list_all(urls, storage=Storage(as_storage_options(arguments)), index_url=index_url)
+    report = list_all(urls, **arguments)
     emit(report, as_json=as_json, for_people=_show_columns)
 
 
 @column_group.command("drop")
-@click.argument("urls", nargs=-1, required=True, metavar="URL... NAME")
-@index_option
-@json_option
-@with_storage_options
-def drop_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
+@on_named("column")
+def drop_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
     """Delete the late column NAME. Runs and views that ask for it cannot go on without it.
 
     \b
     Example:
       shard_tools column drop s3://bucket/train/ score
     """
-    *places, name = urls
-    if not places:
-        raise click.UsageError("Give the URL of shards, and the name of the column.")
-    report = drop_column(places, name, storage=Storage(as_storage_options(arguments)), index_url=index_url)
+    report = drop_column(urls, **arguments)
     emit(report, as_json=as_json, for_people=lambda one: click.echo(f"{one.name}: {one.num_files:,} files deleted"))
 
 
@@ -141,60 +124,45 @@ def view_group() -> None:
 
 
 @view_group.command("save")
-@click.argument("urls", nargs=-1, required=True, metavar="URL... NAME")
 @click.option("--where", metavar="CONDITION", help="Which samples; see docs/filters.md.")
 @click.option("--subset", metavar="A..B", help="A range of the stored samples: 0%..80%, or 1000..2000.")
 @click.option("--exclude", metavar="FILE", help="Text file with a key to leave out in each line.")
 @click.option("--overwrite", is_flag=True, help="Replace a view of this name.")
-@index_option
-@json_option
-@with_storage_options
-def save_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
+@on_named("view")
+def save_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
     """Save which samples of the shards at URL are kept as the view NAME, with the versions of the late columns.
 
     \b
     Example:
       shard_tools view save s3://bucket/train/ clean-v2 --where "score >= 0.3" --subset 0%..80%
     """
-    *places, name = urls
-    if not places:
-        raise click.UsageError("Give the URL of shards, and the name of the view.")
-    report = save(places, name, storage=Storage(as_storage_options(arguments)), **arguments)
+    report = save(urls, **arguments)
     emit(report, as_json=as_json, for_people=_show_view)
 
 
 @view_group.command("list")
-@click.argument("urls", nargs=-1, required=True, metavar="URL...")
-@index_option
-@json_option
-@with_storage_options
-def views_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
+@on_shards
+def views_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
     """List the views of shards.
 
     \b
     Example:
       shard_tools view list s3://bucket/train/
     """
-    report = show_all(urls, storage=Storage(as_storage_options(arguments)), index_url=index_url)
+    report = show_all(urls, **arguments)
     emit(report, as_json=as_json, for_people=_show_views)
 
 
 @view_group.command("show")
-@click.argument("urls", nargs=-1, required=True, metavar="URL... NAME")
-@index_option
-@json_option
-@with_storage_options
-def show_command(urls: tuple[str, ...], *, index_url: str | None, as_json: bool, **arguments: Any) -> None:
+@on_named("view")
+def show_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
     """Show one view: what it asks for, and which versions of columns it was saved with.
 
     \b
     Example:
       shard_tools view show s3://bucket/train/ clean-v2
     """
-    *places, name = urls
-    if not places:
-        raise click.UsageError("Give the URL of shards, and the name of the view.")
-    report = show(places, name, storage=Storage(as_storage_options(arguments)), index_url=index_url)
+    report = show(urls, **arguments)
     emit(report, as_json=as_json, for_people=_show_view)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_args
@@ -11,7 +12,7 @@ import click
 from shard_tools.running.engine import ENGINES
 from streaming.arguments import parse_bytes
 from streaming.errors import ConfigError
-from streaming.storage import RetryPolicy
+from streaming.storage import RetryPolicy, Storage
 from streaming.types import DuplicateKeys
 
 Command = Callable[..., Any]
@@ -43,6 +44,11 @@ class PairType(click.ParamType[tuple[str, str]]):
         if not equals or not key:
             self.fail(f"{value!r} is not of the form KEY=VALUE", param, ctx)
         return key, text
+
+
+def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Split names with commas between them, such as ``json,txt``: the ``type`` of an option."""
+    return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
 
 SIZE = SizeType()
@@ -122,6 +128,35 @@ def index_option(command: Command) -> Command:
     return click.option(
         "--index", "index_url", metavar="URL", help="Where the index lies. Default: beside the shards."
     )(command)
+
+
+def on_shards(command: Command) -> Command:
+    """Add URL..., ``--index``, ``--json`` and the options of the store; the command gets a ``storage``."""
+
+    @functools.wraps(command)
+    def with_storage(**arguments: Any) -> Any:
+        return command(storage=Storage(as_storage_options(arguments)), **arguments)
+
+    decorated = index_option(json_option(with_storage_options(with_storage)))
+    return click.argument("urls", nargs=-1, required=True, metavar="URL...")(decorated)
+
+
+def on_named(what: str) -> Callable[[Command], Command]:
+    """Do as :func:`on_shards` for URL... NAME; the command gets the ``name`` of the ``what`` apart."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_name(*, urls: tuple[str, ...], **arguments: Any) -> Any:
+            *places, name = urls
+            if not places:
+                raise click.UsageError(f"Give the URL of shards, and the name of the {what}.")
+            return command(urls=places, name=name, **arguments)
+
+        decorated = on_shards(with_name)
+        decorated.__click_params__[-1].metavar = "URL... NAME"  # type: ignore[attr-defined]
+        return decorated
+
+    return decorate
 
 
 def duplicates_option(command: Command) -> Command:

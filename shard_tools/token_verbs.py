@@ -10,7 +10,7 @@ import click
 
 from shard_tools import render
 from shard_tools.convert.records import TEXT_UNITS
-from shard_tools.options import Command
+from shard_tools.options import Command, names
 from shard_tools.running.engine import DEFAULT_WORKERS, open_engine
 from shard_tools.running.progress import progress_bar
 from shard_tools.tokens.encode import open_processes
@@ -34,7 +34,7 @@ def tokenizer_options(command: Command) -> Command:
         option("--chat-template", metavar="FILE", help="Makes text of messages. Default: that of the tokenizer."),
         option("--bos", metavar="TOKEN", help="Before each document: name, id or 'none'. Default: the tokenizer's."),
         option("--eos", metavar="TOKEN", help="After each document, likewise."),
-        option("--keep", metavar="FIELD,...", help="Keep these columns, in the field json."),
+        option("--keep", type=names, metavar="FIELD,...", help="Keep these columns, in the field json."),
         option("--split", multiple=True, metavar="NAME=SHARE", help="Sets by hash, say val=0.5%; the rest is train."),
         option("--group-field", metavar="FIELD", help="Split by this column, and not by the document."),
         option("--documents", type=click.Choice(TEXT_UNITS), help="What is a document of a text.  [default: line]"),
@@ -59,8 +59,6 @@ def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
             name = next(iter(given)).replace("_", "-")
             raise click.UsageError(f"--{name} is about tokens; say which with --tokenizer FILE.")
         return {}
-    if "keep" in given:
-        given["keep"] = tuple(name.strip() for name in given["keep"].split(",") if name.strip())
     return {"tokenizer": tokenizer, **given}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -209,9 +210,7 @@ class Loads:
         num_bytes = byte_starts[chunks] - np.round(self.chunk_bytes[chunks] * (1 - share)).astype(np.int64)
         return passes * len(self.chunk_bytes) + chunks, passes * int(byte_starts[-1]) + num_bytes
 
-    def _load(
-        self, dp_rank: int, ranks: tuple[int, ...], *, read_bytes: int, fetched: Int64Array | None = None, **values: int
-    ) -> RankLoad:
+    def _load(self, dp_rank: int, ranks: tuple[int, ...], *, read_bytes: int, **more: Any) -> RankLoad:
         num_samples = self.num_samples(dp_rank)
         delivered = num_samples * self.reads.sample_bytes
         return RankLoad(
@@ -221,14 +220,7 @@ class Loads:
             num_samples=num_samples,
             read_bytes=read_bytes,
             amplification=read_bytes / delivered if delivered else 0.0,
-            num_chunks=values["num_chunks"],
-            num_requests=values["num_requests"],
-            start_requests=values["start_requests"],
-            start_bytes=values["start_bytes"],
-            live_bytes=values["live_bytes"],
-            held_bytes=values["held_bytes"],
-            keeps_all=bool(values["keeps_all"]),
-            fetched=fetched,
+            **more,
         )
 
 

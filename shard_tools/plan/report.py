@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from streaming.catalog.random_access import span_borders
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
 from streaming.plan import memory as budget
-from streaming.plan.order import OrderSettings
+from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.plan import Plan
-from streaming.plan.settings import order_settings
+from streaming.plan.settings import Shape, order_settings
 from streaming.storage import Storage
 from streaming.types import Int64Array, LastBatch
 
@@ -65,18 +65,39 @@ class PlanOptions:
     memory_limit_bytes: int = field(default_factory=lambda: parse_bytes("4GiB"))
 
     def __post_init__(self) -> None:
-        checked_int("global_batch_size", self.global_batch_size, 1, 2**31 - 1)
-        if self.global_batch_size < self.mesh.data_world_size:
-            ranks = self.mesh.data_world_size
+        Shape.chosen(
+            None, self.global_batch_size, self.mesh.data_world_size, last_batch=self.last_batch,
+            epoch_size=self.epoch_size,
+        )  # fmt: skip
+        if self.lanes is not None:
+            checked_int("lanes", self.lanes, 1, 2**62)
+
+    def plan(
+        self, chunk_samples: Int64Array, orders: Callable[[OrderSettings], Orders] | None = None,
+        epoch_size: int | None = None,
+    ) -> Plan:  # fmt: skip
+        """Plan the epoch over chunks of so many samples.
+
+        Raises:
+            ConfigError: It would be empty.
+        """
+        order = order_settings(
+            shuffle=self.shuffle, seed=self.seed, lanes=self.lanes, window=self.window,
+            global_batch_size=self.global_batch_size, num_samples=int(chunk_samples.sum()),
+            num_chunks=len(chunk_samples),
+        )  # fmt: skip
+        whole = Plan(
+            chunk_samples, order, global_batch_size=self.global_batch_size, dp_world_size=self.mesh.data_world_size,
+            last_batch=self.last_batch, epoch=self.epoch, epoch_size=self.epoch_size or epoch_size,
+            orders=None if orders is None else orders(order),
+        )  # fmt: skip
+        if not whole.num_batches or whole.num_samples < whole.dp_world_size:
             raise ConfigError(
-                f"global_batch_size: {self.global_batch_size} samples cannot be dealt to {ranks} data-parallel ranks; "
-                f"use at least {ranks}, or fewer ranks"
+                f"{whole.num_samples} samples do not fill one global batch of {whole.global_batch_size} "
+                f"({whole.dp_world_size} data ranks) with last_batch={self.last_batch!r}: training would refuse this. "
+                'Use last_batch="pad" or "partial", a smaller batch, fewer ranks, or epoch_size to repeat the data'
             )
-        if self.last_batch not in get_args(LastBatch):
-            raise ConfigError(f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {self.last_batch!r}")
-        for name in ("lanes", "epoch_size"):
-            if getattr(self, name) is not None:
-                checked_int(name, getattr(self, name), 1, 2**62)
+        return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,16 +268,10 @@ def plan_table(table: ChunkTable, *, options: PlanOptions, sliced: bool = False)
 def _plan_mixture(mixture: Mixture, options: PlanOptions) -> PlanReport:
     """Work out an epoch, or of a mixture without end as many samples as its sources have."""
     num_samples = int(mixture.chunk_samples.sum())
-    order = _order(options, num_samples, len(mixture.chunk_samples))
     ledger = mixture.begun(options.global_batch_size)
-    orders = mixture.orders(order, ledger)
-    size = options.epoch_size or (num_samples if mixture.is_endless else None)
-    whole = Plan(
-        mixture.chunk_samples, order, global_batch_size=options.global_batch_size,
-        dp_world_size=options.mesh.data_world_size, last_batch=options.last_batch, epoch=options.epoch,
-        epoch_size=size, orders=orders,
-    )  # fmt: skip
-    _check_not_empty(whole, options)
+    whole = options.plan(
+        mixture.chunk_samples, lambda order: mixture.orders(order, ledger), num_samples if mixture.is_endless else None
+    )
     begin = options.epoch * whole.num_samples
     reads = reads_of(mixture, mixture.drawn(ledger, begin, whole.num_samples))
     chunks = _Chunks(whole, mixture, reads)
@@ -325,36 +340,10 @@ def replica_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(row) for row in shares.tolist())
 
 
-def _order(options: PlanOptions, num_samples: int, num_chunks: int) -> OrderSettings:
-    return order_settings(
-        shuffle=options.shuffle, seed=options.seed, lanes=options.lanes, window=options.window,
-        global_batch_size=options.global_batch_size, num_samples=num_samples, num_chunks=num_chunks,
-    )  # fmt: skip
-
-
 def _epoch_plan(table: ChunkTable, options: PlanOptions) -> Plan:
     if not table.total_samples:
         raise ConfigError("the data set is empty; look at what is there with `shard_tools info`")
-    whole = Plan(
-        table.num_samples,
-        _order(options, table.total_samples, table.num_chunks),
-        global_batch_size=options.global_batch_size,
-        dp_world_size=options.mesh.data_world_size,
-        last_batch=options.last_batch,
-        epoch=options.epoch,
-        epoch_size=options.epoch_size,
-    )
-    _check_not_empty(whole, options)
-    return whole
-
-
-def _check_not_empty(whole: Plan, options: PlanOptions) -> None:
-    if not whole.num_batches or whole.num_samples < whole.dp_world_size:
-        raise ConfigError(
-            f"{whole.num_samples} samples do not fill one global batch of {whole.global_batch_size} "
-            f"({whole.dp_world_size} data ranks) with last_batch={options.last_batch!r}: training would refuse this. "
-            f'Use last_batch="pad" or "partial", a smaller batch, fewer ranks, or epoch_size to repeat the data'
-        )
+    return options.plan(table.num_samples)
 
 
 def _swept_ranks(whole: Plan, *, sliced: bool) -> list[int]:

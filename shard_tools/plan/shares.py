@@ -138,11 +138,6 @@ def shares_of(
     )  # fmt: skip
 
 
-def drawn_in(mixture: Mixture, ledger: Ledger, begin: int, stop: int) -> dict[str, float]:
-    """Return the samples of each source that rows ``[begin, stop)`` come to, by its share."""
-    return mixture.drawn(ledger, begin, stop - begin)
-
-
 def reads_of(mixture: Mixture, drawn: Mapping[str, float]) -> Reads:
     """Return what is read of the chunks of all sources; the mean sample is that of what is drawn."""
     parts = [Reads.of(one.chunk_bytes, one.chunk_samples, one.stored_samples) for _, one in sets_of(mixture)]
@@ -169,7 +164,7 @@ def _counted(loads: Loads, mixture: Mixture, rows: Sequence[int]) -> Int64Array:
 
 def _targets(mixture: Mixture, ledger: Ledger, rows: Sequence[int]) -> Floats:
     """Return what each source should have given; float64[rows, S]."""
-    shares = [drawn_in(mixture, ledger, rows[0], row) for row in rows]
+    shares = [mixture.drawn(ledger, rows[0], row - rows[0]) for row in rows]
     return np.array([[share[name] for name in mixture.names] for share in shares])
 
 
@@ -179,7 +174,7 @@ def _begins(mixture: Mixture, ledger: Ledger, begin: int, covered: int, batch: i
     Shares hold still between the rows of the ledger, so what is drawn is linear between them.
     """
     borders = sorted({begin, begin + covered, *(row for row, _ in ledger.segments() if begin < row < begin + covered)})
-    drawn = [drawn_in(mixture, ledger, 0, row) for row in borders]
+    drawn = [mixture.drawn(ledger, 0, row) for row in borders]
     found: dict[str, dict[int, int]] = {}
     for name, size in mixture.sizes.items():
         along = np.array([one[name] for one in drawn])
