@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from shard_tools.running.report import Report
 from streaming.errors import DataError, DuplicateKeyError
 from streaming.plan.permutation import hash_range
 from streaming.tar.samples import MAX_GZIP_RATIO
@@ -39,15 +40,11 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skipped:
+class Skipped(Report):
     """Something in the source that is no sample, and why."""
 
     path: str
     reason: str
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the JSON-able form."""
-        return {"path": self.path, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

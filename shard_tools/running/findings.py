@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streaming.storage import redact, redact_text
+from shard_tools.running.report import Report
+from streaming.storage import redact_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One promise that does not hold.
+class Finding(Report):
+    """One promise that does not hold; in JSON, what does not apply is null.
 
     Attributes:
         kind: A short name of the kind of damage, stable for programs: ``missing``, ``size``, ``checksum``, ``tar``,
@@ -42,17 +43,3 @@ class Finding:
             where += f", sample {self.key!r}"
         compared = "" if self.expected is None else f" (expected {self.expected}, got {self.got})"
         return redact_text(f"{where}: {self.what}{compared}; {self.cure}")
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the JSON-able form; what does not apply is null."""
-        return {
-            "kind": self.kind,
-            "shard": redact(self.shard),
-            "byte_start": self.byte_start,
-            "byte_end": self.byte_end,
-            "key": self.key,
-            "what": redact_text(self.what),
-            "expected": self.expected,
-            "got": self.got,
-            "cure": self.cure,
-        }

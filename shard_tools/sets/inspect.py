@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.findings import Finding
 from shard_tools.running.progress import NoProgress, Progress
+from shard_tools.running.report import Report
 from shard_tools.sets.open_set import READ_THREADS, OpenSet, open_set, table_of, tables_of
 from shard_tools.sets.tables import names_shards, place_of
 from streaming.catalog.build import home_of, read_chunks
@@ -62,41 +63,22 @@ class DataSetInfo:
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON-able form."""
-        return {
-            "num_shards": self.num_shards,
-            "num_samples": self.num_samples,
-            "num_bytes": self.num_bytes,
-            "num_chunks": self.num_chunks,
+        fields = [asdict(field) for field in self.fields]
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {
             "mean_sample_bytes": self.num_bytes / self.num_samples if self.num_samples else None,
-            "fields": {
-                field.name: {
-                    "num_samples": field.num_samples,
-                    "num_bytes": field.num_bytes,
-                    "min_bytes": field.min_bytes,
-                    "max_bytes": field.max_bytes,
-                }
-                for field in self.fields
-            },
-            "columns": list(self.columns),
-            "has_index": self.has_index,
-            "index": self.index,
-            "fingerprint": self.fingerprint,
+            "fields": {field.pop("name"): field for field in fields},
             "findings": [finding.as_dict() for finding in self.findings],
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleEntry:
+class SampleEntry(Report):
     """One line of a listing: the sample's number in the data set, its shard, its key, the size of each field."""
 
     number: int
     shard: str
     key: str
     fields: Mapping[str, int]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the JSON-able form."""
-        return {"number": self.number, "shard": redact(self.shard), "key": self.key, "fields": dict(self.fields)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
