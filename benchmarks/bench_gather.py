@@ -16,7 +16,7 @@ from typing import Any
 from streaming.batches.build import BadSample, Part, Recipe
 from streaming.batches.rows import Rows
 from streaming.decode import resolve_decoders
-from streaming.engine.crew import Crew
+from streaming.engine.builders import Crew
 from streaming.engine.unindexed.gather import pack_samples
 from streaming.engine.unindexed.samples import RawSample
 from streaming.metrics import Metrics

@@ -16,7 +16,7 @@ from rich.table import Table
 from shard_tools.check.recheck import RecheckReport
 from shard_tools.check.verify import VerifyReport
 from shard_tools.convert import ConvertReport
-from shard_tools.running.findings import Finding
+from shard_tools.running.report import Finding
 from shard_tools.sets.copy import CopyReport
 from shard_tools.sets.inspect import DataSetInfo, SampleEntry, SampleView
 from shard_tools.sets.reindex import IndexReport

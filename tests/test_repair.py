@@ -14,7 +14,7 @@ from shard_tools.cli import cli
 from streaming import StreamingDataset
 from streaming.errors import TarError
 from streaming.storage import Storage
-from streaming.tar.parse import parse_chunk
+from streaming.tar.fast import parse_chunk
 
 KEYS = tuple(f"{number:03d}" for number in range(12))
 

@@ -43,10 +43,9 @@ from streaming.index.sample_table import SampleTable
 from streaming.metrics import Metrics
 from streaming.storage import Storage, redact
 from streaming.tar import TarScanner, iter_samples, parse_chunk
-from streaming.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS
+from streaming.tar.blocks import MAX_EXTENSION_RUN_BYTES, MAX_PAX_RECORDS, split_name
 from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import member_header, padding
-from streaming.tar.names import split_name
 from streaming.tar.samples import inflated
 
 ROOT = Path(__file__).resolve().parent.parent

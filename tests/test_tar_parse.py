@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, TarError
 from streaming.tar import TarScanner, iter_samples, parse_chunk
-from streaming.tar.names import split_name
+from streaming.tar.blocks import split_name
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 PIECES = (1, 511, 512, 513, 4096, 10_000, 1 << 30)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shard_tools import ShardWriter
 from shard_tools.check.verify import VerifyReport, verify
 from shard_tools.convert import ConvertOptions, convert
-from shard_tools.running.findings import Finding
+from shard_tools.running.report import Finding
 from shard_tools.sets.reindex import index
 from streaming.errors import IndexFormatError, IndexMissingError, NotFoundError
 from streaming.index.chunk_table import ChunkTable

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shard_tools.running.engine import map_ordered
-from shard_tools.running.findings import Finding
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.running.report import Report
+from shard_tools.running.report import Finding, Report
 from shard_tools.sets.bad_list import BadList, rows_of, shards_by_shown_url
 from shard_tools.sets.pieces import ShardPieces, read_pieces
 from shard_tools.sets.tables import load_samples

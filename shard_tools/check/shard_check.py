@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import crc32c
 import numpy as np
 
-from shard_tools.running.findings import Finding
 from shard_tools.running.progress import Progress
+from shard_tools.running.report import Finding
 from streaming.decode import FieldDecoder, decode_field
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
 from streaming.fetch.sums import sums_of

@@ -11,9 +11,8 @@ import numpy as np
 
 from shard_tools.check.shard_check import ShardCheck, ShardOutcome, ShardTask
 from shard_tools.running.engine import map_ordered
-from shard_tools.running.findings import Finding
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.running.report import Report
+from shard_tools.running.report import Finding, Report
 from shard_tools.sets.tables import load_samples, names_shards, place_of
 from streaming.catalog.build import home_of, read_chunks, shard_name
 from streaming.catalog.urls import expand_urls

@@ -1,4 +1,4 @@
-"""Tell programs what a verb did."""
+"""Tell programs what a verb did, and what a check found: one value per broken promise."""
 
 from __future__ import annotations
 
@@ -33,3 +33,40 @@ def _jsonable(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _jsonable(item) for key, item in value.items()}
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding(Report):
+    """One promise that does not hold; in JSON, what does not apply is null.
+
+    Attributes:
+        kind: A short name of the kind of damage, stable for programs: ``missing``, ``size``, ``checksum``, ``tar``,
+            ``samples``, ``keys``, ``duplicate``, ``fields``, ``decode``, ``tail``, ``index``, ``unindexed``, ``read``.
+        shard: URL of the shard.
+        what: What is wrong.
+        cure: What to do about it.
+        byte_start: Where the damage begins in the shard, if it is somewhere.
+        byte_end: Where it ends, exclusive.
+        key: The sample, if it is about one.
+        expected: What the index promises.
+        got: What is there.
+    """
+
+    kind: str
+    shard: str
+    what: str
+    cure: str
+    byte_start: int | None = None
+    byte_end: int | None = None
+    key: str | None = None
+    expected: str | None = None
+    got: str | None = None
+
+    def __str__(self) -> str:
+        where = self.shard
+        if self.byte_start is not None:
+            where += f", bytes {self.byte_start}-{'' if self.byte_end is None else self.byte_end}"
+        if self.key is not None:
+            where += f", sample {self.key!r}"
+        compared = "" if self.expected is None else f" (expected {self.expected}, got {self.got})"
+        return redact_text(f"{where}: {self.what}{compared}; {self.cure}")

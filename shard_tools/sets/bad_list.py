@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shard_tools.running.findings import Finding
+from shard_tools.running.report import Finding
 from streaming.batches.bad_file import BadRecord, iter_records, shown_url
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.index.sample_table import SampleTable

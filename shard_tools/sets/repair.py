@@ -27,13 +27,15 @@ from streaming.tar.blocks import (
     REGULAR_TYPES,
     Where,
     checksum_matches,
+    decode_name,
+    is_meta,
     member_of_pax,
     padded,
     parse_number,
     parse_pax,
+    split_name,
 )
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
-from streaming.tar.names import decode_name, is_meta, split_name
 from streaming.tar.walk import plain_name
 
 _WINDOW_BYTES = 8 << 20  # read at once

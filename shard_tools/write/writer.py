@@ -17,9 +17,9 @@ from streaming.arguments import checks_names, is_whole, parse_bytes
 from streaming.errors import ConfigError, StorageError
 from streaming.forks import Maker
 from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
+from streaming.tar.blocks import is_meta
 from streaming.tar.group import MAX_FIELDS
 from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
-from streaming.tar.names import is_meta
 
 _BRACES: Final = re.compile(r"\{(?::(?:0([0-9]{1,2}))?d?)?\}")
 _PERCENT: Final = re.compile(r"%(?:0([0-9]{1,2}))?d")

@@ -10,7 +10,7 @@ from typing import Any
 
 from infra import DeviceMesh
 from streaming.batches.bad_samples import BadSamples
-from streaming.engine.crew import Crew
+from streaming.engine.builders import Crew
 from streaming.engine.source import ShardSet
 from streaming.engine.standing import request_line
 from streaming.engine.workers.ring import PageLocker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -16,20 +16,18 @@ from infra import DeviceMesh
 from streaming.batches.build import Recipe
 from streaming.batches.draw_watch import named_draw
 from streaming.datasets.mixture import Mixture
-from streaming.engine.builders import is_surely_trivial
-from streaming.engine.crew import Crew
+from streaming.engine.builders import Crew, is_surely_trivial
 from streaming.engine.memory.arena import keep_freed_memory
 from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source
 from streaming.engine.units import BatchSlices, Units, WholeChunks
-from streaming.epochs.iterator import Run
+from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.loops.base import BaseLoop
-from streaming.loops.ramped import RampedRun
 from streaming.loops.shares import Shares
 from streaming.metrics import Metrics
 from streaming.packing.balance import BalanceRules
@@ -535,3 +533,29 @@ class EpochLoop(BaseLoop):
 def _close_all(crew: Crew, store: ChunkStore) -> None:
     crew.close()
     store.close()
+
+
+class RampedRun(RunOver):
+    """Hand out the batches of an epoch in which their size changes. For one thread, but for ``describe``.
+
+    At a row from which on batches have another size, the plan ends and another one begins behind it, as at a resume:
+    the machinery stays, what the window holds is looked up again.
+
+    Args:
+        begin: Begins to produce batches of one size at a place; returns them, how many there are, and the place behind
+            the last of them.
+        place: Where the first one begins.
+    """
+
+    def __init__(self, begin: Callable[[Place], tuple[Run, int, Place]], place: Place) -> None:
+        self._begin = begin
+        run, self._left, self._behind = begin(place)
+        super().__init__(run)
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        if not self._left:
+            self._run.close()
+            self._run, self._left, self._behind = self._begin(self._behind)
+        self._left -= 1
+        return next(self._run)

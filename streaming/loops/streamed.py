@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from streaming.datasets.dataset import StreamingDataset
-from streaming.engine.crew import Crew
+from streaming.engine.builders import Crew
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.engine.unindexed.read_ahead import piece_bytes_of
 from streaming.engine.unindexed.samples import StreamSettings

@@ -4,8 +4,8 @@ Import from the modules: ``parse`` (a chunk's bytes to its layout), ``scanner`` 
 (a stream to samples), ``headers`` (the bytes that our writer emits).
 """
 
+from streaming.tar.fast import parse_chunk
 from streaming.tar.group import ChunkLayout
-from streaming.tar.parse import parse_chunk
 from streaming.tar.samples import iter_samples
 from streaming.tar.scanner import TarScanner
 

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streaming.errors import DuplicateKeyError, TarError
-from streaming.tar.blocks import Members, Names, Where
+from streaming.tar.blocks import Members, Names, Where, decode_name, is_meta, split_name
 from streaming.tar.keys import KeyLines, join_lines, rises
-from streaming.tar.names import decode_name, is_meta, split_name
 from streaming.types import Int64Array
 
 MAX_FIELDS = 16384

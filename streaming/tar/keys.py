@@ -8,8 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from streaming.tar.blocks import Names
-from streaming.tar.names import decode_name, encode_name
+from streaming.tar.blocks import Names, decode_name, encode_name
 from streaming.types import Int64Array
 
 

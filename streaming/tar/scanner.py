@@ -7,10 +7,19 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from streaming.tar.blocks import BLOCK_BYTES, BytesLike, Members, Names, Where, as_array, is_zero
+from streaming.tar.blocks import (
+    BLOCK_BYTES,
+    BytesLike,
+    Members,
+    Names,
+    Where,
+    as_array,
+    decode_name,
+    is_zero,
+    split_name,
+)
 from streaming.tar.fast import read_members
 from streaming.tar.group import MAX_FIELDS, ChunkLayout, PackedLayout, check_num_fields, group_members
-from streaming.tar.names import decode_name, split_name
 
 _BRIDGE_BYTES = 4096
 _MAGIC = {

@@ -21,13 +21,14 @@ from streaming.tar.blocks import (
     Where,
     checksum_matches,
     concerns_us,
+    decode_name,
     is_zero,
     member_of_pax,
     padded,
     parse_number,
     parse_pax,
+    split_name,
 )
-from streaming.tar.names import decode_name, split_name
 
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 

@@ -22,7 +22,7 @@ from streaming.arguments import format_bytes
 from streaming.batches.build import BadSampleReport, BatchBuilder, Mask
 from streaming.batches.draws import epoch_key
 from streaming.batches.rows import Rows
-from streaming.engine.crew import Crew
+from streaming.engine.builders import Crew
 from streaming.engine.delivery import Delivery
 from streaming.engine.unindexed.gather import Packing, alone, neighbours, pack_samples
 from streaming.engine.unindexed.read_ahead import ReadAhead, StreamClosedError
