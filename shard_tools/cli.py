@@ -518,7 +518,10 @@ def plan_command(
             last_batch=arguments["last_batch"],
         )  # fmt: skip
         asked = None if steps is None else parse_steps(steps)
-        found = run.who(asked or range(0)) if key is None else run.when(key, asked, thorough=thorough)
+        if key is None:
+            found = run.who(range(0) if asked is None else asked)
+        else:
+            found = run.when(key, asked, thorough=thorough)
         emit(found, as_json=as_json, for_people=show_steps)
         return
     memory_limit = arguments.pop("memory_limit")

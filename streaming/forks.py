@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -102,17 +103,9 @@ def _add(hooks: _Hooks, thing: _T, hook: Callable[[_T], object]) -> None:
     global _is_watching  # noqa: PLW0603  the interpreter's own list of hooks is global, too, and has no way out
     if not _is_watching:
         _is_watching = True
-        os.register_at_fork(before=_run_before, after_in_child=_run_in_child)
+        os.register_at_fork(before=partial(_run, _before), after_in_child=partial(_run, _in_child))
     number = next(_numbers)
     hooks[number] = weakref.ref(thing, lambda _: hooks.pop(number, None)), hook
-
-
-def _run_before() -> None:
-    _run(_before)
-
-
-def _run_in_child() -> None:
-    _run(_in_child)
 
 
 def _run(hooks: _Hooks) -> None:

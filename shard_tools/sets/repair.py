@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import numpy as np
 from crc32c import crc32c
@@ -426,8 +425,5 @@ def _text(name: bytes, url: str) -> str:
     try:
         return name.decode()
     except UnicodeDecodeError:
-        _refuse_name(name, url)
-
-
-def _refuse_name(name: bytes, url: str) -> NoReturn:
-    raise ConfigError(f"{redact(url)}: the name {name!r} is not UTF-8; rename the file with `tar --transform`")
+        what = f"the name {name!r} is not UTF-8; rename the file with `tar --transform`"
+        raise ConfigError(f"{redact(url)}: {what}") from None

@@ -171,7 +171,9 @@ class ShardSource:
         first = int(part.pieces.bounds[run.first_piece])
         taken = pa.array(run.kept)
         values = {name: column.take(taken).to_pylist() for name, column in part.columns.items()}
-        names = [(column, name) for column, name in enumerate(layout.fields) if self._takes(name)]
+        names = [
+            (column, name) for column, name in enumerate(layout.fields) if self._fields is None or name in self._fields
+        ]
         for row in rows if layout.damage else ():
             if row - first in layout.damage:
                 damage = layout.damage[row - first]
@@ -197,9 +199,6 @@ class ShardSource:
             shard = split_url(part.pieces.url)[1].removesuffix(".tar").replace(".", "_")
             prefix = prefix.replace("{shard}", shard).replace("{number}", number_key(part.first + row))
         return prefix + key.removeprefix("./").lstrip("/")
-
-    def _takes(self, name: str) -> bool:
-        return self._fields is None or name in self._fields
 
 
 def _part_runs(part: Part, positions: Int64Array, kept: Int64Array) -> Iterator[_Run]:

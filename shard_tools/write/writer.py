@@ -254,7 +254,7 @@ def make_record(sample: Mapping[str, object], key: str) -> Record:
     Raises:
         ConfigError: For a field or value that cannot be stored, or a sample without any field.
     """
-    fields = tuple(sorted(check_field(name, key) for name in sample if not _is_note(name)))
+    fields = tuple(sorted(check_field(name, key) for name in sample if not (isinstance(name, str) and is_meta(name))))
     if not fields:
         raise ConfigError(f"sample {key!r} has no field but __key__; readers would never see it; add one or skip it")
     if len(fields) > MAX_FIELDS:
@@ -274,10 +274,6 @@ def make_record(sample: Mapping[str, object], key: str) -> Record:
         pieces += (header, *content, pad)
         offset += len(header) + size + len(pad)
     return Record(key=key, fields=fields, starts=tuple(starts), sizes=tuple(sizes), num_bytes=offset, pieces=pieces)
-
-
-def _is_note(name: object) -> bool:
-    return isinstance(name, str) and is_meta(name)
 
 
 def _key_of(sample: Mapping[str, object]) -> str:

@@ -159,7 +159,8 @@ class NodeCache:
         except OSError as error:
             self._trouble(error)
             if error.errno == errno.EIO:
-                self._try_unlink(path)
+                with suppress(OSError):
+                    os.unlink(path)
             return False
         if found is Found.WHOLE:
             self.metrics.add("cache_hits")
@@ -262,10 +263,6 @@ class NodeCache:
             self._trouble(error)
         finally:
             part.close()
-
-    def _try_unlink(self, path: str) -> None:
-        with suppress(OSError):
-            os.unlink(path)
 
     def _trouble(self, error: OSError) -> None:
         """Count a failure of the disk, write nothing for a while, and say so once."""

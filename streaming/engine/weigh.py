@@ -122,14 +122,10 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     if tensor.layout == torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes
-    parts = (getattr(tensor, name)() for name in ("values", *_index_names(tensor)))
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)  # else by column
+    names = ("crow_indices", "col_indices") if by_row else ("ccol_indices", "row_indices")
+    parts = (getattr(tensor, name)() for name in ("values", *names))
     return sum(part.nbytes for part in parts)
-
-
-def _index_names(tensor: torch.Tensor) -> tuple[str, str]:
-    """The methods that give the two index tensors of a compressed sparse one."""
-    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    return ("crow_indices", "col_indices") if by_row else ("ccol_indices", "row_indices")
 
 
 def _referents(one: Any) -> list[Any]:

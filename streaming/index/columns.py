@@ -18,7 +18,7 @@ from streaming.index.files import read_table, write_table
 from streaming.index.keys import key_array
 from streaming.index.sample_table import KIND as SAMPLES
 from streaming.index.sample_table import SampleTable
-from streaming.index.where import Where, hash_column, is_comparable, unknown_column
+from streaming.index.where import Where, hash_column, is_comparable, is_string, unknown_column
 
 KEY = "__key__"
 """The name under which a condition asks for the samples' keys."""
@@ -415,7 +415,7 @@ def write_column(values: pa.Array, *, name: str, shard: ShardInfo, fingerprint: 
         "kind": KIND, "column": name, "column_version": version, "shard": shard_rows([shard])[0],
         "fingerprint": fingerprint,
     }  # fmt: skip
-    plain = [] if pa.types.is_boolean(values.type) or _is_text(values.type) else [_VALUE]
+    plain = [] if pa.types.is_boolean(values.type) or is_string(values.type) else [_VALUE]
     return write_table(pa.table({_VALUE: values}), facts, plain=plain)
 
 
@@ -441,10 +441,6 @@ def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
             f"{source}: damaged column file ({problem}); add the column again with `shard_tools column add`"
         )
     return values, facts
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def type_named(name: str) -> pa.DataType:

@@ -254,7 +254,7 @@ class SampleTable:
             "record_size": pa.array(np.diff(self.record_starts)),
         }
         for name, (starts, sizes) in self.fields.items():
-            if not _is_utf8(name):
+            if name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") != name:
                 raise IndexFormatError(f"shard {self.shard.name!r}: extension {name!r} is not UTF-8; rename the files")
             arrays[_START + name] = pa.array(np.ascontiguousarray(starts))
             arrays[_SIZE + name] = pa.array(np.ascontiguousarray(sizes))
@@ -376,10 +376,6 @@ def _sums_of_column(column: Any) -> Int64Array:
     sums = numbers(column.fill_null(0), np.uint32).astype(np.int64)
     sums[numbers(pc.indices_nonzero(column.is_null()), np.uint64)] = -1
     return sums
-
-
-def _is_utf8(text: str) -> bool:
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") == text
 
 
 def _keys(column: Any) -> list[str]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from difflib import get_close_matches
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NoReturn, TypeAlias
 
 import pyarrow as pa
@@ -201,10 +201,11 @@ _Node: TypeAlias = Callable[[Types], _Value]
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return _is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
-def _is_string(kind: pa.DataType) -> bool:
+def is_string(kind: pa.DataType) -> bool:
+    """Whether it is text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
@@ -332,7 +333,7 @@ def _length(value: _Value) -> _Value:
         return replace(_missing(value, pa.int64()), shown=shown)
     if value.kind != "text":
         value.refuse(f"length() is for text, not for {value}")
-    counted = (pc.utf8_length if _is_string(value.type) else pc.binary_length)(value.expression)
+    counted = (pc.utf8_length if is_string(value.type) else pc.binary_length)(value.expression)
     return _Value(counted.cast(pa.int64()), pa.int64(), shown, value.refuse)
 
 
@@ -446,10 +447,7 @@ class _Parser:
         return lambda types: _Value(made(types), pa.bool_(), "the condition", refuse)
 
     def _or(self) -> _Node:
-        return self._chain("or", self._and, pc.or_kleene)
-
-    def _and(self) -> _Node:
-        return self._chain("and", self._not, pc.and_kleene)
+        return self._chain("or", partial(self._chain, "and", self._not, pc.and_kleene), pc.or_kleene)
 
     def _chain(self, word: str, part: Callable[[], _Node], join: Callable[..., pc.Expression]) -> _Node:
         at, nodes = self._token.at, [part()]

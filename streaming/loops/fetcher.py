@@ -390,7 +390,7 @@ class EpochLoop(BaseLoop):
         store.limit_bytes, store.room = (self._slices_bytes(plan), {}) if sliced else self._arena_bytes(ahead, dp_rank)
         if self._keeps_chunks:
             self._keep_chunks(store, [] if sliced else self._first_units(ahead, dp_rank, store.limit_bytes))
-        store.retain = not sliced and store.limit_bytes >= self._rank_bytes(ahead, dp_rank)
+        store.retain = not sliced and store.limit_bytes >= int(self._room_bytes[ahead.rank_chunks(dp_rank)].sum())
         if not self._num_runs:  # else an epoch goes on, with batches of another size
             self._account(place)
         return Pipeline(
@@ -451,7 +451,7 @@ class EpochLoop(BaseLoop):
             self._store = ChunkStore(
                 fetch=self.dataset.fetch_unit,
                 arena=crew.arena,
-                num_threads=self._fetch_threads(),
+                num_threads=min(FETCH_THREADS, (os.cpu_count() or 1) if self.dataset.is_local else FETCH_THREADS),
                 metrics=self.metrics,
                 changed=threading.Condition(),
                 maps=FileMaps(crew.arena, self.dataset.reads_whole) if self._is_mapped else None,
@@ -465,9 +465,6 @@ class EpochLoop(BaseLoop):
         """Local shards are mapped, where nobody outside this process is to see the arena."""
         return not self.config.num_workers and self.dataset.can_be_mapped
 
-    def _fetch_threads(self) -> int:
-        return min(FETCH_THREADS, os.cpu_count() or 1) if self.dataset.is_local else FETCH_THREADS
-
     def _reads_slices(self, plan: Plan) -> bool:
         """Whether units are slices of chunks: ranks share a storage order, and it saves bytes."""
         if self.order.shuffle or plan.dp_world_size == 1:
@@ -475,10 +472,6 @@ class EpochLoop(BaseLoop):
         limit = self.config.memory_limit_bytes
         saves = budget.reads_slices(plan, self.dataset.chunk_bytes, memory_limit_bytes=limit)
         return saves and self.dataset.has_sample_tables()
-
-    def _rank_bytes(self, plan: Plan, dp_rank: int) -> int:
-        """Bytes of all the chunks that this rank needs in the epoch."""
-        return int(self._room_bytes[plan.rank_chunks(dp_rank)].sum())
 
     def _arena_bytes(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
         """What the arena uses of memory_limit, and ``ChunkStore.room``: all that is needed at once, and read-ahead.

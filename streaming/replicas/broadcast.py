@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -340,7 +341,7 @@ class _ReplicaRun(_Consumer):
     def __init__(self, sharing: Sharing, group: ReplicaGroup, place: Place, broadcast: Broadcast, *, pin: bool) -> None:
         super().__init__(sharing, group, place, "listen")
         self._decode = broadcast.decode
-        self._allocate = _empty_pinned if pin else _empty
+        self._allocate = partial(torch.empty, dtype=torch.uint8, pin_memory=pin)
         self._thread.start()
 
     def describe(self) -> str:
@@ -371,10 +372,6 @@ class _ReplicaRun(_Consumer):
 
 def _empty(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8)
-
-
-def _empty_pinned(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def _left(rank: int, number: int) -> ReplicaError:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from operator import eq
 
 import numpy as np
-from numpy.typing import NDArray
 
 from streaming.errors import DuplicateKeyError, TarError
 from streaming.tar.blocks import Members, Names, Where, decode_name, is_meta, split_name
@@ -145,18 +144,15 @@ def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
             return None
         if other.replace(ends[field], ends[0]) != lines:
             return None
-    ends_of = None if isinstance(names, list) else _rising(names[::num_fields])
+    ends_of = None  # the first and the last key's names, if they rise
+    if not isinstance(names, list) and rises(firsts := names[::num_fields]):
+        ends_of = firsts[[0, -1]]
     keys = KeyLines(lines, ends[0], num_samples, ends_of)
     if ends_of is None:
         listed = lines.split(ends[0])
         if any(map(eq, listed, listed[1:])):
             return None
     return keys, tuple(extension[1:].lower() for extension in extensions)
-
-
-def _rising(names: NDArray[np.bytes_]) -> NDArray[np.bytes_] | None:
-    """The first and the last of ``names``, if they rise."""
-    return names[[0, -1]] if rises(names) else None
 
 
 def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:

@@ -20,7 +20,6 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from streaming.batches.jagged import nested_on, nested_parts
@@ -45,7 +44,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         nested = nested_parts(obj)
         if nested is not None and obj.device.type == "cpu":
             return nested_on, nested
-        if type(obj) is np.ndarray and not obj.dtype.hasobject and not _in_one_piece(obj):
+        if type(obj) is np.ndarray and not (obj.dtype.hasobject or obj.flags.forc):  # not in one piece
             return np.ascontiguousarray(obj).__reduce_ex__(5)
         if type(obj) is np.memmap:
             return _reduce_memmap(obj)
@@ -131,10 +130,6 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_gr
         memory = np.frombuffer(bytearray(memory), np.uint8)
     tensor = tensor_on(memory, shape, dtype)
     return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _in_one_piece(array: npt.NDArray[Any]) -> bool:
-    return array.flags.c_contiguous or array.flags.f_contiguous
 
 
 def _reduce_memmap(array: Any) -> Any:

@@ -264,11 +264,6 @@ class BatchRing:
             os.fstat(slot.fd).st_blocks * 512 for slot in (*self._free.copy(), *self._taken.copy()) if slot.fd >= 0
         )
 
-    @property
-    def crowded(self) -> bool:
-        """So many batches are kept that new ones are to be copied out of their slots."""
-        return len(self._taken) > self.num_slots + MAX_EXTRA_SLOTS
-
     def take(self) -> Slot:
         """A slot for the caller alone; to be followed by ``wrap``, ``give_back`` or ``discard``."""
         try:
@@ -282,7 +277,7 @@ class BatchRing:
         """The slot's first bytes as an array; when it and all cut from it are gone, the slot comes back by itself."""
         self._trim_pages()
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        if self.crowded:
+        if len(self._taken) > self.num_slots + MAX_EXTRA_SLOTS:  # so many are kept that new ones are copied out
             copy = slot.array(num_bytes).copy()
             self.give_back(slot)
             return copy

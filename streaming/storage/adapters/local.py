@@ -113,7 +113,7 @@ class LocalAdapter:
         """See :class:`Adapter`."""
         root = local_path(url)
         base = url.rstrip("/") or "/"
-        shown = quote if _is_url(url) else str
+        shown = quote if not url.startswith("~") and root != url else str  # of a URL
         found: list[ObjectInfo] = []
         with _os_errors(url, "listing"):
             for directory, _, names in os.walk(root, onerror=_unless_missing, followlinks=True):
@@ -152,10 +152,6 @@ class LocalAdapter:
 def _check_version(url: str, found: str, wanted: str | None) -> None:
     if wanted is not None and wanted != found:
         raise ChangedError(f"reading {url}: the file changed while it was read; write shards under new names")
-
-
-def _is_url(url: str) -> bool:
-    return not url.startswith("~") and local_path(url) != url
 
 
 def _unless_missing(error: OSError) -> None:
