@@ -25,7 +25,8 @@ from streaming.storage import ActiveRequest
 from streaming.types import Int64Array
 
 LengthsOf: TypeAlias = Callable[[int], Int64Array]
-"""Tokens of every sample of a shard by number, int64[n]; -1: unknown. Thread-safe; kept at hand by whoever gives it."""
+"""Tokens of every sample of a shard by number, int64[n], or int64[n, 1 + budgets]; -1: unknown. Thread-safe; kept at
+hand by whoever gives it."""
 _KEPT_BYTES = 256 << 20
 """Packs kept of groups that were needed last: of a group of 256 packs of 8,192 tokens, documents of 600 tokens each,
 they take 110 KB, so of some thousand groups."""
@@ -89,10 +90,11 @@ class PackedSource:
     def _packed(self, group: int, pass_number: int, seed: int) -> PackRows:
         shard, samples = self.samples_in(group)
         lengths = self._lengths_of(shard)[samples]
+        tokens = tokens_of(lengths)
         packs = other_company(pack(lengths, self.rules), seed=seed, epoch=pass_number, group=group)
         return PackRows(
             splits=packs.splits, samples=(samples - self.chunk(group).first_sample)[packs.documents],
-            starts=packs.starts, stops=packs.stops, lengths=lengths[packs.documents],
+            starts=packs.starts, stops=packs.stops, lengths=tokens[packs.documents],
         )  # fmt: skip
 
     def samples_in(self, group: int) -> tuple[int, Int64Array]:
@@ -215,6 +217,11 @@ class PackedSource:
     def in_flight(self) -> list[ActiveRequest]:
         """The storage's calls under way, oldest first."""
         return self.documents.in_flight()
+
+
+def tokens_of(lengths: Int64Array) -> Int64Array:
+    """The first column of lengths, int64[n]: tokens, where packs have other budgets, too."""
+    return lengths if lengths.ndim == 1 else lengths[:, 0]
 
 
 def samples_between(documents: ChunkSource, first: int, stop: int) -> tuple[int, Int64Array]:

@@ -23,7 +23,7 @@ from streaming.batches.draws import Chain
 from streaming.batches.rows import FieldRange, Rows
 from streaming.catalog.joined import JoinedSource
 from streaming.catalog.open import check_fields, digest_of
-from streaming.catalog.packed import Groups, PackedSource, samples_between
+from streaming.catalog.packed import Groups, PackedSource, samples_between, tokens_of
 from streaming.catalog.source import ChunkSource
 from streaming.datasets.dataset import StreamingDataset
 from streaming.decode import DecodeSpec, FieldDecoder, RawFields
@@ -35,7 +35,7 @@ from streaming.job.store import job_peers
 from streaming.packing.fit import count_packs, pack
 from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
 from streaming.packing.layout import PackShape
-from streaming.packing.rules import Overlong, PackRules, cut
+from streaming.packing.rules import MAX_LENGTH, Overlong, PackRules, cut
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
@@ -45,8 +45,8 @@ _ELSEWHERE = {name: _AT_THE_DOCUMENTS.format(name) for name in option_names(Stre
     "batch_size": "it is an option of the loader; write DataLoader(packed, batch_size=…)",
     "max_length": "write length=…",
     "max_tokens": "write length=…; with padded=True it is a budget of padded tokens for each batch",
-    "stride": "windows that overlap are no option of packs: longer documents are split into pieces that follow each "
-    "other; leave it out, or write such windows as documents of their own when shards are written",
+    "overlap": "write stride=…, the tokens between the beginnings of two windows: length less their overlap",
+    "window": "write length=…, and stride=… for windows that overlap",
     "seq_length": "write length=…",
     "sequence_length": "write length=…",
     "block_size": "write length=…",
@@ -139,7 +139,7 @@ class Packed(PackedSource):
         field: Field that holds them, as little-endian numbers; None: samples are no tokens, see above.
         dtype: ``"uint16"`` or ``"uint32"``; None: told by the sizes of the first documents.
         overlong: Documents of more than T tokens: ``"split"`` them, ``"truncate"`` them to T, or ``"drop"`` them. None:
-            split them; whole samples can only be dropped. The log counts them.
+            split them; whole samples, and those with ``budgets``, can only be dropped. The log counts them.
         mask_field: Field that holds a byte for each token, 0 where it bears no loss, as ``shard_tools convert`` writes
             it with a chat template; None: all tokens bear loss.
         shift_labels: False: ``labels[t]`` is ``input_ids[t]``, as Hugging Face's models take it, which shift inside.
@@ -153,6 +153,12 @@ class Packed(PackedSource):
             parallelism, where each rank gets an equal part of each document.
         padded: A pack is a batch by a budget of tokens: documents of like lengths, one to a row, padded to the longest
             of them; rows x longest is at most ``length``.
+        stride: Documents of more than T tokens become windows of T that begin every ``stride`` tokens, and so overlap
+            by T - ``stride``; None: pieces that do not. Tokens of an overlap are delivered, and counted, twice or more.
+        overlap_labels: Whether a token bears loss in every window that holds it. False: in the first one alone, so
+            that each counts once; in later ones it is context, with the label -100.
+        budgets: What else a pack holds at most: a number for each further column, such as ``{"image_tokens": 4096}``.
+            Documents over any budget, or T, are dropped.
 
     Raises:
         ConfigError: An argument cannot work; the data set has no such column or field, has a ``transform``, or holds
@@ -184,34 +190,35 @@ class Packed(PackedSource):
         max_docs: int | None = None,
         multiple: int = 1,
         padded: bool = False,
+        stride: int | None = None,
+        overlap_labels: bool = True,
+        budgets: Mapping[str, int] | None = None,
     ) -> None:
-        of_tokens = {"dtype": dtype, "mask_field": mask_field, "shift_labels": shift_labels or None,
+        of_tokens = {"dtype": dtype, "mask_field": mask_field, "shift_labels": shift_labels or None, "stride": stride,
                      "labels_across": labels_across or None, "pad_id": pad_id or None}  # fmt: skip
         whole = field is None and _checked_whole(of_tokens, padded=padded, overlong=overlong)
         _check_documents(documents, whole=whole)
+        limits = _checked_budgets(budgets, column)
         rules = PackRules(
-            length=length, overlong=overlong or ("drop" if whole else "split"), multiple=multiple, max_docs=max_docs,
-            padded=padded,
+            length=length, overlong=overlong or ("drop" if whole or limits else "split"), multiple=multiple,
+            max_docs=max_docs, padded=padded, stride=stride, budgets=tuple(limits.values()),
         )  # fmt: skip
         _check_choices(
             {"column": column, "field": field or "", "mask_field": mask_field}, {"shift_labels": shift_labels,
-             "labels_across": labels_across}, dtype, whole=whole,
+             "labels_across": labels_across, "overlap_labels": overlap_labels}, dtype, whole=whole,
         )  # fmt: skip
-        if padded and labels_across:
-            raise ConfigError(
-                "labels_across=True with padded=True: each document is a row of its own, and nothing comes before it; "
-                "leave one of them out"
-            )
+        _check_labels(rules, labels_across=labels_across, overlap_labels=overlap_labels)
         peers = job_peers(agent_store())
         shards = documents.shards
         fields = tuple(name for name in (field, mask_field) if name is not None)
         check_fields(documents.storage, shards, fields, peers)
-        late = late_columns_of(documents.storage, shards, [column], peers)
-        lengths = Lengths(documents.storage, shards, column, late)
+        columns = (column, *limits)
+        late = late_columns_of(documents.storage, shards, columns, peers)
+        lengths = Lengths(documents.storage, shards, columns, late)
         read = copy.copy(documents)
         if not whole:
             read.fields, read.decoders = fields, RawFields()
-        work = _Work(read, lengths, rules, column)
+        work = _Work(read, lengths, rules, columns)
         opened = work.joined(work.parts(peers))
         self.column = column
         self.counts: PackCounts = opened.counts
@@ -221,7 +228,7 @@ class Packed(PackedSource):
             length=rules.length, field=field or "", dtype=told,
             mask_field=mask_field, shift_labels=shift_labels, labels_across=labels_across,
             pad_id=checked_int("pad_id", pad_id, 0, 2**32 - 1), max_docs=rules.max_docs, multiple=rules.multiple,
-            padded=rules.padded,
+            padded=rules.padded, stale=0 if overlap_labels or stride is None else rules.length - stride,
         )  # fmt: skip
         super().__init__(read, opened.groups, lengths, rules)
         self._take_over()
@@ -353,7 +360,11 @@ class Packed(PackedSource):
         """Say in the log what became of the documents, and where groups are too small to be filled well."""
         counts, length = self.counts, self.rules.length
         said = {"split": counts.split, "truncated": counts.truncated, "dropped": counts.dropped}
-        over = [f"{number:,} longer ones {what}" for what, number in said.items() if number]
+        over = [
+            f"{number:,} {'larger' if self.rules.budgets else 'longer'} ones {what}"
+            for what, number in said.items()
+            if number
+        ]
         over += [f"{counts.empty:,} without tokens left out"] if counts.empty else []
         _log.info(
             "Packed: %s packs of %s %s%s, %.2f %% filled, of %s %s with %s%s; %s groups",
@@ -388,14 +399,14 @@ class _Opened:
 class _Work:
     """Cuts shards into groups and counts their packs; what a rank finds of its shards travels as bytes."""
 
-    def __init__(self, documents: ChunkSource, lengths: Lengths, rules: PackRules, column: str) -> None:
-        self._documents, self._lengths, self._rules, self._column = documents, lengths, rules, column
+    def __init__(self, documents: ChunkSource, lengths: Lengths, rules: PackRules, columns: tuple[str, ...]) -> None:
+        self._documents, self._lengths, self._rules, self._columns = documents, lengths, rules, columns
 
     def parts(self, peers: Peers | None) -> list[bytes]:
         """What is found of all shards; with peers, each rank looks at a run of them."""
         if peers is None:
             return [self._part(0, 1)]
-        name = digest_of([self._documents.fingerprint, asdict(self._rules), self._column])
+        name = digest_of([self._documents.fingerprint, asdict(self._rules), list(self._columns)])
         return shared_parts(peers, f"packs/{name}", lambda rank: self._part(rank, peers.world_size))
 
     def joined(self, parts: list[bytes]) -> _Opened:
@@ -418,7 +429,7 @@ class _Work:
             left_out = f"{counts.dropped:,} are longer than length={self._rules.length:,} (overlong='drop')"
             raise ConfigError(
                 f"Packed: nothing to pack: of {counts.documents:,} documents {counts.empty:,} have no tokens by column "
-                f"{self._column!r}, and {left_out}"
+                f"{self._columns[0]!r}, and {left_out}"
             )
         groups = Groups(firsts=firsts, stops=stops, packs=packs, digest=digest.hexdigest())
         return _Opened(groups=groups, counts=counts)
@@ -444,9 +455,10 @@ class _Work:
         _, samples = samples_between(self._documents, low, high)
         lengths = self._lengths(shard)[samples]
         if lengths.min(initial=0) < 0:
-            raise self._no_length(shard, int(samples[lengths.argmin()]), int(lengths.min()))
+            raise self._no_length(shard, samples, lengths)
+        counted = tokens_of(lengths)
         borders = np.concatenate([[0], np.cumsum(table.num_samples[low:high])])
-        tokens = np.diff(np.concatenate([[0], np.cumsum(lengths)])[borders])
+        tokens = np.diff(np.concatenate([[0], np.cumsum(counted)])[borders])
         firsts = cut_groups(tokens, table.byte_start[low:high], table.byte_end[low:high], length=rules.length)
         stops = np.append(firsts[1:], high - low)
         packs, places = [], 0
@@ -455,17 +467,20 @@ class _Work:
             packs.append(count)
             places += room
         pieces = cut(lengths, rules)
-        counts = [len(lengths), int(lengths.sum()), pieces.num_tokens, pieces.num_split, pieces.num_truncated,
+        counts = [len(lengths), int(counted.sum()), pieces.num_tokens, pieces.num_split, pieces.num_truncated,
                   pieces.num_dropped, pieces.num_empty, places]  # fmt: skip
         rows = np.stack([firsts + low, stops + low, np.array(packs, np.int64)], axis=1)
         digest = hashlib.blake2b(lengths.astype("<i8").tobytes() + rows.astype("<i8").tobytes(), digest_size=16)
         return rows, counts, digest.hexdigest()
 
-    def _no_length(self, shard: int, sample: int, tokens: int) -> ConfigError:
-        has = "no value" if tokens == UNKNOWN else f"{tokens} tokens"
+    def _no_length(self, shard: int, samples: Int64Array, lengths: Int64Array) -> ConfigError:
+        """Name the sample and the column with the least length, which is none."""
+        row, place = divmod(int(lengths.argmin()), len(self._columns))
+        least, column, number = int(lengths.min()), self._columns[place], int(samples[row])
+        has = "no value" if least == UNKNOWN else f"{least} tokens"
         return ConfigError(
-            f"Packed: column {self._column!r} has {has} for sample {sample} of {redact(self._documents.urls[shard])}; "
-            f'leave such samples out, StreamingDataset(…, where="{self._column} >= 1"), or make the column anew '
+            f"Packed: column {column!r} has {has} for sample {number} of {redact(self._documents.urls[shard])}; "
+            f'leave such samples out, StreamingDataset(…, where="{column} >= {0 if place else 1}"), or make it anew '
             "(`shard_tools column add`)"
         )
 
@@ -490,7 +505,7 @@ def _told_dtype(documents: ChunkSource, field: str, dtype: str | None, lengths: 
             sizes = None if table is None or field not in table.fields else table.fields[field][1]
             if sizes is None:
                 continue
-            tokens = lengths(shard)
+            tokens = tokens_of(lengths(shard))
             there = (tokens > 0) & (sizes > 0)
             if there.any():
                 return str(float(np.median(sizes[there] / tokens[there]))).encode()
@@ -527,6 +542,36 @@ def _checked_whole(of_tokens: Mapping[str, Any], *, padded: bool, overlong: Over
                 f"{option}={value!r} with field=None: it is about tokens, and there are none; leave it out"
             )
     return True
+
+
+def _checked_budgets(budgets: Any, column: str) -> dict[str, int]:
+    """What packs hold at most, by column.
+
+    Raises:
+        ConfigError: It is no such mapping, or names the column of tokens.
+    """
+    if budgets is None:
+        return {}
+    if not isinstance(budgets, Mapping) or not all(isinstance(name, str) and name for name in budgets):
+        raise ConfigError(f'budgets: expected a number by column, such as {{"image_tokens": 4096}}, got {budgets!r}')
+    if column in budgets:
+        raise ConfigError(f"budgets: column {column!r} is bounded by length=; name other columns")
+    return {name: checked_int(f"budgets: {name}", limit, 0, MAX_LENGTH) for name, limit in budgets.items()}
+
+
+def _check_labels(rules: PackRules, *, labels_across: bool, overlap_labels: bool) -> None:
+    """Refuse labels that there cannot be.
+
+    Raises:
+        ConfigError: Rows hold one document, or windows do not overlap.
+    """
+    if rules.padded and labels_across:
+        raise ConfigError(
+            "labels_across=True with padded=True: each document is a row of its own, and nothing comes before it; "
+            "leave one of them out"
+        )
+    if not overlap_labels and rules.stride is None:
+        raise ConfigError("overlap_labels=False is about windows that overlap; add stride=…, or leave it out")
 
 
 def _check_documents(documents: Any, *, whole: bool) -> None:

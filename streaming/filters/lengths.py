@@ -1,8 +1,8 @@
-"""The number of tokens of every sample: a column, read shard by shard when it is needed, and kept at hand."""
+"""The number of tokens of every sample, and what else packs count: columns, read shard by shard and kept at hand."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -25,36 +25,38 @@ _TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint6
 
 
 class Lengths:
-    """Read how many tokens each sample of a shard has. Thread-safe; a copy in another process reads for itself.
+    """Read how large each sample of a shard is. Thread-safe; a copy in another process reads for itself.
 
     Args:
         storage: Where the index lies.
         shards: The shards.
-        column: Name of the column.
-        late: It, if it is a late column.
+        columns: Names of the columns: of tokens, and of what else has a budget.
+        late: Those of them that are late columns.
     """
 
-    def __init__(self, storage: Storage, shards: OpenShards, column: str, late: Mapping[str, LateColumn]) -> None:
-        self._storage, self._shards, self._column, self._late = storage, shards, column, late
+    def __init__(
+        self, storage: Storage, shards: OpenShards, columns: Sequence[str], late: Mapping[str, LateColumn]
+    ) -> None:
+        self._storage, self._shards, self._columns, self._late = storage, shards, tuple(columns), late
         self._begin()
 
     def _begin(self) -> None:
         if self._shards.table is None:
             raise IndexMissingError(f"Packed needs an index; {self._shards.missing_index}")
         self._read: Callable[[int], tuple[dict[str, Values], list[str]]] = column_reader(
-            self._storage, self._shards, self._shards.table, [self._column], self._late
+            self._storage, self._shards, self._shards.table, list(self._columns), self._late
         )
         self._recent = Recent[int, Int64Array](_KEPT_BYTES, attrgetter("nbytes"))
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in ("_storage", "_shards", "_column", "_late")}
+        return {name: getattr(self, name) for name in ("_storage", "_shards", "_columns", "_late")}
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         self.__dict__.update(state)
         self._begin()
 
     def __call__(self, shard: int) -> Int64Array:
-        """Tokens of the samples of a shard, int64[n]; ``UNKNOWN`` where the column has no value.
+        """Tokens of the samples of a shard, int64[n], or int64[n, columns]; ``UNKNOWN`` where there is no value.
 
         Raises:
             ConfigError: There is no such column, or it holds something else than whole numbers.
@@ -64,20 +66,24 @@ class Lengths:
 
     def _values(self, shard: int) -> Int64Array:
         columns, there = self._read(shard)
+        found = [self._column(shard, name, columns, there) for name in self._columns]
+        return found[0] if len(found) == 1 else np.column_stack(found)
+
+    def _column(self, shard: int, column: str, columns: Mapping[str, Values], there: list[str]) -> Int64Array:
         shown = redact(self._shards.urls[shard])
-        if self._column not in columns:
+        if column not in columns:
             known = sorted({*there, *late_names(self._storage, self._shards)})
             raise ConfigError(
-                f"Packed: no column {self._column!r} in the sample table of {shown}, which says how many tokens each "
+                f"Packed: no column {column!r} in the sample table of {shown}, which says how many tokens each "
                 f"sample has; there are: {', '.join(known) or 'none'}. Name it with column=…, or make it: of text "
                 "`shard_tools convert --tokenizer` writes tokens and the column, of tokens that there are "
-                f"`shard_tools column add URL {self._column} --compute tokens` counts them by the size of their field; "
-                f'your own writer takes ShardWriter(columns={{"{self._column}": …}})'
+                f"`shard_tools column add URL {column} --compute tokens` counts them by the size of their field; "
+                f'your own writer takes ShardWriter(columns={{"{column}": …}})'
             )
-        values = columns[self._column]
+        values = columns[column]
         if str(values.type) not in _TYPES and len(values) != values.null_count:
             raise ConfigError(
-                f"Packed: column {self._column!r} of {shown} holds {values.type}, expected whole numbers: the tokens "
+                f"Packed: column {column!r} of {shown} holds {values.type}, expected whole numbers: the tokens "
                 "of each sample"
             )
         filled: npt.NDArray[np.int64] = values.cast("int64").fill_null(UNKNOWN).to_numpy(zero_copy_only=False)

@@ -159,6 +159,9 @@ class Filler:
         self._gap_counts = segments.counts[self._gaps].tolist()
         self._pieces = np.flatnonzero(~is_gap)
         self._piece_begins = segments.begins[self._pieces]
+        there = segments.there
+        is_later = rows.starts[there] > 0  # a window behind another one of its document
+        self._stale_counts = np.minimum(is_later * shape.stale, segments.counts[self._pieces])
         self._copies_runs = segments.places[-1] > _LONG * len(is_gap)
         # Places are counted modulo 2**16 where no document is longer: a quarter of the memory traffic.
         self._count = np.dtype(np.uint16 if max(segments.longest, default=0) <= 1 << 16 else np.int64)
@@ -227,11 +230,15 @@ class Filler:
         first_piece, last_piece = segments.pieces[low], segments.pieces[high]
         if not shape.labels_across:  # nothing is predicted from another document
             out[self._piece_begins[first_piece:last_piece] - segments.places[low]] = IGNORED
+        if shape.stale:
+            counts = self._stale_counts[first_piece:last_piece]
+            begins = self._piece_begins[first_piece:last_piece] - segments.places[low] + counts - np.cumsum(counts)
+            out[begins.repeat(counts) + np.arange(counts.sum())] = IGNORED
         if shape.shift_labels:
             rows = out.reshape(high - low, -1) if high > low else out.reshape(0, shape.length)
             rows[:, :-1] = rows[:, 1:]
             rows[:, -1:] = IGNORED
-        if masks is not None:
+        if masks is not None or shape.stale:
             return int(np.count_nonzero(out != IGNORED))
         # Every token but those that begin a document; a shift alone loses the first of each row.
         lost = last_piece - first_piece if not shape.labels_across else 0

@@ -30,6 +30,8 @@ class PackShape:
         max_docs: Documents of a pack at most, so that ``cu_seqlens`` has a fixed shape; None: it has not.
         multiple: The place of each document is rounded up to a multiple of it.
         padded: A pack is a batch of its own: a matrix with a row for each document, at most T places in all.
+        stale: Tokens that a window has in common with the one before it in its document, and that bear no loss there;
+            0: they do, or windows do not overlap.
     """
 
     length: int
@@ -42,6 +44,7 @@ class PackShape:
     max_docs: int | None = None
     multiple: int = 1
     padded: bool = False
+    stale: int = 0
 
     @property
     def fields(self) -> tuple[str, ...]:
