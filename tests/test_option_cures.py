@@ -59,6 +59,7 @@ RUN_ELSEWHERE = {
     "max_gzip_ratio": "test_cures.py::an_archive_that_inflates_far_is_allowed",
     "memory_limit": "test_cures.py::a_memory_limit_that_is_named_is_enough",
     "region": "test_storage_faults.py::test_a_wrong_region",
+    "overlap_labels": "test_packed_windows.py::test_a_token_bears_loss_once_if_asked",
     "transforms": "test_plan_mixtures.py::test_training_and_tool_read_the_same_file",
     "transform": "test_length_buckets.py::test_another_of_the_batch_stands_in",
     "replicate": "test_broadcast.py::test_only_what_a_rank_uses_is_sent",
