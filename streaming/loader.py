@@ -292,7 +292,8 @@ class DeviceMeshFetcher:
 
         All ranks call it at the same step, with the same weights; they agree on the row through the job's store. It is
         written to the ledger in ``state_dict()``, so that the run can be replayed and resumed. Batches that are read
-        ahead come as they were planned: chunks are laid whole, and the window mixes around them.
+        ahead come as they were planned: chunks are laid whole, and the window mixes around them. A line in the log says
+        at which step the others begin.
 
         Args:
             weights: Share of each source, as ``Mixture(weights=…)`` takes it. They replace a ``Schedule``, too.

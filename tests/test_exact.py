@@ -149,7 +149,7 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
         orders.chunk_samples, case.settings, orders=orders, global_batch_size=size, dp_world_size=1,
         epoch_size=40 * size,
     )  # fmt: skip
-    plan.__dict__["_stretch_batches"] = 4
+    plan.__dict__["stretch_batches"] = 4
     looked_at = data.draw(st.integers(0, 9))
     stretches = plan.intervals_by_pass(0)
     told = [next(stretches) for _ in range(looked_at)]
@@ -181,7 +181,7 @@ def test_chunks_of_a_rare_source_are_held_from_stretch_to_stretch() -> None:
     plan = Plan(
         orders.chunk_samples, orders.settings, orders=orders, global_batch_size=8, dp_world_size=1, epoch_size=8192
     )
-    plan.__dict__["_stretch_batches"] = 64
+    plan.__dict__["stretch_batches"] = 64
     parts = list(plan.intervals_by_pass(0))
     spans = [
         (int(live.first_batches[0]), int(live.last_batches[0]))

@@ -211,38 +211,6 @@ def test_a_schedule_changes_shares_and_resumes(sets: dict[str, SampleSet]) -> No
     assert before + after == whole
 
 
-def test_weights_changed_in_all_ways_are_replayed_from_the_ledger_alone(
-    sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture
-) -> None:
-    """By a schedule, by set_weights, by a resume, and a source added: the last state tells the whole run."""
-    ramp = Schedule.linear({"web": 1, "code": 0}, {"web": 1, "code": 1}, over=600, segments=4)
-    run: Batches = []
-    first = mixture(sets, "web code", weights=ramp, shuffle=FEW_LANES)
-    with DataLoader(first, batch_size=12, num_threads=0) as loader:
-        run += merged([take(loader, 20)])
-        row = loader.set_weights({"web": 1, "code": 4})
-        run += merged([take_on(loader, row // 12 + 30 - 20)])
-        state = loader.state_dict()
-    with caplog.at_level(logging.INFO, "streaming"):
-        grown = mixture(sets, weights={"web": 1, "code": 1, "math": 2})
-        with DataLoader(grown, batch_size=12) as loader:
-            loader.load_state_dict(json.loads(json.dumps(state)))
-            loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))  # resumed twice
-            changed = loader.state_dict()["ledger"][-1]["from"]
-            run += merged([take(loader, changed // 12 + 100 - len(run))])
-            last = loader.state_dict()
-    told = [record.message for record in caplog.records if "the mixture changes" in record.message]
-    assert len(told) == 1
-    assert "'math' is added" in told[0]
-    assert [entry["why"] for entry in last["ledger"]] == ["start", "set_weights", "changed at a resume"]
-    assert set(map(source_of, total(run[: row // 12 - 1]))) == {"web", "code"}
-    shares = Counter(map(source_of, total(run[-90:]).elements()))
-    assert abs(shares["math"] - 540) < 100
-    # Nothing but the last state's ledger, from the first row on, on another world.
-    replayed, _ = world(grown, 2, len(run), {**last, "samples_seen": 0})
-    assert replayed == run
-
-
 def take_on(loader: DataLoader, count: int) -> list[list[str]]:
     """Go on, in a new iterator, where the last one was left."""
     loader.load_state_dict(loader.state_dict())

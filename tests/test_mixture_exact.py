@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from data_sets import Batches, SampleSet, check_batch, merged, total, write_set
-from test_mixture import FIRST, mixture, source_of, take, take_on, world
+from test_mixture import FIRST, mixture, source_of, take, world
 
 from shard_tools import ShardWriter
-from streaming import DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
+from streaming import DataLoader, Mixture, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, MemoryLimitError, StateError
 
 EXACT, ONE_SOURCE = {"quotas": "exact"}, {"batches": "one_source"}
@@ -47,32 +47,6 @@ def test_any_world_stopped_and_resumed_gives_the_same_batches(
     assert all(abs(counts[name] - share * 480) <= 2 * unit for name, share in weights.items())
     assert of_one_source(whole) == (options is ONE_SOURCE)
     assert state["version"] == 3
-
-
-@pytest.mark.parametrize("options", [EXACT, ONE_SOURCE])
-def test_a_run_with_all_changes_is_replayed_from_its_ledger_alone(
-    sets: dict[str, SampleSet], options: dict[str, Any]
-) -> None:
-    """Weights by schedule, by set_weights, at a resume on another world, and a source more in mid-run."""
-    ramp = Schedule.linear({"web": 1, "code": 0}, {"web": 1, "code": 1}, over=600, segments=4)
-    run: Batches = []
-    first = mixture(sets, "web code", weights=ramp, shuffle=FEW_LANES, **options)
-    with DataLoader(first, batch_size=12, num_threads=0) as loader:
-        run += merged([take(loader, 20)])
-        row = loader.set_weights({"web": 1, "code": 4})
-        run += merged([take_on(loader, row // 12 + 30 - 20)])
-        seen = {name: one["samples"] for name, one in loader.seen().items()}
-        assert seen == Counter(map(source_of, total(run).elements()))
-        state = loader.state_dict()
-    # Sources know nothing of one another: what is added acts on the very next row.
-    grown = mixture(sets, weights={"web": 1, "code": 1, "math": 2}, shuffle=FEW_LANES, **options)
-    after, last = world(grown, 2, 60, state)
-    assert last["ledger"][-1]["from"] == 12 * len(run)
-    counts = Counter(map(source_of, total(after).elements()))
-    assert all(abs(counts[name] - share) <= 24 for name, share in {"web": 180, "code": 180, "math": 360}.items())
-    assert [entry["why"] for entry in last["ledger"]] == ["start", "set_weights", "changed at a resume"]
-    replayed, _ = world(grown, 3, len(run) + 60, {**last, "samples_seen": 0})
-    assert replayed == run + after
 
 
 @pytest.mark.parametrize("options", [EXACT, ONE_SOURCE])

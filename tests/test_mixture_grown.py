@@ -41,8 +41,11 @@ def opened(root: Path, names: str, *, more: str = "", where: str | None = None, 
 
 
 @pytest.mark.parametrize("dealt", DEALT)
-def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(root: Path, dealt: dict[str, Any]) -> None:
-    """Weights by a schedule, by set_weights and at a resume, a source added, one grown twice; then from row 0 again."""
+def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(
+    root: Path, dealt: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights by a schedule, by set_weights and at a resume, a source added, two grown; then from row 0 again."""
+    caplog.set_level(logging.INFO, "streaming")
     ramp = Schedule.linear({"web": 1, "code": 0}, {"web": 1, "code": 1}, over=240, segments=3)
     run: Batches = []
     with DataLoader(opened(root, "web code", weights=ramp, **dealt), batch_size=12, num_threads=0) as loader:
@@ -50,15 +53,25 @@ def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(root: Path, dea
         row = loader.set_weights({"web": 1, "code": 4})
         run += merged([take_on(loader, max(row // 12 + 10 - 30, 1))])
         state = loader.state_dict()
-    everything = {"web": 2, "code": 1, "math": 1}
-    after, state = world(opened(root, "web code math", weights=everything, **dealt), 2, 150, state)
+    steps = 40 if dealt else 150  # chunks are laid ahead
+    everything = {"weights": {"web": 2, "code": 1, "math": 1}, **dealt}
+    after, state = world(opened(root, "web code math", **everything), 2, steps, state)
     run += after
-    grown = opened(root, "web code math", more="code", weights=everything, **dealt)
-    after, state = world(grown, 3, 150, state)
+    drawn = Counter(map(source_of, total(after[-steps // 2 :]).elements()))
+    assert all(abs(drawn[name] / (steps // 2 * 12) - share / 4) < 0.05 for name, share in everything["weights"].items())
+    grown = opened(root, "web code math", more="code", **everything)
+    after, state = world(grown, 3, 10, state)
     run += after
-    grown = opened(root, "web code math", more="code math", weights=everything, **dealt)
-    after, state = world(grown, 1, 250, state)
-    run += after
+    grown = opened(root, "web code math", more="code math", **everything)
+    with DataLoader(grown, batch_size=12) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        loader.load_state_dict(json.loads(json.dumps(loader.state_dict())))  # resumed twice, it is said once
+        run += merged([take(loader, 2 * steps)])
+        seen = {name: one["samples"] for name, one in loader.seen().items()}
+        assert seen == Counter(map(source_of, total(run).elements()))
+        state = loader.state_dict()
+    assert caplog.text.count("'math' is added") == 2  # one rank, and the other
+    assert caplog.text.count("'math' has grown from 1 to 3 shards") == 1
     told = [(one["why"], sorted(one.get("joins", {}))) for one in state["ledger"]]
     resumed = "changed at a resume"
     assert told == [("start", []), ("set_weights", []), (resumed, []), ("grown", ["code"]), ("grown", ["math"])]

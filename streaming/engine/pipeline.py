@@ -106,7 +106,7 @@ class Pipeline(Delivery):
         self._blocks: deque[Block] = deque()
         rows_per_batch = max(1, -(-plan.global_batch_size // plan.dp_world_size))
         few_passes = _BLOCK_PASSES * int(plan.chunk_samples.sum()) // plan.global_batch_size
-        self._block_batches = max(1, min(BLOCK_SAMPLES // rows_per_batch, few_passes))
+        self._block_batches = max(1, min(BLOCK_SAMPLES // rows_per_batch, few_passes, plan.stretch_batches))
         self._planned = 0
         self._needs = units.needs()
         self._next_need: Need | None = next(self._needs, None)

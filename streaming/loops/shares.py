@@ -44,7 +44,7 @@ class Shares:
 
     def __init__(self, mixture: Mixture, shape: Shape) -> None:
         self._mixture = mixture
-        self._batch_size = shape.global_batch_size
+        self._batch_size, self._is_ramp = shape.global_batch_size, shape.ramp is not None
         if mixture.batches == "one_source" and shape.ramp is not None:
             raise ConfigError(
                 'batches="one_source": which source a batch is of is counted in batches of one size; give '
@@ -126,7 +126,8 @@ class Shares:
             orders.append(Weights(start=-(-start // lanes), weights=ledger.segments()[-1][1]))
             # The orders hold what the ledger says, from the same row on.
             self.ledger = ledger
-        _log.info("set_weights: %s from row %d on, %d rows from here", dict(weights), start, start - row)
+        step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
+        _log.info("set_weights: %s from row %d%s on, %d rows from here", dict(weights), start, step, start - row)
         return start
 
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from streaming.errors import ConfigError
 from streaming.mixing.passes import Sources, Weights
-from streaming.plan.order import ENDLESS, OrderSettings
+from streaming.plan.order import ENDLESS, LEAST_STRETCH, OrderSettings
 from streaming.plan.schedule import checked_weights
 from streaming.types import Int64Array
 
@@ -62,6 +62,11 @@ class Endless(ABC):
     def under(self, settings: OrderSettings) -> Self:
         """The same mixture under other settings."""
         return type(self)(self.sources.under(settings), self.schedule)
+
+    @property
+    def stretch(self) -> int:
+        """See ``Orders``."""
+        return max(2 * self.settings.window, LEAST_STRETCH)
 
     def lane_size(self, lane: int) -> int:  # noqa: ARG002  all are the same
         """See ``Order``."""

@@ -141,6 +141,8 @@ class ExactLanes(Endless):
 
     def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
         """See ``Order``: cut to ``[start, stop)``."""
+        if low == high:
+            return LaneParts.joined([])
         shares, lanes = self._planned(stop), range(low, high)
         dealt = [shares.draws(lane, start, stop)[0] for lane in lanes]
         # Of each lane: the positions of the draws, source by source, and where those of each source begin: [lanes, …].

@@ -40,6 +40,7 @@ _KEPT_BLOCKS = 256  # laid, of a group of lanes each
 _BUNDLED_PARTS = 2**12  # rounds of small sources are laid several at once
 _KEPT_BUNDLES = 3  # of each source
 _LEAST_BLOCK = 1024  # samples of a lane
+_LEAST_STRETCH = 512  # samples of a lane; half of it costs a third more per row
 _NEVER = 2**62
 
 
@@ -108,7 +109,7 @@ class Runs:
     sizes: Int64Array
     begins: Int64Array
 
-    def taken(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Runs:
+    def taken(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_] | slice) -> Runs:
         """Some of the runs."""
         return Runs(
             lanes=self.lanes[rows], chunk_ids=self.chunk_ids[rows], firsts=self.firsts[rows], sizes=self.sizes[rows],
@@ -356,10 +357,11 @@ class _Block:
     """What some lanes lay in a stretch of time.
 
     ``runs.begins`` are lane positions; those of lane ``low + i`` are rows ``splits[i]`` to ``splits[i + 1]``, on lane
-    positions ``[starts[i], stops[i])``.
+    positions ``[starts[i], stops[i])``. ``stamps`` are theirs, rising in each lane.
     """
 
     runs: Runs
+    stamps: _Floats
     splits: Int64Array
     starts: Int64Array
     stops: Int64Array
@@ -371,6 +373,11 @@ class MixedLanes(Endless):
     After ``n`` samples of a lane a source has given ``n`` times its share, give or take one of its chunks, and its
     share of one chunk of every source. Any position is found by arithmetic and a pass's permutation of each source.
     """
+
+    @property
+    def stretch(self) -> int:
+        """See ``Orders``: as little as costs little, so that other weights may soon apply."""
+        return max(self.settings.window // 2, _LEAST_STRETCH)
 
     def __init__(
         self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None
@@ -386,7 +393,9 @@ class MixedLanes(Endless):
     def _weigh(self) -> None:
         """See ``Endless``."""
         self._growths = growths(sorted(self.sources.names), self.schedule)
+        # What is laid behind the frontier was given to nobody; the rest is laid again as it was.
         self._kept.clear()
+        self._blocks.clear()
 
     # --- the order ---
 
@@ -403,12 +412,15 @@ class MixedLanes(Endless):
         """See ``Order``."""
         reach = max(self.settings.window - 1, 0)
         found = []
-        for group in range(low // _GROUP, -(-high // _GROUP)):
-            lanes = slice(max(low - group * _GROUP, 0), min(high - group * _GROUP, _GROUP))
-            found += [block.runs for block in self._blocks_of(group, lanes, max(start - reach, 0), stop + reach)]
-        runs = Runs.joined(found)
-        is_due = (runs.begins < stop + reach) & (runs.begins + runs.sizes > start - reach)
-        runs = runs.taken(is_due & (runs.lanes >= low) & (runs.lanes < high))
+        with self._lock:
+            for group in range(low // _GROUP, -(-high // _GROUP)):
+                lanes = slice(max(low - group * _GROUP, 0), min(high - group * _GROUP, _GROUP))
+                found += list(self._blocks_of(group, lanes, max(start - reach, 0), stop + reach))
+            runs = Runs.joined([block.runs for block in found])
+            is_due = (runs.begins < stop + reach) & (runs.begins + runs.sizes > start - reach)
+            is_due &= (runs.lanes >= low) & (runs.lanes < high)
+            self._give(np.concatenate([np.empty(0), *(block.stamps for block in found)])[is_due])
+        runs = runs.taken(is_due)
         runs = runs.taken(np.lexsort((runs.lanes, runs.chunk_ids)))
         return LaneParts(
             chunk_ids=runs.chunk_ids,
@@ -429,6 +441,9 @@ class MixedLanes(Endless):
             int(growth.due(until)) + 2,
         )
         found = []
+        with self._lock:
+            # Where the sample is not found it must not come either: nothing is laid otherwise up to here.
+            self._frontier = max(self._frontier, until + 1)
         for lane, place in lanes.find(chunk_id, offset, *stream):
             run = lanes.runs(lane, lane + 1, place, place + 1)
             stamp = float(growth.stamps(run.begins + lanes.mean_chunk * self._phases[name][run.lanes])[0])
@@ -448,14 +463,20 @@ class MixedLanes(Endless):
     def laid(self, lane: int, start: int, stop: int) -> Runs:
         """The runs at positions ``[start, stop)`` of a lane as it is laid, before the window moves samples."""
         group, within = lane // _GROUP, lane % _GROUP
-        found = [
-            block.runs.taken(np.arange(block.splits[within], block.splits[within + 1]))
-            for block in self._blocks_of(group, slice(within, within + 1), start, stop)
-        ]
-        runs = Runs.joined(found) if len(found) > 1 else found[0]
-        low = int(np.searchsorted(runs.begins, start, side="right")) - 1
-        high = int(np.searchsorted(runs.begins, stop, side="left"))
-        return runs.taken(np.arange(low, high))
+        with self._lock:
+            found = list(self._blocks_of(group, slice(within, within + 1), start, stop))
+            rows = [slice(*block.splits[within : within + 2].tolist()) for block in found]
+            runs = Runs.joined([block.runs.taken(row) for block, row in zip(found, rows, strict=True)])
+            low = int(np.searchsorted(runs.begins, start, side="right")) - 1
+            high = int(np.searchsorted(runs.begins, stop, side="left"))
+            self._give(np.concatenate([block.stamps[row] for block, row in zip(found, rows, strict=True)])[low:high])
+        return runs.taken(slice(low, high))
+
+    def _give(self, stamps: _Floats) -> None:
+        """Count runs with these stamps as planned."""
+        if len(stamps):
+            # All that was given is stamped before the frontier: weights from there on leave it as it is.
+            self._frontier = max(self._frontier, int(np.ceil(stamps.max())) + 1)
 
     def given(self, lane: int, place: int) -> Int64Array:
         """Samples of each source on positions ``[0, place)`` of a lane as it is laid, int64[sources]."""
@@ -471,8 +492,10 @@ class MixedLanes(Endless):
                     runs, stamps = self._drawn(name, group, since, int(due) + 2)
                     here = np.flatnonzero(runs.lanes == lane)
                     counts[number] = runs.begins[here[0]] + runs.sizes[here][stamps[here] <= start].sum()
-        rows = np.arange(block.splits[within], block.splits[within + 1])
-        runs = block.runs.taken(rows[block.runs.begins[rows] < place])
+            rows = np.arange(block.splits[within], block.splits[within + 1])
+            rows = rows[block.runs.begins[rows] < place]
+            self._give(np.append(block.stamps[rows], start))
+        runs = block.runs.taken(rows)
         taken = np.minimum(runs.sizes, place - runs.begins)
         np.add.at(counts, self.sources.source_of(runs.chunk_ids), taken)
         return counts
@@ -518,8 +541,6 @@ class MixedLanes(Endless):
                 for old in list(self._blocks)[: max(len(self._blocks) - _KEPT_BLOCKS + 1, 0)]:
                     del self._blocks[old]
                 self._blocks[group, number] = found
-                # All that is laid is stamped before the frontier: weights from there on leave it as it is.
-                self._frontier = max(self._frontier, stop + 1)
             return found
 
     def _lay(self, group: int, start: int, stop: int) -> _Block:
@@ -543,8 +564,8 @@ class MixedLanes(Endless):
             kept = np.flatnonzero(~is_before & (stamps <= stop))
             drawn.append(runs.taken(kept))
             stamped.append(stamps[kept])
-        runs = Runs.joined(drawn)
-        by_lane = np.lexsort((np.concatenate([np.empty(0), *stamped]), runs.lanes))
+        runs, stamps = Runs.joined(drawn), np.concatenate([np.empty(0), *stamped])
+        by_lane = np.lexsort((stamps, runs.lanes))
         runs = runs.taken(by_lane)
         splits = np.searchsorted(runs.lanes, np.arange(low, high + 1))
         ends = np.concatenate([[0], np.cumsum(runs.sizes)])
@@ -553,7 +574,7 @@ class MixedLanes(Endless):
         placed = Runs(
             lanes=runs.lanes, chunk_ids=runs.chunk_ids, firsts=runs.firsts, sizes=runs.sizes, begins=begins
         )  # fmt: skip
-        return _Block(runs=placed, splits=splits, starts=before, stops=before + sizes)
+        return _Block(runs=placed, stamps=stamps[by_lane], splits=splits, starts=before, stops=before + sizes)
 
     def _drawn(self, name: str, group: int, start: int, stop: int) -> tuple[Runs, _Floats]:
         """Runs of one source that hold positions ``[start, stop)`` of its streams, perhaps others, and their stamps.

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.errors import ConfigError
-from streaming.plan.order import LaidOrder, Order, OrderSettings, checked_chunk_samples, window_slice
+from streaming.plan.order import ENDLESS, LaidOrder, Order, OrderSettings, checked_chunk_samples, window_slice
 from streaming.plan.permutation import permutations
 from streaming.types import Int64Array
 
@@ -343,6 +343,7 @@ class MixedPasses:
 
     is_endless = False
     borders: tuple[int, ...] = ()
+    stretch = ENDLESS
 
     def __init__(self, sources: Sources, *, quotas: Mapping[str, int] | None = None) -> None:
         self.sources, self.settings, self.chunk_samples = sources, sources.settings, sources.chunk_samples

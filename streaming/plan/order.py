@@ -34,6 +34,8 @@ MAX_SLICE = 2**30  # lane positions evaluated at once
 MAX_LANES = 2**20
 ENDLESS = 2**50
 """Samples of a pass that has no end: more than any run reads, and exact in 64-bit floats."""
+LEAST_STRETCH = 2048
+"""Lane positions evaluated at once at least; amortises the calls into NumPy."""
 _MAX_INT32 = 2**31 - 1
 _MASK = 2**64 - 1
 _WINDOW, _HOMES = 2, 3  # purposes: each draws from its own stream
@@ -230,6 +232,7 @@ class Orders(Protocol):
         samples_per_pass: Samples of one pass of the stream; :data:`ENDLESS` where pass 0 has no end.
         is_endless: Whether that is so.
         borders: Stream positions, ascending, from which on what is mixed is another; () for most.
+        stretch: Lane positions of a pass without end that are planned at once, behind which what is mixed may change.
     """
 
     @property
@@ -246,6 +249,9 @@ class Orders(Protocol):
 
     @property
     def borders(self) -> Sequence[int]: ...  # noqa: D102
+
+    @property
+    def stretch(self) -> int: ...  # noqa: D102
 
     def of_pass(self, number: int) -> Order:
         """The order of one pass."""
@@ -267,6 +273,7 @@ class EpochOrders:
 
     is_endless = False
     borders: tuple[int, ...] = ()
+    stretch = ENDLESS
 
     def __init__(self, chunk_samples: npt.ArrayLike, settings: OrderSettings) -> None:
         self.chunk_samples = checked_chunk_samples(chunk_samples)

@@ -28,6 +28,7 @@ from streaming.errors import ConfigError
 from streaming.plan.intervals import ChunkIntervals, join_intervals, merge_intervals
 from streaming.plan.order import (
     ENDLESS,
+    LEAST_STRETCH,
     EpochOrders,
     Order,
     Orders,
@@ -40,7 +41,6 @@ from streaming.types import Int64Array, LastBatch
 PASSES_LOOKED_AT = 8
 """Of an epoch of many passes, those whose chunks are counted at its start: the others are planned when they are due."""
 _CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more for a reader and a consumer apart
-_MIN_SEGMENT = 2048  # lane positions evaluated at once at least; amortises the calls into NumPy
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
 
 
@@ -379,7 +379,7 @@ class Plan:
         """Chunk ids and offsets of a lane range that covers ``[low, high)``; kept for later batches."""
         segment = self._segments.get((pass_number, lane))
         if segment is None or not segment[0] <= low <= high <= segment[1]:
-            ahead = max(high, low + max(2 * self.settings.window, _MIN_SEGMENT))
+            ahead = max(high, low + min(max(2 * self.settings.window, LEAST_STRETCH), self.orders.stretch))
             stop = min(ahead, order.lane_size(lane))
             ids, offsets = order.lane_samples(lane, low, stop)
             segment = (low, stop, ids.astype(np.int32), offsets.astype(np.int32))
@@ -407,23 +407,24 @@ class Plan:
 
     def _stretches(self, pass_number: int) -> Iterator[range]:
         """The batches of a pass whose intervals are evaluated at once: all, or some of a pass without end."""
-        touched, step = self._touched(pass_number), self._stretch_batches
+        touched, step = self._touched(pass_number), self.stretch_batches
         for first in range(touched.start, touched.stop, step):
             yield range(first, min(first + step, touched.stop))
 
     @cached_property
-    def _stretch_batches(self) -> int:
-        if not self.orders.is_endless:
-            return max(self.num_batches, 1)
-        positions = max(2 * self.settings.window, _MIN_SEGMENT)
-        return max(positions * self.settings.lanes // self.global_batch_size, 1)
+    def stretch_batches(self) -> int:
+        """Batches whose chunks are told at once: all, or some of a pass without end."""
+        return self._batches_on(self.orders.stretch) if self.orders.is_endless else max(self.num_batches, 1)
+
+    def _batches_on(self, lane_positions: int) -> int:
+        return max(lane_positions * self.settings.lanes // self.global_batch_size, 1)
 
     def _looked_at(self) -> tuple[list[tuple[int, range]], bool]:
         """The stretches, with their passes, that are looked at when an epoch starts, and whether these are all."""
         if not self.orders.is_endless:
             passes = self.passes[:PASSES_LOOKED_AT]
             return [(number, self._touched(number)) for number in passes], len(passes) == len(self.passes)
-        step, size = self._stretch_batches, self.global_batch_size
+        step, size = self._batches_on(max(2 * self.settings.window, LEAST_STRETCH)), self.global_batch_size
         changed = [(border - self._origin) // size for border in self.orders.borders]
         changed = [batch for batch in changed if 0 < batch < self.num_batches]
         changed = changed[:: -(-len(changed) // PASSES_LOOKED_AT)] if changed else []
