@@ -101,11 +101,13 @@ class JoinedSource:
         """See ``Source``."""
         sources = self.source_of(chunk_ids)
         within = chunk_ids - self._starts[sources]
-        parts = [
-            self._joined[source].packs(within[row : row + 1], offsets[row : row + 1], passes[row : row + 1], seed)
-            for row, source in enumerate(sources.tolist())
-        ]
-        return replace(PackRows.joined(parts), sources=sources)
+        parts: list[tuple[PackRows, int]] = [None] * len(sources)  # type: ignore[list-item]  of each row, below
+        for source in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == source)
+            found = self._joined[source].packs(within[rows], offsets[rows], passes[rows], seed)
+            for pack, row in enumerate(rows.tolist()):
+                parts[row] = found, pack
+        return replace(PackRows.chosen(parts), sources=sources)
 
     @property
     def is_packed(self) -> bool:

@@ -80,8 +80,9 @@ class PackedSource:
 
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
         """See ``Source``."""
-        rows = zip(chunk_ids.tolist(), offsets.tolist(), passes.tolist(), strict=True)
-        return PackRows.chosen([(self._packs_of(group, number, seed), offset) for group, offset, number in rows])
+        groups = list(zip(chunk_ids.tolist(), passes.tolist(), strict=True))
+        found = {group: self._packs_of(*group, seed) for group in dict.fromkeys(groups)}
+        return PackRows.chosen([(found[group], offset) for group, offset in zip(groups, offsets.tolist(), strict=True)])
 
     def _packs_of(self, group: int, pass_number: int, seed: int) -> PackRows:
         """All packs of a group in a pass; asked for by many threads, they are made once."""

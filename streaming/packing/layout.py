@@ -117,16 +117,15 @@ class PackRows:
     @classmethod
     def chosen(cls, parts: list[tuple[PackRows, int]]) -> PackRows:
         """One pack out of each of some rows of a data set, one after the other."""
-        spans = [(rows, *rows.splits[pack : pack + 2].tolist()) for rows, pack in parts]
-        columns = {name: np.concatenate([np.empty(0, np.int64), *(getattr(rows, name)[a:b] for rows, a, b in spans)])
-                   for name in ("samples", "starts", "stops", "lengths")}  # fmt: skip
-        return cls(splits=np.cumsum([0, *(high - low for _, low, high in spans)]), **columns)
-
-    @classmethod
-    def joined(cls, parts: list[PackRows]) -> PackRows:
-        """Packs of one data set, one after the other."""
-        empty = np.empty(0, np.int64)
-        counts = np.concatenate([empty, *(np.diff(part.splits) for part in parts)])
-        columns = {name: np.concatenate([empty, *(getattr(part, name) for part in parts)])
-                   for name in ("samples", "starts", "stops", "lengths")}  # fmt: skip
-        return cls(splits=np.concatenate([[0], np.cumsum(counts)]), **columns)
+        spans = [(rows, slice(*rows.splits[pack : pack + 2].tolist())) for rows, pack in parts]
+        splits = np.cumsum([0, *(span.stop - span.start for _, span in spans)])
+        if not spans:
+            nothing = np.empty(0, np.int64)
+            return cls(splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing)
+        return cls(
+            splits=splits,
+            samples=np.concatenate([rows.samples[span] for rows, span in spans]),
+            starts=np.concatenate([rows.starts[span] for rows, span in spans]),
+            stops=np.concatenate([rows.stops[span] for rows, span in spans]),
+            lengths=np.concatenate([rows.lengths[span] for rows, span in spans]),
+        )
