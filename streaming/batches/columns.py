@@ -153,8 +153,8 @@ class PackColumns:
         tensors = {name: self._allocate((high - low, width), torch.int64)
                    for name in ("input_ids", "labels", "position_ids", "document_ids")}  # fmt: skip
         input_ids, labels, positions, documents = (tensor.numpy().reshape(-1) for tensor in tensors.values())
-        filler.input_ids(self._tokens, input_ids, low, high)
-        num_labels = filler.labels(input_ids, self._masks, labels, low, high)
+        items = filler.input_ids(self._tokens, input_ids, low, high)
+        num_labels = filler.labels(items, self._masks, labels, low, high)
         filler.position_ids(positions, low, high)
         filler.document_ids(documents, low, high)
         cu_seqlens, longest = segments.cu_seqlens(low, high, shape)

@@ -17,7 +17,7 @@ from streaming.catalog.source import ChunkSource
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
-from streaming.packing.layout import PackRows
+from streaming.packing.layout import KeptPacks, PackRows
 from streaming.storage import ActiveRequest, Storage
 from streaming.types import Int64Array
 
@@ -101,13 +101,12 @@ class JoinedSource:
         """See ``Source``."""
         sources = self.source_of(chunk_ids)
         within = chunk_ids - self._starts[sources]
-        parts: list[tuple[PackRows, int]] = [None] * len(sources)  # type: ignore[list-item]  of each row, below
+        parts: dict[int, tuple[KeptPacks, int]] = {}
         for source in np.unique(sources).tolist():
             rows = np.flatnonzero(sources == source)
-            found = self._joined[source].packs(within[rows], offsets[rows], passes[rows], seed)
-            for pack, row in enumerate(rows.tolist()):
-                parts[row] = found, pack
-        return replace(PackRows.chosen(parts), sources=sources)
+            found = self._joined[source].packs(within[rows], offsets[rows], passes[rows], seed).kept()
+            parts |= {row: (found, pack) for pack, row in enumerate(rows.tolist())}
+        return replace(PackRows.chosen([parts[row] for row in range(len(sources))]), sources=sources)
 
     @property
     def is_packed(self) -> bool:

@@ -17,7 +17,7 @@ from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
 from streaming.packing.fit import other_company, pack
-from streaming.packing.layout import PackRows
+from streaming.packing.layout import KeptPacks, PackRows
 from streaming.packing.rules import PackRules
 from streaming.plan.order import EpochOrders, Orders, OrderSettings
 from streaming.plan.settings import order_settings
@@ -74,7 +74,7 @@ class PackedSource:
         self._groups = groups
         self._lengths_of = lengths_of
         self._shard_of_url = {url: number for number, url in enumerate(documents.urls)}
-        self._recent = Recent[tuple[int, int, int], PackRows](_KEPT_BYTES, attrgetter("num_bytes"))
+        self._recent = Recent[tuple[int, int, int], KeptPacks](_KEPT_BYTES, attrgetter("num_bytes"))
 
     # --- packs ---
 
@@ -84,11 +84,11 @@ class PackedSource:
         found = {group: self._packs_of(*group, seed) for group in dict.fromkeys(groups)}
         return PackRows.chosen([(found[group], offset) for group, offset in zip(groups, offsets.tolist(), strict=True)])
 
-    def _packs_of(self, group: int, pass_number: int, seed: int) -> PackRows:
+    def _packs_of(self, group: int, pass_number: int, seed: int) -> KeptPacks:
         """All packs of a group in a pass; asked for by many threads, they are made once."""
         return self._recent.of((group, pass_number, seed), lambda: self._packed(group, pass_number, seed))
 
-    def _packed(self, group: int, pass_number: int, seed: int) -> PackRows:
+    def _packed(self, group: int, pass_number: int, seed: int) -> KeptPacks:
         shard, samples = self.samples_in(group)
         lengths = self._lengths_of(shard)[samples]
         tokens = tokens_of(lengths)
@@ -96,7 +96,7 @@ class PackedSource:
         return PackRows(
             splits=packs.splits, samples=(samples - self.chunk(group).first_sample)[packs.documents],
             starts=packs.starts, stops=packs.stops, lengths=tokens[packs.documents],
-        )  # fmt: skip
+        ).kept()  # fmt: skip
 
     def samples_in(self, group: int) -> tuple[int, Int64Array]:
         """The shard of a group, and the numbers within it of the samples that the data set gives of the group."""

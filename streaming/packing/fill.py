@@ -187,15 +187,22 @@ class Filler:
         firsts -= segments.begins
         return Found(dtype=item, memory=data if len(data) else np.zeros(1, item), firsts=firsts, stops=[])
 
-    def input_ids(self, starts: Int64Array | Found, out: npt.NDArray[np.int64], low: int = 0, high: int = -1) -> None:
+    def input_ids(
+        self, starts: Int64Array | Found, out: npt.NDArray[np.int64], low: int = 0, high: int = -1
+    ) -> npt.NDArray[Any]:
         """Write the tokens of packs ``[low, high)``, all by default, into ``out`` [places].
 
         ``starts`` int64[n]: the bytes with which documents begin, or what was found of them.
+
+        Returns:
+            The same as they were read, [places]: smaller numbers, from which ``labels`` are made in less time.
         """
         low, high = self._span(low, high)
         found = starts if isinstance(starts, Found) else self.find(starts, self._shape.dtype)
-        out[:] = self._items(found, low, high)
+        items = self._items(found, low, high)
+        out[:] = items
         self._fill_gaps(out, self._shape.pad_id, low, high)
+        return items
 
     def document_ids(self, out: npt.NDArray[np.int64], low: int = 0, high: int = -1) -> None:
         """Write the number of each token's document within its pack."""
@@ -212,32 +219,35 @@ class Filler:
         out[:] = positions
 
     def labels(
-        self, input_ids: npt.NDArray[np.int64], masks: Int64Array | Found | None, out: npt.NDArray[np.int64],
+        self, input_ids: npt.NDArray[Any], masks: Int64Array | Found | None, out: npt.NDArray[np.int64],
         low: int = 0, high: int = -1,
     ) -> int:  # fmt: skip
         """Write what each place is to predict, or is predicted as; ``masks`` int64[n]: first byte of each mask.
+
+        ``input_ids`` are those of the packs, or what ``input_ids`` returned.
 
         Returns:
             How many of them bear loss.
         """
         low, high = self._span(low, high)
         shape, segments = self._shape, self._segments
-        out[:] = input_ids
+        shift = int(shape.shift_labels)  # all that follows is written so many places further ahead
+        labels = out[: max(len(out) - shift, 0)]
+        labels[:] = input_ids[shift:]
         if masks is not None:
             found = masks if isinstance(masks, Found) else self.find(masks, np.dtype(np.uint8))
-            out[self._items(found, low, high) == 0] = IGNORED
-        self._fill_gaps(out, IGNORED, low, high)
+            labels[self._items(found, low, high)[shift:] == 0] = IGNORED
+        self._fill_gaps(out, IGNORED, low, high, shift)
         first_piece, last_piece = segments.pieces[low], segments.pieces[high]
-        if not shape.labels_across:  # nothing is predicted from another document
-            out[self._piece_begins[first_piece:last_piece] - segments.places[low]] = IGNORED
+        before = segments.places[low] + shift
+        if not shape.labels_across:  # nothing is predicted from another document; that of place -1 is ignored, too
+            out[self._piece_begins[first_piece:last_piece] - before] = IGNORED
         if shape.stale:
             counts = self._stale_counts[first_piece:last_piece]
-            begins = self._piece_begins[first_piece:last_piece] - segments.places[low] + counts - np.cumsum(counts)
+            begins = self._piece_begins[first_piece:last_piece] - before + counts - np.cumsum(counts)
             out[begins.repeat(counts) + np.arange(counts.sum())] = IGNORED
-        if shape.shift_labels:
-            rows = out.reshape(high - low, -1) if high > low else out.reshape(0, shape.length)
-            rows[:, :-1] = rows[:, 1:]
-            rows[:, -1:] = IGNORED
+        if shift and high > low:
+            out.reshape(high - low, -1)[:, -1] = IGNORED
         if masks is not None or shape.stale:
             return int(np.count_nonzero(out != IGNORED))
         # Every token but those that begin a document; a shift alone loses the first of each row.
@@ -252,15 +262,17 @@ class Filler:
     def _runs(self, low: int, high: int) -> slice:
         return slice(self._segments.runs[low], self._segments.runs[high])
 
-    def _fill_gaps(self, out: npt.NDArray[np.int64], value: int, low: int, high: int) -> None:
+    def _fill_gaps(self, out: npt.NDArray[np.int64], value: int, low: int, high: int, shift: int = 0) -> None:
+        """Write ``value`` to the gaps of packs ``[low, high)``, ``shift`` places ahead of where they are."""
         first, last = self._gap_splits[low], self._gap_splits[high]
         if last - first > 4 * (high - low):
             runs = self._runs(low, high)
-            out[(self._segments.documents[runs] == NO_DOCUMENT).repeat(self._segments.counts[runs])] = value
+            is_gap = (self._segments.documents[runs] == NO_DOCUMENT).repeat(self._segments.counts[runs])
+            out[: len(out) - shift][is_gap[shift:]] = value
             return
-        before = self._segments.places[low]
+        before = self._segments.places[low] + shift
         for begin, count in zip(self._gap_begins[first:last], self._gap_counts[first:last], strict=True):
-            out[begin - before : begin - before + count] = value
+            out[max(begin - before, 0) : begin - before + count] = value
 
     def _items(self, found: Found, low: int, high: int) -> npt.NDArray[Any]:
         """An item for each place of packs ``[low, high)``; those of gaps mean nothing."""

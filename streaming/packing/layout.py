@@ -80,11 +80,6 @@ class PackRows:
     costs: Costs | None = None
 
     @property
-    def num_bytes(self) -> int:
-        """Memory that these numbers take."""
-        return sum(column.nbytes for column in (self.splits, self.samples, self.starts, self.stops, self.lengths))
-
-    @property
     def num_packs(self) -> int:
         """B."""
         return len(self.splits) - 1
@@ -104,28 +99,34 @@ class PackRows:
         sizes = np.full(self.num_packs, length)
         return pack_costs(self.stops - self.starts, self.splits, sizes, rules.cost)
 
-    def alone(self, pack: int) -> PackRows:
-        """One of the packs."""
-        low, high = self.splits[pack : pack + 2].tolist()
-        span = slice(low, high)
-        return PackRows(
-            splits=np.array([0, high - low]), samples=self.samples[span], starts=self.starts[span],
-            stops=self.stops[span], lengths=self.lengths[span],
-            sources=None if self.sources is None else self.sources[pack : pack + 1],
-        )  # fmt: skip
+    def kept(self) -> KeptPacks:
+        """The same in the form from which single packs are chosen."""
+        return KeptPacks(
+            splits=self.splits.tolist(), pieces=np.stack([self.samples, self.starts, self.stops, self.lengths])
+        )
 
     @classmethod
-    def chosen(cls, parts: list[tuple[PackRows, int]]) -> PackRows:
-        """One pack out of each of some rows of a data set, one after the other."""
-        spans = [(rows, slice(*rows.splits[pack : pack + 2].tolist())) for rows, pack in parts]
-        splits = np.cumsum([0, *(span.stop - span.start for _, span in spans)])
-        if not spans:
-            nothing = np.empty(0, np.int64)
-            return cls(splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing)
-        return cls(
-            splits=splits,
-            samples=np.concatenate([rows.samples[span] for rows, span in spans]),
-            starts=np.concatenate([rows.starts[span] for rows, span in spans]),
-            stops=np.concatenate([rows.stops[span] for rows, span in spans]),
-            lengths=np.concatenate([rows.lengths[span] for rows, span in spans]),
-        )
+    def chosen(cls, parts: list[tuple[KeptPacks, int]]) -> PackRows:
+        """One pack out of each of some packs of a data set, one after the other."""
+        found = [kept.pieces[:, kept.splits[pack] : kept.splits[pack + 1]] for kept, pack in parts]
+        samples, starts, stops, lengths = np.concatenate([np.empty((4, 0), np.int64), *found], axis=1)
+        splits = np.cumsum([0, *(pieces.shape[1] for pieces in found)])
+        return cls(splits=splits, samples=samples, starts=starts, stops=stops, lengths=lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptPacks:
+    """Keep ``PackRows`` so that the numbers of a pack lie in one array.
+
+    Attributes:
+        splits: As there, a list.
+        pieces: int64[4, n], ``samples``, ``starts``, ``stops`` and ``lengths``.
+    """
+
+    splits: list[int]
+    pieces: Int64Array
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that these numbers take."""
+        return self.pieces.nbytes + 40 * len(self.splits)
