@@ -96,7 +96,7 @@ def show_tokens(report: TokenizeReport) -> None:
     )
     click.echo(
         f"{report.seconds:.1f} s, {report.documents_per_s:,.0f} documents/s, {report.tokens_per_s:,.0f} tokens/s; "
-        f'read with decode={{"tok": "array:{report.dtype}->int64"}}'
+        "StreamingDataset(url) gives tok as int64 arrays, Packed(StreamingDataset(url), length=…) packs them"
     )
 
 

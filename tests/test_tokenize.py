@@ -481,8 +481,8 @@ def test_the_verb(tmp_path: Path) -> None:
     assert people.exit_code == 0
     assert "went on after" in people.stdout
     assert "field tok: uint16, bytes of 259 ids, bos 256, eos 257" in people.stdout
-    assert 'decode={"tok": "array:uint16->int64"}' in people.stdout
-    dataset = StreamingDataset(str(tmp_path / "out" / "val"), decode={"tok": "array:uint16->int64"})
+    assert "StreamingDataset(url) gives tok as int64 arrays" in people.stdout
+    dataset = StreamingDataset(str(tmp_path / "out" / "val"))
     assert np.asarray(dataset[0]["tok"]).dtype == np.int64
     assert "--tokenizer" in command("--help").stdout
 

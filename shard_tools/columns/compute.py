@@ -22,12 +22,13 @@ from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.write.columns import ColumnValue, column_value
 from streaming.decode import decode_field, resolve_decoders
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, ShardstreamError
+from streaming.index.layout import TOKENS_FILE
 from streaming.index.sample_table import SampleTable
 from streaming.storage import join_url, redact
 
 TOKENS = "tokens"
 """What ``--compute`` names where it is no function: tokens of a field, counted by its size; no shard is read."""
-_TOKENS_FILE = "_shardstream/tokens.json"  # docs/format.md
+
 _WIDTHS = {"uint16": 2, "uint32": 4}
 
 Values = Callable[[int], Sequence[ColumnValue]]
@@ -90,7 +91,7 @@ def _tokens(target: ColumnTarget, options: ComputeOptions) -> tuple[Values, dict
     if len(fields) != 1 or dtype not in _WIDTHS:
         raise ConfigError(
             f"--compute tokens: expected one field and its --dtype ({' or '.join(_WIDTHS)}), got {', '.join(fields)} "
-            f"and {dtype!r}; beside token sets that convert wrote, {_TOKENS_FILE} says both"
+            f"and {dtype!r}; beside token sets that convert wrote, {TOKENS_FILE} says both"
         )
     (field,), width = fields, _WIDTHS[dtype]
 
@@ -116,7 +117,7 @@ def _described(target: ColumnTarget) -> dict[str, str]:
     """Return what ``tokens.json`` says, if all directories say the same; {} if there is none."""
     found = []
     for home in target.homes:
-        url = join_url(home, _TOKENS_FILE)
+        url = join_url(home, TOKENS_FILE)
         try:
             content = json.loads(bytes(target.storage.read(url)))
             found.append({name: str(content[name]) for name in ("field", "dtype")})

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
+from streaming.index.layout import TOKENS_FILE
 from streaming.storage import Storage, join_url
 
 _FORMAT = "shardstream-convert"
 _VERSION = 1
 NAME = "_shardstream/convert.json"
 CLASSES = "_shardstream/classes.json"
-TOKENS = "_shardstream/tokens.json"
 
 
 class TargetNotEmptyError(ShardstreamError, FileExistsError):
@@ -93,6 +93,6 @@ def save_journal(target: str, journal: Journal, storage: Storage) -> None:
 
 def carry_notes(home: str, there: Storage, directory: str, here: Storage) -> None:
     """Copy what is noted beside the index at ``home`` about classes and tokens to ``directory``, if it is there."""
-    for name in (CLASSES, TOKENS):
+    for name in (CLASSES, TOKENS_FILE):
         with suppress(NotFoundError, AccessDeniedError):
             here.put(join_url(directory, name), bytes(there.read(join_url(home, name))))

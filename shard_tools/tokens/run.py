@@ -11,7 +11,6 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from shard_tools.convert.files import is_local
-from shard_tools.convert.journal import TOKENS
 from shard_tools.convert.pack import Packed, Place, pack
 from shard_tools.convert.records import TEXT_UNITS, Source
 from shard_tools.convert.run import RecordOptions, check_columns
@@ -32,7 +31,7 @@ from shard_tools.tokens.tokenizer import (
 )
 from streaming.catalog.build import read_chunks
 from streaming.errors import ConfigError, NotFoundError
-from streaming.index.layout import samples_path
+from streaming.index.layout import TOKENS_FILE, samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, split_url
 
@@ -330,7 +329,9 @@ def _write(
         progress=_OwnCounts(documents.progress),
     )
     note = {"format": "shardstream-tokens", "version": 1, **tokens}
-    storage.put(join_url(place.directory, TOKENS), (json.dumps(note, ensure_ascii=False, indent=1) + "\n").encode())
+    storage.put(
+        join_url(place.directory, TOKENS_FILE), (json.dumps(note, ensure_ascii=False, indent=1) + "\n").encode()
+    )
     earlier = list(_earlier_counts(place, packed, storage))
     tally = documents.tally
     return TokenSet(

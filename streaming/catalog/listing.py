@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,22 +27,25 @@ class Found:
         table: Their chunk table, or None if there is no index.
         sizes: Bytes of each shard, where there is no index.
         missing_index: Why there is none; "" if there is one.
+        types: How fields decode of which something beside the index says so.
     """
 
     urls: tuple[str, ...]
     table: ChunkTable | None
     sizes: tuple[int, ...] = ()
     missing_index: str = ""
+    types: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """All of it; the columns as they lie in memory, little-endian."""
-        head: dict[str, Any] = {"urls": self.urls, "sizes": self.sizes, "missing_index": self.missing_index}
+        head: dict[str, Any] = {"urls": self.urls, "sizes": self.sizes, "missing_index": self.missing_index,
+                                "types": dict(self.types)}  # fmt: skip
         columns = []
         if self.table is not None:
             head["shards"] = shard_rows(self.table.shards)
             head["chunks"] = self.table.num_chunks
             columns = [np.ascontiguousarray(getattr(self.table, name)) for name in _COLUMNS]
-            head["types"] = [column.dtype.str for column in columns]
+            head["dtypes"] = [column.dtype.str for column in columns]
         text = json.dumps(head).encode()
         return b"".join([len(text).to_bytes(8, "little"), text, *(column.tobytes() for column in columns)])
 
@@ -54,13 +57,14 @@ class Found:
         table = None
         if "shards" in head:
             columns = {}
-            for name, dtype in zip(_COLUMNS, head["types"], strict=True):
+            for name, dtype in zip(_COLUMNS, head["dtypes"], strict=True):
                 columns[name] = np.frombuffer(data, dtype, head["chunks"], start)
                 start += columns[name].nbytes
             table = ChunkTable(shards=shards_of_rows(head["shards"]), **columns)
         return cls(
-            urls=tuple(head["urls"]), table=table, sizes=tuple(head["sizes"]), missing_index=head["missing_index"]
-        )
+            urls=tuple(head["urls"]), table=table, sizes=tuple(head["sizes"]), missing_index=head["missing_index"],
+            types=head["types"],
+        )  # fmt: skip
 
 
 class StorageAhead(Storage):
@@ -78,6 +82,10 @@ class StorageAhead(Storage):
     def close(self) -> None:
         """Forget everything; what is under way ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def was_listed(self, url: str) -> bool:
+        """Whether a listing named ``url``, or somebody asked for it."""
+        return url in self._infos
 
     def will_ask(self, url: str) -> None:
         """Ask for size and version of ``url`` in the background."""

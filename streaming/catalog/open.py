@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
@@ -19,10 +19,18 @@ from streaming.catalog.build import check_sizes, if_there, load_index, samples_u
 from streaming.catalog.listing import Found, StorageAhead
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.urls import expand_urls
-from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, NotFoundError
+from streaming.errors import (
+    AccessDeniedError,
+    ConfigError,
+    IndexFormatError,
+    IndexMismatchError,
+    IndexMissingError,
+    NotFoundError,
+    StorageError,
+)
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import read_facts, read_footer
-from streaming.index.layout import chunks_path
+from streaming.index.layout import TOKENS_FILE, chunks_path
 from streaming.index.sample_table import SampleTable
 from streaming.job.once import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
@@ -47,6 +55,7 @@ class OpenShards:
         missing_index: Why there is none, and the cure; "" if there is one.
         index: Where the index lies, if not beside the shards.
         scanned: Sample tables of a set that was indexed on the fly, one per shard; else None.
+        types: How fields decode of which ``tokens.json`` beside the index says so, as ``decode=`` takes it.
     """
 
     urls: tuple[str, ...]
@@ -54,6 +63,7 @@ class OpenShards:
     missing_index: str
     index: str | None
     scanned: tuple[SampleTable, ...] | None
+    types: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_shards(
@@ -86,8 +96,9 @@ def open_shards(
         found = Found.from_bytes(data)
     if not found.sizes:
         return OpenShards(
-            urls=found.urls, table=found.table, missing_index=found.missing_index, index=index, scanned=None
-        )
+            urls=found.urls, table=found.table, missing_index=found.missing_index, index=index, scanned=None,
+            types=found.types,
+        )  # fmt: skip
     with ThreadPoolExecutor(min(16, len(found.urls)), "shardstream-open") as threads:
         scanned = tuple(_scan(storage, found.urls, list(found.sizes), peers, threads, duplicate_keys))
     table = ChunkTable.concat([samples.chunks for samples in scanned])
@@ -125,7 +136,50 @@ def _find(lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[
                     f"the index lists a shard that the store does not have: {error}. Bring it back, leave it out of "
                     f"the URLs, or rebuild the index: shard_tools index <urls of the shards that there are>"
                 ) from error
-        return Found(urls=shards, table=table)
+        homes = [index] if index is not None else list(dict.fromkeys(split_url(url)[0] for url in shards))
+        return Found(urls=shards, table=table, types=_token_types(storage, homes, folders))
+
+
+def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]) -> dict[str, str]:
+    """How the fields decode that ``tokens.json`` describes; {} where one directory has none, or they differ.
+
+    Directories that were listed are known to have one or not. Others are asked, which is one request each. What is
+    wrong with it is told, and hinders nothing: the fields stay bytes.
+    """
+    urls = [join_url(home, TOKENS_FILE) for home in homes]
+    seen = [any(f"{url}/".startswith(f"{folder}/") for folder in folders) for url in urls]
+    if any(was_seen and not storage.was_listed(url) for url, was_seen in zip(urls, seen, strict=True)):
+        return {}
+    for url in urls:
+        storage.will_read(url)
+    found: list[dict[str, str]] = []
+    for url in urls:
+        try:
+            said = json.loads(bytes(storage.read(url)))
+            found.append(_types_of(said["field"], said["dtype"], said["mask"]))
+        except (NotFoundError, AccessDeniedError):  # S3 says the latter of what is not there, to who may not list
+            return {}
+        except (ValueError, LookupError, TypeError, RecursionError, StorageError) as error:
+            _log.warning("%s: no description of tokens (%s); their fields stay bytes", redact(url), error)
+            return {}
+    if any(one != found[0] for one in found):
+        _log.warning(
+            "%s and others beside the shards describe different tokens, whose fields stay bytes; open each directory "
+            'as a data set of its own, or say decode={"tok": "array:uint16->int64"}', redact(urls[0]),
+        )  # fmt: skip
+        return {}
+    return found[0]
+
+
+def _types_of(field: object, dtype: object, mask: object) -> dict[str, str]:
+    """How tokens and their mask decode.
+
+    Raises:
+        ValueError: They are none.
+    """
+    if not isinstance(field, str) or dtype not in ("uint16", "uint32") or not (mask is None or isinstance(mask, str)):
+        raise ValueError(f"field {field!r} of {dtype!r}, mask {mask!r}")
+    return {field: f"array:{dtype}->int64"} | ({} if mask is None else {mask: "array:uint8"})
 
 
 def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTable | None:

@@ -32,7 +32,7 @@ from streaming.cache import open_cache
 from streaming.catalog.open import OpenShards, check_decoded, check_fields, open_shards
 from streaming.catalog.random_access import RandomAccess, Versions
 from streaming.catalog.source import ChunkSource, Window
-from streaming.decode import DecodeSpec, resolve_decoders
+from streaming.decode import DecodeSpec, resolve_decoders, with_described
 from streaming.errors import ConfigError, DecodeError
 from streaming.filters.groups import Selected
 from streaming.filters.select import Condition, narrowed
@@ -83,8 +83,8 @@ class StreamingDataset(ChunkSource):
         index: Directory in which the index lies; default: beside the shards.
         fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. Others that are large
             (128 KiB, in object stores 1 MiB and more) are not fetched, if the index is of format 1.2.
-        decode: ``"auto"``: by extension. None: raw bytes. A mapping such as ``{"jpg": "rgb8", "cls": int}``: those as
-            told, the others by extension.
+        decode: ``"auto"``: by extension, and what ``convert --tokenizer`` wrote as arrays. None: raw bytes. A mapping such
+            as ``{"jpg": "rgb8", "cls": int}``: those as told, the others as under ``"auto"``.
         transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; a dropped sample
             follows ``on_error``. Runs on several threads. One that takes a second argument, or one named ``rng``, gets
             a ``numpy.random.Generator`` of (seed, epoch, the sample's position in the epoch): the same numbers on any
@@ -191,6 +191,7 @@ class StreamingDataset(ChunkSource):
         self.shards: OpenShards = open_shards(
             self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys
         )
+        self.decoders = with_described(self.decoders, self.shards.types)
         if self.fields is not None:
             check_fields(self.storage, self.shards, self.fields, peers)
         if isinstance(decode, Mapping):

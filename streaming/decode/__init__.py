@@ -15,6 +15,7 @@ from streaming.decode.registry import (
     is_ours,
     resolve_decoders,
     runs_code_of_user,
+    with_described,
 )
 from streaming.decode.values import integer, json, msgpack, number, raw, text
 from streaming.decode.webdataset import from_webdataset
@@ -46,4 +47,5 @@ __all__ = [
     "safetensors",
     "text",
     "use_one_thread",
+    "with_described",
 ]

@@ -99,15 +99,17 @@ class AutoFields:
     """Fields decoded by the last component of their extension; ``given`` ones as told.
 
     A field is looked up in ``given`` as it stands, then in lower case, then as ``*.png`` (its last
-    component), then as ``*`` (anything else).
+    component), then as ``*`` (anything else); then in ``described``.
 
     Attributes:
         given: Decoders by field or pattern; a ``FieldDecoder`` is asked for the field.
         image: Decoder of all images that are not ``given``.
+        described: Decoders of fields of which the data set itself says what they hold.
     """
 
     given: Mapping[str, Decoder | FieldDecoder] = field(default_factory=dict)
     image: Decoder = _RGB8
+    described: Mapping[str, Decoder | FieldDecoder] = field(default_factory=dict)
     _known: dict[str, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def decoder_for(self, field: str, /) -> Decoder:
@@ -128,6 +130,9 @@ class AutoFields:
             given = self.given.get(name)
             if given is not None:
                 return given.decoder_for(field) if isinstance(given, FieldDecoder) else given
+        described = self.described.get(lowered)
+        if described is not None:
+            return described.decoder_for(field) if isinstance(described, FieldDecoder) else described
         if last in _REFUSED:
             raise ConfigError(
                 f"field {field!r} is not decoded: {_REFUSED[last]}. Take it as bytes with "
@@ -166,6 +171,14 @@ def resolve_decoders(spec: DecodeSpec = "auto") -> FieldDecoder:
     if isinstance(spec, FieldDecoder):
         return spec
     raise ConfigError(f"decode={spec!r}: expected a string, a mapping of field to decoder, or None")
+
+
+def with_described(decoders: FieldDecoder, types: Mapping[str, str]) -> FieldDecoder:
+    """Return ``decoders`` that know, where they go by extension, how fields decode that a data set describes."""
+    if not types or not isinstance(decoders, AutoFields):
+        return decoders
+    described = {name.lower(): decoder_of(spec, field=name) for name, spec in types.items()}
+    return AutoFields(given=decoders.given, image=decoders.image, described=described)
 
 
 def decoder_of(spec: FieldSpec, *, field: str) -> Decoder | FieldDecoder:  # noqa: PLR0911 - one per kind

@@ -8,6 +8,8 @@ from streaming.errors import ConfigError
 
 INDEX_DIRECTORY = "_shardstream"
 CHUNKS_FILE = f"{INDEX_DIRECTORY}/chunks.parquet"
+TOKENS_FILE = f"{INDEX_DIRECTORY}/tokens.json"
+"""What tokens are, as ``shard_tools convert --tokenizer`` wrote them; nothing but decoding goes by it."""
 _SAMPLES_DIRECTORY = f"{INDEX_DIRECTORY}/samples"
 _COLUMNS_DIRECTORY = f"{INDEX_DIRECTORY}/columns"
 _COLUMN_DOCUMENT = "column.json"
