@@ -83,8 +83,8 @@ class StreamingDataset(ChunkSource):
         index: Directory in which the index lies; default: beside the shards.
         fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. Others that are large
             (128 KiB, in object stores 1 MiB and more) are not fetched, if the index is of format 1.2.
-        decode: ``"auto"``: by extension, and what ``convert --tokenizer`` wrote as arrays. None: raw bytes. A mapping such
-            as ``{"jpg": "rgb8", "cls": int}``: those as told, the others as under ``"auto"``.
+        decode: ``"auto"``: by extension, and what ``convert --tokenizer`` wrote as arrays. None: raw bytes. A mapping
+            such as ``{"jpg": "rgb8", "cls": int}``: those as told, the others as under ``"auto"``.
         transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; a dropped sample
             follows ``on_error``. Runs on several threads. One that takes a second argument, or one named ``rng``, gets
             a ``numpy.random.Generator`` of (seed, epoch, the sample's position in the epoch): the same numbers on any
