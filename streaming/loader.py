@@ -277,7 +277,8 @@ class DeviceMeshFetcher:
 
         Returns:
             By source: ``samples``; ``passes``, these in parts of the source's size; under ``unit="tokens"`` also
-            ``tokens``, by the mean of its samples. Of a source that was dropped since, ``samples`` alone.
+            ``tokens_estimated``: the samples times the mean by which the weights are divided. Of a source that was
+            dropped since, ``samples`` alone.
 
         Raises:
             ConfigError: This is no loader over a ``Mixture``.

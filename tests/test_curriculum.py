@@ -186,12 +186,13 @@ def world(
     return merged(found), states[0]
 
 
-def test_the_pool_is_drawn_from_evenly_and_others_not_yet(data: StreamingDataset) -> None:
-    curriculum = Curriculum(data, "tokens", STEPS, buckets=4)
+@pytest.mark.parametrize("quotas", ["chunks", "exact"])
+def test_the_pool_is_drawn_from_evenly_and_others_not_yet(data: StreamingDataset, quotas: Any) -> None:
+    curriculum = Curriculum(data, "tokens", STEPS, buckets=4, quotas=quotas)
     batches, state = world(curriculum, 1, 400)
     rows = [key for batch in batches for key in batch.elements()]
-    # What API and docs allow: a window, and a chunk of each bucket, of each lane.
-    slack = 2 * (10 + 4 * 6 + 6)
+    # What API and docs allow: a window, and a chunk of each bucket, of each lane; exact quotas keep to the row.
+    slack = 2 * (10 + 4 * 6 + 6) if quotas == "chunks" else 0
     for row, after in ((0, 600), (600, 1500), (1500, 4800)):
         pool = {f"{number:05d}" for number in pool_of(curriculum, row)}
         assert set(rows[row : after - slack]) <= pool, row

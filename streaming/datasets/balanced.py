@@ -13,7 +13,16 @@ import numpy as np
 
 from streaming.arguments import checks_names
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.grouped import GroupedMixture, Nulls, check_dataset, check_missing, grouped, resharding
+from streaming.datasets.grouped import (
+    ELSEWHERE,
+    GroupedMixture,
+    Nulls,
+    check_dataset,
+    check_missing,
+    grouped,
+    resharding,
+)
+from streaming.datasets.mixture import Quotas
 from streaming.errors import ConfigError
 from streaming.filters.groups import Codes, Counted, Values, labels_of
 from streaming.plan.schedule import Schedule
@@ -22,9 +31,8 @@ MAX_CLASSES = 10_000
 """Each class is a source, which costs some 30 ms of CPU when an epoch starts (docs/design/0030-curricula.md)."""
 _UNIT = 2**32  # weights by power are rounded to parts of it, the same on every machine
 _SHOWN = 8
-_ELSEWHERE = {
-    "num_samples": "it is an option of the loader: DataLoader(balanced, epoch_size=…)",
-    "epoch_size": "it is an option of the loader: DataLoader(balanced, epoch_size=…)",
+_ELSEWHERE = ELSEWHERE | {
+    "num_samples": ELSEWHERE["epoch_size"],
     "replacement": "every sample of a class comes once before one comes again; leave it out",
     "temperature": "write power=1 / temperature",
     "alpha": "write power=…",
@@ -32,8 +40,6 @@ _ELSEWHERE = {
     "labels": "write by=…, the name of a column",
     "metric": "write by=…; for easy samples first there is Curriculum",
     "class_weights": "write weights=…",
-    "shuffle": "it is an option of the data set: StreamingDataset(…, shuffle=…)",
-    "seed": "it is an option of the data set: StreamingDataset(…, seed=…)",
 }
 _log = logging.getLogger("streaming")
 
@@ -57,6 +63,8 @@ class Balanced(GroupedMixture):
         power: A class of n samples gets ``n ** power``: 0 is ``"balanced"``, 1 as they come, 0.5 between; what is
             called temperature elsewhere is 1 / power. Not together with ``weights``.
         nulls: ``"error"``, or ``"drop"``: leave out samples without a class.
+        quotas: ``"chunks"``: shares hold up to about a chunk of each class and lane, in the memory of one data set.
+            ``"exact"``: at every row; memory grows with the number of classes. See ``Mixture``.
         name_sources: Whether ``batch["__source__"]`` names the class; by default batches do not have it, and within a
             mixture it is the name of this set there.
 
@@ -73,6 +81,7 @@ class Balanced(GroupedMixture):
         weights: Literal["balanced"] | Mapping[Any, float] | Schedule | None = None,
         power: float | None = None,
         nulls: Nulls = "error",
+        quotas: Quotas = "chunks",
         name_sources: bool = False,
     ) -> None:
         check_dataset(dataset, "Balanced")
@@ -91,7 +100,7 @@ class Balanced(GroupedMixture):
         names = made[-1].names
         super().__init__(
             dataset, grouping, dict(enumerate(names)), made[-1].schedule(weights, power), name_sources=name_sources,
-            cure=resharding(dataset, by),
+            cure=resharding(dataset, by), quotas=quotas,
         )  # fmt: skip
         _log.info("%s", self.shares_in_words())
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from streaming.arguments import checks_names, is_whole
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import (
+    ELSEWHERE,
     GroupedMixture,
     Nulls,
     check_dataset,
@@ -23,6 +24,7 @@ from streaming.datasets.grouped import (
     grouped,
     resharding,
 )  # fmt: skip
+from streaming.datasets.mixture import Quotas
 from streaming.errors import ConfigError
 from streaming.filters.groups import Codes, Counted, Values, numbers_of
 from streaming.plan.schedule import Schedule
@@ -35,7 +37,7 @@ MAX_CELLS = 1024
 _UNIT = 2**32  # differences of shares below this do not count: 0.3 is three tenths
 _WHOLE = 2**53  # floats below it that are whole numbers are just these
 _LINES = 6
-_ELSEWHERE = {
+_ELSEWHERE = ELSEWHERE | {
     "curriculum_type": 'write by="percentile" or "value", and the shape as Schedule.linear, .root, .steps or .custom',
     "difficulty_type": 'write by="percentile" or "value"',
     "schedule_type": "write schedule=Schedule.linear(…), .root(…), .steps(…) or .custom(…)",
@@ -46,9 +48,6 @@ _ELSEWHERE = {
     "root_degree": "write Schedule.root(…, degree=…)",
     "column": "write metric=…",
     "weights": "write schedule=…, of the difficulty; shares of classes are for Balanced, of data sets for Mixture",
-    "shuffle": "it is an option of the data set: StreamingDataset(…, shuffle=…)",
-    "seed": "it is an option of the data set: StreamingDataset(…, seed=…)",
-    "epoch_size": "it is an option of the loader: DataLoader(curriculum, epoch_size=…)",
 }
 _log = logging.getLogger("streaming")
 
@@ -81,6 +80,9 @@ class Curriculum(GroupedMixture):
             Or the parts' upper borders, in the schedule's unit. A dict where metrics differ. The pool is exact where
             the schedule's steps lie on borders, else it is that of the border below.
         nulls: ``"error"``, or ``"drop"``: leave out samples without a value (NULL or NaN).
+        quotas: ``"chunks"``: shares hold up to about a chunk of each bucket and lane, in the memory of one data set.
+            ``"exact"``: at every row, and no bucket gives a sample before its row; memory grows with the number of
+            buckets. See ``Mixture``, which has its own where the curriculum is one of its sources.
         name_sources: Whether ``batch["__source__"]`` names the bucket, such as ``"tokens<=512"``; by default batches of
             a curriculum do not have it, and within a mixture it is the name of the curriculum there.
 
@@ -98,6 +100,7 @@ class Curriculum(GroupedMixture):
         by: By | Mapping[str, By] = "percentile",
         buckets: Buckets | Mapping[str, Buckets] = 16,
         nulls: Nulls = "error",
+        quotas: Quotas = "chunks",
         name_sources: bool = False,
     ) -> None:
         check_dataset(dataset, "Curriculum")
@@ -125,7 +128,7 @@ class Curriculum(GroupedMixture):
         }
         self._pools = [(row, sum(shares.values())) for row, shares in weights.items()]
         super().__init__(
-            dataset, grouping, cells, Schedule.steps(weights), name_sources=name_sources,
+            dataset, grouping, cells, Schedule.steps(weights), name_sources=name_sources, quotas=quotas,
             cure=resharding(dataset, asked[0].name),
         )  # fmt: skip
         _log.info("%s", self.plan_in_words())

@@ -12,8 +12,9 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 import numpy as np
 
 from infra import agent_store
+from streaming.arguments import option_names
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.mixture import Mixture
+from streaming.datasets.mixture import Mixture, Quotas
 from streaming.errors import ConfigError, StateError
 from streaming.filters.groups import Coding, Counted, Grouping, group_samples
 from streaming.job.store import job_peers
@@ -24,6 +25,10 @@ from streaming.storage import redact
 from streaming.types import Sample, Transform
 
 Nulls: TypeAlias = Literal["error", "drop"]
+ELSEWHERE = {
+    name: f"it is an option of the data set: StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
+} | {"epoch_size": "it is an option of the loader: DataLoader(…, epoch_size=…)"}
+"""Options that a data set by groups does not have, and where they are given."""
 LARGE_AMPLIFICATION = 2.0
 """Bytes read for one that is used, beyond which the log says so: about what a window's chunks in memory cost, too."""
 _SHARDS_LOOKED_AT, _PIECES_LOOKED_AT = 8, 64
@@ -40,11 +45,12 @@ class GroupedMixture(Mixture):
         weights: Of these.
         name_sources: Whether batches say the group in ``__source__``.
         cure: The command by which a sample's neighbours become those of its group.
+        quotas: See ``Mixture``.
     """
 
     def __init__(
         self, dataset: StreamingDataset, grouping: Grouping, names: Mapping[int, str], weights: Schedule, *,
-        name_sources: bool, cure: str,
+        name_sources: bool, cure: str, quotas: Quotas = "chunks",
     ) -> None:  # fmt: skip
         self.dataset = dataset
         self.name_sources = checked_flag("name_sources", name_sources)
@@ -54,7 +60,7 @@ class GroupedMixture(Mixture):
         members = {name: dataset.of_group(selected, name) for name, selected in chosen.items()}
         super().__init__(
             members, weights=weights, shuffle=dataset.shuffle_config if dataset.shuffle else False, seed=dataset.seed,
-            max_bad_samples=dataset.max_bad_samples, bad_samples_file=dataset.bad_samples_file,
+            quotas=quotas, max_bad_samples=dataset.max_bad_samples, bad_samples_file=dataset.bad_samples_file,
         )  # fmt: skip
         if self.read_amplification > LARGE_AMPLIFICATION:
             _log.warning(

@@ -385,8 +385,10 @@ class EpochLoop(BaseLoop):
         sliced = self._reads_slices(plan)
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset)
         crew, store = self._open_store()
-        # What memory needs is looked up far ahead: in orders apart, where that does not count as planned.
-        ahead = plan if self.shares is None else self._plan(place, self.shares.apart(self.order))
+        # What memory needs is looked up far ahead: without an end in orders apart, where it does not count as planned.
+        ahead = plan
+        if self.shares is not None and plan.orders.is_endless:
+            ahead = self._plan(place, self.shares.apart(self.order))
         store.limit_bytes, store.room = (self._slices_bytes(plan), {}) if sliced else self._arena_bytes(ahead, dp_rank)
         if self._keeps_chunks:
             self._keep_chunks(store, [] if sliced else self._first_units(ahead, dp_rank, store.limit_bytes))

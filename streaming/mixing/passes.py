@@ -117,11 +117,11 @@ class Listing:
         return int(self._sizes.max())
 
     def at(self, indices: Int64Array) -> Parts:
-        """The chunks at some places of the list, in any order; the list has no end."""
+        """The chunks at some places of the list, in any order, but near to one another; the list has no end."""
         passes, places = np.divmod(indices, self.num_chunks)
         passes += self.first_pass
-        numbers, row = np.unique(passes, return_inverse=True)
-        chosen = self._orders(numbers)[row, places]
+        first, last = (int(passes.min()), int(passes.max())) if len(passes) else (0, -1)
+        chosen = self._orders(np.arange(first, last + 1))[passes - first, places]
         return Parts(
             chunk_ids=self._full[chosen] + self._first_chunk,
             firsts=np.zeros_like(indices),
