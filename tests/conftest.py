@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections.abc import Callable, Generator, Iterator
 
 import fsspec.asyn
@@ -170,7 +171,12 @@ def _fork_server() -> Iterator[None]:
 def one_fork_server(_fork_server: None) -> Iterator[None]:
     """Loaders of this test find a fork server running: starting one takes seconds."""
     SHARED.linger = True
-    SHARED.give_back(SHARED.borrow())  # a test without this fixture may have ended it
+    server = SHARED.borrow()  # a test without this fixture may have ended it
+    if server.is_starting():
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            server.spawn_process(theirs, "worker_imports")  # which nobody tells what to be: it ends
+    SHARED.give_back(server)
     yield
     SHARED.linger = False
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forked
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -283,11 +283,10 @@ print("agrees")
 """
 
 
-def test_from_torch_reads_a_real_torch_mesh() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", REAL_TORCH_MESH], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.stdout.strip().endswith("agrees"), ran.stderr
+def test_from_torch_reads_a_real_torch_mesh(forked: Forked, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    assert forked.start(REAL_TORCH_MESH, output=output).wait() == 0, output.read_text()
+    assert output.read_text().strip().endswith("agrees")
 
 
 # ---------------------------------------------------------------- launchers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import multiprocessing
 import os
 import random
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from data_sets import SampleSet, mesh_of, write_set
+from forked import Forked, all_end
 
 from streaming import DataLoader, OrdinaryDataset, StreamingDataset
 from streaming.batches.bad_samples import BadSamples
@@ -257,17 +258,16 @@ def test_a_store_that_fails_leaves_each_rank_to_itself(caplog: pytest.LogCapture
         account.report(bad(2))
 
 
-def _rank(url: str, place: str, rank: int, answers: Any) -> None:
-    from data_sets import mesh_of  # noqa: PLC0415
-
-    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
+def rank_of_two(url: str, folder: str, rank: int) -> None:
+    """One of the two processes; what it found is in the folder."""
+    found = Path(folder, f"{rank}.json")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     dataset = StreamingDataset(url, transform=tenth_fails, max_bad_samples=0.08)
     with DataLoader(dataset, batch_size=5, device_mesh=mesh_of(2, rank), num_threads=0) as loader:
         try:
-            num_batches = sum(1 for _ in loader)
-            answers.put((rank, num_batches, ""))
+            found.write_text(json.dumps([sum(1 for _ in loader), ""]))
         except TooManyBadSamplesError as error:
-            answers.put((rank, 0, str(error)))
+            found.write_text(json.dumps([0, str(error)]))
 
 
 def tenth_fails(sample: dict[str, Any]) -> dict[str, Any]:
@@ -276,18 +276,13 @@ def tenth_fails(sample: dict[str, Any]) -> dict[str, Any]:
     return sample
 
 
-def test_two_processes_stop_at_the_limit_of_the_epoch(samples: SampleSet, tmp_path: Path) -> None:
+def test_two_processes_stop_at_the_limit_of_the_epoch(samples: SampleSet, tmp_path: Path, forked: Forked) -> None:
     """12 of 120 samples fail, about 6 on each rank; 8 % of the epoch are 10: no rank alone finds that many."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(samples.url, str(tmp_path / "store"), rank, answers)) for rank in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    found = sorted(answers.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join()
-    stopped = [error for _, _, error in found if error]
+    program = "import sys, test_losses\ntest_losses.rank_of_two(*sys.argv[1:3], int(sys.argv[3]))"
+    output = tmp_path / "said"
+    processes = [forked.start(program, samples.url, str(tmp_path), str(rank), output=output) for rank in (0, 1)]
+    assert all_end(processes) == [0, 0], output.read_text()
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    stopped = [error for _, error in found if error]
     assert stopped, found
     assert all("over all ranks" in error and "max_bad_samples=0.08 allows 10" in error for error in stopped)

@@ -96,6 +96,7 @@ def test_a_batch_is_a_matrix_of_whole_pieces_within_the_budget(
     assert packed.fill > 0.8
 
 
+@pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (4, 2)])
 def test_global_batches_are_the_same_on_any_world(folder: Path, world: int, workers: int) -> None:
     packed = packed_of(folder)
@@ -187,6 +188,7 @@ def test_a_mixture_of_padded_packs(folder: Path, tmp_path: Path) -> None:
         Mixture({"web": sets["web"], "code": Packed(StreamingDataset(tmp_path), BUDGET)})
 
 
+@pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.parametrize("on_error", ["substitute", "skip"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_document_that_cannot_be_read_leaves_a_row_of_padding(

@@ -138,6 +138,7 @@ class Watching(CpuCopier):
         return super().issue(batch)
 
 
+@pytest.mark.usefixtures("one_fork_server")
 def test_under_the_prefetcher_worker_batches_are_locked_and_else_none(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
