@@ -176,3 +176,19 @@ def test_where_a_source_cannot_grow_the_message_says_what_to_do(root: Path, tmp_
     ):
         with DataLoader(mix, batch_size=12) as loader, pytest.raises(StateError, match=words):
             loader.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", ["chunks", "exact", "one_source", "passes"])
+def test_states_of_earlier_releases_go_on_with_the_keys_of_then(root: Path, name: str) -> None:
+    """``golden/mixture_states.json`` was written by 60c6ba1, before ledgers knew of shards: formats 2 and 3."""
+    saved = json.loads((Path(__file__).parent / "golden" / "mixture_states.json").read_text())[name]
+    dealt: dict[str, Any] = {"exact": {"quotas": "exact"}, "one_source": {"batches": "one_source"}}.get(name, {})
+    options = {"weights": {"web": 1, "code": 1, "math": 2}, **dealt}
+    if name == "passes":
+        options = {"repeats": {"web": 1, "code": 2.5}}
+    names = "web code" if name == "passes" else "web code math"
+    for more in ("",) if name == "passes" else ("", "code"):
+        with DataLoader(opened(root, names, more=more, **options), batch_size=12, num_threads=0) as loader:
+            loader.load_state_dict(saved["state"])
+            assert (loader.state_dict()["ledger"] == saved["state"]["ledger"]) == (not more)
+            assert [" ".join(keys) for keys in take(loader, 6)] == saved["keys"]
