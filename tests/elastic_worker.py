@@ -1,13 +1,16 @@
 """One rank of an elastic job: trains step by step, commits each step, goes on from the last commit after a restart.
 
-Not a test itself; see test_hosts.py. A step is committed by rank 0 when every rank has said what it got: one line of
-``commits.jsonl`` with the step's keys, where the step was taken, and the loader's state.
+Not a test itself; see test_hosts.py. As a program it is torchrun, with its arguments, whose agent forks the ranks: an
+interpreter of its own takes each three seconds of a core, after every change of the world anew. A step is committed by
+rank 0 when every rank has said what it got: one line of ``commits.jsonl`` with the step's keys, where the step was
+taken, and the loader's state.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -15,6 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 from data_sets import check_batch
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 from streaming import DataLoader, StreamingDataset
 
@@ -26,8 +31,9 @@ def commits(path: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
-def main() -> None:
-    with open(sys.argv[1]) as file:
+def train(config_path: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and not as the agent, which ends its ranks by it
+    with open(config_path) as file:
         config = json.load(file)
     log = os.path.join(config["folder"], "commits.jsonl")
     gate = os.path.join(config["folder"], "gate")
@@ -59,6 +65,12 @@ def main() -> None:
                         time.sleep(0.05)  # the test changes the hosts now; this process may be killed here
     dist.barrier()
     dist.destroy_process_group()
+
+
+def main() -> None:
+    config, _, words = config_from_args(parse_args(sys.argv[1:]))
+    config.start_method = "fork"
+    elastic_launch(config, train)(words[-1])
 
 
 if __name__ == "__main__":

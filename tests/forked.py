@@ -9,6 +9,7 @@ Run as a program with modules to import, this file is the process that forks. It
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import runpy
@@ -26,6 +27,7 @@ from types import ModuleType
 from typing import Any, Self
 
 HERE = Path(__file__).resolve().parent
+_CLONE_NEWNET = 0x40000000
 
 
 class ForkedProcess:
@@ -63,16 +65,15 @@ class Forked:
 
     Args:
         imports: Modules that are imported before the first fork. None may start threads, which a fork would lose.
-        command: What comes before the interpreter, such as ``ip netns exec``.
         environ: Variables of all of them.
     """
 
-    def __init__(self, *imports: str, command: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *imports: str, environ: Mapping[str, str] | None = None) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
         environment |= environ or {}
         self._process = subprocess.Popen(
-            [*command, sys.executable, str(Path(__file__).resolve()), *imports],
+            [sys.executable, str(Path(__file__).resolve()), *imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -82,11 +83,22 @@ class Forked:
         self._pids: list[int] = []
 
     def start(
-        self, program: str | Path, *arguments: str, output: Path, environ: Mapping[str, str] | None = None
-    ) -> ForkedProcess:
-        """Fork a process for a script, or for the text of a program; what it prints is added to the file ``output``."""
+        self, program: str | Path, *arguments: str, output: Path, environ: Mapping[str, str] | None = None,
+        network: Path | None = None, leads: bool = False,
+    ) -> ForkedProcess:  # fmt: skip
+        """Fork a process for a script, or for the text of a program; what it prints is added to the file ``output``.
+
+        Args:
+            program: A script, or its text.
+            arguments: Of the script.
+            output: For what it prints.
+            environ: Variables, beside those of this object.
+            network: The network name space that it lives in (``hosts.Host.network``).
+            leads: It leads a session of its own, so that what it starts can be killed with it, by its pid.
+        """
         job = {"path": str(program)} if isinstance(program, Path) else {"code": program}
         job |= {"arguments": list(arguments), "output": str(output), "environ": dict(environ or {})}  # type: ignore[dict-item]
+        job |= {"network": str(network or ""), "leads": leads}  # type: ignore[dict-item]
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         self._process.stdin.flush()
@@ -178,6 +190,10 @@ def become(job: dict[str, Any]) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ |= job["environ"]
+        if job["leads"]:
+            os.setsid()
+        if job["network"]:
+            enter(job["network"])
         tempfile.tempdir = None  # which is to be found anew, in this environment
         sys.argv = [job.get("path", "-c"), *job["arguments"]]
         # What the program makes stays alive: some objects of torch's, dying late, wait for others for ever.
@@ -196,6 +212,15 @@ def become(job: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def enter(network: str) -> None:
+    """Live in this network name space from now on."""
+    opened = os.open(network, os.O_RDONLY | os.O_CLOEXEC)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(opened, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"setns to {network}")
+    os.close(opened)
 
 
 def say(said: dict[str, int]) -> None:

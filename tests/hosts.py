@@ -11,7 +11,8 @@ import os
 import shutil
 import signal
 import subprocess
-from typing import Any, Self
+from pathlib import Path
+from typing import Self
 
 
 def why_not() -> str:
@@ -36,13 +37,9 @@ class Host:
         self.address = address
 
     @property
-    def command(self) -> tuple[str, ...]:
-        """What comes before a command that is to run on this host."""
-        return ("ip", "netns", "exec", self.name)
-
-    def start(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        """``command`` on this host."""
-        return subprocess.Popen([*self.command, *command], **options)
+    def network(self) -> Path:
+        """The name space, for ``forked.Forked.start``."""
+        return Path("/var/run/netns", self.name)
 
     def pids(self) -> list[int]:
         """All processes on this host."""
@@ -55,9 +52,6 @@ class Host:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for pid in pids:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)  # those that are children of this process
 
 
 class Hosts:

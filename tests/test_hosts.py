@@ -1,4 +1,4 @@
-"""Several hosts, each with a network of its own, an S3 server on another, torchrun and gloo between them.
+"""Several hosts, each with a network of its own, an S3 server on another, torchrun's agents and gloo between them.
 
 The hosts are network namespaces (``hosts.py``). Wrong addresses, ports that only loopback reaches and state that only
 one machine has show here, and nowhere in the tests on one host.
@@ -7,13 +7,10 @@ one machine has show here, and nowhere in the tests on one host.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,10 +55,10 @@ def samples(store: MiniS3Server) -> SampleSet:
 class Job:
     """One torchrun job over several hosts; ``start`` adds a host to it."""
 
-    def __init__(self, folder: Path, samples: SampleSet, first: Host, **config: Any) -> None:
+    def __init__(self, forked: Forked, folder: Path, samples: SampleSet, first: Host, **config: Any) -> None:
         folder.mkdir()
-        self.folder, self._first = folder, first
-        self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.folder, self._first, self._forked = folder, first, forked
+        self._agents: dict[str, ForkedProcess] = {}
         self._hosts: list[Host] = []
         base = {"url": samples.url, "storage_options": dict(samples.storage_options or {}), "dataset": DATASET}
         self._config = folder / "config.json"
@@ -69,24 +66,22 @@ class Job:
 
     def start(self, host: Host, nodes: str, num_processes: int) -> None:
         """Torchrun's agent on ``host``; the first host keeps the rendezvous."""
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(num_processes),
+        words = [
+            "--nnodes", nodes, "--nproc-per-node", str(num_processes),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self._first.address}:{PORT}", "--rdzv-id", "hosts",
             "--rdzv-conf", f"{RENDEZVOUS},is_host={str(host is self._first).lower()}", "--local-addr", host.address,
             "--max-restarts", "5", "--monitor-interval", "0.2", str(HERE / "elastic_worker.py"), str(self._config),
         ]  # fmt: skip
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
+        environ = {
             "GLOO_SOCKET_IFNAME": "eth0",
             # torch 2.13: agents that share one store keep the first round's address, and hosts that join later wait in
             # vain for that of their round.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
         }
-        with open(self.folder / f"{host.name}.log", "ab") as log:
-            agent = host.start(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        self._agents[host.name] = agent
+        self._agents[host.name] = self._forked.start(
+            HERE / "elastic_worker.py", *words,
+            output=self.folder / f"{host.name}.log", environ=environ, network=host.network, leads=True,
+        )  # fmt: skip
         self._hosts.append(host)
 
     def kill(self, host: Host) -> None:
@@ -109,7 +104,7 @@ class Job:
     def finish(self) -> None:
         """Wait until all agents have ended well."""
         for agent in self._agents.values():
-            assert agent.wait(timeout=240) == 0, self.logs()
+            assert agent.wait() == 0, self.logs()
 
     def wait_for_commits(self, count: int) -> None:
         deadline_s = time.monotonic() + 150
@@ -128,29 +123,31 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def ranks_on(
-    hosts: Sequence[Host], per_host: int, output: Path, script: Path, config: Path
+    forked: Forked, hosts: Sequence[Host], per_host: int, output: Path, script: Path, config: Path
 ) -> Iterator[list[ForkedProcess]]:
-    """Ranks with torchrun's variables, forked on their hosts from a process of each; rank 0 keeps the store."""
+    """Ranks with torchrun's variables, on their hosts; rank 0 keeps the store."""
     environ = {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
     environ |= {
         "WORLD_SIZE": str(per_host * len(hosts)),
         "LOCAL_WORLD_SIZE": str(per_host),
         "TORCHELASTIC_RUN_ID": "hosts",
     }
-    with ExitStack() as stack:
-        names = ("streaming.loader", "data_sets", "torch.distributed.tensor")
-        origins = [stack.enter_context(Forked(*names, command=host.command)) for host in hosts]
-        ranks = []
-        for number, origin in enumerate(origins):
+    ranks = []
+    try:
+        for number, host in enumerate(hosts):
             place = {"GROUP_RANK": str(number), "GROUP_WORLD_SIZE": str(len(hosts))}
             for local_rank in range(per_host):
                 rank = {"RANK": str(number * per_host + local_rank), "LOCAL_RANK": str(local_rank)}
-                ranks.append(origin.start(script, str(config), output=output, environ=environ | place | rank))
+                here = environ | place | rank
+                ranks.append(forked.start(script, str(config), output=output, environ=here, network=host.network))
         yield ranks
+    finally:
+        for one in ranks:
+            one.kill()
 
 
 def test_grids_of_eight_processes_on_two_hosts(
-    hosts: Hosts, store: MiniS3Server, samples: SampleSet, tmp_path: Path
+    hosts: Hosts, store: MiniS3Server, samples: SampleSet, tmp_path: Path, forked: Forked
 ) -> None:
     """P1, P2 and P5, counted from what was received: data ranks partition the epoch, their replicas agree."""
     jobs = [
@@ -161,7 +158,7 @@ def test_grids_of_eight_processes_on_two_hosts(
     config = {"url": samples.url, "storage_options": samples.storage_options, "dataset": DATASET}
     (tmp_path / "config.json").write_text(json.dumps({**config, "folder": str(tmp_path), "jobs": jobs}))
     output, script = tmp_path / "output", HERE / "torchrun_worker.py"
-    with ranks_on(hosts.hosts[:2], 4, output, script, tmp_path / "config.json") as ranks:
+    with ranks_on(forked, hosts.hosts[:2], 4, output, script, tmp_path / "config.json") as ranks:
         assert set(all_end(ranks)) == {0}, output.read_text()[-4000:]
     dataset = samples.open(**DATASET)
     for name, grid in GRIDS.items():
@@ -183,11 +180,11 @@ def test_grids_of_eight_processes_on_two_hosts(
         assert got == play(dataset, data_size, **LOADER)
 
 
-def test_a_host_is_killed_and_others_join(hosts: Hosts, samples: SampleSet, tmp_path: Path) -> None:
+def test_a_host_is_killed_and_others_join(hosts: Hosts, samples: SampleSet, tmp_path: Path, forked: Forked) -> None:
     """Three hosts, then two, then four, in one job: the global batches are those of an undisturbed run."""
     first, second, lost, fourth = hosts.hosts
     gates = {"3": 3, "7": 2}
-    with Job(tmp_path / "elastic", samples, first, loader=LOADER, epochs=2, gates=gates) as job:
+    with Job(forked, tmp_path / "elastic", samples, first, loader=LOADER, epochs=2, gates=gates) as job:
         for host in (first, second, lost):
             job.start(host, "2:4", 1)
         job.wait_for_commits(3)

@@ -9,13 +9,11 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 import types
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,8 @@ import pytest
 import ray
 import torch
 from click.testing import CliRunner
-from data_sets import SampleSet, loaders, mesh_of, play, valid_keys, write_set
+from data_sets import SampleSet, mesh_of, play, valid_keys, write_set
+from forked import Forked
 from ray.util import placement_group, remove_placement_group
 from ray_cluster import TwoNodes, locations, wait_for_end
 from test_convert_elsewhere import contents, parquet_source
@@ -39,6 +38,7 @@ from shard_tools.running.ray_engine import RayExecutor
 from streaming import DataLoader, OrdinaryDataset, RemoteBatch, RemoteGroup, StreamingDataset
 from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError, StateError, WorkerDiedError
 from streaming.remote import cluster, wire
+from streaming.remote.reader import Reader
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -57,6 +57,52 @@ def _ctrl_c_stays_pythons() -> Iterator[None]:
 def nodes() -> Iterator[TwoNodes]:
     with TwoNodes() as nodes:
         yield nodes
+
+
+class WarmReaders:
+    """Actors that were readers before and become others: each new one takes three seconds of a core for its imports.
+
+    All but who starts them, and that they end, is the product's; the tests of deaths, places and ends start their own.
+    """
+
+    def __init__(self) -> None:
+        class Warm(Reader):
+            """Defined here, so that it travels as it is: the actors do not import this file."""
+
+            def __init__(self) -> None:
+                self._loaders = ()
+
+            def become(self, *given: Any) -> None:
+                for loader in self._loaders:
+                    loader.close()
+                Reader.__init__(self, *given)
+
+        warm = ray.remote(concurrency_groups={cluster._CONTROL: 1})(Warm)
+        self.free = [warm.options(num_cpus=0, resources={node: 0.01}).remote() for node in ("away", "home")]
+        self.all = list(self.free)
+
+    def start(self, reader: type, arguments: Sequence[tuple[Any, ...]], group: RemoteGroup) -> list[Any]:
+        """As ``cluster.start``."""
+        actors = [self.free.pop(0) for _ in arguments]
+        ray.get([actor.become.remote(*given) for actor, given in zip(actors, arguments, strict=True)])
+        return actors
+
+
+@pytest.fixture(scope="module")
+def _warm_readers(nodes: TwoNodes) -> Iterator[WarmReaders]:
+    readers = WarmReaders()
+    yield readers
+    for actor in readers.all:
+        ray.kill(actor)
+
+
+@pytest.fixture
+def warm_readers(_warm_readers: WarmReaders, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Loaders take their readers from those that are there, and give them back."""
+    monkeypatch.setattr(cluster, "start", _warm_readers.start)
+    monkeypatch.setattr(cluster, "kill", _warm_readers.free.append)
+    yield
+    assert len(_warm_readers.free) == len(_warm_readers.all), "a loader was not closed"
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +277,7 @@ def test_the_driver_sees_handles_and_only_who_uses_a_slice_receives_it(
             return batch["__key__"], batch["big"].nbytes, ray.get_runtime_context().get_node_id()
 
     mesh = DeviceMesh.from_sizes(dp_size=2, tp_size=2, rank=0, environ={})
-    trainers = [Trainer.remote() for _ in range(4)]
+    trainers = [Trainer.remote() for _ in range(2)]  # the tensor ranks of each data rank, in different processes
     got: list[list[str]] = []
     with DataLoader(create, batch_size=8, device_mesh=mesh, remote_group=AWAY) as loader:
         for batch in loader:
@@ -239,7 +285,7 @@ def test_the_driver_sees_handles_and_only_who_uses_a_slice_receives_it(
             assert [handle.num_samples for handle in batch.handles] == [8, 8]
             assert (batch.epoch, batch.number) == (0, len(got))
             assert batch.of(0) is batch.of(1)  # replicas share one object
-            used = ray.get([trainer.use.remote(batch.of(rank)) for rank, trainer in enumerate(trainers)])
+            used = ray.get([trainers[rank % 2].use.remote(batch.of(rank)) for rank in range(4)])
             assert [node for _, _, node in used] == [away] * 4
             assert used[0][0] == used[1][0]
             assert used[2][0] == used[3][0]
@@ -252,7 +298,7 @@ def test_the_driver_sees_handles_and_only_who_uses_a_slice_receives_it(
     assert got == steps(play(samples.open(), 2, batch_size=8))
 
 
-def test_several_readers_serve_the_ranks_as_local_loaders_do(nodes: TwoNodes, samples: SampleSet) -> None:
+def test_several_readers_serve_the_ranks_as_local_loaders_do(warm_readers: None, samples: SampleSet) -> None:
     group = RemoteGroup(name="readers", num_actors=2, num_cpus=0.3)
     with remote(samples, 3, group=group, batch_size=11, last_batch="pad") as loader:
         got = [keys_of(batch) for batch in loader]
@@ -277,7 +323,7 @@ def test_readers_join_a_placement_group_of_that_name(nodes: TwoNodes, samples: S
     remove_placement_group(bundles)
 
 
-def test_an_ordinary_data_set_too(nodes: TwoNodes) -> None:
+def test_an_ordinary_data_set_too(warm_readers: None) -> None:
     def create() -> OrdinaryDataset:
         return OrdinaryDataset(list(range(40)), seed=3)
 
@@ -332,14 +378,14 @@ def story(loader: DataLoader, keys: Callable[[Any], list[str]]) -> Iterator[Any]
     yield loader.state_dict()
 
 
-def test_the_position_moves_as_that_of_a_local_loader(nodes: TwoNodes, samples: SampleSet) -> None:
+def test_the_position_moves_as_that_of_a_local_loader(warm_readers: None, samples: SampleSet) -> None:
     with DataLoader(samples.open(), batch_size=16, device_mesh=mesh_of(1, 0)) as local:
         expected = list(story(local, valid_keys))
     with remote(samples, 1, batch_size=16) as loader:
         assert list(story(loader, lambda batch: keys_of(batch)[0])) == expected
 
 
-def test_states_go_between_local_and_remote_loaders_of_any_size(nodes: TwoNodes, samples: SampleSet) -> None:
+def test_states_go_between_local_and_remote_loaders_of_any_size(warm_readers: None, samples: SampleSet) -> None:
     whole = play(samples.open(), 1, batch_size=16)[0]
     with remote(samples, 2) as loader:
         batches = iter(loader)
@@ -352,7 +398,9 @@ def test_states_go_between_local_and_remote_loaders_of_any_size(nodes: TwoNodes,
         assert [sorted(itertools.chain(*keys_of(batch))) for batch in loader] == [sorted(keys) for keys in whole[4:]]
 
 
-def test_only_so_much_is_asked_for_ahead(nodes: TwoNodes, samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_much_is_asked_for_ahead(
+    warm_readers: None, samples: SampleSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     read = cluster.read
     monkeypatch.setattr(cluster, "read", lambda actor, step, n: asked.append(step.number) or read(actor, step, n))
@@ -369,7 +417,7 @@ def test_only_so_much_is_asked_for_ahead(nodes: TwoNodes, samples: SampleSet, mo
 # ------------------------------------------------------------------------------------------------- errors and deaths
 
 
-def test_an_error_in_the_actor_arrives_as_it_is(nodes: TwoNodes, samples: SampleSet, tmp_path: Path) -> None:
+def test_an_error_in_the_actor_arrives_as_it_is(warm_readers: None, samples: SampleSet, tmp_path: Path) -> None:
     missing = f"{tmp_path}/nothing/"
 
     def create_nothing() -> StreamingDataset:
@@ -462,9 +510,6 @@ def test_a_batch_that_kills_every_reader_is_an_error(
 DRIVER = """
 import os, signal, sys
 import ray
-from shard_tools.cli import cli
-from shard_tools.running.engine import ordered
-from shard_tools.running.ray_engine import RayExecutor
 from streaming import DataLoader, RemoteGroup, StreamingDataset
 
 address, url, place = sys.argv[1:]
@@ -481,13 +526,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_readers_end_with_their_driver(nodes: TwoNodes, samples: SampleSet, tmp_path: Path) -> None:
-    place = tmp_path / "pid"
-    driver = subprocess.run(
-        [sys.executable, "-c", DRIVER, nodes.address, samples.url, str(place)],
-        check=False, timeout=120, capture_output=True, text=True,
-    )  # fmt: skip
-    assert driver.returncode == -signal.SIGKILL, driver.stderr
+def test_readers_end_with_their_driver(nodes: TwoNodes, samples: SampleSet, tmp_path: Path, forked: Forked) -> None:
+    place, output = tmp_path / "pid", tmp_path / "output"
+    driver = forked.start(DRIVER, nodes.address, samples.url, str(place), output=output)
+    assert driver.wait(120) == -signal.SIGKILL, output.read_text()
     assert wait_for_end(int(place.read_text()))
 
 
@@ -540,68 +582,57 @@ def test_a_driver_that_knows_ray_train_is_no_worker_of_it(monkeypatch: pytest.Mo
     assert infra.discover().launcher == "single"
 
 
-# ray.data sets its own deprecated options when its context is made.
-@pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning:ray.data.context")
-def test_each_ray_train_worker_reads_its_own_share(nodes: TwoNodes, samples: SampleSet, tmp_path: Path) -> None:
-    from ray.train import RunConfig, ScalingConfig  # noqa: PLC0415  once loaded, infra asks it: only for this test
-    from ray.train.torch import TorchTrainer  # noqa: PLC0415
-
-    url, folder = samples.url, tmp_path
-
-    def train() -> None:
-        with DataLoader(StreamingDataset(url), batch_size=8) as loader:
-            keys = [batch["__key__"] for batch in loader]
-            rank = loader.device_mesh.data_rank
-        (folder / f"{rank}.json").write_text(json.dumps([infra.discover().launcher, keys]))
-
-    scaling, run = ScalingConfig(num_workers=2), RunConfig(storage_path=str(tmp_path / "runs"))
-    TorchTrainer(train, scaling_config=scaling, run_config=run).fit()
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [launcher for launcher, _ in found] == ["ray", "ray"]
-    assert [keys for _, keys in found] == play(samples.open(), 2, batch_size=8)
-
-
 def mortal(log: str, kill_at: int | None) -> Callable[[None, dict[str, Any]], None]:
     """A ``train_step`` that notes what each rank received, and kills rank 0 at one of its batches."""
     count = itertools.count(1)
 
     def train_step(model: None, batch: dict[str, Any]) -> None:
-        rank = infra.discover().rank
-        with open(f"{log}-{rank}", "a") as file:
-            file.write(json.dumps(batch["__key__"]) + "\n")
-        if next(count) == kill_at and rank == 0:
+        launch = infra.discover()
+        with open(f"{log}-{launch.rank}", "a") as file:
+            file.write(json.dumps([launch.launcher, batch["__key__"]]) + "\n")
+        if next(count) == kill_at and launch.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.barrier()  # as gradients are reduced: no rank is a step behind
 
     return train_step
 
 
+# ray.data sets its own deprecated options when its context is made.
 @pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning:ray.data.context")
+@pytest.mark.parametrize(
+    "legs",
+    [
+        ((2, 1.3), (1, None)),
+        # Each leg takes 20 s of a core. That a border of epochs is as good a moment, and that ranks may be more than
+        # before, is shown for every program of the page without Ray in trainers/test_trainers.py.
+        pytest.param(((2, 1.3), (1, 2), (2, None)), marks=pytest.mark.matrix),
+    ],
+    ids=["middle", "border"],
+)
 def test_ray_train_killed_and_resumed_as_docs_trainers_has_it(
-    nodes: TwoNodes, samples: SampleSet, tmp_path: Path
+    nodes: TwoNodes, samples: SampleSet, tmp_path: Path, legs: tuple[tuple[int, float | None], ...]
 ) -> None:
-    """Rank 0 dies by SIGKILL in the middle of an epoch, and at a border of epochs; other numbers of ranks go on."""
-    from ray.train import WorkerGroupError  # noqa: PLC0415
+    """Each worker finds its place and reads its own share; rank 0 dies by SIGKILL, another number of ranks goes on.
+
+    A leg: how many ranks, and how many epochs have been trained on when the next batch kills rank 0.
+    """
+    from ray.train import WorkerGroupError  # noqa: PLC0415  once loaded, infra asks it: only for this test
 
     page = Path(__file__).resolve().parent.parent / "docs/trainers.md"
     (block,) = blocks(page.read_text().split("\n## Ray Train\n")[1])
-    (reference,) = loaders(samples.open(), 1, global_batch_size=12)
-    per_epoch, expected = len(reference), []
-    for epoch in range(3):
-        reference.set_epoch(epoch)
-        expected += [Counter(batch["__key__"]) for batch in reference]
     names = {"URL": samples.url, "FOLDER": str(tmp_path / "runs"), "CHECKPOINT": str(tmp_path / "state.pt")}
     at = 0
-    for number, (ranks, stop) in enumerate([(2, per_epoch + 3), (1, 2 * per_epoch), (2, None)]):
-        log, end = tmp_path / f"leg{number}", stop or 3 * per_epoch
+    for number, (ranks, epochs) in enumerate(legs):
+        expected = play(samples.open(), ranks, epochs=3, global_batch_size=12)
+        stop = epochs and int(epochs * len(expected[0]) / 3)
+        log, end = tmp_path / f"leg{number}", stop or len(expected[0])
         own = {"EPOCHS": 3, "RANKS": ranks, "model": None, "train_step": mortal(str(log), stop and stop + 1 - at)}
         with pytest.raises(WorkerGroupError) if stop else contextlib.nullcontext():
             exec(compile(block.code, str(page), "exec"), {"__name__": "__main__", **names, **own})
-        received = [
-            [json.loads(line) for line in Path(f"{log}-{rank}").read_text().splitlines()] for rank in range(ranks)
-        ]
-        for step in range(at, end):
-            assert Counter(key for one in received for key in one[step - at]) == expected[step], (number, step)
+        for rank in range(ranks):
+            received = [json.loads(line) for line in Path(f"{log}-{rank}").read_text().splitlines()]
+            assert {launcher for launcher, _ in received} == {"ray"}
+            assert [keys for _, keys in received][: end - at] == expected[rank][at:end], (number, rank)
         at = end
 
 

@@ -11,8 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,13 +31,18 @@ HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent.parent / "docs/trainers.md"
 EPOCHS, STEPS, GLOBAL_BATCH = 3, 18, 12
 DEADLINE_S = 150
+TORCHRUN = "from torch.distributed.run import main; main()"
 
-Launcher = Literal["fork", "torchrun", "script"]
+Launcher = Literal["fork", "torchrun", "itself"]
 
 
 @dataclass(frozen=True)
 class Leg:
-    """Ranks; the number of the batch that kills rank 0, from 1 (None: to the end); who starts them."""
+    """Ranks; the number of the batch that kills rank 0, from 1 (None: to the end); who starts them.
+
+    All processes are forked from one that has imported the trainers, but those that ``torchrun`` or the program itself
+    start, which begin as new interpreters.
+    """
 
     ranks: int
     kill_at: int | None
@@ -71,9 +74,9 @@ NO_LOGS = {
 }
 NO_REPORTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
 PROGRAMS = (
-    Program("torchrun", legs("torchrun")),
-    Program("torch.multiprocessing.spawn", (Leg(2, 13, "script"), Leg(1, None, "script"))),
-    Program("Lightning", legs("script"), quiet=NO_LOGS),
+    Program("torchrun", legs("fork")),
+    Program("torch.multiprocessing.spawn", (Leg(2, 13, "itself"), Leg(1, None, "itself"))),
+    Program("Lightning", legs("itself"), quiet=NO_LOGS),
     Program("transformers.Trainer", legs("fork"), quiet=NO_REPORTS),
     Program("Accelerate", legs("fork")),
     Program("Stateful and torch.distributed.checkpoint", legs("fork")),
@@ -120,27 +123,28 @@ class Ranks:
 
     def fork(self, script: Path, ranks: int, errors: Path, environ: dict[str, str]) -> int:
         """With the variables that torchrun sets, and a store for the rendezvous such as it has."""
-        if self._forked is None:
-            self._forked = Forked(*TRAINERS, environ=ENVIRON)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environ = environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        started = self._forked.start_ranks(script, world_size=ranks, output=errors, environ=environ)
+        started = self.origin.start_ranks(script, world_size=ranks, output=errors, environ=environ)
         codes = all_end(started, DEADLINE_S + 60)
         return codes[0] or max(map(abs, codes))
 
-    def start(self, command: list[str], errors: Path, environ: dict[str, str]) -> int:
-        """As a program of its own; whatever it leaves behind when it was killed is killed, too."""
-        with open(errors, "ab") as file:
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                stdout=file, stderr=file, env={**os.environ, **ENVIRON, **environ}, start_new_session=True,
-            )  # fmt: skip
+    def start(self, program: str | Path, *arguments: str, errors: Path, environ: dict[str, str]) -> int:
+        """As a program that starts its ranks; whatever it leaves behind when it was killed is killed, too."""
+        process = self.origin.start(program, *arguments, output=errors, environ=environ, leads=True)
         try:
             return process.wait(DEADLINE_S + 60)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+    @property
+    def origin(self) -> Forked:
+        """The process that has imported the trainers."""
+        if self._forked is None:
+            self._forked = Forked(*TRAINERS, environ=ENVIRON)
+        return self._forked
 
     def close(self) -> None:
         if self._forked is not None:
@@ -178,11 +182,11 @@ def play_leg(
     environ = {"TRAINER_TEST": json.dumps(told)}
     if leg.launcher == "fork":
         status = running.fork(script, leg.ranks, errors, environ)
-    elif leg.launcher == "script":
-        status = running.start([str(script)], errors, environ)
+    elif leg.launcher == "itself":
+        status = running.start(script, errors=errors, environ=environ)
     else:
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(leg.ranks), str(script)]
-        status = running.start(words, errors, environ)
+        words = ["--standalone", "--nproc-per-node", str(leg.ranks), str(script)]
+        status = running.start(TORCHRUN, *words, errors=errors, environ=environ)
     said = errors.read_text()[-6000:]
     assert (status == 0) == (leg.kill_at is None), said
     received = []
@@ -194,7 +198,13 @@ def play_leg(
     return received
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=[program.heading.replace(" ", "-") for program in PROGRAMS])
+# What torchrun adds to its variables and store shows test_distributed.py: two interpreters of three seconds.
+BY_TORCHRUN = pytest.param(Program("torchrun", legs("torchrun")), marks=pytest.mark.matrix, id="by-torchrun")
+
+
+@pytest.mark.parametrize(
+    "program", [*(pytest.param(one, id=one.heading.replace(" ", "-")) for one in PROGRAMS), BY_TORCHRUN]
+)
 def test_killed_and_resumed(
     running: Ranks, samples: SampleSet, expected: list[Counter[str]], tmp_path: Path, program: Program
 ) -> None:
