@@ -1,27 +1,38 @@
-"""A loader alone in a process tree, and what that takes: run by test_memory.py as ``memory_run.py FOLDER WORKERS``,
-or ``memory_run.py FOLDER WORKERS NAME``, where ``FOLDER/NAME`` has no index unless its name begins with "objects".
+"""A loader alone in a process tree, and what that takes; forked by test_memory.py with ``FOUND FOLDER WORKERS [NAME]``.
 
-Prints JSON: ``idle_bytes`` (the same processes after a tiny epoch), ``peak_bytes`` (the most while the data set was
-read by a consumer that is slower than the loader), both over all processes, and the loader's own figures.
+``FOLDER/NAME`` has no index, unless its name begins with "objects". Writes JSON to the file ``FOUND``: ``idle_bytes``
+(the same processes after a tiny epoch), ``peak_bytes`` (the most while the data set was read by a consumer that is
+slower than the loader), both over all processes, and the loader's own figures.
+
+A worker takes ``FIRST_BATCH_BYTES`` for its first batch, whatever is in that. ``idle_bytes`` has this for as many
+workers as built any of the large batches: few, since of the idle ones that which was busy last goes first.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
+import tempfile
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import torch
 
 import streaming.catalog.open
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
+from streaming.engine.workers.fork_server import SHARED
 
 LIMIT_BYTES = 128 << 20
 SAMPLE_BYTES = 256 << 10
+BATCH_SIZE = 8
+FIRST_BATCH_BYTES = 3 << 20
+"""At least: 3.2 MiB of 8 workers, which share the rest; pages that are its own from then on."""
 
 
 def decode(data: bytes) -> torch.Tensor:
@@ -32,6 +43,36 @@ def decode(data: bytes) -> torch.Tensor:
 def forget(data: bytes) -> int:
     """Make nothing of the bytes, which fill chunks beside objects that are dear to decode."""
     return len(data)
+
+
+class Counted:
+    """A decoder that counts the worker processes in which it was called.
+
+    Args:
+        decoder: What decodes.
+        waits_for: So many workers: none builds its second batch (the very first one comes alone, to be weighed), or its
+            first, before all are there.
+    """
+
+    def __init__(self, decoder: Callable[[bytes], Any], waits_for: int = 0) -> None:
+        self._decoder, self._waits_for = decoder, waits_for
+        self._folder = tempfile.mkdtemp(prefix="built-")
+        self._num_calls = self._wait_at = 0
+
+    def __call__(self, data: bytes) -> Any:
+        if self._num_calls == 0:
+            self._wait_at = 0 if self.count() else BATCH_SIZE
+            open(f"{self._folder}/{os.getpid()}", "w").close()
+        if self._num_calls == self._wait_at:
+            until_s = time.monotonic() + 100
+            while self.count() < self._waits_for:
+                assert time.monotonic() < until_s, f"only {self.count()} workers have a batch"
+                time.sleep(0.01)
+        self._num_calls += 1
+        return self._decoder(data)
+
+    def count(self) -> int:
+        return len(os.listdir(self._folder))
 
 
 def memory_bytes(folder: str) -> int:
@@ -47,7 +88,9 @@ def memory_bytes(folder: str) -> int:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except (FileNotFoundError, ProcessLookupError):  # has just ended
             continue
-        total += sum(int(shares.split(f"\n{kind}:")[1].split()[0]) << 10 for kind in ("Pss_Anon", "Pss_Shmem"))
+        # This process alone was forked from one that is not counted; it has all to itself.
+        anonymous = "Anonymous" if process.pid == os.getpid() else "Pss_Anon"
+        total += sum(int(shares.split(f"\n{kind}:")[1].split()[0]) << 10 for kind in (anonymous, "Pss_Shmem"))
         for line in maps.splitlines():
             if folder in line:
                 start, stop = line.split()[0].split("-")
@@ -56,7 +99,7 @@ def memory_bytes(folder: str) -> int:
 
 
 class Sampler:
-    """The most that was seen, looked at ten times a second."""
+    """The most that was seen, looked at five times a second."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -73,21 +116,23 @@ class Sampler:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(0.1):
+        while not self._ended.wait(0.2):
             self.peak_bytes = max(self.peak_bytes, memory_bytes(self._folder))
 
 
-def loader_of(folder: str, num_workers: int, epoch_size: int | None = None) -> DataLoader:
+def loader_of(folder: str, decoder: Counted, num_workers: int, epoch_size: int | None = None) -> DataLoader:
     window = 16 if epoch_size is None else 4096  # streamed: the window is bounded by its bytes
-    decoder = forget if "objects" in folder else decode
     dataset = StreamingDataset(
         folder, decode={"bin": decoder}, shuffle=ShuffleConfig(lanes=4, window=window), transform=dict
     )
-    return DataLoader(dataset, batch_size=8, num_workers=num_workers, memory_limit=LIMIT_BYTES, epoch_size=epoch_size)
+    return DataLoader(
+        dataset, BATCH_SIZE, num_workers=num_workers, memory_limit=LIMIT_BYTES, epoch_size=epoch_size
+    )  # fmt: skip
 
 
-def main(folder: str, num_workers: int, name: str = "large") -> None:
-    with loader_of(f"{folder}/tiny/", num_workers) as tiny:
+def main(found_path: str, folder: str, num_workers: int, name: str = "large") -> None:
+    SHARED.linger = True  # one process forks the workers of both loaders
+    with loader_of(f"{folder}/tiny/", Counted(decode, num_workers), num_workers) as tiny:
         for batch in tiny:
             del batch
         gc.collect()
@@ -96,21 +141,18 @@ def main(folder: str, num_workers: int, name: str = "large") -> None:
     if name != "large" and not name.startswith("objects"):
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
         epoch_size = 3 * LIMIT_BYTES // SAMPLE_BYTES
-    with loader_of(f"{folder}/{name}/", num_workers, epoch_size) as loader, Sampler(folder) as sampler:
+    decoder = Counted(forget if name.startswith("objects") else decode)
+    with loader_of(f"{folder}/{name}/", decoder, num_workers, epoch_size) as loader, Sampler(folder) as sampler:
         slow = threading.Event()
         for _ in loader:
             slow.wait(0.03)  # the consumer is what everything waits for, so that buffers fill
         found = loader.metrics()
-    print(
-        json.dumps(
-            {
-                "idle_bytes": idle_bytes,
-                "peak_bytes": sampler.peak_bytes,
-                **{name: found[name] for name in ("arena_peak_bytes", "ring_peak_bytes", "batches")},
-            }
-        )
-    )
+    if num_workers:
+        idle_bytes -= (num_workers - decoder.count()) * FIRST_BATCH_BYTES
+    SHARED.close()
+    found = {name: found[name] for name in ("arena_peak_bytes", "ring_peak_bytes", "batches")}
+    Path(found_path).write_text(json.dumps({"idle_bytes": idle_bytes, "peak_bytes": sampler.peak_bytes, **found}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    main(*sys.argv[1:3], int(sys.argv[3]), *sys.argv[4:])

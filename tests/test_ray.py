@@ -54,7 +54,7 @@ def _ctrl_c_stays_pythons() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[TwoNodes]:
+def nodes(forked: Forked) -> Iterator[TwoNodes]:  # what ``forked`` starts is no child that the cluster leaves behind
     with TwoNodes() as nodes:
         yield nodes
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from data_sets import SampleSet, data_gets, mesh_of, write_set
+from forked import Forked
 from servers import MiniS3Server
 
 from streaming import DataLoader
@@ -27,7 +25,7 @@ def samples(mini_s3: MiniS3Server) -> SampleSet:
     return write_set(f"{bucket}/train", storage_options=mini_s3.storage_options)
 
 
-def run(folder: Path, samples: SampleSet, world_size: int, jobs: list[Any]) -> list[int]:
+def run(forked: Forked, folder: Path, samples: SampleSet, world_size: int, jobs: list[Any]) -> list[int]:
     """Start the ranks and wait for them; their exit codes."""
     config = {
         "url": samples.url, "storage_options": dict(samples.storage_options or {}), "folder": str(folder),
@@ -35,33 +33,32 @@ def run(folder: Path, samples: SampleSet, world_size: int, jobs: list[Any]) -> l
     }  # fmt: skip
     path = folder / "config.json"
     path.write_text(json.dumps(config))
-    command = [sys.executable, str(HERE / "replica_worker.py"), str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
     started = []
     try:
         for rank in range(world_size):
-            with open(folder / f"stderr-{rank}", "wb") as errors:
-                one = subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stderr=errors)
-            started.append(one)
-        return [one.wait(timeout=200) for one in started]
+            output = folder / f"output-{rank}"
+            started.append(
+                forked.start(HERE / "replica_worker.py", str(path), output=output, environ={"RANK": str(rank)})
+            )
+        return [one.wait(200) for one in started]
     finally:
         for one in started:
-            if one.poll() is None:
-                one.kill()
-            one.wait()
+            one.kill()
 
 
 def results(folder: Path, name: str, ranks: range) -> list[Any]:
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in ranks]
 
 
-def test_replicas_stages_and_agreement(samples: SampleSet, mini_s3: MiniS3Server, tmp_path: Path) -> None:
+def test_replicas_stages_and_agreement(
+    samples: SampleSet, mini_s3: MiniS3Server, tmp_path: Path, forked: Forked
+) -> None:
     """Four ranks: broadcast for dp 2 x tp 2 with the loop's own collectives; pp 2 x cp 2; a rank that differs."""
     mini_s3.clear_log()
     jobs: list[Any] = [["train", {"dp_size": 2, "tp_size": 2}, True]]
     jobs += [["portions", {"dp_size": 1, "pp_size": 2, "cp_size": 2}, True], ["differ", {"dp_size": 4}, False]]
-    codes = run(tmp_path, samples, 4, jobs)
-    errors = [(tmp_path / f"stderr-{rank}").read_text()[-2000:] for rank in range(4)]
+    codes = run(forked, tmp_path, samples, 4, jobs)
+    errors = [(tmp_path / f"output-{rank}").read_text()[-2000:] for rank in range(4)]
     assert codes == [0] * 4, errors
     trained = results(tmp_path, "train", range(4))
     dataset = samples.open(seed=5)
@@ -91,9 +88,9 @@ def test_replicas_stages_and_agreement(samples: SampleSet, mini_s3: MiniS3Server
     assert data_gets(mini_s3.log(), samples.url)
 
 
-def test_a_reader_that_dies_ends_the_others(samples: SampleSet, tmp_path: Path) -> None:
+def test_a_reader_that_dies_ends_the_others(samples: SampleSet, tmp_path: Path, forked: Forked) -> None:
     """At once and with a message, not at the time-out."""
-    codes = run(tmp_path, samples, 3, [["die", {"dp_size": 1, "tp_size": 3}, True]])
+    codes = run(forked, tmp_path, samples, 3, [["die", {"dp_size": 1, "tp_size": 3}, True]])
     assert codes[0] == 17
     for one in results(tmp_path, "die", range(1, 3)):
         assert one["error"][0] == "ReplicaError"
