@@ -95,6 +95,7 @@ class Space:
             with self._locked() as usage:
                 used_bytes = self._used(usage)
                 if used_bytes + need_bytes <= self._limit_bytes:
+                    # Counted before it takes room: the counter is never below what the files take.
                     _write(usage, used_bytes + need_bytes)
                     os.ftruncate(part.fd, length_bytes)
                     return
@@ -115,7 +116,7 @@ class Space:
             os.unlink(part.path)
             return
         with self._locked() as usage:
-            os.unlink(part.path)
+            os.unlink(part.path)  # gone before it is counted out, for the same reason
             _discount(usage, reserved_bytes)
 
     def sweep(self) -> None:

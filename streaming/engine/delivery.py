@@ -262,7 +262,7 @@ class Delivery(ABC):
         with self._metrics.timed("build_in_consumer_s"):
             value = self._build(number)
         with self._changed:
-            if not self._closed:
+            if not self._closed:  # else the run gives back all at once
                 self._finish(number)
         return value
 
@@ -352,7 +352,7 @@ class Delivery(ABC):
         with self._changed:
             if self._closed:  # nobody asks for it any more
                 return
-            self._results[number] = value, error
+            self._results[number] = value, error  # started, built, and nobody's until the consumer takes it
             self._depth.saw(num_bytes, object_bytes, is_local=self._builder.is_local)
             least_bytes = self._depth.least_bytes
             self._finish(number)
@@ -406,7 +406,7 @@ class Delivery(ABC):
             if consumer not in (None, own):
                 busy.append(consumer)
             self._quiet = False
-            self._results.clear()
+            self._results.clear()  # batches of a run that is over are nobody's
             if not busy:  # no thread but this one knows the run any more
                 self._memory.abandoned = own in self._threads
                 self._give_back()
@@ -418,7 +418,7 @@ class Delivery(ABC):
         with self._changed:
             if self._closed:
                 return False
-            self._closed = True
+            self._closed = True  # one caller alone closes, and every thread that looks stops at its next step
             self._memory.abandoned = True  # until it is known better, should this be interrupted
             self._changed.notify_all()
             return True

@@ -57,7 +57,7 @@ class Substitutes:
         held = [unit for units in self._held.values() for unit in units]
         if held:
             with self._store.changed:
-                for unit in held:
+                for unit in held:  # each was held once: the store counts as before
                     self._store.release(unit)
                 self._store.changed.notify_all()
 

@@ -186,7 +186,7 @@ class ChunkStore:
         with self.changed:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = True  # no fetch begins, and what comes now enters nothing: the memory may go
         self._threads.stop(_STOP_S)
         self.arena.close(keep_mapped=self.abandoned)
         if self._maps is not None:

@@ -116,7 +116,7 @@ class FileMaps:
             pass
         finally:
             with self._lock:
-                file.coming -= 1
+                file.coming -= 1  # from here on the range counts as mapped, or as never asked for: nothing in between
                 if done:
                     file.mapped[start] = wanted
                 else:
@@ -129,6 +129,7 @@ class FileMaps:
         with self._lock:
             file = self._files.get(wanted.url)
             if file is not None and file.mapped.pop(start, None) is not None:
+                # Still mapped, but nobody's: a file of which only such maps are left is closed by the next `_tidy`.
                 self._left.append((*_place_of(wanted, start), wanted.url))
 
     def give_back(self) -> None:
@@ -144,14 +145,14 @@ class FileMaps:
                 for start, wanted in file.mapped.items():
                     first, stop = _place_of(wanted, start)
                     self._arena.copy_file(first, stop - first)
-                file.mapped.clear()
+                file.mapped.clear()  # all copied: nothing shows the file any more, so its lease may go
                 self._close_unused(url, file)
 
     def close(self) -> None:
         """Give all files back. The maps go with the arena."""
         self._closed.set()
         with self._lock:
-            self._left.clear()
+            self._left.clear()  # no file is held for a map any more; those still coming close theirs when they come
             for url, file in list(self._files.items()):
                 file.mapped.clear()
                 self._close_unused(url, file)
@@ -166,7 +167,7 @@ class FileMaps:
             file = (self._files.get(wanted.url) or self._open(wanted.url)) if maps else None
             if file is None or file.wanted_back:
                 return None, was_left
-            file.coming += 1
+            file.coming += 1  # the file stays open, and under lease, until that range has come
         return file, was_left
 
     def _forget(self, first: int, stop: int) -> bool:

@@ -60,7 +60,7 @@ class JobThreads:
         """
         with self._lock:
             if not self._stopped:
-                self._stopped = True
+                self._stopped = True  # jobs go first, so that a thread ends after the one it is at
                 while not self._jobs.empty():
                     self._jobs.get()
                 for _ in self._threads:

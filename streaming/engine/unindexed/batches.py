@@ -132,6 +132,7 @@ class ShardStream(Delivery):
             return
         except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it after the batches before
             with self._changed:
+                # In the place of the batch that could not be read: those before it are handed out first.
                 self._results[max(number, self._settings.first_batch)] = None, error
                 self._changed.notify_all()
         finally:
@@ -158,7 +159,7 @@ class ShardStream(Delivery):
         with self._changed:
             while (start := self._admit(number, packing.num_bytes)) is None:
                 self._changed.wait()
-            self._in_use += 1
+            self._in_use += 1  # its room is taken, though it cannot be begun before it is filled
             self._metrics.peak("arena_peak_bytes", self._arena.used_bytes)
         arena = self._arena
         rows = packing.place_alone() if start == _ALONE else packing.place(arena.memory, arena.view, start)
@@ -188,7 +189,7 @@ class ShardStream(Delivery):
 
     def _build(self, number: int) -> Any:
         with self._changed:
-            batch = self._gathered.pop(number)
+            batch = self._gathered.pop(number)  # this thread's alone now, which frees its room
         try:
             if batch.is_empty:
                 shown = (alone(batch.rows, row) for row in range(len(batch.rows.keys)))

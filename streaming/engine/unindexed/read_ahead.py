@@ -79,7 +79,7 @@ class ReadAhead:
     def close(self) -> None:
         """Let go whoever waits for a piece. From any thread, more than once."""
         with self._changed:
-            self._closed = True
+            self._closed = True  # who waits raises, and nobody waits any more, whatever still comes
             self._changed.notify_all()
         self._threads.stop(_STOP_S)
 
@@ -100,7 +100,7 @@ class ReadAhead:
         except BaseException as error:  # noqa: BLE001  a thread border: whoever waits for the piece gets it
             answer.error = error
         with self._changed:
-            answer.is_there = True
+            answer.is_there = True  # its value, or error, is complete and does not change
             self._changed.notify_all()
 
     def _result(self, answer: _Answer[_T]) -> _T:

@@ -87,6 +87,6 @@ class Cell:
     def close(self) -> None:
         """Let go of it."""
         with self._lock:
-            fd, self.fd = self.fd, -1
+            fd, self.fd = self.fd, -1  # no reader is in it, and none gets in: the number may be another file's now
         if fd >= 0:
             os.close(fd)

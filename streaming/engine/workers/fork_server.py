@@ -137,7 +137,7 @@ class ForkServer:
                 self._control.send(_REQUEST.pack(_KILL if kill else _STATUS, number))
                 reply = self._control.recv(_REPLY.size)
                 if reply == _READY:
-                    self._is_ready = True
+                    self._is_ready = True  # said once; whoever reads it notes it, so that replies stay in step
                     reply = self._control.recv(_REPLY.size)
             except OSError:
                 return None
@@ -197,7 +197,7 @@ class SharedServer:
         with self._lock:
             if self._server is None or self._path != sys.path or not self._server.is_alive():
                 self._server, self._path, self._users = ForkServer(), list(sys.path), 0
-            self._users += 1
+            self._users += 1  # the server lives as long as one of them: only the last one's `give_back` ends it
             return self._server
 
     def give_back(self, server: ForkServer) -> bool:
@@ -211,7 +211,7 @@ class SharedServer:
                 self._users -= 1
                 if self._users or self.linger:
                     return True
-                self._server = None
+                self._server = None  # nobody can borrow it any more, so it may be closed without the lock
         server.close()
         return False
 
@@ -227,7 +227,7 @@ class SharedServer:
         with self._lock:
             if self._users or self._server is None:
                 return
-            server, self._server = self._server, None
+            server, self._server = self._server, None  # the next one to borrow starts another
         server.close()
 
 

@@ -72,20 +72,20 @@ class _Job:
     def begin(self, worker: Worker) -> None:
         """``worker`` has it now."""
         with self._lock:
-            self._worker = worker
+            self._worker = worker  # whoever gives the job up from here on shuts this one's channel
             if self._given_up:
                 worker.channel.shut()
 
     def end(self) -> bool:
         """No worker has it any more; whether it is still wanted. If not, the worker's channel is shut."""
         with self._lock:
-            self._worker = None
+            self._worker = None  # what comes after this shuts no channel: the worker may be at another job
             return not self._given_up
 
     def give_up(self) -> None:
         """Nobody wants it any more: whoever talks to its worker gets ChannelClosedError."""
         with self._lock:
-            self._given_up = True
+            self._given_up = True  # for good: the worker that has it, or the next one, finds its channel shut
             if self._worker is not None:
                 self._worker.channel.shut()
 

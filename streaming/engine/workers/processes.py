@@ -85,7 +85,7 @@ class Processes:
         """
         with self._changed:
             self._check_open()
-            while len(self._workers) < self._num_workers:
+            while len(self._workers) < self._num_workers:  # then each of num_workers is idle, or one caller's alone
                 self._spawn()
 
     def are_starting(self) -> bool:
@@ -126,7 +126,7 @@ class Processes:
             if self._closed:
                 worker.close()
                 return
-            self._idle.append(worker)
+            self._idle.append(worker)  # idle is who has no work, so whoever takes it is the only one to talk to it
             self._changed.notify()
 
     def replace(self, worker: Worker, *, kill: bool = False) -> str:
@@ -142,7 +142,7 @@ class Processes:
         with self._changed:
             self._workers.pop(worker.number, None)
             self._check_open()
-            self._spawn()
+            self._spawn()  # as many as before, the new one idle; one that was closed meanwhile stays without
             self._changed.notify()
         return _how_it_ended(worker.pid, status)
 
@@ -154,7 +154,7 @@ class Processes:
             _end(server, worker, kill=True)
         worker.close()
         with self._changed:
-            self._workers.pop(worker.number, None)
+            self._workers.pop(worker.number, None)  # one too few until the next `take`, which starts another
             self._changed.notify()
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class Processes:
         if os.getpid() != self._owner_pid:  # a fork of the owner has nothing to end
             return
         with self._changed:
-            self._closed = True
+            self._closed = True  # nobody spawns or takes one from here on: these are all that there will ever be
             workers, self._workers = list(self._workers.values()), {}
             idle, self._idle = self._idle, []
             server, self._server = self._server, None
