@@ -11,7 +11,7 @@ from infra.mesh import DeviceMesh, as_device_mesh
 
 
 class MeshFinder:
-    """Finds where this process stands among those that train. One rule for everything that reads a share of the data.
+    """Find where this process stands among those that train. One rule for everything that reads a share of the data.
 
     1. A mesh that was given holds.
     2. Else torch.distributed says rank and size where it is initialised; else the launcher does: see `infra.launch`.

@@ -15,7 +15,7 @@ _AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
 
 
 class ToolGroup(click.Group):
-    """Turns the errors of the library into one line and an exit code; with ``--json`` into JSON, too."""
+    """Turn the errors of the library into one line and an exit code; with ``--json`` into JSON, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Note whether a program reads the output, so that a wrong option is JSON as well."""

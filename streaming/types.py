@@ -41,7 +41,7 @@ SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 
 
 class Decoder(Protocol):
-    """Turns the bytes of one field into an object.
+    """Turn the bytes of one field into an object.
 
     The contract, which every decoder of this package keeps:
 

@@ -63,7 +63,7 @@ class ShardOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class ShardCheck:
-    """Checks one shard; used once, by one thread.
+    """Check one shard; used once, by one thread.
 
     Args:
         task: Which shard, and its index.

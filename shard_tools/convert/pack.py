@@ -242,7 +242,7 @@ def _write(work: Work, start: int, first_shard: int, known_keys: Collection[str]
 
 @dataclass(frozen=True, slots=True)
 class _Lift:
-    """Takes metadata ``name`` out of a sample; a dotted name goes into nested values."""
+    """Take metadata ``name`` out of a sample; a dotted name goes into nested values."""
 
     name: str
 

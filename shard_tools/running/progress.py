@@ -29,7 +29,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Tells nobody."""
+    """Tell nobody."""
 
     def start(self, *, total_bytes: int | None, total: int | None = None) -> None:
         """Do nothing."""

@@ -19,7 +19,7 @@ _MAX_RETRIES = 3  # as often as Ray does by default
 
 
 class RayExecutor(Executor):
-    """Runs calls on the cluster, one CPU each. For one thread that submits.
+    """Run calls on the cluster, one CPU each. For one thread that submits.
 
     Connects to the cluster that this process is connected to, or that ``RAY_ADDRESS`` names, or that runs on this
     machine; where there is none it starts one. ``shutdown`` leaves what it found as it was.

@@ -52,7 +52,7 @@ class IndexReport(Report):
 
 
 class _Told:
-    """Passes a scan's progress on, and adds it up. Thread-safe."""
+    """Pass a scan's progress on, and add it up. Thread-safe."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -270,7 +270,7 @@ def _extension(source: _Source, kind: int, start: int, size: int) -> tuple[bytes
 
 
 class _Salvage:
-    """Saves one shard; used once."""
+    """Save one shard; used once."""
 
     def __init__(self, source: _Source, table: SampleTable | None) -> None:
         self._source, self._table = source, table

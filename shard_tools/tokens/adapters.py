@@ -32,7 +32,7 @@ ENCODINGS: dict[str, tuple[str, dict[str, int]]] = {
 
 
 class Tokenizer(Protocol):
-    """Turns texts into ids, the same text into the same ids; adds no beginning and no end. For one thread at a time."""
+    """Turn texts into ids, the same text into the same ids; add no beginning and no end. For one thread at a time."""
 
     @property
     def vocab_size(self) -> int:

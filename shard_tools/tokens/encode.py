@@ -38,7 +38,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Turns documents into tokens: the function that executors run. Pure: may be repeated anywhere.
+    """Turn documents into tokens: the function that executors run. Pure: may be repeated anywhere.
 
     Attributes:
         file: The tokenizer.

@@ -360,7 +360,7 @@ def _earlier_counts(place: Place, packed: Packed, storage: Storage) -> Iterator[
 
 
 class _OwnCounts:
-    """Passes on what there is to do, but not the bytes that the writer counts: text is counted where it is read."""
+    """Pass on what there is to do, but not the bytes that the writer counts: text is counted where it is read."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

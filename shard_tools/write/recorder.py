@@ -164,7 +164,7 @@ class ShardRecorder:
 
 
 class IndexRecorder:
-    """Writes each shard's sample table when the shard is out, the chunk table at the end. Not thread-safe.
+    """Write each shard's sample table when the shard is out, the chunk table at the end. Not thread-safe.
 
     Args:
         storage: Where shards and index lie.

@@ -42,7 +42,7 @@ class _Pattern:
 
 @checks_names()
 class ShardWriter:
-    """Writes samples into WebDataset shards of bounded size, and the index beside them.
+    """Write samples into WebDataset shards of bounded size, and the index beside them.
 
     The same samples give the same shards and the same index, byte for byte: fields are sorted by name, and
     headers hold no times, no owners, no order of insertion. A shard appears under its name only when it is

@@ -203,7 +203,7 @@ class _Bad(Exception):  # noqa: N818  carries a finding, is no error of the prog
 
 
 class BatchBuilder:
-    """Builds one batch; used once.
+    """Build one batch; used once.
 
     Args:
         recipe: What to do.

@@ -46,7 +46,7 @@ _EXPECTED = {
 
 
 class DrawWatch:
-    """Builds batches so that what functions draw from the process's generators depends on the samples alone.
+    """Build batches so that what functions draw from the process's generators depends on the samples alone.
 
     Not thread-safe: nobody else may draw while it builds.
 

@@ -93,7 +93,7 @@ class BatchDraws:
 
 
 class _Words(ISpawnableSeedSequence):
-    """Gives a PCG64 the words that are its seed, as they are: NumPy's own hashing of them takes ten times as long."""
+    """Give a PCG64 the words that are its seed, as they are: NumPy's own hashing of them takes ten times as long."""
 
     def __init__(self, words: npt.NDArray[np.uint64]) -> None:
         self._words = words

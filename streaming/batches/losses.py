@@ -25,7 +25,7 @@ DROPPED = "dropped by transform"
 
 
 class LossLog:
-    """Writes the warnings of one rank. Thread-safe.
+    """Write the warnings of one rank. Thread-safe.
 
     Args:
         rank: Of this process in the world.

@@ -21,7 +21,7 @@ DecodeSpec: TypeAlias = "str | Mapping[str, FieldSpec] | FieldDecoder | None"
 
 @runtime_checkable
 class FieldDecoder(Protocol):
-    """Knows the decoder of every field. Thread-safe; picklable if the decoders in it are."""
+    """Know the decoder of every field. Thread-safe; picklable if the decoders in it are."""
 
     def decoder_for(self, field: str, /) -> Decoder:
         """Return the decoder of ``field`` (an extension without the leading dot), the same object on every call.

@@ -24,7 +24,7 @@ class Account(Protocol):
 
 
 class HeldBack:
-    """Tells our own loader's iterator of what is held back; the loader then answers for the consumer by itself."""
+    """Tell our own loader's iterator of what is held back; the loader then answers for the consumer by itself."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches

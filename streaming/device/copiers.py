@@ -81,7 +81,7 @@ class _Done:
 
 
 class CpuCopier:
-    """Passes tensors through; one that lies on another device is copied to the CPU before ``issue`` returns."""
+    """Pass tensors through; one that lies on another device is copied to the CPU before ``issue`` returns."""
 
     page_locker: PageLocker | None = None
 
@@ -135,7 +135,7 @@ class CudaPageLocker:
 
 
 class CudaCopier:
-    """Copies on a stream of its own.
+    """Copy on a stream of its own.
 
     Device memory is allocated in the side stream, so that a copy never waits for the consumer's kernels. The caching
     allocator would give such memory back to the side stream as soon as its tensor is dropped, though kernels that read

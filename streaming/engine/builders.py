@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Builder(Protocol):
-    """Builds batches. Thread-safe."""
+    """Build batches. Thread-safe."""
 
     allocate: Allocate | None
     """Where the memory of a batch's tensors comes from, of batches that this process begins from now on; None: fresh
@@ -75,7 +75,7 @@ class Builder(Protocol):
 
 
 class LocalBuilder:
-    """Builds batches in the calling thread."""
+    """Build batches in the calling thread."""
 
     is_local = True
 
@@ -160,7 +160,7 @@ class LocalBuilder:
 
 
 class WorkerBuilder:
-    """Has batches built by worker processes, unless sending them there costs more than building them.
+    """Have batches built by worker processes, unless sending them there costs more than building them.
 
     Bytes, text, integers and fixed-size arrays are cut out of the arena faster than any process can hand them over:
     batches that hold nothing else are built where they are needed. The first batch decides.

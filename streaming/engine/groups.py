@@ -50,7 +50,7 @@ class Group:
 
 
 class Groups:
-    """Opens one group after the other, each as large as the size of the last one suggests. Not thread-safe."""
+    """Open one group after the other, each as large as the size of the last one suggests. Not thread-safe."""
 
     def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool, allocate: Allocate) -> None:
         self._recipe = recipe

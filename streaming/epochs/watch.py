@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Watches one thread's waits, and reports each that is too long: once, and again whenever it has doubled.
+    """Watch one thread's waits, and report each that is too long: once, and again whenever it has doubled.
 
     ``begin`` and ``end`` are for the watched thread, and cost next to nothing. The watching thread starts with the
     first ``begin``, sleeps ``after_s`` at a time, and ends with ``stop``.

@@ -154,7 +154,7 @@ def group_samples(
 
 @dataclass(frozen=True)
 class _OnePass:
-    """Reads columns shard by shard, and keeps those of this rank's shards until their groups are known."""
+    """Read columns shard by shard, and keep those of this rank's shards until their groups are known."""
 
     storage: Storage
     shards: OpenShards

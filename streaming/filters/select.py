@@ -366,7 +366,7 @@ class _Lifted:
 
 @dataclass(frozen=True)
 class _Work:
-    """Works out bits, shard by shard; a part of them travels as bytes."""
+    """Work out bits, shard by shard; a part of them travels as bytes."""
 
     storage: Storage
     shards: OpenShards

@@ -45,7 +45,7 @@ DEFAULT_RULE = ChunkRule()
 
 
 class ChunkCutter:
-    """Cuts a shard's records into chunks as they come. One cutter per shard; not thread-safe."""
+    """Cut a shard's records into chunks as they come. One cutter per shard; not thread-safe."""
 
     def __init__(self, rule: ChunkRule = DEFAULT_RULE) -> None:
         self.rule = rule

@@ -24,7 +24,7 @@ _POLYNOMIAL = 0x82F63B78  # CRC32C, bits reversed
 
 
 class SpanCutter:
-    """Cuts a shard's records into spans as they come, beside a ``ChunkCutter``. One per shard; not thread-safe."""
+    """Cut a shard's records into spans as they come, beside a ``ChunkCutter``. One per shard; not thread-safe."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

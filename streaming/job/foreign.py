@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnshardedWarning:
-    """Warns once where torch's sequential or random sampler deals out a whole data set on each of several ranks.
+    """Warn once where torch's sequential or random sampler deals out a whole data set on each of several ranks.
 
     They ask for the length as an iteration begins; samplers that shard (torch's DistributedSampler, DeviceMeshSampler)
     ask earlier or elsewhere, and trainers that cut the batches of torch's samplers stand between these and the loader.

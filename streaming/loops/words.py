@@ -15,7 +15,7 @@ _log = logging.getLogger("streaming")
 
 
 class Announcer:
-    """Writes one INFO line at the start of each epoch, on the first rank.
+    """Write one INFO line at the start of each epoch, on the first rank.
 
     Args:
         dataset: What is read.

@@ -33,7 +33,7 @@ _METRICS = {"bytes": "storage_bytes"}
 
 
 class Storage:
-    """Reads and writes objects and files by URL.
+    """Read and write objects and files by URL.
 
     Plain paths and ``file:``; ``s3:``, ``gs:``, ``az:`` (``abfs:``) and ``http(s):`` through obstore; every other
     scheme, and on request (``client="fsspec"``) these too, through fsspec. Thread-safe, picklable (without the

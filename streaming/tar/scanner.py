@@ -36,7 +36,7 @@ _CUT_OFF = (
 
 
 class TarScanner:
-    """Finds the samples of one tar archive that is fed to it piece by piece; not thread-safe.
+    """Find the samples of one tar archive that is fed to it piece by piece; not thread-safe.
 
     ::
 

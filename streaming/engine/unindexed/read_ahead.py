@@ -44,7 +44,7 @@ class _Answer(Generic[_T]):
 
 
 class ReadAhead:
-    """Reads whole objects, one after the other. For one thread, but for ``close``.
+    """Read whole objects, one after the other. For one thread, but for ``close``.
 
     Args:
         storage: Where they are.

@@ -32,7 +32,7 @@ from streaming.engine.workers.portable import SentOnce
 
 
 class ServerContext(BaseContext):
-    """Starts processes from the fork server that this process shares with all its loaders. Close it after them.
+    """Start processes from the fork server that this process shares with all its loaders. Close it after them.
 
     Args:
         shared: Objects, such as a data set, that many processes get: they are pickled once.

@@ -123,7 +123,7 @@ def run_process(sock: socket.socket, server_pid: int) -> int:
 
 
 class Descriptor:
-    """Stands for a descriptor of the parent in what a process is sent: its number among those that come along."""
+    """Stand for a descriptor of the parent in what a process is sent: its number among those that come along."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -134,7 +134,7 @@ class Descriptor:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what was sent once for many processes."""
+    """Know what was sent once for many processes."""
 
     def __init__(self, file: Any, things: list[Any]) -> None:
         super().__init__(file)

@@ -29,7 +29,7 @@ _MAIN_OF_A_CHILD = "__mp_main__"
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Knows users' own classes and functions, and gives the memory of tensors and arrays to ``buffer_callback``."""
+    """Know users' own classes and functions, and give the memory of tensors and arrays to ``buffer_callback``."""
 
     def __init__(self, file: Any, buffer_callback: Callable[[PickleBuffer], Any] | None = None) -> None:
         main = sys.modules.get(_MAIN_OF_A_CHILD)

@@ -49,7 +49,7 @@ MAX_EXTRA_SLOTS = 32
 
 
 class PageLocker(Protocol):
-    """Makes memory page-locked, so that a device can copy straight from it. Thread-safe."""
+    """Make memory page-locked, so that a device can copy straight from it. Thread-safe."""
 
     def lock(self, memory: Memory) -> bool:
         """Lock the pages of ``memory``, whole ones; False if that cannot be had."""
@@ -152,7 +152,7 @@ class Slot:
 
 
 class SlotWriter:
-    """Hands out a slot's memory from its start to its end, growing it as needed. For one thread."""
+    """Hand out a slot's memory from its start to its end, growing it as needed. For one thread."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot

@@ -141,7 +141,7 @@ def _lighter(name: Any, value: Any, rows: Rows, writer: SlotWriter, echoes: dict
 
 
 class _BytesList:
-    """Stands for a list of ``bytes`` or None: all of them end to end in ``room``, and their sizes (None: -1)."""
+    """Stand for a list of ``bytes`` or None: all of them end to end in ``room``, and their sizes (None: -1)."""
 
     def __init__(self, values: list[bytes | None], sizes: Int64Array, room: Memory) -> None:
         self._sizes = sizes

@@ -279,7 +279,7 @@ class _Bytes:
 
 
 class _SpoolWriter(StoreWriter):
-    """Collects in memory, beyond ``part_bytes`` in an unnamed temporary file, and uploads on close."""
+    """Collect in memory, beyond ``part_bytes`` in an unnamed temporary file, and upload on close."""
 
     def __init__(self, adapter: FsspecAdapter, url: str, part_bytes: int) -> None:
         self._adapter = adapter

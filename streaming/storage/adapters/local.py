@@ -160,7 +160,7 @@ def _unless_missing(error: OSError) -> None:
 
 
 class _FileWriter(StoreWriter):
-    """Writes beside the target, then renames over it; a killed process leaves a hidden temporary file at most."""
+    """Write beside the target, then rename over it; a killed process leaves a hidden temporary file at most."""
 
     def __init__(self, url: str) -> None:
         self._url = url

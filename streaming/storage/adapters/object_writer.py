@@ -16,11 +16,11 @@ _PARTS_IN_FLIGHT = 4
 
 
 class _AbortedError(Exception):
-    """Tells obstore to give the upload up; it then removes the parts."""
+    """Tell obstore to give the upload up; it then removes the parts."""
 
 
 class ObjectWriter(StoreWriter):
-    """Writes one object of a store. Used by one thread; a second, its own, sends parts from the first full part on."""
+    """Write one object of a store. Used by one thread; a second, its own, sends parts from the first full part on."""
 
     def __init__(self, store: Any, key: str, place: Place, part_bytes: int) -> None:
         self._store = store

@@ -97,7 +97,7 @@ class RangeBody(Protocol):
 
 
 class StoreWriter(Protocol):
-    """Writes one object. Nothing is visible before ``close``; leaving the context by an exception aborts.
+    """Write one object. Nothing is visible before ``close``; leaving the context by an exception aborts.
 
     In a forked child it is of no use: ``write`` and ``close`` raise ForkedError there, ``abort`` does nothing.
 
