@@ -20,13 +20,13 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from shard_tools.columns.target import THREADS, AddReport, ColumnTarget, Filled
-from shard_tools.convert.files import SourceFile, open_stored
+from shard_tools.convert.files import SourceFile
+from shard_tools.convert.parquet import open_parquet
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
-from streaming.errors import ConfigError, DataError, StorageError
+from streaming.errors import ConfigError, DataError
 from streaming.index.columns import KEY, stable_hash
 from streaming.index.where import is_comparable
 from streaming.storage import Storage, redact
@@ -125,14 +125,7 @@ class _Rows:
 
     def __init__(self, file: SourceFile, storage: Storage, name: str, options: JoinOptions) -> None:
         self._file, self._on = file, options.on
-        self._stream = open_stored(file, storage, unzip=False)
-        try:
-            self._parquet = pq.ParquetFile(pa.PythonFile(self._stream, mode="r"))
-        except (pa.ArrowException, OSError) as error:
-            self._stream.close()
-            if isinstance(error, StorageError):
-                raise
-            raise DataError(f"{redact(file.url)}: not a Parquet file, or a damaged one: {error}") from error
+        self._parquet = open_parquet(file, storage)
         schema = self._parquet.schema_arrow
         self.value = options.value or _value_column(schema.names, name, options.on)
         for column in (self._on, self.value):
@@ -164,8 +157,7 @@ class _Rows:
             yield keys.cast(pa.binary()), values.cast(self.kind)
 
     def close(self) -> None:
-        self._parquet.close()
-        self._stream.close()
+        self._parquet.close(force=True)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:

@@ -14,7 +14,7 @@ from shard_tools.convert.files import FileSource, SourceFile, find_files, open_s
 from shard_tools.convert.records import Record, SourceOptions, permutation
 from shard_tools.convert.rows import RowMapper
 from streaming.errors import DataError, StorageError
-from streaming.storage import Storage
+from streaming.storage import Storage, redact
 
 SUFFIXES = (".parquet", ".pq")
 _BATCH_BYTES = 32 << 20  # Arrow memory of one batch of rows
@@ -84,13 +84,23 @@ class ParquetFiles(FileSource):
                     number += 1
 
     def _open(self, file: SourceFile) -> pq.ParquetFile:
-        stream = open_stored(file, self._storage, unzip=False)
-        try:
-            return pq.ParquetFile(pa.PythonFile(stream, mode="r"))
-        except (pa.ArrowException, OSError) as error:
-            if isinstance(error, StorageError):
-                raise
-            raise DataError(f"{file.url}: not a Parquet file, or a damaged one: {error}") from error
+        return open_parquet(file, self._storage)
+
+
+def open_parquet(file: SourceFile, storage: Storage) -> pq.ParquetFile:
+    """Open a stored Parquet file; to be closed by ``close(force=True)``, which also lets go of what was read.
+
+    Raises:
+        DataError: It is none, or damaged.
+    """
+    stream = open_stored(file, storage, unzip=False)
+    try:
+        return pq.ParquetFile(pa.PythonFile(stream, mode="r"))
+    except (pa.ArrowException, OSError) as error:
+        stream.close()
+        if isinstance(error, StorageError):
+            raise
+        raise DataError(f"{redact(file.url)}: not a Parquet file, or a damaged one: {error}") from error
 
 
 def _batch_rows(parquet: pq.ParquetFile, group: int) -> int:

@@ -32,8 +32,8 @@ _OPEN = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _CLOSE = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
 
-class ChatError(DataError):
-    """A conversation that the template cannot render so that the mask is exact; ``reason`` is one for counting."""
+class RejectedError(DataError):
+    """A record that gives no tokens, or no exact mask; ``reason`` is one for counting."""
 
     def __init__(self, reason: str, what: str) -> None:
         super().__init__(what)
@@ -82,11 +82,11 @@ class ChatTemplate:
         """Return the text of a conversation, cut where the assistant begins and ends.
 
         Raises:
-            ChatError: The template refuses it, or no exact mask is possible.
+            RejectedError: The template refuses it, or no exact mask is possible.
         """
         roles = [message.get("role") for message in conversation.messages]
         if "assistant" not in roles:
-            raise ChatError("no assistant message", f"roles are {', '.join(map(str, roles)) or 'none'}")
+            raise RejectedError("no assistant message", f"roles are {', '.join(map(str, roles)) or 'none'}")
         whole = self._render(conversation, conversation.messages)
         if _OPEN.search(self.source):
             return _marked(whole)
@@ -98,7 +98,7 @@ class ChatTemplate:
             before = self._render(conversation, conversation.messages[:number], prompt=True)
             after = self._render(conversation, conversation.messages[: number + 1])
             if not (after.startswith(before) and whole.startswith(after) and len(before) >= done):
-                raise ChatError(
+                raise RejectedError(
                     "prefixes differ",
                     f"the template renders messages up to {number} otherwise when message {number} (or a later one) "
                     "follows; put {% generation %} around what the assistant says in the template",
@@ -119,7 +119,7 @@ class ChatTemplate:
                 eos_token=self.eos_token,
             )
         except Exception as error:  # whatever a user's template raises for these messages
-            raise ChatError("template", f"{type(error).__name__}: {error}") from error
+            raise RejectedError("template", f"{type(error).__name__}: {error}") from error
 
 
 def _marked(text: str) -> Pieces:
@@ -129,12 +129,12 @@ def _marked(text: str) -> Pieces:
     for part in rest:
         said, stop, other = part.partition(_STOP)
         if not stop or _STOP in other:
-            raise ChatError(
+            raise RejectedError(
                 "template", "{% generation %} blocks lie in each other, or a message holds U+FDD0 or U+FDD1"
             )
         pieces += [(said, True), (other, False)]
     if _STOP in first:
-        raise ChatError("template", "a message holds U+FDD1")
+        raise RejectedError("template", "a message holds U+FDD1")
     return pieces
 
 

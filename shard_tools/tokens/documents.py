@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from shard_tools.convert.records import Record
-from shard_tools.tokens.chat import Conversation
+from shard_tools.tokens.chat import Conversation, RejectedError
 from shard_tools.write.columns import follow
-from streaming.errors import ConfigError, DataError
+from streaming.errors import ConfigError
 
 TRAIN = "train"
 _HASHES = 2**64
@@ -85,14 +85,6 @@ class Document:
     record: Record
     content: str | Conversation
     num_bytes: int
-
-
-class RejectedError(DataError):
-    """A record that gives no tokens; ``reason`` is one for counting."""
-
-    def __init__(self, reason: str, what: str) -> None:
-        super().__init__(what)
-        self.reason = reason
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shard_tools.tokens.adapters import Ids
-from shard_tools.tokens.chat import ChatError, ChatTemplate, Conversation, Pieces
+from shard_tools.tokens.chat import ChatTemplate, Conversation, Pieces, RejectedError
 from shard_tools.tokens.tokenizer import Ends, TokenizerFile, open_tokenizer
 
 
@@ -82,7 +82,7 @@ class Encoder:
 def _render(template: ChatTemplate, conversation: Conversation) -> Pieces | Encoded:
     try:
         return template.pieces(conversation)
-    except ChatError as error:
+    except RejectedError as error:
         return Encoded(reason=error.reason, what=str(error))
 
 

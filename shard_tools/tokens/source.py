@@ -13,8 +13,8 @@ from shard_tools.convert.records import Record, Skipped, Source
 from shard_tools.convert.rows import dump_json
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
-from shard_tools.tokens.chat import Conversation
-from shard_tools.tokens.documents import Document, Reading, RejectedError, Tally
+from shard_tools.tokens.chat import Conversation, RejectedError
+from shard_tools.tokens.documents import Document, Reading, Tally
 from shard_tools.tokens.encode import Encoded, Encoder
 from shard_tools.write.columns import follow
 from streaming.errors import ConfigError, DataError
