@@ -129,13 +129,7 @@ def copy(
         return copied
 
     copied = list(map_ordered(bring, shards, workers))
-    num_without = sum(
-        map_ordered(lambda shard: not _copy_samples(shard, there, here, index_url), shards, _TABLE_THREADS)
-    )
-    homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
-    for home, directory in homes.items():
-        carry_notes(home, there, directory, here)
-    _write_chunk_tables(shards, here)
+    num_without = _copy_index(shards, there, here, index_url)
     return CopyReport(
         target=redact(place.directory),
         num_shards=len(shards),
@@ -146,6 +140,17 @@ def copy(
         num_without_samples=num_without,
         seconds=time.monotonic() - started,
     )
+
+
+def _copy_index(shards: Sequence[_Shard], there: Storage, here: Storage, index_url: str | None) -> int:
+    """Write sample tables, then notes, then the chunk tables; return how many shards have no sample table."""
+    has_samples = map_ordered(lambda shard: _copy_samples(shard, there, here, index_url), shards, _TABLE_THREADS)
+    num_without = len(shards) - sum(has_samples)
+    homes = {home_of(shard.source, index_url): split_url(shard.target)[0] for shard in reversed(shards)}
+    for home, directory in homes.items():
+        carry_notes(home, there, directory, here)
+    _write_chunk_tables(shards, here)
+    return num_without
 
 
 def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, target: str) -> list[_Shard]:

@@ -125,36 +125,25 @@ def index_shards(
         with suppress(NotFoundError, IndexFormatError):
             known[home] = read_chunks(storage, home)
     rows_of = {home: table.by_shard() if table else {} for home, table in known.items()}
-    todo = [(url, home, shard_name(url, index_url)) for home, group in _homes(urls, index_url).items() for url in group]
+    todo = [
+        _Todo(url=url, home=home, name=shard_name(url, index_url))
+        for home, group in _homes(urls, index_url).items()
+        for url in group
+    ]
     workers = min(parallel or num_cores(), max(1, len(todo)))
     with ExitStack() as closing:
-        told = progress
-        if executor is not None:
-            told = None
-        elif processes and workers > 1:
-            told = None
+        told = None
+        if executor is None and processes and workers > 1:
             executor = closing.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("forkserver")))
-        else:
+        elif executor is None:
             executor = closing.enter_context(ThreadPoolExecutor(workers, thread_name_prefix="index"))
-        futures = []
-        for url, home, name in todo:
-            rows = rows_of[home].get(name)
-            futures.append(
-                executor.submit(
-                    _index_shard,
-                    storage,
-                    _Todo(url=url, home=home, name=name),
-                    None if force else rows,
-                    force,
-                    rule,
-                    duplicate_keys,
-                    told,
-                )
-            )
+            told = progress
+        index = partial(_index_shard, storage, force=force, rule=rule, duplicate_keys=duplicate_keys, progress=told)
+        futures = [executor.submit(index, one, None if force else rows_of[one.home].get(one.name)) for one in todo]
         tables = _gather(futures, todo, progress if told is None else None)
     fresh: dict[str, dict[str, ChunkTable]] = {}
-    for (_, home, name), table in zip(todo, tables, strict=True):
-        fresh.setdefault(home, {})[name] = table
+    for one, table in zip(todo, tables, strict=True):
+        fresh.setdefault(one.home, {})[one.name] = table
     merged = {home: ChunkTable.merged(rows_of[home], by_name) for home, by_name in fresh.items()}
     for home, table in merged.items():
         if table != known[home]:
@@ -188,38 +177,33 @@ class _Todo:
 
 
 def _index_shard(
-    storage: Storage,
-    todo: _Todo,
-    rows: ChunkTable | None,
-    force: bool,  # noqa: FBT001 - a positional call through the executor
-    rule: ChunkRule,
-    duplicate_keys: DuplicateKeys,
-    progress: Progress | None,
-) -> ChunkTable:
+    storage: Storage, todo: _Todo, rows: ChunkTable | None, *, force: bool, rule: ChunkRule,
+    duplicate_keys: DuplicateKeys, progress: Progress | None,
+) -> ChunkTable:  # fmt: skip
     """The chunk rows of one shard: those known, those of its sample file, or those of a scan."""
     url, name = todo.url, todo.name
-    samples_url = join_url(todo.home, samples_path(name))
+    stored_url = join_url(todo.home, samples_path(name))
     if not force:
         size_bytes = storage.info(url).size_bytes
         footer = rows is None
         if rows is None:
             with suppress(IndexFormatError):
-                rows = _read_footer(storage, samples_url)
+                rows = _read_footer(storage, stored_url)
         known = rows is not None and rows.shards[0].size_bytes == size_bytes and rows.shards[0].name == name
-        if rows is not None and known and (footer or storage.exists(samples_url)):
+        if rows is not None and known and (footer or storage.exists(stored_url)):
             return rows
     table = scan_shard(storage, url, name, rule=rule, duplicate_keys=duplicate_keys, progress=progress)
-    storage.put(samples_url, table.to_parquet())
+    storage.put(stored_url, table.to_parquet())
     return table.chunks
 
 
 def _gather(
-    futures: Sequence[Future[ChunkTable]], todo: Sequence[tuple[str, str, str]], progress: Progress | None
+    futures: Sequence[Future[ChunkTable]], todo: Sequence[_Todo], progress: Progress | None
 ) -> list[ChunkTable]:
     """The results; after a damaged shard the others go on, after any other error what has not begun is cancelled."""
     tables: list[ChunkTable] = []
     errors: list[DataError] = []
-    for future, (url, _, _) in zip(futures, todo, strict=True):
+    for future, one in zip(futures, todo, strict=True):
         try:
             tables.append(future.result())
         except DataError as error:
@@ -229,7 +213,7 @@ def _gather(
                 other.cancel()
             raise
         if progress is not None and tables:
-            progress(url, tables[-1].shards[0].size_bytes)
+            progress(one.url, tables[-1].shards[0].size_bytes)
     if errors:
         for other_error in errors[1:_SHOWN_ERRORS]:
             errors[0].add_note(f"also: {other_error}")

@@ -151,37 +151,19 @@ class StreamingDataset(ChunkSource):
         max_bad_samples: float = 0.001,
         bad_samples_file: str | PathLike[str] | None = None,
     ) -> None:
-        if on_error not in get_args(OnError):
-            raise ConfigError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
-        if duplicate_keys not in get_args(DuplicateKeys):
-            raise ConfigError(f"duplicate_keys: expected one of error, keep, got {duplicate_keys!r}")
-        if not is_limit(max_bad_samples):
-            raise ConfigError(
-                f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), "
-                f"got {max_bad_samples!r}"
-            )
-        as_chain(transform)
-        if isinstance(shuffle, ShuffleConfig):
-            seed = checked_int("seed", seed, 0, MAX_SEED) if shuffle.seed is None else shuffle.seed
-        elif not isinstance(shuffle, bool):
-            raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
+        _check_given(transform, on_error, duplicate_keys, max_bad_samples, shuffle, storage_options)
         self.fields = checked_fields(fields)
         self.decode = decode
         self.decoders = resolve_decoders(decode)
         self.transform = transform
         self.shuffle = bool(shuffle)
-        self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
-        self.seed = checked_int("seed", seed, 0, MAX_SEED)
+        self.shuffle_config = chosen = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
+        self.seed = checked_int("seed", seed if chosen.seed is None else chosen.seed, 0, MAX_SEED)
         self.duplicate_keys: DuplicateKeys = duplicate_keys
         self.max_gzip_ratio = checked_ratio("max_gzip_ratio", max_gzip_ratio)
         self.on_error: OnError = on_error
         self.max_bad_samples = int(max_bad_samples) if is_whole(max_bad_samples) else float(max_bad_samples)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
-        if storage_options is not None and not isinstance(storage_options, Mapping):
-            raise ConfigError(
-                f'storage_options: expected a mapping such as {{"endpoint_url": "http://…"}}, '
-                f"got a {type(storage_options).__name__}"
-            )
         urls = checked_urls(urls)
         if mirrors:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
@@ -341,6 +323,34 @@ class StreamingDataset(ChunkSource):
         if self.transform is not None:
             parts.append(f"transform {getattr(self.transform, '__qualname__', type(self.transform).__name__)}")
         return f"StreamingDataset({', '.join(parts)})"
+
+
+def _check_given(
+    transform: Transform | None, on_error: object, duplicate_keys: object, max_bad_samples: object, shuffle: object,
+    storage_options: object,
+) -> None:  # fmt: skip
+    """Refuse options that mean nothing, before anything is opened.
+
+    Raises:
+        ConfigError: One of them is such.
+    """
+    as_chain(transform)
+    if on_error not in get_args(OnError):
+        raise ConfigError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
+    if duplicate_keys not in get_args(DuplicateKeys):
+        raise ConfigError(f"duplicate_keys: expected one of error, keep, got {duplicate_keys!r}")
+    if not is_limit(max_bad_samples):
+        raise ConfigError(
+            f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), got "
+            f"{max_bad_samples!r}"
+        )
+    if not isinstance(shuffle, (bool, ShuffleConfig)):
+        raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise ConfigError(
+            f'storage_options: expected a mapping such as {{"endpoint_url": "http://…"}}, got a '
+            f"{type(storage_options).__name__}"
+        )
 
 
 def _spelt(urls: Urls) -> str:
