@@ -340,18 +340,10 @@ class EpochLoop(BaseLoop):
             orders = (self.dataset if self.shares is None else self.shares).orders(self.order)
         ramp, left = self.shape.ramp, self.samples_per_epoch - place.samples_seen
         same = None if ramp is None else ramp.batches_of_size(self.row_of(place), left, self.shape.last_batch)
-        return Plan(
-            self.dataset.chunk_samples,
-            self.order,
-            global_batch_size=self.shape.global_batch_size,
-            dp_world_size=self.shape.num_ranks,
-            last_batch=self.shape.last_batch,
-            epoch=place.epoch,
-            epoch_size=self.shape.epoch_size,
-            start=place.samples_seen,
-            orders=orders,
-            most_batches=same,
-        )
+        return Plan.of(
+            self.shape, self.dataset.chunk_samples, self.order, epoch=place.epoch, start=place.samples_seen,
+            orders=orders, most_batches=same,
+        )  # fmt: skip
 
     def _start(self, place: Place) -> Run:
         if self.shape.ramp is None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -141,6 +142,14 @@ class Plan:
         self._stop = self._origin + min(left, self.num_batches * self.global_batch_size)
         self._orders: dict[int, Order] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
+
+    @classmethod
+    def of(cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, **where: Any) -> Self:
+        """The batches of ``shape``; ``where`` says from which place on, and in which orders, as the class takes it."""
+        return cls(
+            chunk_samples, settings, global_batch_size=shape.global_batch_size, dp_world_size=shape.num_ranks,
+            last_batch=shape.last_batch, epoch_size=shape.epoch_size, **where,
+        )  # fmt: skip
 
     @property
     def passes(self) -> range:

@@ -275,16 +275,10 @@ class DeviceMeshSampler(Sampler[Any]):
     def plan(self, place: Place) -> Plan:
         """Plan the batches from ``place`` on, over positions alone; the permutation comes after, sample by sample."""
         whole, rest = divmod(self.num_samples, _CHUNK)
-        return Plan(
-            [_CHUNK] * whole + [rest] * (rest > 0),
-            OrderSettings.unshuffled(),
-            global_batch_size=self.shape.global_batch_size,
-            dp_world_size=self.mesh.data_world_size,
-            last_batch=self.shape.last_batch,
-            epoch=place.epoch,
-            epoch_size=self.shape.epoch_size,
+        return Plan.of(
+            self.shape, [_CHUNK] * whole + [rest] * (rest > 0), OrderSettings.unshuffled(), epoch=place.epoch,
             start=place.samples_seen,
-        )
+        )  # fmt: skip
 
     def _begin(self, turn: Turn) -> _Run:
         """Begin an iteration; when the first batch is asked for: torch may make two iterators, and use the second."""
