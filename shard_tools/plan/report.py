@@ -76,7 +76,7 @@ class PlanOptions:
         self, chunk_samples: Int64Array, orders: Callable[[OrderSettings], Orders] | None = None,
         epoch_size: int | None = None,
     ) -> Plan:  # fmt: skip
-        """Plan the epoch over chunks of so many samples.
+        """Make the plan of the epoch over chunks of so many samples.
 
         Raises:
             ConfigError: It would be empty.
