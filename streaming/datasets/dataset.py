@@ -151,7 +151,7 @@ class StreamingDataset(ChunkSource):
         max_bad_samples: float = 0.001,
         bad_samples_file: str | PathLike[str] | None = None,
     ) -> None:
-        _check_given(transform, on_error, duplicate_keys, max_bad_samples, shuffle, storage_options)
+        _check_given(urls, transform, on_error, duplicate_keys, max_bad_samples, shuffle, storage_options)
         self.fields = checked_fields(fields)
         self.decode = decode
         self.decoders = resolve_decoders(decode)
@@ -164,7 +164,6 @@ class StreamingDataset(ChunkSource):
         self.on_error: OnError = on_error
         self.max_bad_samples = int(max_bad_samples) if is_whole(max_bad_samples) else float(max_bad_samples)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
-        urls = checked_urls(urls)
         if mirrors:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
@@ -326,14 +325,15 @@ class StreamingDataset(ChunkSource):
 
 
 def _check_given(
-    transform: Transform | None, on_error: object, duplicate_keys: object, max_bad_samples: object, shuffle: object,
-    storage_options: object,
+    urls: Urls, transform: Transform | None, on_error: object, duplicate_keys: object, max_bad_samples: object,
+    shuffle: object, storage_options: object,
 ) -> None:  # fmt: skip
     """Refuse options that mean nothing, before anything is opened.
 
     Raises:
         ConfigError: One of them is such.
     """
+    checked_urls(urls)
     as_chain(transform)
     if on_error not in get_args(OnError):
         raise ConfigError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
