@@ -108,6 +108,15 @@ class JoinedSource:
             parts |= {row: (found, pack) for pack, row in enumerate(rows.tolist())}
         return replace(PackRows.chosen([parts[row] for row in range(len(sources))]), sources=sources)
 
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
+        """See ``Source``."""
+        sources = self.source_of(chunk_ids)
+        asked = ((source, sources == source) for source in np.unique(sources).tolist())
+        return all(
+            self._joined[source].has_packs(chunk_ids[rows] - self._starts[source], passes[rows], seed)
+            for source, rows in asked
+        )
+
     @property
     def is_packed(self) -> bool:
         """Whether what is dealt out are packs of samples: of all sets, or of none."""

@@ -84,6 +84,11 @@ class PackedSource:
         found = {group: self._packs_of(*group, seed) for group in dict.fromkeys(groups)}
         return PackRows.chosen([(found[group], offset) for group, offset in zip(groups, offsets.tolist(), strict=True)])
 
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
+        """See ``Source``."""
+        groups = dict.fromkeys(zip(chunk_ids.tolist(), passes.tolist(), strict=True))
+        return all((*group, seed) in self._recent for group in groups)
+
     def _packs_of(self, group: int, pass_number: int, seed: int) -> KeptPacks:
         """All packs of a group in a pass; asked for by many threads, they are made once."""
         return self._recent.of((group, pass_number, seed), lambda: self._packed(group, pass_number, seed))

@@ -41,6 +41,11 @@ class Recent(Generic[_KEY, _VALUE]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Recent, (self._limit_bytes, self._size_of)
 
+    def __contains__(self, key: _KEY) -> bool:
+        """Whether the value is kept at this moment."""
+        with self._lock:
+            return key in self._kept
+
     def of(self, key: _KEY, make: Callable[[], _VALUE]) -> _VALUE:
         """Return the value of ``key``: the one kept, else what ``make`` returns, called outside of any lock.
 

@@ -193,6 +193,10 @@ class ChunkSource:
         """See ``Source``: this is no packed set."""
         raise AssertionError("samples are dealt out one by one")
 
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:  # noqa: ARG002  as Source has it
+        """See ``Source``: this is no packed set."""
+        return False
+
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """The order under a loader with batches of this size."""
         chosen = self.shuffle_config

@@ -327,15 +327,23 @@ class Mixture(JoinedSource):
         self.on_error: OnError = next(kind for kind in kinds if any(one.on_error == kind for one in leaves))
 
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
-        """See ``Source``.
+        """See ``Source``."""
+        return super().packs(chunk_ids, offsets, self._companies(passes), seed)
+
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
+        """See ``Source``."""
+        return super().has_packs(chunk_ids, self._companies(passes), seed)
+
+    def _companies(self, passes: Int64Array) -> Int64Array:
+        """The passes by which documents change company.
 
         A group that is read partly in one pass over the mixture and partly in the next must be packed alike in both, or
         documents would come twice, and others not at all: unless passes hold whole sources, company never changes.
         """
         quotas = self._blend.quotas
         if quotas is None or any(quotas[name] % size for name, size in self.sizes.items()):
-            passes = np.zeros_like(passes)
-        return super().packs(chunk_ids, offsets, passes, seed)
+            return np.zeros_like(passes)
+        return passes
 
     @property
     def recipe_parts(self) -> tuple[Part, ...]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,8 @@ class Pipeline(Delivery):
             if unit is None:
                 break
             self._coming.append((need, unit, wanted.lead))
+            if self._source.is_packed:
+                self._pack_ahead(need)
             self._next_need = next(self._needs, None)
         while self._coming and self._coming[0][1].ready:
             self._store.settle(self._coming[0][1])
@@ -178,6 +181,11 @@ class Pipeline(Delivery):
         limit = self._handed_out + _BLOCKS_AHEAD * self._block_batches
         while self._planned < min(self._plan.num_batches, self._frontier(), limit):
             self._plan_block()
+
+    def _pack_ahead(self, need: Need) -> None:
+        """Have the packs of a group made by the time that its bytes have come."""
+        group, offset, number = (np.array([value]) for value in (need.unit, 0, need.pass_number))
+        self._store.beside(partial(self._source.packs, group, offset, number, self._plan.settings.seed))
 
     def _arrived(self, need: Need, unit: Unit, lead: int) -> None:
         if need.unit >= len(self._first_rows):
@@ -276,6 +284,9 @@ class Pipeline(Delivery):
         if packs is None:
             rows = self._rows(first_rows + block.within[span], of.chunk_ids[span], of.offsets[span], {})
             return None if rows.damage else rows
+        # Under the engine's lock nobody packs, nor waits for a column of lengths: a batch built alone does without it.
+        if not self._source.has_packs(of.chunk_ids[span], of.passes[span], self._plan.settings.seed):
+            return None
         rows = self._rows_of_packs(first_rows, of.chunk_ids[span], of.offsets[span], of.passes[span], {})
         return rows if rows.packs is not None and as_planned(rows, rows.packs, packs) else None
 

@@ -98,6 +98,9 @@ class Source(ShardSet, Protocol):
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
         """Find what the packs at offsets of chunks, int64[B] each, are made of in these passes; of a packed set."""
 
+    def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
+        """Tell whether ``packs`` of chunks in these passes, int64[B] each, are made already: it waits for nothing."""
+
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Choose the order under a loader with batches of this size: as the user did, else by default."""
 

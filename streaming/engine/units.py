@@ -18,11 +18,15 @@ BLOCK_SAMPLES = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """A unit that batches ``first_batch`` to ``last_batch`` (at the latest) of this rank use."""
+    """A unit that batches ``first_batch`` to ``last_batch`` (at the latest) of this rank use, in a pass of the stream.
+
+    Of slices, which no packed set has, the pass is not told.
+    """
 
     unit: int
     first_batch: int
     last_batch: int
+    pass_number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +94,11 @@ class WholeChunks:
     def needs(self) -> Iterator[Need]:
         """See ``Units``."""
         for live in self._plan.intervals_by_pass(self._dp_rank):
-            columns = zip(live.chunk_ids, live.first_batches, live.last_batches, strict=True)
-            for unit, first_batch, last_batch in columns:
-                yield Need(unit=int(unit), first_batch=int(first_batch), last_batch=int(last_batch))
+            columns = zip(live.chunk_ids, live.first_batches, live.last_batches, live.passes, strict=True)
+            for unit, first_batch, last_batch, number in columns:
+                yield Need(
+                    unit=int(unit), first_batch=int(first_batch), last_batch=int(last_batch), pass_number=int(number)
+                )
 
     def wanted(self, unit: int) -> FetchRange:
         """See ``Units``."""

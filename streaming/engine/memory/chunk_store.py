@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -121,6 +122,15 @@ class ChunkStore:
         self._cold.pop(key, None)
         unit.users += 1
         return unit
+
+    def beside(self, job: Callable[[], object]) -> None:
+        """Have a fetching thread do what is due with a unit; what it raises is left to who needs the result."""
+
+        def run() -> None:
+            with suppress(Exception):
+                job()
+
+        self._threads.submit(run)
 
     def holds(self, wanted: FetchRange) -> bool:
         """Whether the unit is here or on its way: nothing is to be started for it."""
