@@ -117,6 +117,11 @@ class JoinedSource:
             for source, rows in asked
         )
 
+    def keep_at_most(self, num_bytes: int) -> None:
+        """See ``Source``: all of them have an equal part."""
+        for one in self._joined:
+            one.keep_at_most(num_bytes // len(self._joined))
+
     @property
     def is_packed(self) -> bool:
         """Whether what is dealt out are packs of samples: of all sets, or of none."""

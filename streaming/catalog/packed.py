@@ -89,6 +89,10 @@ class PackedSource:
         groups = dict.fromkeys(zip(chunk_ids.tolist(), passes.tolist(), strict=True))
         return all((*group, seed) in self._recent for group in groups)
 
+    def keep_at_most(self, num_bytes: int) -> None:
+        """See ``Source``."""
+        self._recent.keep_at_most(num_bytes)
+
     def _packs_of(self, group: int, pass_number: int, seed: int) -> KeptPacks:
         """All packs of a group in a pass; asked for by many threads, they are made once."""
         return self._recent.of((group, pass_number, seed), lambda: self._packed(group, pass_number, seed))

@@ -41,6 +41,16 @@ class Recent(Generic[_KEY, _VALUE]):
     def __reduce__(self) -> tuple[Any, ...]:
         return Recent, (self._limit_bytes, self._size_of)
 
+    def keep_at_most(self, num_bytes: int) -> None:
+        """Bound the values to another number of bytes, from now on."""
+        with self._lock:
+            self._limit_bytes = num_bytes
+            self._shrink()
+
+    def _shrink(self) -> None:
+        while self._kept_bytes > self._limit_bytes and len(self._kept) > 1:
+            self._kept_bytes -= self._size_of(self._kept.popitem(last=False)[1])
+
     def __contains__(self, key: _KEY) -> bool:
         """Whether the value is kept at this moment."""
         with self._lock:
@@ -66,7 +76,6 @@ class Recent(Generic[_KEY, _VALUE]):
                 # From here on nobody makes it: all find it kept, and the bound holds again before the lock is free.
                 self._kept[key] = made
                 self._kept_bytes += self._size_of(made)
-                while self._kept_bytes > self._limit_bytes and len(self._kept) > 1:
-                    self._kept_bytes -= self._size_of(self._kept.popitem(last=False)[1])
+                self._shrink()
                 self._making.pop(key, None)
         return made

@@ -197,6 +197,9 @@ class ChunkSource:
         """See ``Source``: this is no packed set."""
         return False
 
+    def keep_at_most(self, num_bytes: int) -> None:
+        """See ``Source``: nothing is kept."""
+
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """The order under a loader with batches of this size."""
         chosen = self.shuffle_config

@@ -231,6 +231,7 @@ class Packed(PackedSource):
             padded=rules.padded, stale=0 if overlap_labels or stride is None else rules.length - stride,
         )  # fmt: skip
         super().__init__(read, opened.groups, lengths, rules)
+        self._lengths = lengths
         self._take_over()
         self._tell()
 
@@ -342,6 +343,11 @@ class Packed(PackedSource):
             rows = chunk_ids == group
             found[rows] = self.samples_in(group)[1][offsets[rows]] - self.chunk(group).first_sample
         return found
+
+    def keep_at_most(self, num_bytes: int) -> None:
+        """See ``Source``: half of it is for packs, half for lengths."""
+        super().keep_at_most(num_bytes // 2)
+        self._lengths.keep_at_most(num_bytes // 2)
 
     def _take_over(self) -> None:
         """Options of the documents, as those of a data set of packs."""

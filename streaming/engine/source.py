@@ -101,6 +101,9 @@ class Source(ShardSet, Protocol):
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
         """Tell whether ``packs`` of chunks in these passes, int64[B] each, are made already: it waits for nothing."""
 
+    def keep_at_most(self, num_bytes: int) -> None:
+        """Bound what is kept to make packs of (packs of groups, lengths of documents), from now on."""
+
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """Choose the order under a loader with batches of this size: as the user did, else by default."""
 

@@ -64,6 +64,10 @@ class Lengths:
         """
         return self._recent.of(shard, lambda: self._values(shard))
 
+    def keep_at_most(self, num_bytes: int) -> None:
+        """Bound the columns that are kept at hand to so many bytes; the latest stays whatever it takes."""
+        self._recent.keep_at_most(num_bytes)
+
     def _values(self, shard: int) -> Int64Array:
         columns, there = self._read(shard)
         found = [self._column(shard, name, columns, there) for name in self._columns]

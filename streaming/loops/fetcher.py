@@ -82,7 +82,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
         config.recipe,
         arena_bytes=arena_bytes,
         depth=config.depth,
-        batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes),
+        batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes, is_packed=config.recipe.packs is not None),
         metrics=metrics,
     )
 
@@ -146,6 +146,8 @@ class EpochLoop(BaseLoop):
             config = replace(config, num_workers=0)  # they would have nothing to do
         config, self._peers = open_exchange(config)
         self.config, self._sharing = open_sharing(config)
+        if dataset.is_packed:
+            dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
         self._store: ChunkStore | None = None
         self._is_resumed = self._keeps_chunks = False
         self._loaded_at: Place | None = None
@@ -399,7 +401,9 @@ class EpochLoop(BaseLoop):
                 fields=self.dataset.fields,
                 num_builders=self.config.num_workers or self.config.num_threads,
                 depth=self.config.depth,
-                batch_bytes=budget.batches_limit_bytes(self.config.memory_limit_bytes),
+                batch_bytes=budget.batches_limit_bytes(
+                    self.config.memory_limit_bytes, is_packed=self.dataset.is_packed
+                ),
                 balance=self.config.balance,
             ),
             metrics=self.metrics,

@@ -1,7 +1,8 @@
 """What a plan asks of memory: the arithmetic that the loop obeys and ``shard_tools plan`` prints.
 
 ``memory_limit`` of a rank is shared out: chunks get three quarters, the rest is for batches that are built but not
-handed out. What a plan needs at once must fit into the chunks' part; what is left of it serves read-ahead::
+handed out, and of a packed set for what packs are made of. What a plan needs at once must fit into the chunks' part;
+what is left of it serves read-ahead::
 
     memory_limit   |------------- chunks: 75 % -------------|-- batches --|
                    |--- live ---|- read ahead: <= 256 MiB -|
@@ -31,6 +32,8 @@ PAGE_BYTES = mmap.PAGESIZE
 READ_AHEAD_BYTES = 256 << 20
 """How far the reader runs ahead of what is needed, memory allowing. More costs at the start:
 memory that nobody touched before takes longer to come by than the bytes to put there."""
+MOST_FOR_PACKS = 256 << 20
+"""Half of it are the packs of a thousand groups of 256 packs of 8,192 tokens, documents of 600 tokens each."""
 CHUNKS_SHARE = 0.75
 """Of memory_limit; the rest is for batches that are built but not handed out."""
 EPOCHS_VARY = 0.9
@@ -53,9 +56,15 @@ def most_room(all_chunks_bytes: int) -> int:
     return 2 * all_chunks_bytes + (16 << 20)
 
 
-def batches_limit_bytes(memory_limit_bytes: int) -> int:
+def batches_limit_bytes(memory_limit_bytes: int, *, is_packed: bool = False) -> int:
     """What of ``memory_limit`` is for batches that are built but not handed out."""
-    return int(memory_limit_bytes * (1 - CHUNKS_SHARE))
+    whole = int(memory_limit_bytes * (1 - CHUNKS_SHARE))
+    return whole - packs_limit_bytes(memory_limit_bytes) if is_packed else whole
+
+
+def packs_limit_bytes(memory_limit_bytes: int) -> int:
+    """What of ``memory_limit`` a packed set may keep of packs and lengths of documents: a quarter of batches' part."""
+    return min(int(memory_limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS)
 
 
 def needed_mib(chunks_bytes: int) -> int:
