@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +24,7 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, Jagged, Mixture, OrdinaryDataset, StreamingDataset
 from streaming.batches.collate import default_collate, empty_like
+from streaming.device.copiers import map_tensors
 from streaming.engine.weigh import tensor_bytes, weigh
 from streaming.engine.workers.fork_server import ForkServer
 from streaming.errors import ConfigError
@@ -31,6 +36,7 @@ from tests.test_page_lock import Account
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 NUM_SAMPLES = 21
+NVIMGCODEC_DEVICE_CPU_ONLY = -99999  # of its header; Python has no name for it
 
 
 def audio_of(number: int) -> np.ndarray:
@@ -136,6 +142,25 @@ def test_a_prefetcher_and_broadcast_pass_them_on(url: str) -> None:
             sent = wire.pack({name: batch[name] for name in ("jpg", "__key__")})
             assert wire.num_rows(sent) == 4
             assert wire.unpack(sent)["jpg"].values.equal(batch["jpg"].values)
+
+
+def test_copiers_and_lockers_see_the_parts_of_a_nested_tensor() -> None:
+    nested, seen = Jagged.of([audio_of(1), audio_of(2)]).nested(), []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append((tensor.layout, tensor.shape))
+        return tensor.clone()
+
+    made = map_tensors({"audio": nested}, note)["audio"]
+    assert seen == [(torch.strided, nested.values().shape), (torch.strided, (3,))]
+    assert made.layout is torch.jagged
+    assert made.values().equal(nested.values())
+    assert made.values().data_ptr() != nested.values().data_ptr()
+    with_holes = torch.nested.nested_tensor_from_jagged(
+        torch.arange(6.0), torch.tensor([0, 3, 6]), torch.tensor([1, 2])
+    )
+    map_tensors(with_holes, note)
+    assert seen[2][0] is torch.jagged  # whole: its parts alone do not make it
 
 
 def test_a_rank_without_rows_gets_the_same_entries_of_none(url: str) -> None:
@@ -289,6 +314,7 @@ class CodeStream:
 
 def test_code_streams_of_nvimagecodec(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     field = Jagged.of([payload_of(3), payload_of(4)])
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"nvImageCodec, which is not installed: pip install nvidia-nvimgcodec"):
         code_streams(field)
     codec = ModuleType("nvidia.nvimgcodec")
@@ -346,3 +372,54 @@ def test_a_list_of_encoded_images_for_decode_jpeg(tmp_path: Path) -> None:
     decoded = [np.asarray(Image.open(io.BytesIO(row.numpy().data))) for row in rows]
     assert [one.shape for one in decoded] == [(8, 9, 3), (9, 9, 3), (10, 9, 3), (11, 9, 3)]
     assert [one.mean() for one in decoded] == [0, 40, 80, 120]
+
+
+def jpegs(count: int) -> list[bytes]:
+    """Images of ``8 + n`` x 9 pixels of the grey value ``10 * n``."""
+    files = [io.BytesIO() for _ in range(count)]
+    for number, file in enumerate(files):
+        Image.fromarray(np.full((8 + number, 9, 3), 10 * number, np.uint8)).save(file, "jpeg", quality=95)
+    return [file.getvalue() for file in files]
+
+
+def there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not there("nvidia.nvimgcodec"), reason="nvImageCodec is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shown", [arrays, code_streams])
+def test_nvimagecodec_itself_decodes_them(shown: Callable[[Jagged], list[Any]]) -> None:
+    codec: Any = import_module("nvidia.nvimgcodec")
+    decoder = codec.Decoder(device_id=NVIMGCODEC_DEVICE_CPU_ONLY, backends=[codec.Backend(codec.CPU_ONLY)])
+    images = [np.asarray(one.cpu()) for one in decoder.decode(shown(Jagged.of(jpegs(5))))]
+    assert [(one.shape, round(one.mean())) for one in images] == [((8 + n, 9, 3), 10 * n) for n in range(5)]
+
+
+@pytest.mark.skipif(not there("nvidia.dali"), reason="DALI is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_dali_itself_decodes_two_epochs(tmp_path: Path) -> None:
+    dali: Any = import_module("nvidia.dali")
+    fn: Any = import_module("nvidia.dali.fn")
+    with ShardWriter(f"{tmp_path}/{{:04d}}.tar") as writer:
+        for number, file in enumerate(jpegs(12)):
+            writer.write({"__key__": f"{number:03d}", "jpg": file, "cls": number})
+    with DataLoader(StreamingDataset(str(tmp_path), decode={"jpg": None}), 4, jagged=("jpg",)) as loader:
+        pipeline = dali.Pipeline(batch_size=4, num_threads=1, device_id=None)
+        with pipeline:
+            files, labels = fn.external_source(DaliSource(loader, "jpg", "cls"), num_outputs=2, cycle="raise")
+            pipeline.set_outputs(fn.decoders.image(files, device="cpu"), labels)
+        for _ in range(2):
+            seen = []
+            with suppress(StopIteration):
+                while True:
+                    images, numbers = pipeline.run()
+                    for place in range(4):
+                        number, image = int(np.asarray(numbers.at(place))[0]), np.asarray(images.at(place))
+                        assert (image.shape, round(image.mean())) == ((8 + number, 9, 3), 10 * number)
+                        seen.append(number)
+            assert sorted(seen) == list(range(12))
+            pipeline.reset()
