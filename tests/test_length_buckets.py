@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,19 @@ def test_what_cannot_work_is_refused_with_the_cure(folder: Path) -> None:
         DataLoader(packed, batch_size=1, balance="local")
     with pytest.raises(ConfigError, match="functions of samples belong to the data set"):
         packed.map(dict)
+
+
+def test_damaged_bytes_are_stood_in_for_and_counted(folder: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(folder, bad)
+    shard = bad / "0001.tar"
+    content = bytearray(shard.read_bytes())
+    at = content.find(np.full(frames_of(80), 80, "<i2").tobytes())
+    content[at : at + 2] = b"??"
+    shard.write_bytes(content)
+    with DataLoader(buckets(clips(bad, max_bad_samples=100)), batch_size=1, jagged=("pcm",)) as loader:
+        keys = [key for batch in loader for key in check(batch)]
+        lost = {one["key"] for one in loader.metrics()["bad"]}
+    assert "0080" in lost
+    assert {f"{n:04d}" for n in range(NUM_CLIPS) if n != 77} - set(keys) == lost
+    assert len(keys) == NUM_CLIPS - 1  # each place is taken, within the budget of its batch
