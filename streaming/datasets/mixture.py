@@ -412,7 +412,8 @@ class Mixture(JoinedSource):
             raise StateError(
                 f"this state drew from {_listed(list(map(repr, missing)))}, which this mixture lacks. Where the others "
                 "stand follows from the chunks that were drawn beside theirs: keep it in the mixture, with the weight "
-                "0 (weights or the Schedule at a resume); its shards are not read any more"
+                "0 (weights or the Schedule at a resume); its shards are not read any more, but must still lie "
+                "there when it is opened"
             )
 
         def free_pass(name: str) -> int:
