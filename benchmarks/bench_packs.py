@@ -3,12 +3,17 @@
 Run: ``python benchmarks/bench_packs.py [--tokens 40000000] [--rounds 3] [--workers 0] [--data FOLDER]``. Both sets hold
 the same tokens, uint16. Documents have 10 to 100,000 tokens, log-normal, 570 on average; sequences are one record each,
 decoded to int64 [8, 8192]. A batch of packs holds four such tensors; the run to compare with makes the same four of
-each batch of sequences, as a training loop over them would.
+each batch of sequences, as a training loop over them would. Each run counts with all that it does: opening, counting
+and making packs, reading, building. Rates are given by the clock, and by CPU time of the whole process, which says more
+where others use the machine. torch is held to one thread: with two, on two busy cores, those of a `clone` wait for each
+other, and sequences come at a tenth of the rate.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections import defaultdict
 from collections.abc import Iterator
 
 import common
@@ -64,16 +69,29 @@ def _batches(dataset: StreamingDataset, workers: int, *, entries: bool) -> Itera
 def main() -> None:
     args = common.arguments(__doc__ or "", tokens=40_000_000, workers=0)
     folder = common.made_once(args.data, f"packs-{args.tokens}", lambda target: make(target, args.tokens))
+    torch.set_num_threads(1)
     print(common.machine())
-    rates = common.take_turns(
-        {
-            "sequences, input_ids alone": lambda: sequences(folder, args.workers),
-            "sequences, four tensors": lambda: sequences(folder, args.workers, entries=True),
-            "packs, four tensors": lambda: packs(folder, args.workers),
-        },
-        args.rounds,
-    )
-    common.show(f"{args.tokens:,} tokens in sequences of {LENGTH}", rates, against="sequences, four tensors")
+    by_cpu: dict[str, list[float]] = defaultdict(list)
+
+    def counted(name: str, run: common.Run) -> common.Run:
+        def timed() -> int:
+            start_s = time.process_time()
+            count = run()
+            by_cpu[name].append(count / (time.process_time() - start_s))
+            return count
+
+        return timed
+
+    runs: dict[str, common.Run] = {
+        "sequences, input_ids alone": lambda: sequences(folder, args.workers),
+        "sequences, four tensors": lambda: sequences(folder, args.workers, entries=True),
+        "packs, four tensors": lambda: packs(folder, args.workers),
+    }
+    rates = common.take_turns({name: counted(name, run) for name, run in runs.items()}, args.rounds)
+    title = f"{args.tokens:,} tokens in sequences of {LENGTH}"
+    common.show(f"{title}, by the clock", rates, against="sequences, four tensors")
+    cpu_rates = [common.Rates(name=name, per_second=tuple(found)) for name, found in by_cpu.items()]
+    common.show(f"{title}, by CPU time", cpu_rates, against="sequences, four tensors")
 
 
 if __name__ == "__main__":
