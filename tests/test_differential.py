@@ -475,6 +475,7 @@ def play_case(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_fork_server")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_random_cases_against_tarfile(

@@ -107,7 +107,7 @@ def test_epochs_differ_when_shuffled_and_repeat_when_not(
 
 @pytest.mark.parametrize("last_batch", LAST_BATCH)
 def test_batch_size_is_per_rank(dataset: StreamingDataset, last_batch: str) -> None:
-    for world_size in WORLD_SIZES:
+    for world_size in (1, 3, 8):
         by_rank = play(dataset, world_size, batch_size=5, last_batch=last_batch)
         assert by_rank == play(dataset, world_size, global_batch_size=5 * world_size, last_batch=last_batch)
         assert {len(rank[0]) for rank in by_rank} == {5}
@@ -126,7 +126,8 @@ def test_virtual_epochs(dataset: StreamingDataset, epoch_size: int, last_batch: 
         seen = [counts[key] for key in (f"{number:05d}" for number in range(len(dataset)))]
         assert max(seen) - min(seen) <= 1
         assert sum(seen) == 3 * epoch_size
-    for world_size in (2, 3, 8):
+    # All of them where a pass ends within an epoch and an epoch within a pass: test_plan.py has the rest, exactly.
+    for world_size in (2, 3, 8) if epoch_size == 150 else (3,):
         assert merged(play(dataset, world_size, **options)) == reference, world_size
 
 
@@ -189,7 +190,8 @@ def test_the_fetcher_hands_out_what_the_loader_does(dataset: StreamingDataset) -
 
 
 def test_pad_marks_exactly_the_real_samples(dataset: StreamingDataset) -> None:
-    for world_size, size in itertools.product(WORLD_SIZES, (24, 25, 64)):
+    # Pairs: test_plan.py has the padding of any number of ranks and any size, exactly.
+    for world_size, size in ((1, 25), (2, 64), (3, 24), (3, 25), (4, 25), (6, 24), (8, 24), (8, 25), (8, 64)):
         counts: Counter[str] = Counter()
         per_rank = -(-size // world_size)
         for loader in loaders(dataset, world_size, global_batch_size=size, last_batch="pad"):
@@ -219,7 +221,7 @@ def test_partial_gives_empty_batches_where_there_are_fewer_samples_than_ranks(sa
 
 
 def test_unshuffled_batches_are_slices_of_the_data_set(samples: SampleSet, ordered: StreamingDataset) -> None:
-    for world_size, size in itertools.product(WORLD_SIZES, (8, 13, 64)):
+    for world_size, size in itertools.product((1, 3, 8), (8, 13, 64)):
         for number, batch in enumerate(merged(play(ordered, world_size, global_batch_size=size, last_batch="partial"))):
             assert batch == Counter(samples.keys[number * size : (number + 1) * size])
 
