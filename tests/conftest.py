@@ -37,8 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 LONGEST_FIRST = (
     "test_ray", "test_memory", "test_trainers", "test_distributed", "test_hosts", "test_torture", "test_ordinary",
-    "test_differential", "test_mixture", "test_promises", "test_scale", "test_resume", "test_mixture_exact", "test_demo",
-    "test_kills", "test_portable", "test_loader", "test_cache_processes", "test_dispatch", "test_curriculum",
+    "test_differential", "test_mixture", "test_promises", "test_scale", "test_resume", "test_mixture_exact",
+    "test_demo", "test_kills", "test_portable", "test_loader", "test_cache_processes", "test_dispatch",
+    "test_curriculum",
 )  # fmt: skip
 
 
