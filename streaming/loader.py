@@ -277,7 +277,7 @@ class DeviceMeshFetcher:
 
         Returns:
             By source: ``samples``; ``passes``, these in parts of the source's size; under ``unit="tokens"`` also
-            ``tokens_estimated``: the samples times the mean by which the weights are divided. Of a source that was
+            ``tokens``, an estimate: the samples times the mean by which the weights are divided. Of a source that was
             dropped since, ``samples`` alone.
 
         Raises:

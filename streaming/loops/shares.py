@@ -141,7 +141,7 @@ class Shares:
                 continue  # dropped since: nothing more is known of it
             found[name]["passes"] = passes[name].read(count)
             if self._mixture.unit == "tokens":
-                found[name]["tokens_estimated"] = round(count * units[name])
+                found[name]["tokens"] = round(count * units[name])
         return found
 
     def what_follows(self, row: int, global_batch_size: int) -> str:
