@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 from collections import UserDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from data_sets import write_set
+from forked import Forked
 
 from streaming import loader as loader_module
 from streaming.engine.workers.portable import SentOnce, dumps, received
@@ -83,24 +81,26 @@ if __name__ == "__main__":
         process.join()
         sys.exit(process.exitcode)
 """
+_AS_MODULE = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("script", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.parametrize("how", ["script under torch's spawn", "module under forkserver", "no file"])
-def test_functions_of_the_main_script_reach_workers(tmp_path: Path, how: str) -> None:
-    """Whole programs with their own processes: some 10 s each on a busy machine, and nothing less shows it."""
+def test_functions_of_the_main_script_reach_workers(tmp_path: Path, how: str, forked: Forked) -> None:
+    """Main programs, forked, with processes that begin as new interpreters."""
     url = write_set(tmp_path / "set", (12,)).url
     (tmp_path / "script.py").write_text(_SCRIPT + _GUARD)
-    command = {
-        "script under torch's spawn": ["script.py", url, "torch"],
-        "module under forkserver": ["-m", "script", url, "forkserver"],
-        "no file": ["-c", f"{_SCRIPT}\ntrain(0, sys.argv[1])", url],
+    program, arguments = {
+        "script under torch's spawn": (tmp_path / "script.py", (url, "torch")),
+        "module under forkserver": (_AS_MODULE, (str(tmp_path), url, "forkserver")),
+        "no file": (f"{_SCRIPT}\ntrain(0, sys.argv[1])", (url,)),
     }[how]
-    root = str(Path(__file__).resolve().parent.parent)
-    done = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True,
-        text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    output = tmp_path / "output"
+    assert forked.start(program, *arguments, output=output).wait() == 0, output.read_text()
+    assert output.read_text() == "trained\n"
 
 
 class Views(NamedTuple):

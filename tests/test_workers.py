@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from forked import Forked
 from PIL import Image
 
 from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
@@ -603,20 +605,24 @@ def named_files(pid: int) -> list[str]:
     ]
 
 
-def test_a_killed_parent_leaves_nothing(tmp_path: Path) -> None:
-    with run_script(tmp_path, "sys.stdin = None\nimport threading; threading.Event().wait()") as script:
-        assert script.stdout is not None
+def test_a_killed_parent_leaves_nothing(tmp_path: Path, forked: Forked) -> None:
+    said = tmp_path / "said"
+    os.mkfifo(said)
+    program = SCRIPT + "import threading; threading.Event().wait()"
+    with open(os.open(said, os.O_RDONLY | os.O_NONBLOCK)) as lines:
+        script = forked.start(program, output=said)
         try:
-            pids = [int(pid) for pid in script.stdout.readline().split("]")[1].split()]
+            assert select.select([lines], [], [], 100)[0], "the script says nothing"
+            pids = [int(pid) for pid in lines.readline().split("]")[1].split()]
             named = [name for pid in (script.pid, *pids) for name in named_files(pid)]
         finally:
             script.kill()
             script.wait(30)
         wait_gone(pids)
-    assert named == []
+    assert [name for name in named if name != str(said)] == []
 
 
-def test_ctrl_c_reaches_the_training_loop_alone(tmp_path: Path) -> None:
+def test_ctrl_c_reaches_the_training_loop_alone(tmp_path: Path, forked: Forked) -> None:
     """A terminal signals the whole process group; the pool still works in the handler, and ends cleanly."""
     tail = """
 import threading
@@ -628,14 +634,10 @@ except KeyboardInterrupt:
     before = sorted(pool.pids)
     print(pool.build(rows(b"45"), None, lambda i: iter(()), print)["more"].tolist(), sorted(pool.pids) == before)
 """
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT + tail)
-    ran = subprocess.run(
-        [sys.executable, str(path)], check=False, capture_output=True, text=True, timeout=100,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
-    )  # fmt: skip
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout.splitlines()[1] == "[14, 15] True"
+    output = tmp_path / "output"
+    assert forked.start(SCRIPT + tail, output=output, leads=True).wait(100) == 0, output.read_text()
+    _, told = output.read_text().splitlines()
+    assert told == "[14, 15] True"
 
 
 def test_an_interrupt_in_the_middle_of_a_batch_replaces_the_worker(bench: Bench, tmp_path: Path) -> None:
