@@ -113,8 +113,8 @@ def check_ranks(results: list[dict[str, Any]], world_size: int) -> None:
     assert all(one["states"] == results[0]["states"] for one in results)
 
 
-# What the ranks of each of these worlds get is tested without processes in test_promises.py and test_resume.py: that real
-# ones do the same, an odd world, the largest and torchrun's show.
+# What the ranks of each of these worlds get is tested without processes (test_promises.py, test_resume.py). That real
+# ones do the same an odd world, the largest one and torchrun's show.
 REAL_WORLDS = (3, 8)
 
 
