@@ -10,6 +10,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
+import torch
 from test_packed import LENGTH, epoch_of, loader_of, same, write
 
 from streaming import Mixture, Packed, StreamingDataset
@@ -70,6 +71,32 @@ def test_groups_that_are_fetched_are_packed_before_they_are_asked_for(folder: Pa
         while not packed.has_packs(groups, np.zeros_like(groups), packed.seed):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
+
+
+def test_batches_lie_in_page_locked_memory_from_when_it_is_asked_for(folder: Path) -> None:
+    given: list[torch.Tensor] = []
+
+    class Locker:
+        def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            given.append(torch.empty(shape, dtype=dtype))
+            return given[-1]
+
+        def lock(self, memory: object) -> bool:
+            raise AssertionError
+
+        def unlock(self, memory: object) -> None:
+            raise AssertionError
+
+    with loader_of(packed_of(folder)) as loader:
+        batches = iter(loader)
+        for _ in range(3):  # the rest is cut out of one group, or of few
+            next(batches)
+        loader.page_lock(Locker())
+        locked = [next(batches) for _ in range(3)]
+        loader.page_lock(None)
+        next(batches)
+    names = ("input_ids", "labels", "position_ids", "document_ids")
+    assert [one.data_ptr() for one in given] == [batch[name].data_ptr() for batch in locked for name in names]
 
 
 def test_mixtures_ask_their_sources(folder: Path) -> None:
