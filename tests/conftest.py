@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 from collections.abc import Callable, Generator, Iterator
 
 import fsspec.asyn
@@ -173,12 +172,7 @@ def _fork_server() -> Iterator[None]:
 def one_fork_server(_fork_server: None) -> Iterator[None]:
     """Loaders of this test find a fork server running: starting one takes seconds."""
     SHARED.linger = True
-    server = SHARED.borrow()  # a test without this fixture may have ended it
-    if server.is_starting():
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            server.spawn_process(theirs, "worker_imports")  # which nobody tells what to be: it ends
-    SHARED.give_back(server)
+    SHARED.give_back(SHARED.borrow())  # a test without this fixture may have ended it
     yield
     SHARED.linger = False
 
