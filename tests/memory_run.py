@@ -105,7 +105,7 @@ class Sampler:
         self._folder = folder
         self.peak_bytes = 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()

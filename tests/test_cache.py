@@ -671,7 +671,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 
 def in_threads(*tasks: Callable[[], object]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=task) for task in tasks]
+    threads = [threading.Thread(target=task, daemon=True) for task in tasks]
     for thread in threads:
         thread.start()
     return threads

@@ -65,7 +65,7 @@ def hammer(directory: str, limit_bytes: int, log_path: str, seed: int, num_reads
         for _ in range(num_reads // 2):
             read_one(cache, order.randrange(NUM_CHUNKS), order.randrange(num_versions), log, out)
 
-    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(2)]
+    threads = [threading.Thread(target=run, args=(thread,), daemon=True) for thread in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -123,7 +123,7 @@ def watched_size(directory: Path) -> Iterator[list[int]]:
                 with locked(layout.usage, 30):
                     seen.append(used_bytes(directory))
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield seen
@@ -237,7 +237,7 @@ def test_whoever_waits_takes_over_when_the_holder_is_killed(tmp_path: Path, stag
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     out = np.empty(CHUNK_BYTES, np.uint8)
     hits: list[bool] = []
-    thread = threading.Thread(target=lambda: hits.append(read_one(cache, 0, 0, log, out)))
+    thread = threading.Thread(target=lambda: hits.append(read_one(cache, 0, 0, log, out)), daemon=True)
     thread.start()
     end_s = time.monotonic() + 30
     while not metrics.get("cache_wait_s"):  # it waits

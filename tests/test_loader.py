@@ -107,7 +107,7 @@ def test_describe_says_what_it_waits_for(dataset: StreamingDataset) -> None:
     held = hold_fetches(dataset, gate)
     with loader_of(dataset) as loader:
         assert loader.describe() == "not running"
-        thread = threading.Thread(target=lambda: next(iter(loader)))
+        thread = threading.Thread(target=lambda: next(iter(loader)), daemon=True)
         thread.start()
         assert held.wait(30)
         assert "batch 0 of 8" in loader.describe()
@@ -241,7 +241,7 @@ def test_interrupted_while_it_waits(dataset: StreamingDataset, num_workers: int)
                 taken.wait(0.5)
 
         batches = iter(loader)
-        thread = threading.Thread(target=interrupt)
+        thread = threading.Thread(target=interrupt, daemon=True)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             next(batches)

@@ -62,7 +62,7 @@ def test_the_epoch_goes_on_where_it_was(server: MiniS3Server, one_fork_server: N
             server.start_again()
             pids.add(server.pid)
 
-    helper = threading.Thread(target=bring_back)
+    helper = threading.Thread(target=bring_back, daemon=True)
     helper.start()
     with DataLoader(dataset, num_workers=num_workers, device_mesh=mesh_of(1, 0), **BATCHING) as loader:
         for batch in loader:

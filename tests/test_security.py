@@ -693,7 +693,7 @@ def tls(tmp_path: Path) -> Iterator[tuple[str, str]]:
                 super().finish_request(secure, address)
 
     server = Server(("127.0.0.1", 0), _Quiet)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"https://localhost:{server.server_address[1]}/00.tar", str(cert)
     server.shutdown()

@@ -148,7 +148,7 @@ def test_interrupt(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     if case.keeps_threads:
         case.hung.transform.spares = threading.main_thread()
     begun_s: list[float] = []
-    helper = threading.Thread(target=interrupt)
+    helper = threading.Thread(target=interrupt, daemon=True)
     helper.start()
     with pytest.raises(KeyboardInterrupt):
         train()
@@ -173,7 +173,7 @@ def test_close_from_another_thread(case: Case, caplog: pytest.LogCaptureFixture)
         except IteratorEndedError as error:
             told.append(str(error))
 
-    consumer = threading.Thread(target=consume)
+    consumer = threading.Thread(target=consume, daemon=True)
     consumer.start()
     assert somebody_hangs.wait(60)
     begun_s = time.monotonic()

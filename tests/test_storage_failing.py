@@ -141,7 +141,7 @@ class TestRetryBudget:
                     return
                 failed.append(TransferError())
 
-            threads = [threading.Thread(target=read) for _ in range(8)]
+            threads = [threading.Thread(target=read, daemon=True) for _ in range(8)]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -565,7 +565,7 @@ class TestHedging:
     def test_threads_are_gone_when_nothing_is_read(self, mini_s3, url: str) -> None:
         before = Counter(thread.name for thread in threading.enumerate())
         storage = Storage(mini_s3.storage_options)
-        readers = [threading.Thread(target=storage.read, args=(url,)) for _ in range(8)]
+        readers = [threading.Thread(target=storage.read, args=(url,), daemon=True) for _ in range(8)]
         for reader in readers:
             reader.start()
         for reader in readers:

@@ -106,7 +106,7 @@ def test_what_is_under_way_can_be_asked_for(mini_s3, url: str) -> None:
         given = {**mini_s3.storage_options, "endpoint_url": proxy.url, **QUICK}
         storage = Storage(given, observer=observe)
         assert storage.in_flight() == []
-        reading = threading.Thread(target=storage.read, args=(url, 10, 3 * MIB))
+        reading = threading.Thread(target=storage.read, args=(url, 10, 3 * MIB), daemon=True)
         reading.start()
         assert began.wait(10)
         (found,) = storage.in_flight()

@@ -37,7 +37,7 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[str]]]:
         do_HEAD = do_GET
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_address[1]}", log

@@ -198,7 +198,7 @@ class TestGate:
             gate.enter(clock.now_s + 60)
             entered.set()
 
-        waiting = threading.Thread(target=wait)
+        waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
         assert not entered.is_set()
         gate.leave()
@@ -266,7 +266,7 @@ class TestGate:
         storage = Storage(options)
         storage._store.adapter = lambda url: Busy()  # type: ignore[method-assign, assignment, return-value]
         readers = [
-            threading.Thread(target=lambda i=i: [storage.read("s3://b/x", i, i + 10) for _ in range(3)])
+            threading.Thread(target=lambda i=i: [storage.read("s3://b/x", i, i + 10) for _ in range(3)], daemon=True)
             for i in range(16)
         ]
         for reader in readers:

@@ -203,7 +203,7 @@ def test_close_from_another_thread_while_the_consumer_builds(
         except BaseException as error:
             found.append(error)
 
-    consumer = threading.Thread(target=consume)
+    consumer = threading.Thread(target=consume, daemon=True)
     consumer.start()
     assert building.wait(30)
     closing = threading.Event()
@@ -215,7 +215,7 @@ def test_close_from_another_thread_while_the_consumer_builds(
         return begun
 
     monkeypatch.setattr(Delivery, "_begin_to_close", begin)
-    closer = threading.Thread(target=loader.close)
+    closer = threading.Thread(target=loader.close, daemon=True)
     closer.start()
     assert closing.wait(30)
     closed.set()

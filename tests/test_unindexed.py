@@ -494,7 +494,7 @@ def test_describe_says_what_is_built_where(compressed: SampleSet, tmp_path: Path
             with open(other, "w") as go_on:
                 go_on.write("on")
 
-        asking = threading.Thread(target=ask)
+        asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         assert len(list(loader)) == 3
         asking.join()

@@ -116,7 +116,7 @@ def test_limits_that_are_none(samples: SampleSet, wrong: Any) -> None:
 def stall(loader: Any, reports: Reports, go_on: Callable[[], None], num_batches: int = 1, words: str = "") -> str:
     """The report with ``words`` that comes while ``loader``'s loop stands; then it is let go on, and must end well."""
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.extend(loader), name="consumer")
+    thread = threading.Thread(target=lambda: found.extend(loader), name="consumer", daemon=True)
     thread.start()
     try:
         text = reports.wait(words=words)
@@ -292,7 +292,7 @@ def test_a_device_that_hangs_is_named(samples: SampleSet, reports: Reports) -> N
     with DataLoader(samples.open(), batch_size=4, stall_report_s=0.2) as loader:
         prefetcher = DevicePrefetcher(loader, torch.device("cpu"), depth=2, copier=copier)
         found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.extend(prefetcher))
+        thread = threading.Thread(target=lambda: found.extend(prefetcher), daemon=True)
         thread.start()
         text = reports.wait()
         copier.step.gate.set()
