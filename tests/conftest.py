@@ -65,6 +65,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """So do the libraries that a file of tests was the first to use, and reports; its own fixtures are gone by then."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
+        gc.unfreeze()  # what a file before this one left alive may have become garbage
         gc.collect()
         gc.freeze()
     return result

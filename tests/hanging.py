@@ -15,6 +15,7 @@ BATCH = 8
 GOOD_BATCHES = 3
 """Batches before the first in which every sample hangs; a prefetcher pulls two before it hands out the first."""
 STANDS_S = 0.2
+ENDS_S = 20.0
 
 
 def await_byte(pipe: str) -> None:
@@ -90,6 +91,7 @@ class Hung:
         self.transform = Hang(str(folder))
         os.mkfifo(self.transform.here)
         os.mkfifo(self.transform.gate)
+        self._before = set(threading.enumerate())
         self._here = os.open(self.transform.here, os.O_RDWR)
 
     def wait(self) -> None:
@@ -99,16 +101,19 @@ class Hung:
     def let_go(self) -> None:
         """What hangs returns, when another sample comes to the pipe it is let through; returns when all have ended."""
         writer = os.open(self.transform.gate, os.O_RDWR | os.O_NONBLOCK)
-        for thread in left_behind():
+        latest_s = time.monotonic() + ENDS_S
+        for thread in self.left_behind():
             while thread.is_alive():
+                assert time.monotonic() < latest_s, f"{thread.name} does not end"
                 with suppress(BlockingIOError):
                     os.write(writer, b"!")
                 thread.join(0.01)
         os.close(writer)
 
+    def left_behind(self) -> list[threading.Thread]:
+        """Threads of loaders begun since this object was made."""
+        ours = ("shardstream-build", "shardstream-stream")
+        return [one for one in threading.enumerate() if one.name.startswith(ours) and one not in self._before]
+
     def close(self) -> None:
         os.close(self._here)
-
-
-def left_behind() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name.startswith(("shardstream-build", "shardstream-stream"))]

@@ -18,7 +18,7 @@ import hanging
 import psutil
 import pytest
 from data_sets import SampleSet, write_set
-from hanging import BATCH, GOOD_BATCHES, Hung, left_behind, until_it_stands
+from hanging import BATCH, GOOD_BATCHES, Hung, until_it_stands
 from leftovers import leftovers
 
 from streaming import DataLoader, DevicePrefetcher
@@ -74,10 +74,10 @@ class Case:
         if self.keeps_threads:
             assert len(told) == 1
             assert f", {hanging.__file__}:" in told[0]
-            assert left_behind()
+            assert self.hung.left_behind()
         else:
             assert told == []
-            assert left_behind() == []
+            assert self.hung.left_behind() == []
         kept = ("thread shardstream-build", "thread shardstream-stream", f"descriptor {self.hung.transform.gate}")
         assert [name for name in leftovers() - self.before if not name.startswith(kept)] == []
         self.hung.let_go()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from streaming.engine.memory.mapped import FileMaps
 from streaming.engine.pipeline import Pipeline
 from streaming.engine.unindexed.batches import ShardStream
 from streaming.errors import IteratorEndedError
+from streaming.fetch.read import FetchRange
 
 EPOCH = 96
 
@@ -222,3 +224,43 @@ def test_close_from_another_thread_while_the_consumer_builds(
     consumer.join()
     closer.join()
     assert [type(one) for one in found] == [IteratorEndedError], "by name, not by what its bytes are gone"
+
+
+def test_a_builder_that_starts_late_finds_what_was_fetched_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the consumer is in its step nobody else looks, and nobody tells it again."""
+    starts, in_step, second = threading.Event(), threading.Event(), threading.Event()
+    build_all = Delivery._build_all
+
+    def late(self: Delivery, place: int) -> None:
+        starts.wait(30)
+        build_all(self, place)
+
+    monkeypatch.setattr(Delivery, "_build_all", late)
+    dataset = write_set(tmp_path / "train", (8, 8, 8)).open(shuffle=False)
+    fetch, fetched = dataset.fetch_unit, threading.Semaphore(0)
+
+    def fetch_later(wanted: FetchRange, out: memoryview) -> Any:
+        if "000000" not in wanted.url:
+            in_step.wait(30)
+        found = fetch(wanted, out)
+        fetched.release()
+        return found
+
+    def collate(samples: list[dict[str, Any]]) -> Any:
+        if samples[0]["cls"] == 8:
+            second.set()
+        return default_collate(samples)
+
+    dataset.fetch_unit = fetch_later  # type: ignore[method-assign]
+    with DataLoader(dataset, batch_size=8, num_threads=2, collate_fn=collate) as loader:
+        batches = iter(loader)
+        next(batches)
+        in_step.set()
+        for _ in range(3):
+            assert fetched.acquire(timeout=30)
+        time.sleep(0.3)  # and the threads that fetched have said so
+        starts.set()
+        assert second.wait(10)
+        batches.close()  # type: ignore[attr-defined]

@@ -78,10 +78,11 @@ class StorageAhead(Storage):
         self._threads = ThreadPoolExecutor(_THREADS, "shardstream-open")
         self._infos: dict[str, Future[ObjectInfo]] = {}
         self._wholes: dict[str, Future[ReadBuffer]] = {}
+        self._asked: list[Future[Any]] = []
 
     def close(self) -> None:
-        """Forget everything; what is under way ends by itself."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Forget everything; what is under way ends by itself. Where nothing is, no thread is left."""
+        self._threads.shutdown(wait=all(asked.done() for asked in self._asked), cancel_futures=True)
 
     def was_listed(self, url: str) -> bool:
         """Whether a listing named ``url``, or somebody asked for it."""
@@ -118,4 +119,5 @@ class StorageAhead(Storage):
     def _start(self, asked: dict[str, Future[_T]], url: str, ask: Callable[[str], _T]) -> Future[_T]:
         if url not in asked:
             asked[url] = self._threads.submit(ask, url)
+            self._asked.append(asked[url])
         return asked[url]

@@ -329,9 +329,13 @@ class Delivery(ABC):
         """The next batch that a builder begins with, as soon as there is one; None: the run is over."""
         with self._changed:
             while not self._closed and self._failure is None and not self._can_start(place):
+                # Of what has been fetched nobody else may know: the consumer is in its step. What was notified before
+                # this waits is lost, so it looks first; but after the consumer, since the run may be in the making.
+                if not self._builder.holds_gil and self._started > self._first:
+                    self._go_on()
+                    if self._can_start(place):
+                        break
                 self._changed.wait()
-                if not self._builder.holds_gil:
-                    self._go_on()  # of what has been fetched nobody else may know: the consumer is in its step
             if self._closed or self._failure is not None:
                 return None
             self._started += 1  # nobody else begins with it

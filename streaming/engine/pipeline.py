@@ -314,9 +314,8 @@ class Pipeline(Delivery):
             positions = block.rows.positions[span] - self._plan.epoch * self._plan.num_samples
             if self._source.is_packed:
                 rows = self._rows_of_packs(first_rows, chunk_ids, offsets, passes, damage)
-                if (
-                    self._settings.recipe.packs is None and rows.packs is not None
-                ):  # whole samples draw, each for itself
+                whole = self._settings.recipe.packs is None
+                if whole and rows.packs is not None:  # whole samples draw, each for itself
                     positions = positions[rows.packs.packs] * _MOST_OF_PACK + rows.packs.places
             else:
                 rows = self._rows(first_rows + block.within[span], chunk_ids, offsets, damage)
