@@ -263,4 +263,4 @@ def test_a_builder_that_starts_late_finds_what_was_fetched_before(
         time.sleep(0.3)  # and the threads that fetched have said so
         starts.set()
         assert second.wait(10)
-        batches.close()  # type: ignore[attr-defined]
+        batches.close()
