@@ -57,7 +57,7 @@ class Recent(Generic[_KEY, _VALUE]):
             return key in self._kept
 
     def of(self, key: _KEY, make: Callable[[], _VALUE]) -> _VALUE:
-        """Return the value of ``key``: the one kept, else what ``make`` returns; who asks for the same key waits for it.
+        """Return the value of ``key``: the one kept, else what ``make`` returns; others who ask for the key wait.
 
         Raises:
             Exception: What ``make`` raised; the next that asks calls it again.
