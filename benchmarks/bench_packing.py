@@ -126,7 +126,7 @@ def idle_table(num_steps: int) -> None:
             local = np.take_along_axis(
                 costs, np.array([[order_local(rank) for rank in step] for step in costs]), axis=2
             )
-            dealt = np.stack([step.ravel()[exchange(step.ravel(), RANKS)] for step in costs])
+            dealt = np.stack([step.ravel()[np.stack(exchange(step.ravel(), [MICROBATCHES] * RANKS))] for step in costs])
             shown = " | ".join(f"{100 * np.mean([idle(step) for step in one]):.1f} %" for one in (costs, local, dealt))
             print(f"| {draw.__name__} | {length:,} | {shown} |", flush=True)
 

@@ -367,11 +367,6 @@ class DeviceMeshFetcher:
         loop, old, size = self._loop, self._finder.mesh, self._shape.global_batch_size
         if not isinstance(loop, EpochLoop):
             raise ConfigError(f"remesh: {_NO_REMESH.get(type(loop).__name__, _NOT_STREAMING)}")
-        if self._options.get("balance") == "exchange":
-            raise ConfigError(
-                'remesh: with balance="exchange" ranks hand packs to each other by their numbers in the old world; use '
-                f'balance="local", or {_ANEW}'
-            )
         checked_int("remesh: dp_size", dp_size, 1, 2**31 - 1)
         mesh = old.with_data_rank(checked_int("remesh: dp_rank", dp_rank, 0, dp_size - 1), int(dp_size))
         resolve_batch_size(None, size, mesh.data_world_size)
@@ -607,7 +602,7 @@ class DataLoader(DeviceMeshFetcher):
             return
         replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
         made = self._resolve(dataset)
-        rules = checked_balance(balance, cost, made, replicas, shape=self._shape, collate_fn=collate_fn)
+        rules = checked_balance(balance, cost, made, collate_fn=collate_fn)
         if not isinstance(made, _STREAMED):
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,19 @@ from hypothesis import strategies as st
 from test_packed import write
 
 from infra import DeviceMesh
-from streaming import DataLoader, Packed, Schedule, StreamingDataset
+from streaming import DataLoader, Packed, StreamingDataset
 from streaming.errors import ConfigError
 from streaming.packing.balance import exchange, idle, order_local, pack_costs
 from streaming.packing.fit import other_company, pack
 from streaming.packing.rules import PackRules
 from streaming.replicas.exchange import join_packs, split_packs
 
-costs_of_batches = st.tuples(st.integers(1, 9), st.integers(1, 6)).flatmap(
+costs_of_batches = st.lists(st.integers(0, 6), min_size=1, max_size=9).flatmap(
+    lambda shares: st.lists(st.integers(0, 50), min_size=sum(shares), max_size=sum(shares)).map(
+        lambda costs: (np.array(costs, np.int64), shares)
+    )
+)  # fmt: skip
+even_costs = st.tuples(st.integers(1, 9), st.integers(1, 6)).flatmap(
     lambda shape: st.lists(
         st.integers(0, 50), min_size=shape[0] * shape[1], max_size=shape[0] * shape[1]
     ).map(lambda costs: (np.array(costs), shape[0]))
@@ -32,13 +38,22 @@ costs_of_batches = st.tuples(st.integers(1, 9), st.integers(1, 6)).flatmap(
 
 @settings(max_examples=100, deadline=None)
 @given(costs_of_batches)
-def test_exchange_deals_every_pack_once_and_evenly(batch: tuple[np.ndarray, int]) -> None:
+def test_exchange_deals_every_pack_once_and_each_rank_as_many_as_it_had(batch: tuple[np.ndarray, list[int]]) -> None:
+    costs, shares = batch
+    dealt = exchange(costs, shares)
+    assert [len(packs) for packs in dealt] == shares
+    assert sorted(pack for packs in dealt for pack in packs.tolist()) == list(range(len(costs)))
+    assert all(map(np.array_equal, dealt, exchange(costs.copy(), shares)))
+    # Microbatch by microbatch, of those ranks that have one: none is dearer than any of the one before.
+    rounds = [[int(costs[packs[j]]) for packs in dealt if len(packs) > j] for j in range(max(shares))]
+    assert all(max(after) <= min(before) for before, after in pairwise(rounds))
+
+
+@settings(max_examples=100, deadline=None)
+@given(even_costs)
+def test_exchange_evens_out_what_ranks_cost(batch: tuple[np.ndarray, int]) -> None:
     costs, num_ranks = batch
-    dealt = exchange(costs, num_ranks)
-    assert dealt.shape == (num_ranks, len(costs) // num_ranks)
-    assert sorted(dealt.ravel().tolist()) == list(range(len(costs)))
-    assert np.array_equal(dealt, exchange(costs.copy(), num_ranks))
-    rounds = costs[dealt]
+    rounds = costs[np.stack(exchange(costs, [len(costs) // num_ranks] * num_ranks))]
     # All of a microbatch are at least as dear as all of the next, and no rank waits longer than as dealt.
     assert np.all(rounds.min(axis=0)[:-1] >= rounds.max(axis=0)[1:])
     assert rounds.max(axis=0).sum() <= costs.reshape(num_ranks, -1).max(axis=0).sum()
@@ -47,7 +62,7 @@ def test_exchange_deals_every_pack_once_and_evenly(batch: tuple[np.ndarray, int]
 
 
 @settings(max_examples=100, deadline=None)
-@given(costs_of_batches)
+@given(even_costs)
 def test_no_order_within_ranks_waits_less_than_the_local_one(batch: tuple[np.ndarray, int]) -> None:
     costs, num_ranks = batch
     ranks = costs.reshape(num_ranks, -1)
@@ -58,7 +73,8 @@ def test_no_order_within_ranks_waits_less_than_the_local_one(batch: tuple[np.nda
 
 def test_equal_costs_keep_their_order() -> None:
     assert order_local(np.array([3, 5, 3, 5])).tolist() == [1, 3, 0, 2]
-    assert exchange(np.full(6, 1.5), 3).tolist() == [[0, 5], [1, 4], [2, 3]]
+    assert [packs.tolist() for packs in exchange(np.full(6, 1.5), (2, 2, 2))] == [[0, 5], [1, 4], [2, 3]]
+    assert [packs.tolist() for packs in exchange(np.full(5, 1.5), (2, 1, 2))] == [[0, 4], [1], [2, 3]]
 
 
 def test_costs_are_exact_integers() -> None:
@@ -76,11 +92,6 @@ def test_costs_that_cannot_be(cost: Any) -> None:
         pack_costs(np.array([3]), np.array([0, 1]), np.array([8]), cost)
 
 
-def test_packs_that_cannot_be_dealt_evenly() -> None:
-    with pytest.raises(ConfigError, match="7 packs of a global batch cannot be dealt evenly to 2 ranks"):
-        exchange(np.ones(7), 2)
-
-
 def test_ranks_wait_less_by_the_factors_of_the_design() -> None:
     """32 ranks with 8 packs of 32,768 tokens, log-normal documents: a half by order alone, a quarter by exchange."""
     random = np.random.default_rng(0)
@@ -88,7 +99,7 @@ def test_ranks_wait_less_by_the_factors_of_the_design() -> None:
     packs = other_company(pack(lengths, PackRules(length=32_768)), seed=0, epoch=0, group=0)
     costs = random.permutation(pack_costs(packs.lengths, packs.splits, packs.sizes))[:256].reshape(32, 8)
     local = np.stack([rank[order_local(rank)] for rank in costs])
-    dealt = costs.ravel()[exchange(costs.ravel(), 32)]
+    dealt = costs.ravel()[np.stack(exchange(costs.ravel(), [8] * 32))]
     assert 0.1 < idle(costs) < 0.3
     assert idle(local) < 0.6 * idle(costs)
     assert idle(dealt) < 0.3 * idle(costs)
@@ -174,13 +185,12 @@ def test_four_ranks_exchange_packs(folder: Path, tmp_path: Path, forked: Forked)
         assert [len(rows) for rows in after] == [len(rows) for rows in before]
         flat = [row for rows in before for row in rows]
         costs = np.array([dearness(row) for row in flat])
-        if len({len(rows) for rows in before}) == 1:
-            assert after == [[flat[pack] for pack in rank] for rank in exchange(costs, world).tolist()]
+        shares = [len(rows) for rows in before]
+        assert after == [[flat[pack] for pack in rank] for rank in exchange(costs, shares)]
+        if len(set(shares)) == 1:
             each = costs.reshape(world, -1)
             waits["as dealt"] += int(each.max(axis=0).sum())
             waits["exchanged"] += int(np.array([[dearness(row) for row in rows] for rows in after]).max(axis=0).sum())
-        else:
-            assert after == before
         for rank in range(world):
             tokens, labels, longest, names = found[rank]["counts"][number]
             rows = after[rank]
@@ -194,8 +204,8 @@ def test_four_ranks_exchange_packs(folder: Path, tmp_path: Path, forked: Forked)
     for number, size in enumerate([4, 4, 16, 16, 8, 8, 8]):
         flat = [row for rank in range(world) for row in ramped[rank][number]]
         assert len(flat) == size
-        dealt = exchange(np.array([dearness(row) for row in flat]), world)
-        assert [one["ramp"][number] for one in found] == [[flat[pack] for pack in rank] for rank in dealt.tolist()]
+        dealt = exchange(np.array([dearness(row) for row in flat]), [size // world] * world)
+        assert [one["ramp"][number] for one in found] == [[flat[pack] for pack in rank] for rank in dealt]
     assert all("one is gone, left its loop" in one["left"] for one in found[1:])
 
 
@@ -206,15 +216,6 @@ def test_four_ranks_exchange_packs(folder: Path, tmp_path: Path, forked: Forked)
         ({"cost": 5}, 'add balance="local"'),
         ({"balance": "local", "cost": 0}, "cost: expected an integer"),
         ({"balance": "exchange", "collate_fn": list}, "with a collate_fn"),
-        ({"balance": "exchange", "replicate": "broadcast"}, 'use balance="local"'),
-        (
-            {"balance": "exchange", "global_batch_size": 15},
-            "15 packs of a global batch cannot be dealt evenly to 2 ranks",
-        ),
-        (
-            {"balance": "exchange", "global_batch_size": Schedule.steps({0: 16, 32: 15})},
-            "15 packs of a global batch cannot be dealt evenly to 2 ranks",
-        ),
     ],
 )
 def test_choices_that_cannot_work(folder: Path, options: dict[str, Any], words: str) -> None:

@@ -24,7 +24,7 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, Jagged, Mixture, OrdinaryDataset, StreamingDataset
 from streaming.batches.collate import default_collate, empty_like
-from streaming.device.copiers import map_tensors
+from streaming.device.copiers import Copied, CpuCopier, CudaCopier, map_tensors
 from streaming.engine.weigh import tensor_bytes, weigh
 from streaming.engine.workers.fork_server import ForkServer
 from streaming.errors import ConfigError
@@ -142,6 +142,47 @@ def test_a_prefetcher_and_broadcast_pass_them_on(url: str) -> None:
             sent = wire.pack({name: batch[name] for name in ("jpg", "__key__")})
             assert wire.num_rows(sent) == 4
             assert wire.unpack(sent)["jpg"].values.equal(batch["jpg"].values)
+
+
+def parts_of(batch: dict[str, Any]) -> list[torch.Tensor]:
+    """What of every form is to be page-locked: values and offsets, where there are any."""
+    audio = batch["audio.npy"]
+    laid = [part for name in ("jpg", "tok", "image.npy") for part in batch[name][:2]]
+    return [part for part in (*laid, audio.values(), audio.offsets()) if part.numel()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[
+        pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ])],
+)  # fmt: skip
+def test_a_prefetcher_copies_every_form_out_of_page_locked_memory(
+    url: str, monkeypatch: pytest.MonkeyPatch, device: str, num_workers: int
+) -> None:
+    monkeypatch.setattr(ForkServer, "is_starting", lambda _: False)  # else threads may build the first batches
+    copier: Any = CpuCopier() if device == "cpu" else CudaCopier(torch.device("cuda", torch.cuda.current_device()))
+    if device == "cpu":
+        copier.page_locker = Account()
+    is_locked = copier.page_locker.holds if device == "cpu" else torch.Tensor.is_pinned
+    locked, numbers, issue = [], [], copier.issue
+
+    def noting(batch: Any) -> Copied:
+        locked.append(all(map(is_locked, parts_of(batch))))
+        return issue(batch)
+
+    copier.issue = noting
+    options: dict[str, Any] = {"jagged": ALL, "num_workers": num_workers, "last_batch": "partial"}
+    with DataLoader(dataset(url, transform=dict), 4, **options) as loader:
+        for batch in DevicePrefetcher(loader, device, depth=2, copier=copier):
+            if device == "cuda":
+                torch.cuda._sleep(5_000_000)  # the device is behind the host, which builds the next batches meanwhile
+            assert {part.device.type for part in parts_of(batch)} == {device}
+            numbers += check(map_tensors(batch, torch.Tensor.cpu))
+            del batch
+    assert sorted(numbers) == list(range(NUM_SAMPLES))
+    assert locked == [True] * 6
 
 
 def test_copiers_and_lockers_see_the_parts_of_a_nested_tensor() -> None:

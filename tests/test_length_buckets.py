@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +239,72 @@ def test_damaged_bytes_are_stood_in_for_and_counted(folder: Path, tmp_path: Path
     assert "0080" in lost
     assert {f"{n:04d}" for n in range(NUM_CLIPS) if n != 77} - set(keys) == lost
     assert len(keys) == NUM_CLIPS - 1  # each place is taken, within the budget of its batch
+
+
+# --- buckets of equal sizes
+
+
+SIZES = ((8, 8), (4, 16), (16, 4), (6, 8))
+
+
+def size_of(number: int) -> tuple[int, int]:
+    return SIZES[number * number % 7 % 4]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("images")
+    columns = {name: lambda sample, name=name: sample["json"][name] for name in ("height", "width", "pixels")}
+    with ShardWriter(f"{target}/{{:04d}}.tar", max_samples=PER_SHARD, columns=columns) as writer:
+        for number in range(NUM_CLIPS):
+            height, width = size_of(number)
+            facts = {"height": height, "width": width, "pixels": height * width}
+            image = np.full((height, width, 3), number, np.uint8)
+            writer.write({"__key__": f"{number:04d}", "npy": image, "json": facts})
+    return target
+
+
+def image_buckets(images: Path, **options: Any) -> Packed:
+    options = {"length": 640, "column": "pixels", "alike": ("height", "width")} | options
+    return Packed(StreamingDataset(images, seed=2, fields=("npy",)), padded=True, field=None, **options)
+
+
+@pytest.mark.parametrize("max_docs", [None, 4])
+def test_batches_of_equal_heights_and_widths_are_one_tensor(images: Path, max_docs: int | None) -> None:
+    packed = image_buckets(images, max_docs=max_docs)
+    epochs = [epoch_of(packed, jagged=None) for _ in range(2)]
+    shares = [epoch_of(packed, rank, 2, jagged=None) for rank in range(2)]
+    wanted = 0
+    for at in range(0, NUM_CLIPS, PER_SHARD):
+        kinds = Counter(size_of(number) for number in range(at, min(at + PER_SHARD, NUM_CLIPS)))
+        wanted += sum(-(-count // min(640 // (h * w), max_docs or 640)) for (h, w), count in kinds.items())
+    for batches in (*epochs, [batch for share in shares for batch in share if batch["__key__"]]):
+        assert len(batches) == len(packed) == wanted
+        for batch in batches:
+            numbers = [int(key) for key in batch["__key__"]]
+            assert batch["npy"].shape == (len(numbers), *size_of(numbers[0]), 3)
+            assert batch["npy"][:, 0, 0, 0].tolist() == numbers
+            assert len(numbers) <= (max_docs or 13)
+            assert batch["npy"][..., 0].numel() <= 640
+        assert sorted(key for batch in batches for key in batch["__key__"]) == [f"{n:04d}" for n in range(NUM_CLIPS)]
+    with DataLoader(packed, batch_size=1) as loader:
+        first = [batch["__key__"] for batch in loader]
+        second = [batch["__key__"] for batch in loader]
+    assert {tuple(sorted(keys)) for keys in first} != {tuple(sorted(keys)) for keys in second}, "other company"
+
+
+def test_the_log_says_how_full_buckets_are_and_what_they_need(images: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "streaming"):
+        image_buckets(images, max_docs=2)
+    assert re.search(r"batches of like height, width are 9\d % full on average$", caplog.text, re.MULTILINE)
+    with caplog.at_level(logging.INFO, "streaming"):
+        packed = image_buckets(images, length=64 * 100)
+    assert re.search(r"are \d\d? % full on average: each of 3 groups .*--sort COLUMN", caplog.text)
+    assert packed.fingerprint != image_buckets(images, length=64 * 100, alike=("height",)).fingerprint
+    for wrong in ("height", ("",), 3):
+        with pytest.raises(ConfigError, match=r'alike: expected names of columns, such as \("height", "width"\)'):
+            image_buckets(images, alike=wrong)
+    with pytest.raises(ConfigError, match=r"alike=1 columns: .* add padded=True"):
+        Packed(StreamingDataset(images), 640, column="pixels", alike=("height",))
+    with pytest.raises(ConfigError, match="no column 'depth'"):
+        image_buckets(images, alike=("depth",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 
 from infra import DeviceMesh
 from streaming import SequenceSlice
-from streaming.batches.sequence import Layout, SequencePeer, cut_sequence, find_peer, sequence_ranges
+from streaming.batches.sequence import (
+    Layout,
+    SequencePeer,
+    cut_sequence,
+    find_peer,
+    places_of_documents,
+    sequence_ranges,
+)  # fmt: skip
 from streaming.errors import ConfigError
 
 
@@ -60,6 +68,46 @@ def test_peers_share_out_the_sequence(ring: int, ulysses: int, unit: int, layout
         assert [place for got in joined for place in got] == list(range(length))
     else:
         assert len({sum(got) for got in joined}) == 1
+
+
+@given(
+    ring=st.integers(1, 4),
+    ulysses=st.integers(1, 3),
+    units=st.lists(st.integers(0, 4), max_size=5),
+    layout=st.sampled_from(["contiguous", "zigzag"]),
+    begin=st.integers(0, 3),
+)
+def test_each_document_is_cut_as_a_sequence_by_itself(
+    ring: int, ulysses: int, units: list[int], layout: Layout, begin: int
+) -> None:
+    lengths = [2 * ring * ulysses * unit for unit in units]
+    borders = begin + np.cumsum([0, *lengths])
+    for number in range(ring * ulysses):
+        r, u = divmod(number, ulysses)
+        peer = SequencePeer(ring=r, ring_size=ring, ulysses=u, ulysses_size=ulysses)
+        alone = [
+            start + place
+            for start, length in zip(borders.tolist(), lengths, strict=False)
+            for place in places(length, peer, layout)
+        ]
+        assert places_of_documents(borders, peer, layout).tolist() == alone
+
+
+def test_borders_must_be_those_of_the_rows() -> None:
+    wanted = SequenceSlice(fields=("x",), borders="ends")
+    peer = SequencePeer(ring_size=2)
+    batch = {"x": torch.arange(16).reshape(2, 8), "ends": torch.tensor([0, 4, 8, 16], dtype=torch.int32)}
+    assert cut_sequence(batch, wanted, peer)["x"].tolist() == [[0, 1, 4, 5], [8, 9, 10, 11]]
+    flat = {"x": batch["x"].flatten(), "ends": batch["ends"]}
+    along = SequenceSlice(fields=("x",), borders="ends", dim=0, position_ids="at")
+    assert cut_sequence(flat, along, peer)["at"].tolist() == [0, 1, 4, 5, 8, 9, 10, 11]
+    for ends, said in (
+        ([0, 4, 14], "they end at 14"),
+        ([0, 12, 16], "lie within its rows"),
+        ([0, 3, 16], "multiple=2"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            cut_sequence(batch | {"ends": torch.tensor(ends)}, wanted, peer)
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,25 @@ Of a sequence cut for 2 peers in a ring, position by position::
     contiguous   0 0 0 0 1 1 1 1
     zigzag       0 0 1 1 1 1 0 0      2 * 2 parts; peer i gets parts i and 3 - i
 
-Zigzag gives every peer of ring attention the same work under a causal mask. Ulysses peers share what their ring peer
-holds, in contiguous pieces, as in the unified sequence parallelism of Fang and Zhao (arXiv:2405.07719).
+Zigzag gives every peer of ring attention the same work under a causal mask. Where documents are packed, attention is
+causal within each, so each is cut by itself (``borders``), as Transformer Engine and Megatron expect of packs. Ulysses
+peers share what their ring peer holds, in contiguous pieces, as in the unified sequence parallelism of Fang and Zhao
+(arXiv:2405.07719).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 
 from streaming.arguments import checks_names, is_whole
 from streaming.errors import ConfigError
-from streaming.types import Batch
+from streaming.types import Batch, Int64Array
 
 Layout: TypeAlias = Literal["contiguous", "zigzag"]
 
@@ -33,7 +37,8 @@ class SequenceSlice:
     """Each context-parallel peer gets its slice of the sequence instead of all of it.
 
     Peers are found by the names of the mesh's axes: a ring (``cp``, ``context``, ``ring``, …), ulysses (``ulysses``,
-    ``sp``, ``sequence``, …), or both. Lengths must divide; pad in ``collate_fn``. Shift labels before they are cut.
+    ``sp``, ``sequence``, …), or both. Lengths must divide; pad in ``collate_fn``. Shift labels before they are cut
+    (``Packed(…, shift_labels=True)``): the token behind a slice is another peer's.
 
     Attributes:
         fields: Batch entries to cut: tensors of one length along ``dim``. Entries that a batch lacks are an error.
@@ -41,7 +46,12 @@ class SequenceSlice:
         layout: How a ring cuts: ``"contiguous"`` or ``"zigzag"``.
         axes: Names of the axes of the ring and of ulysses, in this order, where their names do not tell; ``""``: none.
         position_ids: Name of an entry to add: int64 ``[length of the slice]``, where each element stood in the whole;
-            with ``stage_fields``, on stages that use one of ``fields``.
+            with ``borders`` ``[batch, length of the slice]``, where in its row. With ``stage_fields``, on stages that
+            use one of ``fields``.
+        borders: Name of an entry that says where documents begin in the rows laid end to end, and where the last one
+            ends, int32 or int64 ``[n + 1]``: ``"cu_seqlens"`` of packs. Each of them is cut by itself, so each must
+            divide: ``Packed(…, multiple=2 * cp)``. The entry stays as it is, since kernels that compute on slices
+            (Transformer Engine, Megatron) are told of whole documents. None: rows are cut.
     """
 
     fields: tuple[str, ...]
@@ -49,6 +59,7 @@ class SequenceSlice:
     layout: Layout = "contiguous"
     axes: tuple[str, str] | None = None
     position_ids: str | None = None
+    borders: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", checked_names("SequenceSlice: fields", self.fields))
@@ -58,6 +69,11 @@ class SequenceSlice:
             raise ConfigError(f"SequenceSlice: dim: expected an axis number of at least 0, got {self.dim!r}")
         if self.layout not in get_args(Layout):
             raise ConfigError(f"SequenceSlice: layout: expected 'contiguous' or 'zigzag', got {self.layout!r}")
+        if self.borders is not None and (not isinstance(self.borders, str) or self.dim > 1):
+            raise ConfigError(
+                f"SequenceSlice: borders: expected the name of an entry, for sequences along axis 0 or 1; got "
+                f"{self.borders!r} and dim={self.dim}"
+            )
 
 
 def checked_names(what: str, names: object) -> tuple[str, ...]:
@@ -91,6 +107,14 @@ class SequencePeer:
     def num_peers(self) -> int:
         """Peers that share one sequence."""
         return self.ring_size * self.ulysses_size
+
+    def parts(self, layout: Layout) -> int:
+        """Parts into which a sequence is cut for the ring."""
+        return self.ring_size * (2 if layout == "zigzag" and self.ring_size > 1 else 1)
+
+    def divisor(self, layout: Layout) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return math.lcm(self.parts(layout), self.num_peers)
 
 
 def find_peer(wanted: SequenceSlice, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> SequencePeer:
@@ -135,8 +159,8 @@ def sequence_ranges(length: int, peer: SequencePeer, layout: Layout) -> tuple[ra
     Raises:
         ConfigError: The length does not divide.
     """
-    parts = peer.ring_size * (2 if layout == "zigzag" and peer.ring_size > 1 else 1)
-    if length % parts or length % peer.num_peers:
+    parts = peer.parts(layout)
+    if length % peer.divisor(layout):
         raise ConfigError(
             f"a sequence of {length} does not divide into {parts} parts for {peer.ring_size} ring and "
             f"{peer.ulysses_size} ulysses peers ({layout}); pad it in collate_fn or transform"
@@ -158,6 +182,37 @@ def _within(ranges: Sequence[range], start: int, count: int) -> tuple[range, ...
     return tuple(found)
 
 
+def places_of_documents(borders: Int64Array, peer: SequencePeer, layout: Layout) -> Int64Array:
+    """The places of documents laid end to end that a peer gets, int64, ascending: of each as ``sequence_ranges`` says.
+
+    Args:
+        borders: [n + 1], where each begins, and the end of the last; none at all is fine, and so are empty ones.
+        peer: Whose slices.
+        layout: How a ring cuts.
+
+    Raises:
+        ConfigError: A length does not divide.
+    """
+    lengths, parts = np.diff(borders), peer.parts(layout)
+    odd = np.flatnonzero(lengths % peer.divisor(layout))
+    if len(odd):
+        raise ConfigError(
+            f"a document of {lengths[odd[0]]} places does not divide into {parts} parts for {peer.ring_size} ring and "
+            f"{peer.ulysses_size} ulysses peers ({layout}); round the place of each up: "
+            f"Packed(…, multiple={peer.divisor(layout)})"
+        )
+    sizes = (lengths // parts).repeat(lengths)
+    place = np.arange(borders[0], borders[-1]) - borders[:-1].repeat(lengths)
+    part = place // sizes
+    is_second = (part == parts - 1 - peer.ring) & (parts != peer.ring_size)
+    is_mine = (part == peer.ring) | is_second
+    within = place - (part - is_second) * sizes  # of what the ring peer has of the document
+    share = (lengths // peer.num_peers).repeat(lengths)
+    is_mine &= within // share == peer.ulysses
+    places: Int64Array = np.flatnonzero(is_mine) + borders[0]
+    return places
+
+
 def cut_sequence(
     batch: Mapping[str, Any], wanted: SequenceSlice, peer: SequencePeer, fields: Sequence[str] | None = None
 ) -> Batch:
@@ -173,11 +228,16 @@ def cut_sequence(
         ConfigError: An entry is missing, is no tensor with such an axis, or is of a length that does not divide.
     """
     cut: Batch = dict(batch)
+    if wanted.position_ids in batch:
+        raise ConfigError(
+            f"sequence: position_ids={wanted.position_ids!r} names an entry to add, and the batch has one of that "
+            "name: to have it cut, name it in fields; for the places in the whole beside it, take another name"
+        )
+    if wanted.borders is not None:
+        return cut | _cut_documents(batch, wanted, wanted.borders, peer, fields)
     positions: tuple[range, ...] | None = None
     for name in wanted.fields if fields is None else fields:
-        value = batch.get(name)
-        if not isinstance(value, torch.Tensor) or value.ndim <= wanted.dim:
-            raise ConfigError(f"sequence: batch entry {name!r} {_described(value, batch, wanted.dim)}")
+        value = _checked_tensor(batch, name, wanted.dim)
         try:
             ranges = sequence_ranges(value.shape[wanted.dim], peer, wanted.layout)
         except ConfigError as error:
@@ -190,6 +250,41 @@ def cut_sequence(
     if wanted.position_ids is not None and positions is not None:
         cut[wanted.position_ids] = torch.tensor([place for one in positions for place in one], dtype=torch.int64)
     return cut
+
+
+def _cut_documents(
+    batch: Mapping[str, Any], wanted: SequenceSlice, by: str, peer: SequencePeer, fields: Sequence[str] | None
+) -> Batch:
+    """The wanted entries, each document of them cut by itself; [batch, sequence, …] stays that."""
+    borders = _checked_tensor(batch, by, 0).numpy().astype(np.int64)
+    try:
+        places = places_of_documents(borders, peer, wanted.layout)
+    except ConfigError as error:
+        raise ConfigError(f"sequence: borders={by!r}: {error}") from None
+    cut: Batch = {}
+    for name in wanted.fields if fields is None else fields:
+        value = _checked_tensor(batch, name, wanted.dim)
+        rows, length = (1, *value.shape)[wanted.dim : wanted.dim + 2]
+        share = length // peer.num_peers
+        if rows * length != borders[-1] or (np.bincount(places // max(1, length), minlength=rows) != share).any():
+            raise ConfigError(
+                f"sequence: borders={by!r}: they end at {borders[-1]}, and batch entry {name!r} has the shape "
+                f"{tuple(value.shape)}; expected borders of documents that lie within its rows"
+            )
+        chosen = value.reshape(rows * length, *value.shape[wanted.dim + 1 :])[torch.from_numpy(places)]
+        cut[name] = chosen.reshape(*value.shape[: wanted.dim], share, *value.shape[wanted.dim + 1 :])
+        if wanted.position_ids is not None:
+            cut[wanted.position_ids] = torch.from_numpy(places % max(1, length)).reshape(
+                *value.shape[: wanted.dim], share
+            )
+    return cut
+
+
+def _checked_tensor(batch: Mapping[str, Any], name: str, dim: int) -> torch.Tensor:
+    value = batch.get(name)
+    if not isinstance(value, torch.Tensor) or value.ndim <= dim:
+        raise ConfigError(f"sequence: batch entry {name!r} {_described(value, batch, dim)}")
+    return value
 
 
 def _described(value: object, batch: Mapping[str, Any], dim: int) -> str:

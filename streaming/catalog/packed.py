@@ -117,7 +117,8 @@ class PackedSource:
     @property
     def fingerprint(self) -> str:
         """What tells these packs from others: the documents, their lengths, and how they are packed."""
-        said = json.dumps([self.documents.fingerprint, self._groups.digest, asdict(self.rules)], sort_keys=True)
+        rules = {name: value for name, value in asdict(self.rules).items() if value or name != "alike"}  # of before it
+        said = json.dumps([self.documents.fingerprint, self._groups.digest, rules], sort_keys=True)
         return sha256(said.encode()).hexdigest()
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:  # noqa: ARG002  as ChunkSource has it

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn, SupportsIndex, overload
@@ -58,6 +58,8 @@ _NO_TRANSFORM = (
 )
 _NO_MAP = "Packed: map: functions of samples belong to the data set; write Packed(StreamingDataset(…, transform=…), …)"
 _REQUESTS = 16
+_FULL_ENOUGH = 0.75
+"""Of a batch of like samples, on average; below it a warning says why it is less, and what helps."""
 _log = logging.getLogger("streaming")
 _COUNTS = ("documents", "tokens", "packed", "split", "truncated", "dropped", "empty", "places")
 
@@ -125,7 +127,8 @@ class Packed(PackedSource):
         for batch in DataLoader(batches, batch_size=1, jagged=("flac",)):
             audio = batch["flac"].padded()                     # [n, frames of the longest]: at most ten minutes
 
-    One that cannot be read or that ``transform`` drops is stood in for by another of its batch.
+    One that cannot be read or that ``transform`` drops is stood in for by another of its batch. With ``alike`` the
+    samples of a batch are equal in some columns, as in buckets by height and width, and so stack to one tensor.
 
     Packs are made within *groups*: chunks of one shard that follow each other, of at least 256 packs. How many packs
     a group has depends on the documents' lengths alone, so only the column is read when the set is made. A document
@@ -159,6 +162,9 @@ class Packed(PackedSource):
             that each counts once; in later ones it is context, with the label -100.
         budgets: What else a pack holds at most: a number for each further column, such as ``{"image_tokens": 4096}``.
             Documents over any budget, or T, are dropped.
+        alike: Of padded packs, columns of whole numbers in which all documents of a batch are equal, such as
+            ``("height", "width")`` of images, or a late column that numbers buckets. Each group leaves one batch of
+            each kind that is not full.
 
     Raises:
         ConfigError: An argument cannot work; the data set has no such column or field, has a ``transform``, or holds
@@ -193,15 +199,17 @@ class Packed(PackedSource):
         stride: int | None = None,
         overlap_labels: bool = True,
         budgets: Mapping[str, int] | None = None,
+        alike: Sequence[str] = (),
     ) -> None:
         of_tokens = {"dtype": dtype, "mask_field": mask_field, "shift_labels": shift_labels or None, "stride": stride,
                      "labels_across": labels_across or None, "pad_id": pad_id or None}  # fmt: skip
         whole = field is None and _checked_whole(of_tokens, padded=padded, overlong=overlong)
         _check_documents(documents, whole=whole)
         limits = _checked_budgets(budgets, column)
+        kinds = _checked_alike(alike)
         rules = PackRules(
             length=length, overlong=overlong or ("drop" if whole or limits else "split"), multiple=multiple,
-            max_docs=max_docs, padded=padded, stride=stride, budgets=tuple(limits.values()),
+            max_docs=max_docs, padded=padded, stride=stride, budgets=tuple(limits.values()), alike=len(kinds),
         )  # fmt: skip
         _check_choices(
             {"column": column, "field": field or "", "mask_field": mask_field}, {"shift_labels": shift_labels,
@@ -212,7 +220,7 @@ class Packed(PackedSource):
         shards = documents.shards
         fields = tuple(name for name in (field, mask_field) if name is not None)
         check_fields(documents.storage, shards, fields, peers)
-        columns = (column, *limits)
+        columns = (column, *limits, *kinds)
         late = late_columns_of(documents.storage, shards, columns, peers)
         lengths = Lengths(documents.storage, shards, columns, late)
         read = copy.copy(documents)
@@ -222,6 +230,7 @@ class Packed(PackedSource):
         opened = work.joined(work.parts(peers))
         self.column = column
         self.counts: PackCounts = opened.counts
+        self.alike = kinds
         self.is_whole = whole
         told = "" if field is None else _told_dtype(read, field, dtype, lengths, peers)
         self.shape = PackShape(
@@ -379,6 +388,8 @@ class Packed(PackedSource):
             f"{counts.tokens:,} {'in all' if self.is_whole else 'tokens'}",
             "".join(f", {one}" for one in over), f"{len(self.chunk_samples):,}",
         )  # fmt: skip
+        if self.alike:
+            self._tell_kinds()
         small = int((self.chunk_samples < PACKS_OF_GROUP // 4).sum())
         if 2 * small > len(self.chunk_samples):
             _log.warning(
@@ -388,6 +399,24 @@ class Packed(PackedSource):
                 f"{small:,}", f"{len(self.chunk_samples):,}", PACKS_OF_GROUP // 4, self.chunk_samples.mean(),
                 100 * self.fill, MAX_GROUP_BYTES >> 20, PACKS_OF_GROUP, f"{PACKS_OF_GROUP * length:,}", self.unit,
             )  # fmt: skip
+
+    def _tell_kinds(self) -> None:
+        """Say how full batches of like samples are, which depends on how many of a kind lie in a group."""
+        counts, rules = self.counts, self.rules
+        room = counts.places / (len(self) * rules.length)
+        if rules.max_docs is not None:
+            held = counts.documents - counts.dropped - counts.empty
+            room = max(room, held / (len(self) * rules.max_docs))
+        told = f"Packed: batches of like {', '.join(self.alike)} are {100 * room:.0f} % full on average"
+        if room >= _FULL_ENOUGH:
+            _log.info("%s", told)
+            return
+        _log.warning(
+            "%s: each of %s groups (at most %d MiB of a shard) leaves a batch of each kind that is not full. Fewer "
+            "kinds, a smaller length, or shards in which like samples lie beside each other (shard_tools reshard "
+            "SOURCE TARGET --sort COLUMN) make fuller ones",
+            told, f"{len(self.chunk_samples):,}", MAX_GROUP_BYTES >> 20,
+        )  # fmt: skip
 
 
 def _ignored(bad: BadSample) -> None:
@@ -563,6 +592,17 @@ def _checked_budgets(budgets: Any, column: str) -> dict[str, int]:
     if column in budgets:
         raise ConfigError(f"budgets: column {column!r} is bounded by length=; name other columns")
     return {name: checked_int(f"budgets: {name}", limit, 0, MAX_LENGTH) for name, limit in budgets.items()}
+
+
+def _checked_alike(alike: Any) -> tuple[str, ...]:
+    """Columns in which all documents of a batch are equal.
+
+    Raises:
+        ConfigError: They are no list of names.
+    """
+    if not isinstance(alike, (list, tuple)) or not all(isinstance(name, str) and name for name in alike):
+        raise ConfigError(f'alike: expected names of columns, such as ("height", "width"), got {alike!r}')
+    return tuple(alike)
 
 
 def _check_labels(rules: PackRules, *, labels_across: bool, overlap_labels: bool) -> None:

@@ -54,8 +54,7 @@ class Groups:
 
     def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool, allocate: Allocate) -> None:
         self._recipe = recipe
-        is_used = recipe.portion.is_whole and (recipe.packs is not None or bool(recipe.jagged))
-        self._allocate = allocate if is_used else None
+        self._allocate = allocate if recipe.portion.is_whole else None
         self._padded = padded
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
         self._num_batches = 1  # of the next group; 0: the samples are too different for groups

@@ -15,6 +15,7 @@ import numpy as np
 from infra import DeviceMesh
 from streaming.batches.build import Recipe
 from streaming.batches.draw_watch import named_draw
+from streaming.batches.portion import Portion
 from streaming.datasets.mixture import Mixture
 from streaming.engine.builders import Crew, is_surely_trivial
 from streaming.engine.memory.arena import keep_freed_memory
@@ -23,6 +24,7 @@ from streaming.engine.memory.mapped import LEAST_BYTES, FileMaps
 from streaming.engine.pipeline import Pipeline, Settings
 from streaming.engine.source import Source
 from streaming.engine.units import BatchSlices, Units, WholeChunks
+from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
@@ -74,6 +76,11 @@ class LoopConfig:
     replicas: Replicas = Replicas()  # noqa: RUF009  frozen
     balance: BalanceRules | None = None
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether packs of a global batch are dealt anew over its ranks."""
+        return self.balance is not None and self.balance.how == "exchange"
+
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
     """Those who build the batches of a loop, over an arena of so many bytes."""
@@ -90,7 +97,8 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
 def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
     """The choices for the reading side, and how one rank of a data share reads for the others, if it does.
 
-    Batches are page-locked after their portions are cut, so not where they are built.
+    Batches are page-locked after their portions are cut, so not where they are built. A rank that exchanges packs does
+    so in the thread that asks for batches, and reads there: all such ranks are then equally far when their loops end.
     """
     broadcast = config.replicas.broadcast(config.mesh)
     if broadcast is None:
@@ -105,21 +113,22 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
             "Without: let it take a second argument, transform(sample, rng), and draw from rng alone", drawing,
         )  # fmt: skip
         config = replace(config, num_workers=1)
-    return replace(config, recipe=recipe), Sharing.of_replicas(config.replicas, broadcast, config.mesh, pin=pin)
+    return replace(config, recipe=recipe), Sharing.of_replicas(
+        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.exchanges
+    )
 
 
-def open_exchange(config: LoopConfig) -> tuple[LoopConfig, PackExchange | None]:
+def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, PackExchange | None]:
     """The choices for building batches, and who exchanges packs with this rank, if anybody does.
 
-    One rank alone puts its packs in order, which is the same. Batches are page-locked when they are whole.
+    Packs are exchanged whole; what this rank uses of a batch is cut out of what came, and page-locked then. A stage
+    without payload has nothing to exchange: how many packs a rank has stays as the plan says.
     """
-    balance, recipe = config.balance, config.recipe
-    if balance is None or balance.how != "exchange" or recipe.packs is None:
+    recipe = config.recipe
+    if not config.exchanges or recipe.packs is None or recipe.portion.is_count:
         return config, None
-    if config.mesh.data_world_size == 1:
-        return replace(config, balance=replace(balance, how="local")), None
-    peers = PackExchange(config.mesh, recipe.packs, recipe.finish)
-    return replace(config, recipe=replace(recipe, finish=None)), peers
+    peers = PackExchange(config.mesh, recipe.packs, recipe.cut, metrics)
+    return replace(config, recipe=replace(recipe, portion=Portion(), finish=None)), peers
 
 
 class EpochLoop(BaseLoop):
@@ -144,8 +153,8 @@ class EpochLoop(BaseLoop):
         super().__init__(dataset, order, config.shape, config.mesh, self._sample_in_shard)
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
-        config, self._peers = open_exchange(config)
-        self.config, self._sharing = open_sharing(config)
+        config, self._sharing = open_sharing(config)
+        self.config, self._peers = open_exchange(config, self.metrics)
         if dataset.is_packed:
             dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
         self._store: ChunkStore | None = None
@@ -256,6 +265,13 @@ class EpochLoop(BaseLoop):
             self._seeded_at = place
         return super().start(place, seed)
 
+    def page_lock(self, locker: PageLocker | None) -> None:
+        """See ``Loop``: of packs that are exchanged, the batches that are made of them."""
+        if self._peers is None:
+            super().page_lock(locker)
+        elif self.config.replicas.portion(self.config.mesh).is_whole:
+            self._peers.allocate = None if locker is None else locker.allocate
+
     def remesh(self, mesh: DeviceMesh, at: LoaderState | int, what: str) -> None:
         """Go on from ``at`` as the rank of ``mesh``, with worker processes, memory and those chunks that are still due.
 
@@ -283,6 +299,8 @@ class EpochLoop(BaseLoop):
         self._keeps_chunks = store is not None
         self.load(state, what)
         self.become(mesh)
+        if self._peers is not None:
+            self._peers.become(mesh)
         self.config = replace(self.config, shape=self.shape, mesh=mesh)
 
     def _state_at(self, num_batches: int) -> LoaderState:
@@ -367,9 +385,13 @@ class EpochLoop(BaseLoop):
 
     def _start_plan(self, plan: Plan, place: Place) -> Run:
         if self._sharing is not None:
-            return self._sharing.run(lambda: self._read(plan, place), place)
+            return self._sharing.run(lambda: self._exchanged(plan, place), place)
         if self.config.recipe.portion.is_count:
             return CountedRun(plan, self.config.mesh.data_rank)
+        return self._exchanged(plan, place)
+
+    def _exchanged(self, plan: Plan, place: Place) -> Run:
+        """Begin to read this rank's share; packs of it are exchanged where that was asked for."""
         running = self._read(plan, place)
         return running if self._peers is None else self._peers.run(running, place)
 

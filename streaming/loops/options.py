@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from infra import DeviceMesh
 from streaming.arguments import checked_memory_limit, is_whole, option_names
 from streaming.batches.build import Recipe
 from streaming.batches.jagged import checked_jagged
+from streaming.batches.sequence import find_peer
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
@@ -22,6 +24,7 @@ from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
 
+_log = logging.getLogger(__name__)
 _OWN_SAMPLER = (
     "this DataLoader deals out the samples itself: each to one rank, in an order that a state_dict can go on with. "
     "Leave it out; for an order of your own use torch.utils.data.DataLoader(dataset, {}=…), with DeviceMeshSampler and "
@@ -112,9 +115,7 @@ def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset | Mixt
         raise ConfigError(f"{name}: {_STREAMING[name].format(value=value, own=own)}")
 
 
-def checked_balance(
-    balance: Any, cost: Any, dataset: Any, replicas: Replicas, *, shape: Shape, collate_fn: Any
-) -> BalanceRules | None:
+def checked_balance(balance: Any, cost: Any, dataset: Any, *, collate_fn: Any) -> BalanceRules | None:
     """How packs of a global batch are balanced; None: they stay as they are dealt.
 
     Raises:
@@ -134,24 +135,10 @@ def checked_balance(
             f"balance={balance!r} with Packed(…, padded=True): a padded pack is all of a rank's batch, and costs the "
             "same as any other but for its last rows; leave balance out, or padded"
         )
-    if rules.how == "local":
-        return rules
-    if replicas != Replicas():
-        raise ConfigError(
-            'balance="exchange" with replicate="broadcast", stage_fields or sequence: packs are exchanged whole, by '
-            'every rank; use balance="local", or leave these out'
-        )
-    if collate_fn is not None:
+    if rules.how == "exchange" and collate_fn is not None:
         raise ConfigError(
             'balance="exchange" with a collate_fn: packs are exchanged in the batch of a Packed set. Call the function '
             'on the batch in the training loop, or use balance="local"'
-        )
-    sizes = [shape.global_batch_size] if shape.ramp is None else [size for _, size in shape.ramp.steps]
-    uneven = next((size for size in sizes if size % shape.num_ranks), None)
-    if uneven is not None:
-        raise ConfigError(
-            f'balance="exchange": {uneven} packs of a global batch cannot be dealt evenly to '
-            f'{shape.num_ranks} ranks; give a batch_size, or a global_batch_size that is a multiple, or balance="local"'
         )
     return rules
 
@@ -172,6 +159,34 @@ def check_padded(recipe: Recipe, shape: Shape) -> None:
         f"got global_batch_size={max(sizes)}. For several packs in a step of a rank give collate_fn=list: its batches "
         "are then lists of padded packs"
     )
+
+
+def check_sequence(recipe: Recipe, replicas: Replicas, mesh: DeviceMesh) -> None:
+    """Refuse slices of packs that cannot be; warn of labels whose tokens other peers have.
+
+    Raises:
+        ConfigError: Places of documents do not divide, or rows are documents.
+    """
+    packs, wanted = recipe.packs, replicas.sequence
+    if packs is None or wanted is None:
+        return
+    least = find_peer(wanted, mesh.coordinates, mesh.axis_sizes).divisor(wanted.layout)
+    if wanted.borders is not None and packs.padded:
+        raise ConfigError(
+            f"sequence: SequenceSlice(borders={wanted.borders!r}) with Packed(…, padded=True): each row is a document, "
+            "so rows are what is to be cut; leave borders out"
+        )
+    if wanted.borders is not None and packs.multiple % least:
+        raise ConfigError(
+            f"sequence: SequenceSlice(borders={wanted.borders!r}) cuts each document of a pack into equal parts: "
+            f"expected places that are multiples of {least}, Packed(…, multiple={least}), got multiple={packs.multiple}"
+        )
+    if "labels" in wanted.fields and not packs.shift_labels:
+        _log.warning(
+            "sequence: labels are cut as they are, and labels[t] is input_ids[t] (shift_labels=False). A model that "
+            "shifts them inside compares tokens of one slice alone, and at its borders with the wrong ones: write "
+            "Packed(…, shift_labels=True) for losses that compare place by place"
+        )
 
 
 def check_jagged(recipe: Recipe, dataset: StreamingDataset | Mixture | Packed) -> None:
@@ -219,6 +234,7 @@ def streaming_config(
     )  # fmt: skip
     check_padded(recipe, shape)
     check_jagged(recipe, dataset)
+    check_sequence(recipe, replicas, mesh)
     return LoopConfig(
         shape=shape,
         mesh=mesh,

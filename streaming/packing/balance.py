@@ -7,7 +7,7 @@ slowest. Both cures here are pure: every rank knows all lengths, and so works ou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
@@ -85,28 +85,27 @@ def order_local(costs: Costs) -> Int64Array:
     return np.argsort(-costs, kind="stable")
 
 
-def exchange(costs: Costs, num_ranks: int) -> Int64Array:
-    """Deal the packs of a global batch to its ranks by cost; int64[num_ranks, B].
+def exchange(costs: Costs, shares: Sequence[int]) -> list[Int64Array]:
+    """Deal the packs of a global batch to its ranks by cost: those that each rank computes, int64[shares[r]].
 
-    Row r holds the numbers of the packs that rank r computes, in order. Microbatch j of all ranks together holds the
-    packs that are j-th dearest, and every second microbatch is dealt backwards (a snake), so that sums are even too.
+    In order: microbatch j of all ranks together holds the packs that are j-th dearest, and every second microbatch is
+    dealt backwards (a snake), so that sums are even too. A rank keeps its number of packs; where ranks differ in it,
+    those with one more compute the cheapest in a last microbatch of their own.
 
     Args:
-        costs: [num_ranks * B], of all packs of the global batch.
-        num_ranks: Data shares among which they are dealt.
-
-    Raises:
-        ConfigError: The packs cannot be dealt evenly.
+        costs: [B], of all packs of the global batch; equal ones keep their order.
+        shares: Packs of each rank, B together.
 
     Example:
-        >>> exchange(np.array([1, 9, 5, 7]), 2).tolist()
+        >>> [packs.tolist() for packs in exchange(np.array([1, 9, 5, 7]), (2, 2))]
         [[1, 0], [3, 2]]
     """
-    if len(costs) % num_ranks:
-        raise ConfigError(f"exchange: {len(costs)} packs of a global batch cannot be dealt evenly to {num_ranks} ranks")
-    dealt = np.argsort(-costs, kind="stable").reshape(-1, num_ranks)
-    dealt[1::2] = dealt[1::2, ::-1]
-    return np.ascontiguousarray(dealt.T)
+    counts = np.asarray(shares)
+    rounds = [np.flatnonzero(counts > number) for number in range(int(counts.max(initial=0)))]
+    turns = [ranks[::-1] if number % 2 else ranks for number, ranks in enumerate(rounds)]
+    owners = np.concatenate([np.zeros(0, np.int64), *turns])
+    order = np.argsort(-costs, kind="stable")
+    return [order[owners == rank] for rank in range(len(counts))]
 
 
 def idle(costs: Costs) -> float:

@@ -35,7 +35,7 @@ def pack(lengths: Int64Array, rules: PackRules) -> Packs:
 
     Args:
         lengths: int64[N], tokens of each document of a group; those of 0 have no piece. With ``rules.budgets``
-            int64[N, 1 + len(budgets)], tokens first.
+            or ``rules.alike`` int64[N, 1 + len(budgets) + alike], tokens first.
         rules: Length of a pack, and what becomes of overlong documents.
 
     Raises:
@@ -61,7 +61,7 @@ def count_packs(lengths: Int64Array, rules: PackRules) -> int:
         ConfigError: A length is negative, or no whole number.
     """
     pieces = cut(lengths, rules)
-    if rules.budgets:
+    if rules.budgets or rules.alike:
         return _placed(pieces, rules)[2]
     _, sizes, counts = _by_size(pieces, rules)
     return _steps(sizes, counts, rules).num_packs
@@ -72,7 +72,7 @@ def other_company(packs: Packs, *, seed: int, epoch: int, group: int) -> Packs:
 
     The number of packs, the lengths that each is made of, and so its fill, stay as they are: only which documents
     meet, and in which order, is another in every epoch. Lengths count as rounded (``rules.multiple``); with several
-    budgets, what they take of each must be equal.
+    budgets, what they take of each must be equal, and that in which packs are alike.
 
     Args:
         packs: Of a group.
@@ -116,7 +116,7 @@ def _reordered(packs: Packs, order: Int64Array) -> Packs:
 
 def _placed(pieces: Pieces, rules: PackRules) -> tuple[Int64Array, Int64Array, int]:
     """In which order pieces are placed, int64[n], into which pack each goes, and the number of packs."""
-    if rules.budgets:
+    if rules.budgets or rules.alike:
         return fit_several(pieces, rules)
     order, sizes, counts = _by_size(pieces, rules)
     steps = _steps(sizes, counts, rules)

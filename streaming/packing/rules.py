@@ -38,6 +38,8 @@ class PackRules:
             tokens; the last is shorter. Needs ``overlong="split"``. ``None``: none overlap.
         budgets: What a pack holds at most of other things than tokens, one number for each further column of lengths
             (tokens of images, say). Needs ``overlong="drop"``: a document over any budget is left out.
+        alike: How many columns follow in which the pieces of a pack must be equal, such as height and width. Needs
+            ``padded``.
 
     Raises:
         ConfigError: An attribute that cannot work.
@@ -54,6 +56,7 @@ class PackRules:
     padded: bool = False
     stride: int | None = None
     budgets: tuple[int, ...] = ()
+    alike: int = 0
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -77,6 +80,11 @@ class PackRules:
                 f'budgets={self.budgets} needs overlong="drop", got {self.overlong!r}: a document that is cut has no '
                 "share of the other budgets that lengths could tell"
             )
+        if self.alike and not self.padded:
+            raise ConfigError(
+                f"alike={self.alike} columns: rows that hold several documents need not be of like ones; it is for "
+                "batches under a budget: add padded=True"
+            )
         if self.length % self.multiple:
             below = self.length // self.multiple * self.multiple
             near = f"{below} or {below + self.multiple}" if below else f"{self.multiple}"
@@ -96,7 +104,8 @@ class Pieces:
         stops: int64[n], one past its last token.
         fresh: int64[n], first token within its document that no earlier piece holds: ``starts`` unless windows overlap.
             Where labels begin, for those who want each token to count once.
-        amounts: int64[n, len(budgets)], what each piece takes of the further budgets.
+        amounts: int64[n, len(budgets) + alike], what each piece takes of the further budgets, and in what it is to be
+            like others of its pack.
         num_split: Documents that are in more than one piece.
         num_truncated: Documents whose end was cut off.
         num_dropped: Documents left out for their length, or for a further budget.
@@ -159,17 +168,18 @@ class Packs(Pieces):
         return self.num_tokens / int(self.sizes.sum()) if len(self) else 1.0
 
 
-def checked_lengths(lengths: Int64Array, budgets: tuple[int, ...] = ()) -> Int64Array:
-    """Return lengths of documents as int64[N, 1 + len(budgets)].
+def checked_lengths(lengths: Int64Array, budgets: tuple[int, ...] = (), alike: int = 0) -> Int64Array:
+    """Return lengths of documents as int64[N, 1 + len(budgets) + alike].
 
     Raises:
-        ConfigError: They are no whole numbers from 0 on, or have not a column for each budget.
+        ConfigError: They are no whole numbers from 0 on, or have not a column for each budget and what is to be alike.
     """
     found = np.asarray(lengths)
-    shape = "[N]" if not budgets else f"[N, {1 + len(budgets)}], tokens and then a column for each of {budgets}"
-    columns = found.ndim == 2 if budgets else found.ndim == 1
+    width = 1 + len(budgets) + alike
+    shape = "[N]" if width == 1 else f"[N, {width}], tokens, a column for each of {budgets}, and {alike} to be alike"
+    columns = found.ndim == 2 if width > 1 else found.ndim == 1
     found = found[:, None] if found.ndim == 1 and columns else found
-    if not columns or found.shape[1] != 1 + len(budgets) or (found.size and found.dtype.kind not in "iu"):
+    if not columns or found.shape[1] != width or (found.size and found.dtype.kind not in "iu"):
         raise ConfigError(f"lengths: expected whole numbers {shape}, got {found.dtype} {list(np.shape(lengths))}")
     found = found.astype(np.int64, copy=False)
     if found.size and int(found.min()) < 0:
@@ -187,16 +197,17 @@ def cut(lengths: Int64Array, rules: PackRules) -> Pieces:
     """Cut documents into pieces of at most ``rules.length`` tokens, in the order of documents and tokens.
 
     Args:
-        lengths: int64[N], tokens of each document; 0 is allowed. With budgets int64[N, 1 + len(budgets)].
+        lengths: int64[N], tokens of each document; 0 is allowed. With more columns int64[N, 1 + len(budgets) + alike].
         rules: What becomes of overlong ones.
 
     Raises:
         ConfigError: A length is negative, or no whole number.
     """
-    columns = checked_lengths(lengths, rules.budgets)
+    columns = checked_lengths(lengths, rules.budgets, rules.alike)
     lengths, amounts = columns[:, 0], columns[:, 1:]
     most, step = rules.length, rules.stride or rules.length
-    over = (lengths > most) | ((amounts > np.array(rules.budgets, np.int64)).any(axis=1) & (lengths > 0))
+    taken = amounts[:, : len(rules.budgets)]
+    over = (lengths > most) | ((taken > np.array(rules.budgets, np.int64)).any(axis=1) & (lengths > 0))
     num_over = int(over.sum())
     counts = (lengths > 0).astype(np.int64)  # pieces of each document
     if rules.overlong == "split":

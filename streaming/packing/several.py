@@ -18,18 +18,23 @@ _WHOLE = 2**40  # of a budget; times budgets of up to 2**20 columns, sums fit in
 def fit_several(pieces: Pieces, rules: PackRules) -> tuple[Int64Array, Int64Array, int]:
     """Fit pieces into packs that exceed no budget.
 
-    Takes pieces by falling share (by falling tokens where packs are padded), then by index. Each goes into the pack
-    with the least room, as a sum of shares, among those that have room for it in every budget; the first of equals.
+    Takes pieces by falling share (by falling tokens where packs are padded), then by index; those that are to be alike
+    come after each other. Each goes into the pack with the least room, as a sum of shares, among those that have room
+    for it in every budget; the first of equals.
 
     Returns:
         The order in which pieces are placed, int64[n]; into which pack each goes, int64[n]; the number of packs.
     """
-    taken = np.column_stack([rounded(pieces.lengths, rules.multiple), pieces.amounts])
+    num_budgets = len(rules.budgets)
+    taken = np.column_stack([rounded(pieces.lengths, rules.multiple), pieces.amounts[:, :num_budgets]])
     budgets = np.array([rules.length, *rules.budgets], np.int64)
-    shares = taken @ (_WHOLE // np.maximum(budgets, 1))
-    order = np.argsort(-(taken[:, 0] if rules.padded else shares), kind="stable")
-    place = _runs_of_like if rules.padded else _best_fit
-    pack_of = place(taken[order], budgets, rules.max_docs)
+    if rules.padded:
+        kinds = pieces.amounts[:, num_budgets:]
+        order = np.lexsort((-taken[:, 0], *kinds.T))
+        pack_of = _runs_of_like(taken[order], kinds[order], budgets, rules.max_docs)
+    else:
+        order = np.argsort(-(taken @ (_WHOLE // np.maximum(budgets, 1))), kind="stable")
+        pack_of = _best_fit(taken[order], budgets, rules.max_docs)
     return order, pack_of, int(pack_of.max(initial=-1)) + 1
 
 
@@ -57,13 +62,14 @@ def _best_fit(taken: Int64Array, budgets: Int64Array, max_docs: int | None) -> I
     return pack_of
 
 
-def _runs_of_like(taken: Int64Array, budgets: Int64Array, max_docs: int | None) -> Int64Array:
-    """The run of each piece: as many pieces, times the most that one of them takes, as every budget allows."""
+def _runs_of_like(taken: Int64Array, kinds: Int64Array, budgets: Int64Array, max_docs: int | None) -> Int64Array:
+    """The run of each piece: as many pieces of a kind, times the most that one takes, as every budget allows."""
     pack_of = np.empty(len(taken), np.int64)
+    is_first = np.concatenate([[True], (kinds[1:] != kinds[:-1]).any(axis=1)])
     run, count, most = -1, 0, budgets
     for number, piece in enumerate(taken):
         joined = np.maximum(most, piece)
-        if run < 0 or count == max_docs or ((count + 1) * joined > budgets).any():
+        if is_first[number] or count == max_docs or ((count + 1) * joined > budgets).any():
             run, count, joined = run + 1, 0, piece
         count, most = count + 1, joined
         pack_of[number] = run

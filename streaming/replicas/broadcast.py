@@ -82,10 +82,14 @@ class Sharing:
         in_children(self, Sharing.leave_behind)
 
     @classmethod
-    def of_replicas(cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None) -> Sharing:
+    def of_replicas(
+        cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None,
+        reads_inline: bool = False,
+    ) -> Sharing:  # fmt: skip
         """For the replicas of the rank that ``mesh`` speaks for."""
         ranks = mesh.replicas_of(mesh.data_rank)
-        return cls({rank: replicas.portion(mesh.with_rank(rank)) for rank in ranks}, broadcast, mesh.rank, pin=pin)
+        portions = {rank: replicas.portion(mesh.with_rank(rank)) for rank in ranks}
+        return cls(portions, broadcast, mesh.rank, pin=pin, reads_inline=reads_inline)
 
     def run(self, read: Callable[[], Run], place: Place) -> Run:
         """Batches from ``place`` on; ``read`` begins to read them, on the one rank that does.

@@ -6,7 +6,8 @@ Every rank reads and builds the packs of its own lanes, as without; then packs t
 
 The packs of a global batch stay what they are, so position, state and elasticity know nothing of this. It happens in
 the thread that asks for a batch, when it asks: ranks that leave their loops after the same batch leave nothing on the
-way.
+way. Replicas (tensor, pipeline, context parallel) exchange with those in the same place of other shares, each its own
+copy, whole; stages and slices of the sequence are cut out of what came. Where one rank reads for them, it exchanges.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from infra import DeviceMesh
+from streaming.batches.jagged import Allocate
 from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
 from streaming.errors import ReplicaError, StateError
 from streaming.forks import in_children
+from streaming.metrics import Metrics
 from streaming.packing.balance import exchange
 from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackShape
 from streaming.replicas.batch_codec import ALIGN_BYTES, decode, encode
@@ -32,7 +35,6 @@ from streaming.types import Batch, Int64Array
 TIMEOUT_S = 600.0
 """How long ranks may differ in asking for a batch: a checkpoint, an evaluation on one rank."""
 _OPTION = 'balance="exchange"'
-_HEAD = 3  # epoch, samples seen, number of packs
 
 _left_behind: list[Any] = []  # of the parent, in a forked child
 
@@ -45,16 +47,25 @@ class PackExchange:
     Args:
         mesh: Where this process is.
         shape: What batches look like.
-        finish: Called with each batch; page-locks it, say.
+        cut: Called with each batch and its number of packs: this rank's portion, page-locked, say.
+        metrics: Where bytes and waits are counted.
+
+    Attributes:
+        allocate: Where the memory of tensors comes from that are made of packs of several ranks; None: fresh memory.
     """
 
-    def __init__(self, mesh: DeviceMesh, shape: PackShape, finish: Callable[[Any], Any] | None) -> None:
-        self.ranks = tuple(mesh.replicas_of(share)[mesh.replica_rank] for share in range(mesh.data_world_size))
-        self.shape = shape
-        self.finish = finish
-        self.place = 0
+    def __init__(self, mesh: DeviceMesh, shape: PackShape, cut: Callable[[Any, int], Any], metrics: Metrics) -> None:
+        self.shape, self.cut, self.metrics = shape, cut, metrics
+        self.allocate: Allocate | None = None
         self._group: Any = None
+        self.become(mesh)
         in_children(self, PackExchange.leave_behind)
+
+    def become(self, mesh: DeviceMesh) -> None:
+        """Be a rank of another world; the next run connects with its ranks."""
+        self._rank, self.place = mesh.rank, mesh.data_rank
+        self.ranks = tuple(mesh.replicas_of(share)[mesh.replica_rank] for share in range(mesh.data_world_size))
+        self.drop()
 
     def run(self, running: Run, place: Place) -> Run:
         """Exchange the packs of the batches that ``running`` gives from ``place`` on.
@@ -62,10 +73,11 @@ class PackExchange:
         Raises:
             ConfigError, ReplicaError: See ``gloo_group``.
         """
-        if self._group is None:
-            self._group, self.place = gloo_group(
-                self.ranks, TIMEOUT_S, option=_OPTION, of="the mesh", cure="begin to iterate on all of them"
-            )
+        if self._group is None and len(self.ranks) > 1:
+            self._group, _ = gloo_group(
+                self.ranks, TIMEOUT_S, option=_OPTION, of="the mesh", cure="begin to iterate on all of them",
+                rank=self._rank,
+            )  # fmt: skip
         return _ExchangedRun(self, running, place)
 
     def drop(self) -> None:
@@ -79,19 +91,24 @@ class PackExchange:
 
     def gather(self, own: Int64Array) -> Int64Array:
         """The rows of all ranks, [ranks, n], of one [n] each."""
+        if self._group is None:
+            return own[None]
         sent = torch.from_numpy(own)
         got = [torch.empty_like(sent) for _ in self.ranks]
         self._wait(self._group.allgather, [got], [sent])
         return torch.stack(got).numpy()
 
     def swap(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send ``messages[r]`` (uint8) to the r-th rank, and get one of each."""
+        """Send ``messages[r]`` (uint8) to the r-th rank, and get one of each; what is to this one comes back."""
+        if self._group is None:
+            return list(messages)
         sizes = torch.tensor([len(message) for message in messages])
         coming = torch.empty_like(sizes)
         ones = [1] * len(messages)
         self._wait(self._group.alltoall_base, coming, sizes, ones, ones)
         got = torch.empty(int(coming.sum()), dtype=torch.uint8)
         self._wait(self._group.alltoall_base, got, torch.cat(list(messages)), coming.tolist(), sizes.tolist())
+        self.metrics.add("exchanged_bytes", int(sizes.sum()))
         return list(torch.split(got, coming.tolist()))
 
     def _wait(self, call: Callable[..., Any], *args: Any) -> None:
@@ -117,36 +134,54 @@ class _ExchangedRun(RunOver):
     def __next__(self) -> Any:
         """The next batch."""
         batch = next(self._run)
-        peers, most = self._peers, int(batch["input_ids"].shape[0])
-        costs = batch.pop("costs").numpy() if most else np.zeros(0, np.int64)
-        own = [self._place.epoch, self._place.samples_seen + self._num_batches, most]
-        heads = peers.gather(np.array(own, np.int64))
-        if (heads[:, :2] != heads[0, :2]).any():
-            raise _elsewhere(peers.ranks, heads)
+        num_packs = int(batch["input_ids"].shape[0])
+        with self._peers.metrics.timed("exchange_s"):
+            batch = self._exchanged(batch, num_packs)
         self._num_batches += 1
-        if (heads[:, 2] == most).all() and most:  # else the tail of an epoch, whose ranks have unequal shares
-            everyones = peers.gather(costs.view(np.int64)).view(costs.dtype).ravel()
-            batch = self._exchanged(batch, exchange(everyones, len(peers.ranks)), most)
-        return batch if peers.finish is None else peers.finish(batch)
+        return self._peers.cut(batch, num_packs)
 
     def describe(self) -> str:
         """For people."""
         return f"{super().describe()}; packs are exchanged with ranks {self._peers.ranks}"
 
-    def _exchanged(self, batch: Batch, dealt: Int64Array, most: int) -> Batch:
-        """The batch of the packs dealt to this rank; number n of the global batch is pack ``n % most`` of a rank."""
+    def _exchanged(self, batch: Batch, num_packs: int) -> Batch:
+        """The batch of the packs dealt to this rank, as many as it has; all ranks meet here."""
+        peers = self._peers
+        costs: Any = batch.pop("costs", None)
+        valid: Any = batch.get("__valid__")
+        # A batch with packs that do not count stays as it is: stages without payload count them by the plan.
+        counts = valid is None or bool(valid.all())
+        own = [self._place.epoch, self._place.samples_seen + self._num_batches, num_packs, counts]
+        heads = peers.gather(np.array(own, np.int64))
+        if (heads[:, :2] != heads[0, :2]).any():
+            raise _elsewhere(peers.ranks, heads)
+        shares = heads[:, 2]
+        if not heads[:, 3].all() or not shares.any():
+            return batch
+        bits = np.zeros(int(shares.max()), np.int64)
+        if num_packs:
+            bits[:num_packs] = costs.numpy().view(np.int64)
+        everyones = peers.gather(bits)[np.arange(len(bits)) < shares[:, None]]
+        if not num_packs:  # at the end of an epoch; others may exchange
+            peers.swap([_EMPTY] * len(peers.ranks))
+            return batch
+        return self._dealt(batch, exchange(everyones.view(costs.numpy().dtype), shares.tolist()), shares)
+
+    def _dealt(self, batch: Batch, dealt: Sequence[Int64Array], shares: Int64Array) -> Batch:
+        """Hand packs out and take others in; pack n of the global batch is that of the rank in whose share n lies."""
         peers, rows = self._peers, split_packs(batch)
-        place = peers.place
-        owners, numbers = np.divmod(dealt, most)
+        place, ends = peers.place, np.cumsum(shares)
+        first = int(ends[place] - shares[place])
         # To each rank those that it is to have, in its order; to this one nothing, they are here.
+        mine = [[rows[n - first] for n in packs.tolist() if 0 <= n - first < len(rows)] for packs in dealt]
         messages = [
-            _EMPTY if rank == place else encode([rows[n] for n in numbers[rank][owners[rank] == place]], _allocated)
-            for rank in range(len(peers.ranks))
+            _EMPTY if rank == place or not packs else encode(packs, _allocated) for rank, packs in enumerate(mine)
         ]
-        got = [[] if rank == place else decode(message) for rank, message in enumerate(peers.swap(messages))]
-        got[place] = [rows[n] for n in numbers[place][owners[place] == place]]
+        got = [decode(message) if len(message) else [] for message in peers.swap(messages)]
+        got[place] = mine[place]
         coming = [iter(packs) for packs in got]
-        return join_packs([next(coming[owner]) for owner in owners[place].tolist()], peers.shape)
+        owners = np.searchsorted(ends, dealt[place], side="right")
+        return join_packs([next(coming[owner]) for owner in owners.tolist()], peers.shape, peers.allocate)
 
 
 def split_packs(batch: Batch) -> list[Batch]:
@@ -166,12 +201,16 @@ def split_packs(batch: Batch) -> list[Batch]:
     return rows
 
 
-def join_packs(rows: Sequence[Batch], shape: PackShape) -> Batch:
-    """Join rows of :func:`split_packs` into a batch."""
+def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | None = None) -> Batch:
+    """Join rows of :func:`split_packs` into a batch; of what holds tokens, in memory of ``allocate``."""
     batch: Batch = {}
     for name, first in rows[0].items():
         values: list[Any] = [row[name] for row in rows]
-        batch[name] = torch.stack(values) if isinstance(first, torch.Tensor) and name != "cu_seqlens" else values
+        if isinstance(first, torch.Tensor) and name != "cu_seqlens":
+            out = allocate((len(rows), *first.shape), first.dtype) if allocate is not None and first.ndim else None
+            batch[name] = torch.stack(values, out=out)
+        else:
+            batch[name] = values
     starts: Any = batch["cu_seqlens"]
     places = len(rows) * shape.length
     borders = np.concatenate([*(start.numpy() + pack * shape.length for pack, start in enumerate(starts)), [places]])
@@ -197,7 +236,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 def _elsewhere(ranks: Sequence[int], heads: Int64Array) -> StateError:
     places = ", ".join(
-        f"rank {rank}: epoch {e}, batch {n}" for rank, (e, n, _) in zip(ranks, heads.tolist(), strict=True)
+        f"rank {rank}: epoch {e}, batch {n}" for rank, (e, n, *_) in zip(ranks, heads.tolist(), strict=True)
     )
     return StateError(
         f"{_OPTION}: ranks stand at different places ({places}). Load the same state and set the same epoch on all, "

@@ -106,18 +106,29 @@ class ReplicaGroup:
             ) from error
 
 
-def gloo_group(ranks: Sequence[int], timeout_s: float, *, option: str, of: str, cure: str) -> tuple[Any, int]:
+def gloo_group(
+    ranks: Sequence[int], timeout_s: float, *, option: str, of: str, cure: str, rank: int | None = None
+) -> tuple[Any, int]:
     """Make a process group of some ranks over gloo, and say which of them this one is; waits for all.
 
+    Args:
+        ranks: In the same order on all members.
+        timeout_s: How long any member may take to join, or to take or give a message.
+        option: What the user asked for.
+        of: What the ranks have in common, for messages.
+        cure: What to do where one does not come, for messages.
+        rank: Which of them this one must be by torch.distributed; None: any.
+
     Raises:
-        ConfigError: torch.distributed is not set up, or this rank is none of ``ranks``.
+        ConfigError: torch.distributed is not set up, or counts this process as another rank.
         ReplicaError: A member did not come.
     """
     own, store = job_store(option)
-    if own not in ranks:
+    if own not in (ranks if rank is None else (rank,)):
+        expected = f"one of {tuple(ranks)}" if rank is None else f"{rank}"
         raise ConfigError(
-            f"{option}: torch.distributed calls this process rank {own}, but in the mesh it is one of "
-            f"{tuple(ranks)}; make the mesh of torch.distributed's ranks"
+            f"{option}: torch.distributed calls this process rank {own}, but in the mesh it is {expected}; make the "
+            "mesh of torch.distributed's ranks, or, after remesh(), set torch.distributed up anew for the new world"
         )
     place = ranks.index(own)
     digest = hashlib.sha256(repr((option, tuple(ranks))).encode()).hexdigest()[:32]

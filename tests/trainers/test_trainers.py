@@ -21,6 +21,7 @@ import pytest
 import torch.distributed as dist
 from data_sets import SampleSet, write_set
 from forked import Forked, all_end
+from test_packed import write as write_documents
 from test_readme import blocks
 
 from streaming import DataLoader
@@ -261,4 +262,15 @@ def test_glue(running: Ranks, samples: SampleSet, tmp_path: Path, script: str, q
     }  # fmt: skip
     environ = {"TRAINER_TEST": json.dumps(told)}
     status = running.fork(HERE / f"{script}.py", 1, tmp_path / "errors", environ)
+    assert status == 0, (tmp_path / "errors").read_text()[-6000:]
+
+
+def test_packs_under_the_trainer_of_transformers_on_two_ranks(running: Ranks, tmp_path: Path) -> None:
+    write_documents(tmp_path / "checkpoint-documents", num_docs=400)
+    told = {
+        "program": "packs", "url": "", "folder": str(tmp_path / "checkpoint"), "log": str(tmp_path / "log"),
+        "epochs": 1, "rendezvous": "", "ranks": 2, "quiet": NO_REPORTS, "kill_at": None, "deadline_s": DEADLINE_S,
+    }  # fmt: skip
+    environ = {"TRAINER_TEST": json.dumps(told)}
+    status = running.fork(HERE / "packs_transformers.py", 2, tmp_path / "errors", environ)
     assert status == 0, (tmp_path / "errors").read_text()[-6000:]
