@@ -43,6 +43,10 @@ from streaming import (
 _CURES: dict[Callable[[Path], None], tuple[str, ...]] = {}
 
 RUN_ELSEWHERE = {
+    "alike": "test_length_buckets.py::test_the_log_says_how_full_buckets_are_and_what_they_need",
+    "borders": "test_packed_slices.py::test_loss_and_gradients_of_two_peers_are_those_of_one",
+    "position_ids": "test_packed_slices.py::test_places_in_the_row_are_added_where_asked_for",
+    "shift_labels": "test_packed_attention.py::test_each_document_has_the_loss_that_it_has_alone",
     "agreement_timeout": "test_agreement.py::test_it_can_be_switched_off",
     "anon": "test_cures.py::test_credentials_and_anonymous_reading",
     "balance": "test_balance.py::test_local_balance_puts_the_dearest_packs_first",

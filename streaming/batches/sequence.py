@@ -71,8 +71,8 @@ class SequenceSlice:
             raise ConfigError(f"SequenceSlice: layout: expected 'contiguous' or 'zigzag', got {self.layout!r}")
         if self.borders is not None and (not isinstance(self.borders, str) or self.dim > 1):
             raise ConfigError(
-                f"SequenceSlice: borders: expected the name of an entry, for sequences along axis 0 or 1; got "
-                f"{self.borders!r} and dim={self.dim}"
+                "SequenceSlice: borders: expected the name of an entry, for sequences along axis 0 or 1; got "
+                f"{self.borders!r} along axis {self.dim}"
             )
 
 

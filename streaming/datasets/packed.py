@@ -205,8 +205,7 @@ class Packed(PackedSource):
                      "labels_across": labels_across or None, "pad_id": pad_id or None}  # fmt: skip
         whole = field is None and _checked_whole(of_tokens, padded=padded, overlong=overlong)
         _check_documents(documents, whole=whole)
-        limits = _checked_budgets(budgets, column)
-        kinds = _checked_alike(alike)
+        limits, kinds = _checked_budgets(budgets, column), _checked_alike(alike)
         rules = PackRules(
             length=length, overlong=overlong or ("drop" if whole or limits else "split"), multiple=multiple,
             max_docs=max_docs, padded=padded, stride=stride, budgets=tuple(limits.values()), alike=len(kinds),
@@ -228,10 +227,8 @@ class Packed(PackedSource):
             read.fields, read.decoders = fields, RawFields()
         work = _Work(read, lengths, rules, columns)
         opened = work.joined(work.parts(peers))
-        self.column = column
+        self.column, self.alike, self.is_whole = column, kinds, whole
         self.counts: PackCounts = opened.counts
-        self.alike = kinds
-        self.is_whole = whole
         told = "" if field is None else _told_dtype(read, field, dtype, lengths, peers)
         self.shape = PackShape(
             length=rules.length, field=field or "", dtype=told,
