@@ -19,6 +19,7 @@ from streaming.errors import ConfigError
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import SourceLanes, drawn_before
 from streaming.mixing.passes import Sources, Weights
+from streaming.mixing.quotas import ExactPasses, QuotaTree
 from streaming.mixing.shares import BatchShares, ShareTree
 from streaming.plan.order import OrderSettings
 from streaming.plan.plan import Plan
@@ -136,6 +137,92 @@ def test_lanes_that_do_not_divide_the_batch_have_no_batches_of_one_source() -> N
 
 
 @unhurried
+@given(cases(endless=False), st.integers(0, 3), st.data())
+def test_a_pass_that_ends_is_exact_at_every_row(case: Case, number: int, data: st.DataObject) -> None:
+    """In each lane; over all lanes each source gives its quota to the sample, and its list goes on where it stopped."""
+    orders = replace(case, dealt="samples").orders()
+    assert isinstance(orders, ExactPasses)
+    order, names, lanes = orders.of_pass(number), orders.sources.names, case.settings.lanes
+    tree = order._shares
+    assert isinstance(tree, QuotaTree)
+    total = orders.samples_per_pass
+    for lane in range(lanes):
+        size = order.lane_size(lane)
+        assert size == total // lanes + (lane < total % lanes)
+        place = data.draw(st.integers(0, size))
+        counts = order.drawn(lane, place).tolist()
+        assert sum(counts) == place
+        for name, count in zip(names, counts, strict=True):
+            assert abs(count - Fraction(place * orders.quotas[name], total)) < max(2 * tree.depth(name), 1)
+        chunk_ids, _ = order.lane_samples(lane, place, size) if place < size else (np.empty(0, np.int64), None)
+        rest = np.bincount(orders.sources.source_of(chunk_ids), minlength=len(names))
+        assert (rest + counts).tolist() == order.drawn(lane, size).tolist()
+    whole = drawn_before(orders, (number + 1) * total)
+    assert whole == {name: (number + 1) * orders.quotas[name] for name in names}
+
+
+@unhurried
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 40) | st.integers(0, 10**12), min_size=1).filter(
+        lambda quotas: any(quotas.values())
+    ),
+    st.integers(1, 64), st.integers(0, 2**64 - 1), st.data(),
+)  # fmt: skip
+def test_quotas_are_dealt_to_the_sample_however_many_there_are(
+    quotas: dict[str, int], lanes: int, seed: int, data: st.DataObject
+) -> None:
+    tree, total = QuotaTree(quotas, lanes=lanes, seed=seed), sum(quotas.values())
+    assert tree.sizes.sum(axis=1).tolist() == list(quotas.values())
+    assert tree.sizes.sum(axis=0).tolist() == [total // lanes + (lane < total % lanes) for lane in range(lanes)]
+    lane = data.draw(st.integers(0, lanes - 1))
+    size = int(tree.sizes[:, lane].sum())
+    assert tree.counts(lane, size).tolist() == tree.sizes[:, lane].tolist()
+    start = data.draw(st.integers(0, size) | st.just(max(size - 30, 0)))
+    counts, drift = tree.counts(lane, start), Fraction(start, 2**32)
+    for name, count in zip(tree.names, counts.tolist(), strict=True):
+        depth = tree.depth(name)
+        assert abs(count - Fraction(start * quotas[name], total)) < max(depth, 1) * (2 + drift)
+    stop = min(start + 30, size)
+    sources, draws = tree.draws(lane, start, stop)
+    for place, source, draw in zip(range(start, stop), sources.tolist(), draws.tolist(), strict=True):
+        assert draw == counts[source]
+        assert tree.places(source, np.array([lane]), np.array([draw])).tolist() == [place]
+        counts[source] += 1
+    assert counts.tolist() == tree.counts(lane, stop).tolist()
+
+
+@unhurried
+@given(st.integers(0, 10**6), st.integers(0, 2**64 - 1))
+def test_lanes_together_stay_near_their_share_in_a_pass_that_ends(row: int, seed: int) -> None:
+    quotas = {name: round(share * 10**6) for name, share in FIVE.items()}
+    tree = QuotaTree(quotas, lanes=64, seed=seed)
+    counts = np.sum([tree.counts(lane, row // 64 + (lane < row % 64)) for lane in range(64)], axis=0)
+    assert all(abs(int(count) - FIVE[name] * row) <= 12 for name, count in zip(quotas, counts, strict=True))
+
+
+@unhurried
+@given(cases(endless=False, dealt="batches"))
+def test_each_global_batch_of_a_pass_that_ends_is_of_one_source(case: Case) -> None:
+    size = case.global_batch_size
+    orders, plan = case.orders(), replace(case, epoch_size=None, start=0).plan()
+    assert isinstance(orders, ExactPasses)
+    of = [
+        {int(source) for source in orders.sources.source_of(np.array([chunk for _, chunk, _ in batch]))}
+        for batch in global_batches(plan)
+    ]
+    counts = Counter(orders.sources.names[one] for (one,) in of)
+    assert counts == {name: quota // size for name, quota in orders.quotas.items() if quota}
+
+
+def test_quotas_of_batches_are_whole_batches() -> None:
+    sources = Sources({"a": [9], "b": [8]}, OrderSettings(seed=1, lanes=2, window=6))
+    with pytest.raises(ConfigError, match=r"whole batches of 4 .*'a': 9"):
+        ExactPasses(sources, batch_size=4)
+    with pytest.raises(ConfigError, match=r"2 lanes do not divide a global batch of 3.*lanes="):
+        ExactPasses(sources, quotas={"a": 9, "b": 6}, batch_size=3)
+
+
+@unhurried
 @given(cases(endless=True), st.booleans(), st.data())
 def test_appended_weights_are_those_that_were_there_from_the_start(
     case: Case, by_batch: bool, data: st.DataObject
@@ -201,11 +288,12 @@ def rows_of(live: object, chunk: int) -> dict[str, object]:
     return {name: column[columns["chunk_ids"] == chunk] for name, column in columns.items()}
 
 
-def golden_orders() -> dict[str, ExactLanes]:
+def golden_orders() -> dict[str, ExactLanes | ExactPasses]:
     sources = Sources(
         {"web": [5, 4, 6, 5] * 5, "code": [3, 0, 3], "math": [1, 1], "chat": [9, 9]},
         OrderSettings(seed=11, lanes=4, window=8),
     )
+    quotas = {"web": 100, "code": 18, "math": 7, "chat": 18}
     schedule = [
         Weights(start=0, weights={"web": 0.5, "code": 0.3, "math": 0.2}),
         Weights(start=110, weights={"web": 1, "code": 0.01}),
@@ -214,6 +302,10 @@ def golden_orders() -> dict[str, ExactLanes]:
     return {
         "by samples": ExactLanes(sources, schedule),
         "by batches": ExactLanes(sources, schedule, batch_size=8),
+        "by samples, with an end": ExactPasses(sources, quotas=quotas),
+        "by batches, with an end": ExactPasses(
+            sources, quotas={name: quota - quota % 8 for name, quota in quotas.items()} | {"math": 8}, batch_size=8
+        ),
     }
 
 

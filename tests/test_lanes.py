@@ -19,6 +19,7 @@ from streaming.errors import ConfigError
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import MixedLanes, Rounds, Runs, SourceLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
+from streaming.mixing.quotas import ExactPasses
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.types import LastBatch
@@ -53,7 +54,7 @@ class Case:
     schedule: list[Weights]
     """Empty: the mixture ends."""
     dealt: str
-    """Of one without end: chunks, samples or batches."""
+    """Chunks, samples or batches."""
     global_batch_size: int
     dp_world_size: int
     last_batch: LastBatch
@@ -63,11 +64,12 @@ class Case:
 
     def orders(self) -> Orders:
         sources = Sources(self.sources, self.settings)
+        size = self.global_batch_size if self.dealt == "batches" else None
         if not self.schedule:
-            return MixedPasses(sources, quotas=self.quotas)
+            by_chunks = MixedPasses(sources, quotas=self.quotas)
+            return by_chunks if self.dealt == "chunks" else ExactPasses(sources, quotas=self.quotas, batch_size=size)
         if self.dealt == "chunks":
             return MixedLanes(sources, self.schedule)
-        size = self.global_batch_size if self.dealt == "batches" else None
         return ExactLanes(sources, self.schedule, batch_size=size)
 
     def plan(self, **change: Any) -> Plan:
@@ -86,11 +88,13 @@ def cases(draw: st.DrawFn, *, endless: bool | None = None, dealt: str | None = N
     is_endless = draw(st.booleans()) if endless is None else endless
     dealt = dealt or draw(st.sampled_from(["chunks", "samples", "batches"]))
     lanes, size = draw(st.integers(1, 20)), draw(st.integers(1, 30))
-    size = lanes * (1 + size // lanes) if dealt == "batches" and is_endless else size
+    size = lanes * (1 + size // lanes) if dealt == "batches" else size
     quotas = None
-    if not is_endless and draw(st.booleans()):
-        quotas = {name: draw(st.integers(0, 2 * sum(sizes))) for name, sizes in sources.items()}
-        quotas[min(quotas)] += 1
+    if not is_endless and (dealt == "batches" or draw(st.booleans())):
+        unit = size if dealt == "batches" else 1
+        most = {name: 2 * sum(sizes) // unit for name, sizes in sources.items()}
+        quotas = {name: unit * draw(st.integers(0, count)) for name, count in most.items()}
+        quotas[min(quotas)] += unit
     per_pass = sum(quotas.values()) if quotas else sum(map(sum, sources.values()))
     epoch_size = draw(st.integers(1, 400)) if is_endless else draw(st.none() | st.integers(1, 3 * per_pass))
     return Case(

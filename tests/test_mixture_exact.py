@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import Batches, SampleSet, check_batch, merged, total, write_set
+from data_sets import Batches, SampleSet, check_batch, merged, mesh_of, play, total, write_set
 from test_mixture import FIRST, mixture, source_of, take, world
 
 from shard_tools import ShardWriter
@@ -101,6 +102,70 @@ def test_epochs_of_batches_of_one_source_are_whole_batches(sets: dict[str, Sampl
     odd = mixture(sets, weights=EVEN, **ONE_SOURCE)  # 53 has no divisors: one lane
     with DataLoader(odd, batch_size=53) as loader:
         assert of_one_source([Counter(keys) for keys in take(loader, 3)])
+
+
+ENDING: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "by size": ({}, {"web": 119, "code": 23, "math": 60}),
+    "repeats": ({"repeats": {"web": 1, "code": 2.5, "math": 0.5}}, {"web": 119, "code": 58, "math": 30}),
+    "first": ({"weights": {"web": 2, "code": 1, "math": 1}, "ends": "first"}, {"web": 46, "code": 23, "math": 23}),
+    "all": ({"weights": {"web": 2, "code": 2, "math": 1}, "ends": "all"}, {"web": 120, "code": 120, "math": 60}),
+}
+
+
+@pytest.mark.parametrize("options", [EXACT, ONE_SOURCE])
+@pytest.mark.parametrize("ending", list(ENDING))
+def test_mixtures_that_end_give_each_sample_as_often_as_promised(
+    sets: dict[str, SampleSet], ending: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """On any world, stopped and resumed; of batches of one source the whole ones, and what is left comes first next."""
+    given, quotas = ENDING[ending]
+    mix = mixture(sets, **given, **options)
+    expected = quotas if options is EXACT else {name: count - count % 12 for name, count in quotas.items()}
+    with caplog.at_level(logging.INFO, "streaming"):
+        epochs = merged(play(mix, 1, global_batch_size=12, last_batch="partial", epochs=3, num_threads=0))
+    steps = len(epochs) // 3
+    for epoch in range(3):
+        counts = total(epochs[epoch * steps : (epoch + 1) * steps])
+        assert Counter(source_of(key) for key in counts.elements()) == expected
+    often = total(epochs)
+    for name, one in sets.items():
+        times = Counter(often[key] for key in one.keys)
+        passes, more = divmod(3 * expected[name], len(one.keys))
+        assert times == {one: count for one, count in ((passes, len(one.keys) - more), (passes + 1, more)) if count}
+    assert of_one_source(epochs) == (options is ONE_SOURCE)
+    cut = sum(quotas.values()) - sum(expected.values())
+    told = [message for message in caplog.messages if "whole batches of each source" in message]
+    assert bool(told) == bool(cut)
+    assert all(f"an epoch has {sum(expected.values())} of {sum(quotas.values())} samples" in one for one in told)
+    before, state = world(mix, 3, 3, num_threads=0, last_batch="partial")
+    assert state["version"] == 3
+    after, _ = world(mix, 2, steps - 3, state, num_threads=0, last_batch="partial")
+    assert before + after == epochs[:steps]
+
+
+def test_shares_of_a_mixture_that_ends_are_exact_at_every_step(sets: dict[str, SampleSet]) -> None:
+    """Where they hold up to chunks otherwise; ``seen`` says what came, also behind a resume."""
+    mix = mixture(sets, **EXACT)
+    with DataLoader(mix, batch_size=9, num_threads=0, last_batch="partial") as loader:
+        counts: Counter[str] = Counter(web=0, code=0, math=0)
+        for step, batch in enumerate(loader, start=1):
+            counts.update(batch["__source__"])
+            assert all(abs(counts[name] - size * 9 * step / 202) <= 4 for name, size in mix.sizes.items() if step < 22)
+            if step == 11:
+                seen = loader.seen()
+                state = loader.state_dict()
+                assert {name: one["samples"] for name, one in seen.items()} == counts
+        assert counts == mix.sizes
+    with DataLoader(mix, global_batch_size=9, device_mesh=mesh_of(3, 1), last_batch="partial") as loader:
+        loader.load_state_dict(state)
+        assert loader.seen() == seen
+
+
+def test_a_source_of_less_than_a_batch_cannot_be_dealt_in_batches(sets: dict[str, SampleSet]) -> None:
+    with pytest.raises(ConfigError, match=r"'code' gives 23 samples an epoch, a global batch has 24.*repeats="):
+        DataLoader(mixture(sets, **ONE_SOURCE), batch_size=24)
+    with DataLoader(mixture(sets, repeats={"web": 1, "code": 0, "math": 1}, **ONE_SOURCE), batch_size=24) as loader:
+        assert len(loader) == 4 + 2
 
 
 def test_too_little_memory_is_refused_with_what_would_help(tmp_path: Path) -> None:

@@ -137,12 +137,12 @@ def check_worlds(mix: Mixture, size: int, ranks: int, others: int, stop: int, ep
 
 
 @unhurried
-@given(node=nodes(endless=False), **worlds)
+@given(node=nodes(endless=False), dealt=st.sampled_from(["chunks", "exact"]), **worlds)
 def test_nested_mixtures_that_end_give_each_sample_as_often_as_they_say(
-    sets: dict[str, StreamingDataset], node: Node, size: int, ranks: int, others: int, stop: int,
+    sets: dict[str, StreamingDataset], node: Node, dealt: Any, size: int, ranks: int, others: int, stop: int,
     lanes: int | None, seed: int,
 ) -> None:  # fmt: skip
-    mix = node.made(sets, seed=seed, shuffle=ShuffleConfig(lanes=lanes))
+    mix = node.made(sets, seed=seed, quotas=dealt, shuffle=ShuffleConfig(lanes=lanes))
     quotas = node.quotas()
     assert len(mix) == sum(quotas.values())
     whole = check_worlds(mix, size, ranks, others, stop, None)

@@ -450,9 +450,12 @@ def mixtures_end_or_do_not(folder: Path) -> None:
     said(lambda: Mixture(sources, ends="all"), "Give weights=")
     said(lambda: Mixture(sources, weights={"a": 1.0, "b": 0.0}, ends="all"), "leave them out")
     assert len(Mixture({"a": sources["a"]}, weights={"a": 1.0}, ends="all")) == 8
-    said(lambda: Mixture(sources, quotas="exact"), "Give weights= without ends=, and the loader an epoch_size")
+    assert count(Mixture(sources, quotas="exact")) == 4
     assert count(Mixture(sources, weights=even, quotas="exact"), epoch_size=16) == 4
-    said(lambda: Mixture(sources, batches="one_source"), "Give weights= without ends=")
+    few = {"a": sources["a"], "b": sources["b"][:3]}
+    said(lambda: DataLoader(Mixture(few, batches="one_source"), batch_size=4), "repeats=", 'batches="mixed"')
+    assert count(Mixture(few, repeats={"a": 1, "b": 2}, batches="one_source")) == 3
+    assert count(Mixture(few, batches="mixed"), last_batch="partial") == 3
     assert count(Mixture(sources, weights=even, batches="one_source"), epoch_size=16) == 4
     assert count(Mixture(sources, weights=even, quotas="chunks", ends="all")) == 4
     said(lambda: Mixture(sources, stopping_strategy="first"), 'write ends="first" or "all"')

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
 from streaming.mixing.passes import Weights
-from streaming.mixing.shares import MAX_POSITIONS, BatchShares, ShareTree, _product
+from streaming.mixing.shares import MAX_POSITIONS, BatchShares, ShareTree, product
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 weights_ = st.dictionaries(
@@ -220,5 +220,5 @@ def test_wrong_segments_are_refused(segments: list[Weights], words: str) -> None
 
 @given(st.integers(0, 2**32), st.integers(0, MAX_POSITIONS))
 def test_products_have_no_overflow(share: int, count: int) -> None:
-    high, low = _product(np.array([share]), np.array([count]))
+    high, low = product(np.array([share]), np.array([count]))
     assert (int(high[0]) << 32) + int(low[0]) == share * count

@@ -29,6 +29,7 @@ from streaming.filters.late_columns import find_columns, homes_of, read_values
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Passes, Sources, Weights, eras_grown
+from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
 from streaming.plan.ledger import CHANGED, START, Dealt, Entry, Ledger
 from streaming.plan.order import Orders, OrderSettings, default_lanes
@@ -102,17 +103,18 @@ class Mixture(JoinedSource):
         weights: Share of each source, by name; only ratios count. Or a ``Schedule`` of such dicts.
         repeats: How often an epoch reads each source, by name.
         quotas: ``"chunks"``: the chunks of all sources in one order, which needs the memory and requests of one data
-            set; a share holds up to a chunk or so of each source and lane. ``"exact"``, with ``weights`` and no end:
-            single samples, each share exact at every row, give or take a few samples; each source then has chunks in
-            memory in every lane, so memory grows with the number of sources.
+            set; a share holds up to a chunk or so of each source and lane. ``"exact"``: single samples, each share
+            exact at every row, give or take a few samples; each source then has chunks in memory in every lane, so
+            memory grows with the number of sources.
         unit: What a weight counts: ``"samples"``, ``"tokens"`` (the column ``tokens``) or ``"bytes"``.
         ends: With constant ``weights``: an epoch ends when the ``"first"`` source, or ``"all"`` sources, have been read
             once. None: there is no end; ``DataLoader(epoch_size=…)`` makes epochs.
         shuffle: Whether sources and their samples are shuffled, or a ``ShuffleConfig``; the sources' own is not used.
         seed: Seed of the order.
-        batches: ``"mixed"``: a batch holds samples of any source. ``"one_source"``, with ``weights`` and no end: each
-            global batch holds samples of one source, and shares count batches, exactly; memory is that of
-            ``quotas="exact"``, whatever ``quotas`` says. The lanes must divide the global batch, and it ``epoch_size``.
+        batches: ``"mixed"``: a batch holds samples of any source. ``"one_source"``: each global batch holds samples of
+            one source, and shares count batches, exactly; memory is that of ``quotas="exact"``, whatever ``quotas``
+            says. The lanes must divide the global batch, and it ``epoch_size``. Where an epoch ends it has the whole
+            batches of each source, and the next one begins with what is left of it.
         max_bad_samples: Count or share of an epoch beyond which a run stops, over all sources; each source's own limit
             holds beside it. None: theirs alone.
         bad_samples_file: As of a ``StreamingDataset``, for all sources.
@@ -159,12 +161,6 @@ class Mixture(JoinedSource):
         self.max_bad_samples = max(limits) if max_bad_samples is None else max_bad_samples
         self._take_over()
         self._blend = self._blended(weights, repeats, ends)
-        if self._blend.quotas is not None and (quotas, batches) != ("chunks", "mixed"):
-            raise ConfigError(
-                ('quotas="exact"' if batches == "mixed" else 'batches="one_source"')
-                + ": an epoch that ends (by size, repeats= or ends=) is laid in chunks, and each source gives what it "
-                "has. Give weights= without ends=, and the loader an epoch_size; or leave it out"
-            )
 
     @classmethod
     def from_file(
@@ -238,7 +234,7 @@ class Mixture(JoinedSource):
         return {name: int(one.chunk_samples.sum()) for name, one in sorted(self.leaves.items())}
 
     def __len__(self) -> int:
-        """Number of samples of an epoch.
+        """Number of samples of an epoch; with ``batches="one_source"`` a loader gives those that fill whole batches.
 
         Raises:
             TypeError: It has no end.
@@ -341,7 +337,9 @@ class Mixture(JoinedSource):
         documents would come twice, and others not at all: unless passes hold whole sources, company never changes.
         """
         quotas = self._blend.quotas
-        if quotas is None or any(quotas[name] % size for name, size in self.sizes.items()):
+        if quotas is None or self.batches == "one_source":
+            return np.zeros_like(passes)
+        if any(quotas[name] % size for name, size in self.sizes.items()):
             return np.zeros_like(passes)
         return passes
 
@@ -384,12 +382,30 @@ class Mixture(JoinedSource):
         weights = {} if blend.weights is None else dict(blend.segments()[0][1])
         changes = blend.weights is not None and len(blend.segments()) > 1
         return Entry(
-            start=0, weights=weights, sources=self.fingerprints, why=START, quotas=blend.quotas,
+            start=0, weights=weights, sources=self.fingerprints, why=START, quotas=self._quotas(global_batch_size),
             schedule=blend.weights if changes else None,
             dealt="batches" if self.batches == "one_source" else dealt,
             batch_size=global_batch_size if self.batches == "one_source" else None,
             shards={name: len(one.urls) for name, one in self.leaves.items() if one.can_grow},
         )  # fmt: skip
+
+    def _quotas(self, global_batch_size: int | None) -> Mapping[str, int] | None:
+        """Samples of each source in an epoch that ends: of batches of one source, those of whole batches.
+
+        Raises:
+            ConfigError: A source has too few for one.
+        """
+        quotas, size = self._blend.quotas, global_batch_size
+        if quotas is None or size is None or self.batches == "mixed":
+            return quotas
+        for name, count in quotas.items():
+            if 0 < count < size:
+                raise ConfigError(
+                    f'batches="one_source": {name!r} gives {count:,} samples an epoch, a global batch has {size:,}: '
+                    "no batch would ever be of it. Read it more often (repeats=), give a smaller batch, or "
+                    'batches="mixed"'
+                )
+        return {name: count - count % size for name, count in quotas.items()}
 
     def begun(self, global_batch_size: int | None = None) -> Ledger:
         """The ledger of a run that begins now; with ``batches="one_source"`` the global batch size must be given."""
@@ -569,8 +585,11 @@ class Mixture(JoinedSource):
         tables = {name: self.chunk_samples[a:b] for name, (a, b) in zip(self.names, bounds, strict=True)}
         absent = sorted(set(ledger.sources) - set(self.names))
         sources = Sources(tables, settings, absent=absent, eras=self.eras(ledger))
-        if ledger.last.quotas is not None:
+        dealt = ledger.last.dealt
+        if ledger.last.quotas is not None and dealt == "chunks":
             return MixedPasses(sources, quotas=ledger.last.quotas)
+        if ledger.last.quotas is not None:
+            return ExactPasses(sources, quotas=ledger.last.quotas, batch_size=ledger.last.batch_size)
         known = ledger.first_rows
         schedule = [
             Weights(
@@ -580,7 +599,7 @@ class Mixture(JoinedSource):
             for row, weights in ledger.segments()
         ]
         lock = threading.RLock()  # the reader plans beside the consumer
-        if ledger.last.dealt == "chunks":
+        if dealt == "chunks":
             return MixedLanes(sources, schedule, lock=lock)
         return ExactLanes(sources, schedule, lock=lock, batch_size=ledger.last.batch_size)
 

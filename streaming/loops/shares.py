@@ -37,6 +37,7 @@ class Shares:
 
     Attributes:
         ledger: Of the run.
+        samples_per_pass: Samples of an epoch that has no ``epoch_size``; ``ENDLESS``: it does not end.
 
     Raises:
         ConfigError: Batches are to be of one source each, and would not be in this shape.
@@ -56,13 +57,15 @@ class Shares:
                 f"got {shape.epoch_size}: batches of the next epoch would hold halves of two batches of the mixture"
             )
         self.ledger: Ledger = mixture.begun(shape.global_batch_size)
+        quotas = self.ledger.last.quotas
+        self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())
+        if quotas is not None and self.samples_per_pass < len(mixture):
+            _log.info(
+                'batches="one_source": an epoch has %d of %d samples, whole batches of each source; what is left of a '
+                "source comes first in the next epoch", self.samples_per_pass, len(mixture),
+            )  # fmt: skip
         self._orders: Orders | None = None
         self._ahead: tuple[Ledger, Orders] | None = None
-
-    @property
-    def samples_per_pass(self) -> int:
-        """Samples of an epoch that has no ``epoch_size``; ``ENDLESS``: it does not end."""
-        return ENDLESS if self._mixture.is_endless else len(self._mixture)
 
     def orders(self, settings: OrderSettings) -> Orders:
         """The orders of all passes; the same object while the settings stay, so that weights can be appended to it."""

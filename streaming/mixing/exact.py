@@ -14,7 +14,7 @@ told stretch by stretch (``LaneParts.goes_on``), and nothing is planned behind t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -27,11 +27,42 @@ from streaming.mixing.endless import Endless
 from streaming.mixing.lanes import SourceLanes
 from streaming.mixing.passes import Listing, Sources, Weights, keyed_number
 from streaming.mixing.shares import BatchShares, Shares, ShareTree
-from streaming.plan.order import LaneParts, OrderSettings, window_place, window_slice
+from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.types import Int64Array
 
 _Int32s = npt.NDArray[np.int32]
 _DRAWS_AHEAD = 512  # evaluated at once: one takes as long; 4 KiB of each source and lane
+
+
+def own_settings(listing: Listing, settings: OrderSettings) -> OrderSettings:
+    """Those of one source: a seed of its name, and a window of at most twice its mean chunk.
+
+    So it holds about five chunks in each lane, however large the chunks of other sources are.
+    """
+    window = min(settings.window, 2 * listing.mean_chunk)
+    return replace(settings, seed=keyed_number(settings.seed, "window", listing.name), window=window)
+
+
+class DrawsAhead:
+    """Find draws of one source in its lanes, some more at a time than are asked for: a small share asks for a few.
+
+    Args:
+        locate: Gives chunk ids and offsets inside them of draws ``[start, stop)`` of a lane, int64[n] each.
+    """
+
+    def __init__(self, locate: Callable[[int, int, int], tuple[Int64Array, Int64Array]]) -> None:
+        self._locate = locate
+        self._kept: dict[int, tuple[int, int, _Int32s, _Int32s]] = {}
+
+    def draws(self, lane: int, start: int, stop: int, size: int) -> tuple[Int64Array, Int64Array]:
+        """What ``locate`` gives, of a lane with ``size`` draws."""
+        kept = self._kept.get(lane)
+        if kept is None or not kept[0] <= start <= stop <= kept[1]:
+            ahead = min(max(stop, start + _DRAWS_AHEAD), size)
+            chunk_ids, offsets = self._locate(lane, start, ahead)
+            kept = self._kept[lane] = (start, ahead, chunk_ids.astype(np.int32), offsets.astype(np.int32))
+        rows = slice(start - kept[0], stop - kept[0])
+        return kept[2][rows].astype(np.int64), kept[3][rows].astype(np.int64)
 
 
 class SourceOrder:
@@ -43,36 +74,26 @@ class SourceOrder:
 
     Attributes:
         lanes: The source's streams, before the window moves samples.
-        settings: Its own: a seed of its name, and a window of at most twice its mean chunk, so that it holds about five
-            chunks in each lane, however large the chunks of other sources are.
+        settings: Its own.
     """
 
     def __init__(self, listings: Sequence[Listing], settings: OrderSettings) -> None:
         self.lanes = SourceLanes(listings, settings)
-        window = min(settings.window, 2 * self.lanes.mean_chunk)
-        self._kept: dict[int, tuple[int, int, _Int32s, _Int32s]] = {}
-        self.settings = replace(settings, seed=keyed_number(settings.seed, "window", listings[0].name), window=window)
+        self.settings = own_settings(listings[0], settings)
+        self._lane_size = ENDLESS // settings.lanes
+        self._ahead = DrawsAhead(self._located)
 
     @property
     def reach(self) -> int:
         """How far the window moves a sample at most, in draws."""
         return max(self.settings.window - 1, 0)
 
-    def samples(self, lane: int, start: int, stop: int, size: int) -> tuple[Int64Array, Int64Array]:
-        """Chunk ids and offsets inside them of draws ``[start, stop)``, at least one, of a lane of ``size``; int64[n].
+    def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """Chunk ids and offsets inside them of draws ``[start, stop)``, at least one, of a lane; int64[n]."""
+        return self._ahead.draws(lane, start, stop, self._lane_size)
 
-        Some more are kept: a source of a small share is asked for a few draws at a time.
-        """
-        kept = self._kept.get(lane)
-        if kept is None or not kept[0] <= start <= stop <= kept[1]:
-            ahead = min(max(stop, start + _DRAWS_AHEAD), size)
-            chunk_ids, offsets = self._located(lane, start, ahead, size)
-            kept = self._kept[lane] = (start, ahead, chunk_ids.astype(np.int32), offsets.astype(np.int32))
-        rows = slice(start - kept[0], stop - kept[0])
-        return kept[2][rows].astype(np.int64), kept[3][rows].astype(np.int64)
-
-    def _located(self, lane: int, start: int, stop: int, size: int) -> tuple[Int64Array, Int64Array]:
-        places = window_slice(self.settings, 0, lane, start, stop, size)
+    def _located(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        places = window_slice(self.settings, 0, lane, start, stop, self._lane_size)
         runs = self.lanes.runs(lane, lane + 1, int(places.min()), int(places.max()) + 1)
         row = np.searchsorted(runs.begins, places, side="right") - 1
         return runs.chunk_ids[row], places - (runs.begins - runs.firsts)[row]
@@ -99,11 +120,8 @@ class ExactLanes(Endless):
         self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None,
         batch_size: int | None = None,
     ) -> None:  # fmt: skip
-        if batch_size is not None and batch_size % sources.settings.lanes:
-            raise ConfigError(
-                f"batches of one source: {sources.settings.lanes} lanes do not divide a global batch of {batch_size}; "
-                "each lane must give as many samples to every batch. Give ShuffleConfig(lanes=…) a divisor"
-            )
+        if batch_size is not None:
+            check_lanes(sources.settings, batch_size)
         self.batch_size = batch_size
         self._orders = [SourceOrder(listings, sources.settings) for listings in sources.eras.values()]
         super().__init__(sources, schedule, lock=lock)
@@ -126,18 +144,11 @@ class ExactLanes(Endless):
     def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """See ``Order``."""
         sources, draws = self._planned(stop).draws(lane, start, stop)
-        chunk_ids, offsets = np.empty_like(sources), np.empty_like(sources)
-        for source, rows in _by_source(sources):
-            if source >= len(self._orders):
-                raise StateError(
-                    f"row {(start + int(rows[0])) * self.settings.lanes + lane} draws from "
-                    f"{self.sources.every_name[source]!r}, which this mixture lacks: it was dropped behind that row. "
-                    "Give it the source to go on from there"
-                )
-            first = int(draws[rows[0]])  # a source's draws follow one another
-            found = self._orders[source].samples(lane, first, first + len(rows), self.lane_size(lane))
-            chunk_ids[rows], offsets[rows] = found
-        return chunk_ids, offsets
+        absent = np.flatnonzero(sources >= len(self._orders))
+        if len(absent):
+            name = self.sources.every_name[int(sources[absent[0]])]
+            raise gone(name, (start + int(absent[0])) * self.settings.lanes + lane)
+        return located(sources, draws, lambda source, first, last: self._orders[source].draws(lane, first, last))
 
     def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
         """See ``Order``: cut to ``[start, stop)``."""
@@ -215,6 +226,44 @@ class ExactLanes(Endless):
             # Weights from the frontier on leave what stands before it as it is.
             self._frontier = max(self._frontier, stop)
             return self._shares
+
+
+def gone(name: str, row: int) -> StateError:
+    """Make the error of a row that draws from a source which is not there any more."""
+    return StateError(
+        f"row {row} draws from {name!r}, which this mixture lacks: it was dropped behind that row. Give it the source "
+        "to go on from there"
+    )
+
+
+def check_lanes(settings: OrderSettings, batch_size: int) -> None:
+    """Refuse batches of one source to which lanes would not give equally many samples.
+
+    Raises:
+        ConfigError: The lanes do not divide the batch.
+    """
+    if batch_size % settings.lanes:
+        raise ConfigError(
+            f"batches of one source: {settings.lanes} lanes do not divide a global batch of {batch_size}; each lane "
+            "must give as many samples to every batch. Give ShuffleConfig(lanes=…) a divisor"
+        )
+
+
+def located(
+    sources: Int64Array, draws: Int64Array, draws_of: Callable[[int, int, int], tuple[Int64Array, Int64Array]]
+) -> tuple[Int64Array, Int64Array]:
+    """Chunk ids and offsets inside them of positions of a lane that draw from some sources, int64[n] each.
+
+    Args:
+        sources: int64[n], of each position.
+        draws: int64[n], its how many-th draw that is; those of one source follow one another.
+        draws_of: Gives chunk ids and offsets of draws ``[first, last)`` of a source.
+    """
+    chunk_ids, offsets = np.empty_like(sources), np.empty_like(sources)
+    for source, rows in _by_source(sources):
+        first = int(draws[rows[0]])
+        chunk_ids[rows], offsets[rows] = draws_of(source, first, first + len(rows))
+    return chunk_ids, offsets
 
 
 def _by_source(sources: Int64Array) -> list[tuple[int, Int64Array]]:

@@ -197,7 +197,7 @@ class SourceLanes:
     def __init__(self, listings: Sequence[Listing], settings: OrderSettings) -> None:
         self._lanes = settings.lanes
         self.eras = list(_eras(listings, settings.lanes))
-        self.mean_chunk = -(-listings[0].samples_per_pass // listings[0].num_chunks)
+        self.mean_chunk = listings[0].mean_chunk
         self.largest_chunk = max(listing.largest_chunk for listing in listings)
         self._bundles: dict[tuple[int, int], Rounds] = {}
 

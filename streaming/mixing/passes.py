@@ -116,6 +116,11 @@ class Listing:
         """Samples of the largest chunk."""
         return int(self._sizes.max())
 
+    @property
+    def mean_chunk(self) -> int:
+        """Samples of a chunk, on average, rounded up."""
+        return -(-self.samples_per_pass // self.num_chunks)
+
     def at(self, indices: Int64Array) -> Parts:
         """The chunks at some places of the list, in any order, but near to one another; the list has no end."""
         passes, places = np.divmod(indices, self.num_chunks)
@@ -230,6 +235,13 @@ class Passes:
         """How many passes the first ``count`` samples are."""
         first, size = next(era for era in reversed(self.sizes) if self.draws(era[0]) <= count)
         return first + (count - self.draws(first)) / size
+
+
+class DrawnOrder(Order, Protocol):
+    """An order that knows how much of each source came before a position."""
+
+    def drawn(self, lane: int, place: int) -> Int64Array:
+        """Samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
 
 
 class Laid(Order, Protocol):
@@ -356,7 +368,7 @@ class MixedPasses:
         if not self.samples_per_pass:
             raise ConfigError("quotas: all are 0, a pass would be empty")
 
-    def of_pass(self, number: int) -> MixedOrder:
+    def of_pass(self, number: int) -> DrawnOrder:
         """The order of one pass."""
         listings = list(self.sources.listings.values())
         parts = lay_pass(listings, self.quotas, number=number, seed=self.settings.seed)

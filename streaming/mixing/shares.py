@@ -24,6 +24,7 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from streaming.arguments import checked_int
 from streaming.errors import ConfigError
@@ -35,9 +36,9 @@ from streaming.types import Int64Array
 
 MAX_POSITIONS = 2**50
 """Positions of one lane; products of a share and a count then need two 64-bit words at most."""
-_UNIT_BITS = 32
+UNIT_BITS = 32
 _LOW_BITS = 20  # of a count, so that share * (count >> 20) fits into 62 bits
-_UNIT = 1 << _UNIT_BITS
+_UNIT = 1 << UNIT_BITS
 _MASK = np.int64(_UNIT - 1)
 _KEPT_NUMBERS = 2**23  # 64 MiB of what is known of lanes: a number of every node and segment, three times
 
@@ -177,7 +178,6 @@ class ShareTree:
         """See ``Shares``."""
         self._check(lane, start, stop)
         sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
-        state = self._state(lane)
         borders = [start, *self.starts[(self.starts > start) & (self.starts < stop)].tolist(), stop]
         for low, high in pairwise(borders):
             segment = self._segment(low)
@@ -187,21 +187,20 @@ class ShareTree:
                 done = at < 0
                 sources[rows[done]], numbers[rows[done]] = -1 - at[done], passed[done]
                 rows, at, passed = rows[~done], at[~done], passed[~done]
-                above, below, share = self._sent(state, segment, at, passed)
-                goes_left = below + share >= _UNIT
-                passed = np.where(goes_left, above, passed - above)
+                went, goes_left = self._went(lane, segment, at, passed)
+                passed = np.where(goes_left, went, passed - went)
                 at = self._children[at, np.where(goes_left, 0, 1)]
         return sources, numbers
 
     def counts(self, lane: int, position: int) -> Int64Array:
         """See ``Shares``."""
         self._check(lane, position, position)
-        state, segment = self._state(lane), self._segment(position)
+        segment = self._segment(position)
         # Passages of each node; of each source too, behind them: number -1 is that of source 0.
         passed = np.zeros(len(self._sides) + len(self.names), np.int64)
         passed[self.root] = position
         for nodes in self._levels:
-            left, _, _ = self._sent(state, segment, nodes, passed[nodes])
+            left, _ = self._went(lane, segment, nodes, passed[nodes])
             passed[self._children[nodes, 0]] = left
             passed[self._children[nodes, 1]] = passed[nodes] - left
         return passed[::-1][: len(self.names)].copy()
@@ -219,14 +218,8 @@ class ShareTree:
                 given, below, shares = state.passed[node] - given, _MASK - below, _UNIT - shares
             segment = np.searchsorted(given, found, side="right") - 1
             share, missing = shares[segment], found - given[segment]
-            # The least m with share * m >= missing * 2**32 + (2**32 - below); without a share there is none.
-            times, rest = np.divmod(missing, np.maximum(share, 1))
-            rest = (rest.astype(np.uint64) << np.uint64(_UNIT_BITS)) + (_MASK - below[segment]).astype(np.uint64)
-            never = (share == 0) | (times >= MAX_POSITIONS >> _UNIT_BITS) | (found >= MAX_POSITIONS)
-            steps = (np.where(never, 0, times) << _UNIT_BITS) + (rest // np.maximum(share, 1).astype(np.uint64)).astype(
-                np.int64
-            )
-            found = np.where(never, MAX_POSITIONS, np.minimum(state.passed[node][segment] + steps, MAX_POSITIONS))
+            steps = np.where(found >= MAX_POSITIONS, MAX_POSITIONS, steps_to(share, missing, below[segment]))
+            found = np.minimum(state.passed[node][segment] + steps, MAX_POSITIONS)
         return found
 
     def depth(self, name: str) -> int:
@@ -241,14 +234,15 @@ class ShareTree:
     def _segment(self, position: int) -> int:
         return int(np.searchsorted(self.starts, position, side="right")) - 1
 
-    def _sent(
-        self, state: _State, segment: int, nodes: Int64Array, passed: Int64Array
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Of the first ``passed`` passages of nodes in a segment, how many went left; the word below, and the share."""
-        share = self.shares[nodes, segment]
-        high, low = _product(share, passed - state.passed[nodes, segment])
+    def _went(
+        self, lane: int, segment: int, nodes: Int64Array, passed: Int64Array
+    ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Of the first ``passed`` passages of nodes in a segment, how many went left, and whether the next one does."""
+        state, share = self._state(lane), self.shares[nodes, segment]
+        high, low = product(share, passed - state.passed[nodes, segment])
         below = state.below[nodes, segment] + low
-        return state.above[nodes, segment] + high + (below >> _UNIT_BITS), below & _MASK, share
+        left = state.above[nodes, segment] + high + (below >> UNIT_BITS)
+        return left, (below & _MASK) + share >= _UNIT
 
     def _state(self, lane: int) -> _State:
         """What nodes have done before each segment of one lane; that of some lanes is kept."""
@@ -262,10 +256,10 @@ class ShareTree:
         for nodes in self._levels:
             here = passed[nodes]
             # P at the segments' starts; the phase counts as if it had come before.
-            high, low = _product(self.shares[nodes, :-1], np.diff(here, axis=1))
+            high, low = product(self.shares[nodes, :-1], np.diff(here, axis=1))
             above[nodes, 1:], below[nodes, 1:] = np.cumsum(high, axis=1), np.cumsum(low, axis=1)
             below[nodes] += self.phases[nodes, lane][:, None]
-            above[nodes] += below[nodes] >> _UNIT_BITS
+            above[nodes] += below[nodes] >> UNIT_BITS
             below[nodes] &= _MASK
             for side, went in ((0, above[nodes]), (1, here - above[nodes])):
                 children = self._children[nodes, side]
@@ -316,6 +310,19 @@ class BatchShares:
         return np.minimum(self._tree.positions(0, source, batch) * self._rows + place, MAX_POSITIONS)
 
 
+def steps_to(share: Int64Array, missing: Int64Array, below: Int64Array) -> Int64Array:
+    """Passages before the one that is number ``missing`` to go to a side, of shares in units of 2**-32, int64[n].
+
+    The least m with ``share * (m + 1) + below >= (missing + 1) * 2**32``; :data:`MAX_POSITIONS` where there is none.
+    """
+    some = np.maximum(share, 1)
+    times, rest = np.divmod(missing, some)
+    words = (rest.astype(np.uint64) << np.uint64(UNIT_BITS)) + (_MASK - below).astype(np.uint64)
+    never = (share == 0) | (times >= MAX_POSITIONS >> UNIT_BITS)
+    steps = (np.where(never, 0, times) << UNIT_BITS) + (words // some.astype(np.uint64)).astype(np.int64)
+    return np.where(never, MAX_POSITIONS, steps)
+
+
 def _levels(root: int, sides: Sequence[tuple[int, int]]) -> Iterator[Int64Array]:
     """The nodes, level by level from the root down."""
     level = [root] if root >= 0 else []
@@ -324,13 +331,13 @@ def _levels(root: int, sides: Sequence[tuple[int, int]]) -> Iterator[Int64Array]
         level = [child for node in level for child in sides[node] if child >= 0]
 
 
-def _product(shares: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+def product(shares: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
     """``shares * counts``, shares up to 2**32 and counts up to 2**50, as the words above and below 2**32."""
     upper = shares * (counts >> _LOW_BITS)
     lower = shares * (counts & ((1 << _LOW_BITS) - 1))
-    keep = _UNIT_BITS - _LOW_BITS
+    keep = UNIT_BITS - _LOW_BITS
     rest = ((upper & ((1 << keep) - 1)) << _LOW_BITS) + lower
-    return (upper >> keep) + (rest >> _UNIT_BITS), rest & _MASK
+    return (upper >> keep) + (rest >> UNIT_BITS), rest & _MASK
 
 
 def _halved(weights: Sequence[Fraction]) -> int:
