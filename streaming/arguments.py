@@ -38,7 +38,8 @@ def checked_int(name: str, value: object, low: int, high: int) -> int:
         ConfigError: It is anything else.
     """
     if not is_whole(value):
-        raise ConfigError(f"{name}: expected an integer, got {value!r} ({type(value).__name__})")
+        whole = f"; write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+        raise ConfigError(f"{name}: expected an integer, got {value!r} ({type(value).__name__}){whole}")
     number = int(value)
     if not low <= number <= high:
         raise ConfigError(f"{name}: expected an integer in [{low}, {high}], got {number}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -339,10 +340,16 @@ def test_two_processes_agree_on_the_row(sets: dict[str, SampleSet], tmp_path: Pa
     ("options", "weights", "words"),
     [
         ({}, {"web": 1, "code": 1}, "ends"),
-        ({"weights": {"web": 1, "code": 1}}, {"web": 1}, "'code'? are missing|code are missing"),
+        ({"weights": {"web": 1, "code": 1}}, {"web": 1}, "missing: code"),
         ({"weights": {"web": 1, "code": 1}}, {"web": 1, "cod": 1}, "'cod'"),
         ({"weights": {"web": 1, "code": 1}}, {"web": 0, "code": 0}, "at least one must be above 0"),
         ({"weights": {"web": 1, "code": 1}}, 0.5, "expected a dict"),
+        (
+            {"weights": {"web": 1, "code": 1}},
+            Schedule.linear(0, 1, over=5),
+            "got a Schedule; a Schedule is taken at a res",
+        ),
+        ({"weights": {"web": 1, "code": 1}}, {"web": -1, "code": 1}, "set_weights: 'web': .* got -1"),
     ],
 )
 def test_set_weights_refuses_what_it_cannot(
@@ -545,8 +552,15 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
         (lambda web: Mixture({"web": web[:0]}), "no samples"),
         (lambda web: Mixture({"web": web}, weights={"web": 1}, repeats={"web": 1}), "give one of them"),
         (lambda web: Mixture({"web": web}, weights={"wen": 1}), "sources are web, got 'wen'"),
-        (lambda web: Mixture({"web": web}, weights={}), "web are missing: give 0"),
+        (lambda web: Mixture({"web": web}, weights={}), "missing: web .give 0"),
         (lambda web: Mixture({"web": web}, weights="web"), "expected a dict"),
+        (lambda web: Mixture({"web": web}, weights=[0.5]), r'such as \{"web": 1\}, got \[0\.5\]'),
+        (lambda web: Mixture({"web": web}, weights=(w for w in [0.5])), "got a generator"),
+        (lambda web: Mixture({"web": web}, weights=lambda row: {"web": 1}), r"got a function; .*Schedule\.custom"),
+        (lambda web: Mixture({"web": web}, weights={"web": {"en": 1}}), "shares within a mixture are its own weights="),
+        (lambda web: Mixture({"web": web}, weights={"web": 1, "web/en": 1}), "shares within a mixture are its own"),
+        (lambda web: Mixture({"web": web}, weights={"web": math.nan}), "weights: 'web': .* got nan"),
+        (lambda web: Mixture({"web": web}, repeats={"web": -1}), "repeats: 'web': expected a number from 0 on, got -1"),
         (lambda web: Mixture({"web": web}, weights={"web": -1}), "got -1"),
         (lambda web: Mixture({"web": web}, weights={"web": 0}), "above 0"),
         (lambda web: Mixture({"web": web}, weights=Schedule.linear(0, 1, over=5)), "one of numbers"),

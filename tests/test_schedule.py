@@ -98,6 +98,8 @@ def test_numbers_of_numpy_are_plain_in_a_state() -> None:
         (lambda: Schedule.steps({}), "first step"),
         (lambda: Schedule.steps([LOW]), "expected a dict"),  # type: ignore[arg-type]
         (lambda: Schedule.custom({"a": 1}, over=5), "expected a function"),  # type: ignore[arg-type]
+        (lambda: Schedule.steps({0: 1, 1e6: 2}), r"got 1000000.0 .float.; write 1000000"),  # type: ignore[dict-item]
+        (lambda: Schedule.linear(0, 1, over=5).at(-1), "Schedule.at: row: expected an integer in"),
     ],
 )
 def test_wrong_arguments_name_the_cure(make: Callable[[], Schedule], words: str) -> None:
@@ -111,3 +113,9 @@ def test_wrong_arguments_name_the_cure(make: Callable[[], Schedule], words: str)
 def test_what_is_no_schedule_in_a_state_is_refused(data: Any) -> None:
     with pytest.raises(StateError, match="a schedule of the ledger"):
         Schedule.from_dict(data)
+
+
+def test_what_a_users_function_raises_says_at_which_row() -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        Schedule.custom(lambda row: 1 / (row - 6), over=12, segments=1)
+    assert "called with row 6" in raised.value.__notes__[0]

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import checks_names, is_whole
+from streaming.arguments import checked_int, checks_names, is_whole
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import (
     ELSEWHERE,
@@ -27,7 +27,7 @@ from streaming.datasets.grouped import (
 from streaming.datasets.mixture import Quotas
 from streaming.errors import ConfigError
 from streaming.filters.groups import Codes, Counted, Values, numbers_of
-from streaming.plan.schedule import Schedule
+from streaming.plan.schedule import MAX_ROW, Schedule
 from streaming.types import Int64Array
 
 By: TypeAlias = Literal["percentile", "value"]
@@ -134,7 +134,12 @@ class Curriculum(GroupedMixture):
         _log.info("%s", self.plan_in_words())
 
     def pool(self, row: int) -> dict[str, int]:
-        """The buckets that are open at a row of the run, and the samples of each, by name."""
+        """The buckets that are open at a row of the run, and the samples of each, by name.
+
+        Raises:
+            ConfigError: There is no such row.
+        """
+        row = checked_int("Curriculum.pool: row", row, 0, MAX_ROW)
         weights: Any = [values for start, values in self._blend.segments() if start <= row][-1]
         return {name: int(size) for name, size in sorted(weights.items()) if size}
 

@@ -43,6 +43,7 @@ Unit: TypeAlias = Literal["samples", "tokens", "bytes"]
 Ends: TypeAlias = Literal["first", "all"]
 Batches: TypeAlias = Literal["mixed", "one_source"]
 _MAX_SEED = 2**64 - 1
+_SHORT = 60
 _TABLES_READ = 8
 """Shards of a source whose column is read for the mean number of tokens of its samples."""
 _AT_THE_SOURCE = "it is an option of each source; write Mixture({{…: StreamingDataset(…, {}=…)}})"
@@ -477,8 +478,9 @@ class Mixture(JoinedSource):
                 "Make it with weights= and ends=None, and give the loader an epoch_size"
             )
         if not isinstance(weights, Mapping):
-            raise ConfigError(f"set_weights: expected a dict of weights, got {weights!r}")
-        _schedule_of(weights, self.sources)
+            hint = "; a Schedule is taken at a resume: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
+            raise ConfigError(f"set_weights: expected a dict of weights, got {_kind(weights)}{hint}")
+        _check_names("set_weights", weights, self.sources)
 
     def drawn(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, float]:
         """Samples of each source that rows ``[row, row + num_samples)`` come to, by its share."""
@@ -633,7 +635,7 @@ class Mixture(JoinedSource):
     def _by_passes(self, repeats: Mapping[str, float] | None) -> _Blend:
         times: Mapping[str, float] = dict.fromkeys(self.sources, 1) if repeats is None else repeats
         _check_names("repeats", times, self.sources)
-        exact = checked_weights(times)
+        exact = checked_weights(times, "repeats")
         quotas: dict[str, int] = {}
         for name, within in _blends(self.sources):
             if within.quotas is None:
@@ -779,14 +781,20 @@ def _schedule_of(weights: Any, sources: Mapping[str, Any]) -> Schedule:
 
 def _check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
     if not isinstance(given, (Mapping, tuple)):
-        raise ConfigError(f"{what}: expected a dict by the names of the sources, got {given!r}")
-    unknown, missing = sorted(set(given) - set(sources)), sorted(set(sources) - set(given))
+        example = ", ".join(f'"{name}": 1' for name in sorted(sources)[:2]) + (", …" if len(sources) > 2 else "")
+        hint = "; what changes with the rows is a Schedule.custom(function, over=…)" if callable(given) else ""
+        raise ConfigError(
+            f"{what}: expected a dict by the names of the sources, such as {{{example}}}, got {_kind(given)}{hint}"
+        )
+    unknown, missing = sorted(set(given) - set(sources), key=str), sorted(set(sources) - set(given))
     if unknown or missing:
-        hint = "" if not missing else f"; {_listed(missing)} are missing: give 0 where a source is not to be read"
+        hint = "" if not missing else f"; missing: {_listed(missing)} (give 0 where a source is not to be read)"
+        if any(str(name).partition("/")[0] in sources for name in unknown):
+            hint += "; shares within a mixture are its own weights="
         known = f"{what}: the sources are {_listed(sorted(sources))}"
         raise ConfigError(known + (f", got {_listed(list(map(repr, unknown)))}" if unknown else "") + hint)
     if isinstance(given, Mapping):
-        checked_weights(given)
+        checked_weights(given, what)
 
 
 def _check_sources(sources: Any) -> None:
@@ -849,6 +857,12 @@ def _check_choices(quotas: str, unit: str, ends: str | None, batches: str) -> No
     ):  # fmt: skip
         if given not in known:
             raise ConfigError(f"{what}: expected one of {', '.join(map(repr, known))}, got {given!r}")
+
+
+def _kind(given: object) -> str:
+    """What somebody gave, for a message: short values as they are, others by their type."""
+    shown = repr(given)
+    return shown if len(shown) < _SHORT and not callable(given) else f"a {type(given).__name__}"
 
 
 def _listed(names: Sequence[str]) -> str:

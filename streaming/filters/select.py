@@ -144,7 +144,8 @@ def checked_subset(subset: Any) -> Subset | None:
     if subset is None:
         return None
     wrong = ConfigError(
-        f"subset: expected two shares such as (0.0, 0.8) or two sample numbers such as (1000, 2000), got {subset!r}"
+        "subset: expected two rising shares, such as (0.0, 0.8), or sample numbers, such as (1000, 2000), got "
+        f"{subset!r}"
     )
     if not isinstance(subset, (tuple, list)) or len(subset) != 2:
         raise wrong
@@ -193,6 +194,8 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
         NotFoundError: There is no such file.
     """
     if not isinstance(exclude, (str, PathLike)):
+        if not isinstance(exclude, Iterable):
+            raise ConfigError(f"exclude: expected keys (str), or the path of a file of them, got {exclude!r}")
         keys = list(exclude)
         odd = [key for key in keys if not isinstance(key, str)]
         if odd:

@@ -119,8 +119,8 @@ class Schedule:
             checked_int("Schedule: over", over, 1, MAX_ROW),
             checked_int("Schedule: segments", segments, 1, MAX_SEGMENTS),
         )
-        listed = {row: function((row + stop) // 2) for row, stop in pairwise(rows)}
-        return cls.steps({**listed, over: function(over)})
+        at = [(row, (row + stop) // 2) for row, stop in pairwise(rows)]
+        return cls.steps({row: _called(function, middle) for row, middle in [*at, (over, over)]})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,7 +137,12 @@ class Schedule:
         return found
 
     def at(self, row: int) -> Value:
-        """The value at a row."""
+        """The value at a row.
+
+        Raises:
+            ConfigError: There is no such row.
+        """
+        row = checked_int("Schedule.at: row", row, 0, MAX_ROW)
         return [value for start, value in self.segments() if start <= row][-1]
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,6 +186,17 @@ class Schedule:
         if isinstance(low, Mapping):
             return {name: low[name] + (high[name] - low[name]) * way for name in low}
         return float(low + (high - low) * way)
+
+
+def _called(function: Callable[[int], Value], row: int) -> Value:
+    """A user's function at a row; what it raises says so."""
+    try:
+        return function(row)
+    except Exception as error:
+        error.add_note(
+            f"Schedule.custom: the function was called with row {row}; it gets one row, and gives the value there"
+        )
+        raise
 
 
 def _way(shape: Shape, part: float, degree: float) -> float:
@@ -238,8 +254,8 @@ def _check_alike(values: Sequence[Value]) -> None:
             )
 
 
-def checked_weights(weights: Mapping[str, float]) -> dict[str, Fraction]:
-    """Weights as exact numbers.
+def checked_weights(weights: Mapping[str, float], what: str = "weights") -> dict[str, Fraction]:
+    """Weights as exact numbers; ``what`` they are in messages.
 
     Raises:
         ConfigError: One is negative or no number, or none is above 0.
@@ -248,8 +264,9 @@ def checked_weights(weights: Mapping[str, float]) -> dict[str, Fraction]:
     for name, weight in weights.items():
         number = isinstance(weight, (int, float, np.number, Fraction)) and not isinstance(weight, bool)
         if not number or not 0 <= weight < float("inf"):
-            raise ConfigError(f"weights: {name!r}: expected a number from 0 on, got {weight!r}")
+            within = "; shares within a mixture are its own weights=" if isinstance(weight, Mapping) else ""
+            raise ConfigError(f"{what}: {name!r}: expected a number from 0 on, got {weight!r}{within}")
         exact[name] = Fraction(weight if isinstance(weight, (int, Fraction)) else float(weight))
     if not any(exact.values()):
-        raise ConfigError(f"weights: at least one must be above 0, got {dict(weights)}")
+        raise ConfigError(f"{what}: at least one must be above 0, got {dict(weights)}")
     return exact
