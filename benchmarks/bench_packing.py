@@ -1,6 +1,6 @@
 """How full packs are, how fast they are made, and how long ranks wait for the dearest of them.
 
-Pure NumPy on one core, no data. Two tables in Markdown, those of docs/design/0033::
+Pure NumPy on one core, no data. Three tables in Markdown, those of docs/design/0033::
 
     python benchmarks/bench_packing.py [--groups 20] [--steps 50]
 
@@ -8,7 +8,11 @@ Fill: groups of consecutive chunks of 16 documents with at least 61 or 245 packs
 are split, for all alike. *At most*: what no packing of these groups of 245 exceeds (the bound L2 of Martello and Toth,
 1990). *First fit over 8*: the first of 8 open packs with room; where none has any, all 8 are given out, as Grain does
 (TorchTitan builds on it). *Next fit*: one open pack, as Levanter has it. Those two run over all documents in one
-stream. Documents/s are those of one core (seconds of the process, not of the clock).
+stream. Documents/s are those of one core (seconds of the process, the least of three): *fitted*, once for a group;
+*packed*, the fit being known, and *given other company*, once an epoch.
+
+Several budgets: documents of the first kind, of which some hold images, 64 to 1,024 tokens of them each; T 8,192, and
+at most so many tokens of images in a pack.
 
 Idle: 32 ranks with 8 microbatches of a pack each; all wait for the slowest at the end of each.
 """
@@ -18,15 +22,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from streaming.packing.balance import exchange, idle, order_local, pack_costs
-from streaming.packing.fit import count_packs, other_company, pack
-from streaming.packing.rules import PackRules, cut
+from streaming.packing.fit import Fit, fit, other_company, pack
+from streaming.packing.rules import PackRules, Packs, cut
 
 RANKS, MICROBATCHES = 32, 8
 CHUNK = 16  # documents
+T, R = TypeVar("T"), TypeVar("R")
 Draw = Callable[[np.random.Generator, int, int], np.ndarray]
 
 
@@ -94,19 +101,17 @@ def fewest(sizes: np.ndarray, length: int) -> int:
 
 
 def fill_table(num_groups: int) -> None:
-    print("| documents | T | best fit, 61 packs | 245 packs | at most | first fit over 8 | next fit | documents/s "
-          "| only counted |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    names = ("documents", "T", "best fit, 61 packs", "245 packs", "at most", "first fit over 8", "next fit",
+             "fitted, documents/s", "packed", "given other company")  # fmt: skip
+    print("|", " | ".join(names), "|\n" + "|---" * len(names) + "|")
     for draw in (web, code, chat, uniform, up_to_length):
         for length in (2048, 8192, 32768):
             rules = PackRules(length=length)
             small = [pack(one, rules).fill for one in groups(draw, length, 61, num_groups)]
             large = list(groups(draw, length, 245, num_groups))
-            start = time.process_time()
-            packed = [pack(one, rules) for one in large]
-            middle = time.process_time()
-            for one in large:
-                count_packs(one, rules)
-            end = time.process_time()
+            fits, fit_s = timed(partial(fit, rules=rules), large)
+            packed, pack_s = timed(partial(packed_by, rules), list(zip(large, fits, strict=True)))
+            _, company_s = timed(lambda one: other_company(one, seed=1, epoch=2, group=3), packed)
             documents = sum(map(len, large))
             pieces = cut(np.concatenate(large), rules)
             sizes = pieces.lengths.tolist()
@@ -114,8 +119,43 @@ def fill_table(num_groups: int) -> None:
             others = [pieces.num_tokens / (first_fit(sizes, length, num) * length) for num in (8, 1)]
             fills = [np.mean(small), np.mean([one.fill for one in packed]), bound, *others]
             shown = [f"{100 * fill:.2f} %" for fill in fills]
-            shown += [f"{documents / seconds / 1e6:.2f} M" for seconds in (middle - start, end - middle)]
+            shown += [f"{documents / seconds / 1e6:.2f} M" for seconds in (fit_s, pack_s, company_s)]
             print(f"| {draw.__name__.replace('_', ' ')} | {length:,} |", " | ".join(shown), "|", flush=True)
+
+
+def packed_by(rules: PackRules, both: tuple[np.ndarray, Fit]) -> Packs:
+    return pack(both[0], rules, both[1])
+
+
+def timed(run: Callable[[T], R], values: list[T]) -> tuple[list[R], float]:
+    """What comes of each value, and the seconds of this process for all: the least of three."""
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        found = [run(one) for one in values]
+        seconds.append(time.process_time() - start)
+    return found, min(seconds)
+
+
+def several_table(num_groups: int) -> None:
+    print(
+        "\n| with images | at most | packs a group | tokens | images | fitted, documents/s |\n|---|---|---|---|---|---|"
+    )
+    random = np.random.default_rng(3)
+    for share, budget in ((0.5, 8192), (0.5, 4096), (0.5, 2048), (0.1, 1024)):
+        rules = PackRules(length=8192, overlong="drop", budgets=(budget,))
+        given = []
+        for tokens in groups(web, 8192, 256, num_groups):
+            images = 64 * random.integers(1, 17, len(tokens)) * (random.random(len(tokens)) < share)
+            given.append(np.column_stack([tokens, images]))
+        fits, seconds = timed(partial(fit, rules=rules), given)
+        packs = [pack(one, rules, known) for one, known in zip(given, fits, strict=True)]
+        places = sum(map(len, packs))
+        fills = [one.sum() / places for one in (np.concatenate([p.lengths for p in packs]) / rules.length,
+                                                 np.concatenate([p.amounts for p in packs]) / budget)]  # fmt: skip
+        shown = " | ".join(f"{100 * fill:.1f} %" for fill in fills)
+        print(f"| {share:.0%} | {budget:,} | {places / len(packs):.0f} | {shown} | "
+              f"{sum(map(len, given)) / seconds / 1e6:.2f} M |", flush=True)  # fmt: skip
 
 
 def idle_table(num_steps: int) -> None:
@@ -147,6 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50, help="global batches of 256 packs")
     args = parser.parse_args()
     fill_table(args.groups)
+    several_table(args.groups)
     idle_table(args.steps)
 
 

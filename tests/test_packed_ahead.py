@@ -116,9 +116,9 @@ def test_what_is_kept_counts_in_memory_limit(folder: Path) -> None:
     with loader_of(packed, memory_limit=limit) as loader:
         for _ in loader:
             pass
-    packs, lengths = packed._recent, packed._lengths._recent
-    assert packs._limit_bytes + lengths._limit_bytes == budget.packs_limit_bytes(limit)
-    assert 0 < packs._kept_bytes <= packs._limit_bytes
+    parts = (packed._recent, packed._fits, packed._records, packed._lengths._recent)
+    assert sum(part._limit_bytes for part in parts) == budget.packs_limit_bytes(limit)
+    assert all(0 < part._kept_bytes <= part._limit_bytes for part in parts)
 
 
 def test_keep_at_most_drops_what_was_asked_for_longest_ago() -> None:

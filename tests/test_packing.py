@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.packing.fit import count_packs, other_company, pack
+from streaming.packing import several
+from streaming.packing.fit import fit, other_company, pack
 from streaming.packing.rules import PackRules, Packs
 from streaming.plan.permutation import hash_range
 
@@ -90,7 +92,33 @@ def test_packs_are_those_of_best_fit_decreasing(group: tuple[np.ndarray, PackRul
     lengths, rules = group
     packs = pack(lengths, rules)
     assert listed(packs) == best_fit_by_hand(lengths, rules)
-    assert count_packs(lengths, rules) == len(packs)
+    assert fit(lengths, rules).num_packs == len(packs)
+
+
+def best_fit_of_several(lengths: np.ndarray, rules: PackRules) -> list[list[int]]:
+    """The same with several budgets: room is the sum of the shares that are left of them."""
+    budgets = [rules.length, *rules.budgets]
+    rows = lengths.tolist()
+    most = rules.max_docs or len(rows)
+
+    def share(row: list[int]) -> int:
+        return sum(one * (2**40 // max(budget, 1)) for one, budget in zip(row, budgets, strict=True))
+
+    def fits(documents: list[int]) -> bool:
+        columns = zip(*(rows[one] for one in documents), strict=True)
+        taken = [max(one) * len(documents) if rules.padded else sum(one) for one in columns]
+        return len(documents) <= most and all(one <= budget for one, budget in zip(taken, budgets, strict=True))
+
+    packs: list[list[int]] = []
+    there = [number for number, row in enumerate(rows) if row[0] and fits([number])]
+    for document in sorted(there, key=lambda one: -rows[one][0] if rules.padded else -share(rows[one])):
+        known = packs[-1:] if rules.padded else packs
+        open_packs = [one for one in known if fits([*one, document])]
+        if open_packs:
+            max(open_packs, key=lambda one: sum(share(rows[other]) for other in one)).append(document)
+        else:
+            packs.append([document])
+    return packs
 
 
 @settings(max_examples=100, deadline=None)
@@ -153,14 +181,17 @@ def test_windows_overlap_by_length_less_stride() -> None:
     st.tuples(st.integers(0, 10), st.integers(0, 10)),
     st.sampled_from([None, 1, 3]),
     st.booleans(),
+    st.sampled_from([1, 64]),
 )
 def test_packs_of_several_budgets_exceed_none(
-    rows: list[tuple[int, ...]], budgets: tuple[int, int], max_docs: int | None, padded: bool
+    rows: list[tuple[int, ...]], budgets: tuple[int, int], max_docs: int | None, padded: bool, opened: int
 ) -> None:
     lengths = np.array(rows, np.int64).reshape(-1, 3)
     rules = PackRules(length=10, overlong="drop", budgets=budgets, max_docs=max_docs, padded=padded)
-    first = pack(lengths, rules)
-    assert count_packs(lengths, rules) == len(first)
+    with mock.patch.object(several, "_OPENED", opened):
+        first = pack(lengths, rules)
+    assert [[one for one, _, _ in pieces] for pieces in listed(first)] == best_fit_of_several(lengths, rules)
+    assert fit(lengths, rules).num_packs == len(first)
     limits = np.array([10, *budgets])
     fits = (lengths <= limits).all(axis=1) & (lengths[:, 0] > 0)
     counted = {"empty": int((lengths[:, 0] == 0).sum()), "dropped": len(lengths) - int(fits.sum())}

@@ -156,6 +156,10 @@ class JoinedSource:
         """Fill ``out``; taking it apart may be left to the caller."""
         return self._joined[wanted.source].fetch_unit(wanted, out)
 
+    def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
+        """See ``Source``."""
+        return self._joined[wanted.source].apart(wanted)
+
     def reads_whole(self, wanted: FetchRange) -> bool:
         """Whether :meth:`fetch_unit` reads all of a range."""
         return self._joined[wanted.source].reads_whole(wanted)

@@ -31,7 +31,7 @@ from streaming.errors import (
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.files import read_facts, read_footer
 from streaming.index.layout import TOKENS_FILE, chunks_path
-from streaming.index.sample_table import SampleTable
+from streaming.index.sample_table import Records, SampleTable
 from streaming.job.once import PEER_WAIT_S, Peers, shared
 from streaming.storage import Storage, join_url, redact, scheme_of, split_url
 from streaming.types import SHARD_SUFFIXES, DuplicateKeys
@@ -186,18 +186,46 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
     """The sample table of one shard, or None if there is none."""
     if shards.scanned is not None:
         return shards.scanned[shard]
+    found = _read_samples(storage, shards, shard)
+    if found is None:
+        return None
+    table = SampleTable.from_parquet(*found)
+    _check_is_of(table.chunks, shards, shard, found[1])
+    return table
+
+
+def sample_records(storage: Storage, shards: OpenShards, shard: int, fields: Sequence[str]) -> Records | None:
+    """Where some fields of one shard lie, or None if there is no sample table."""
+    if shards.scanned is not None:
+        return Records.of_table(shards.scanned[shard], fields)
+    found = _read_samples(storage, shards, shard)
+    if found is None:
+        return None
+    data, path = found
+    records = Records.from_parquet(data, fields, path)
+    _check_is_of(records.chunks, shards, shard, path)
+    return records
+
+
+def _read_samples(storage: Storage, shards: OpenShards, shard: int) -> tuple[memoryview, str] | None:
+    """The sample file of one shard, and its URL; None if there is none."""
     url = shards.urls[shard]
     path = samples_url(url, shards.index)
     data = if_there(lambda: storage.read(path), storage, url if shards.index is None else None)
-    if data is None:
-        return None
-    found = SampleTable.from_parquet(data, path)
-    if shards.table is not None and found.chunks != shards.table.take([shard]):
+    return None if data is None else (data, path)
+
+
+def _check_is_of(chunks: ChunkTable, shards: OpenShards, shard: int, path: str) -> None:
+    """Refuse a sample table of another shard.
+
+    Raises:
+        IndexMismatchError: Its chunks are not those of the chunk table.
+    """
+    if shards.table is not None and chunks != shards.table.take([shard]):
         raise IndexMismatchError(
             f"{redact(path)}: this sample table is not of the shard that the chunk table beside it describes; one of "
-            f"them is out of date. Rebuild both: shard_tools index --force {redact(url)}"
+            f"them is out of date. Rebuild both: shard_tools index --force {redact(shards.urls[shard])}"
         )
-    return found
 
 
 _PROBED = 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from operator import attrgetter
@@ -11,12 +12,14 @@ from typing import TypeAlias
 
 import numpy as np
 
+from streaming.catalog.open import sample_records
 from streaming.catalog.recent import Recent
 from streaming.catalog.source import ChunkSource
+from streaming.errors import DataError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
-from streaming.fetch.read import FetchRange
-from streaming.index.sample_table import SampleLocation
-from streaming.packing.fit import other_company, pack
+from streaming.fetch.read import FetchRange, apart_later, layout_by_records
+from streaming.index.sample_table import Records, SampleLocation
+from streaming.packing.fit import Fit, fit, other_company, pack
 from streaming.packing.layout import KeptPacks, PackRows
 from streaming.packing.rules import PackRules
 from streaming.plan.order import EpochOrders, Orders, OrderSettings
@@ -30,6 +33,15 @@ hand by whoever gives it."""
 _KEPT_BYTES = 256 << 20
 """Packs kept of groups that were needed last: of a group of 256 packs of 8,192 tokens, documents of 600 tokens each,
 they take 110 KB, so of some thousand groups."""
+_FITS_SHARE, _RECORDS_SHARE = 8, 4
+"""Of what packs may take, fits have this part (4 bytes a piece, packs 32), and this one what finds documents."""
+Fits: TypeAlias = Recent[int, Fit]
+"""Which pieces of a group go together, by its first chunk."""
+
+
+def kept_fits() -> Fits:
+    """Keep fits of the groups that were counted or packed last."""
+    return Recent[int, Fit](_KEPT_BYTES // _FITS_SHARE, attrgetter("num_bytes"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +72,7 @@ class PackedSource:
         groups: Groups that hold all of its chunks, in their order.
         lengths_of: Tokens of each sample of a shard.
         rules: How documents become packs.
+        fits: What is known of groups that were counted here.
     """
 
     is_packed = True
@@ -67,14 +80,18 @@ class PackedSource:
     names: tuple[str, ...] = ()
     fields: tuple[str, ...] | None
 
-    def __init__(self, documents: ChunkSource, groups: Groups, lengths_of: LengthsOf, rules: PackRules) -> None:
+    def __init__(
+        self, documents: ChunkSource, groups: Groups, lengths_of: LengthsOf, rules: PackRules, fits: Fits
+    ) -> None:
         self.documents = documents
         self.rules = rules
         self.storage, self.cache = documents.storage, documents.cache
         self._groups = groups
         self._lengths_of = lengths_of
+        self._fits = fits
         self._shard_of_url = {url: number for number, url in enumerate(documents.urls)}
         self._recent = Recent[tuple[int, int, int], KeptPacks](_KEPT_BYTES, attrgetter("num_bytes"))
+        self._records = Recent[int, Records | None](_KEPT_BYTES // _RECORDS_SHARE, _size_of_records)
 
     # --- packs ---
 
@@ -91,7 +108,9 @@ class PackedSource:
 
     def keep_at_most(self, num_bytes: int) -> None:
         """See ``Source``."""
-        self._recent.keep_at_most(num_bytes)
+        self._fits.keep_at_most(num_bytes // _FITS_SHARE)
+        self._records.keep_at_most(num_bytes // _RECORDS_SHARE)
+        self._recent.keep_at_most(num_bytes - num_bytes // _FITS_SHARE - num_bytes // _RECORDS_SHARE)
 
     def _packs_of(self, group: int, pass_number: int, seed: int) -> KeptPacks:
         """All packs of a group in a pass; asked for by many threads, they are made once."""
@@ -101,7 +120,8 @@ class PackedSource:
         shard, samples = self.samples_in(group)
         lengths = self._lengths_of(shard)[samples]
         tokens = tokens_of(lengths)
-        packs = other_company(pack(lengths, self.rules), seed=seed, epoch=pass_number, group=group)
+        known = self._fits.of(int(self._groups.firsts[group]), lambda: fit(lengths, self.rules))
+        packs = other_company(pack(lengths, self.rules, known), seed=seed, epoch=pass_number, group=group)
         return PackRows(
             splits=packs.splits, samples=(samples - self.chunk(group).first_sample)[packs.documents],
             starts=packs.starts, stops=packs.stops, lengths=tokens[packs.documents],
@@ -111,6 +131,18 @@ class PackedSource:
         """The shard of a group, and the numbers within it of the samples that the data set gives of the group."""
         first, stop = int(self._groups.firsts[group]), int(self._groups.stops[group])
         return samples_between(self.documents, first, stop)
+
+    def records_of(self, shard: int) -> Records | None:
+        """Where the fields that are read lie in a shard; None if its sample table is missing, or of no use."""
+        documents = self.documents
+
+        def read() -> Records | None:
+            return sample_records(documents.storage, documents.shards, shard, documents.fields or ())
+
+        try:
+            return self._records.of(shard, read)
+        except DataError:
+            return None
 
     # --- what the engine needs (streaming.engine.source.Source) ---
 
@@ -196,7 +228,16 @@ class PackedSource:
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart may be left to the caller. The lengths of its shard are at hand then, too."""
         self._lengths_of(self._shard_of_url[wanted.url])
-        return self.documents.fetch_unit(wanted, out)
+        found = self.documents.fetch_unit(wanted, out)
+        return found if isinstance(found, UnitLayout) else self.apart(wanted)
+
+    def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
+        """See ``Source``: the sample table says it in less time than headers, unless it is gone or does not fit."""
+        found = None
+        with suppress(StorageError):
+            records = None if self.documents.fields is None else self.records_of(self._shard_of_url[wanted.url])
+            found = None if records is None else layout_by_records(records, wanted)
+        return apart_later(wanted) if found is None else found
 
     def reads_whole(self, wanted: FetchRange) -> bool:
         """Whether :meth:`fetch_unit` reads all of a range."""
@@ -228,6 +269,10 @@ class PackedSource:
     def in_flight(self) -> list[ActiveRequest]:
         """The storage's calls under way, oldest first."""
         return self.documents.in_flight()
+
+
+def _size_of_records(records: Records | None) -> int:
+    return 0 if records is None else records.num_bytes
 
 
 def tokens_of(lengths: Int64Array) -> Int64Array:

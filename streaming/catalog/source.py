@@ -16,7 +16,7 @@ from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versio
 from streaming.decode.registry import FieldDecoder
 from streaming.errors import DataError, IndexMissingError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
-from streaming.fetch.read import FetchRange, FieldsOf, fetch_range, fetch_unit, reads_whole, size_of_unit
+from streaming.fetch.read import FetchRange, FieldsOf, apart_later, fetch_range, fetch_unit, reads_whole, size_of_unit
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.kept import Selected
 from streaming.index.sample_table import SampleLocation, SampleTable
@@ -325,6 +325,10 @@ class ChunkSource:
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart may be left to the caller."""
         return fetch_unit(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
+
+    def apart(self, wanted: FetchRange) -> TakeApart:
+        """See ``Source``: its headers say it."""
+        return apart_later(wanted)
 
     def reads_whole(self, wanted: FetchRange) -> bool:
         """Whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""

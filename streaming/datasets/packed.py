@@ -11,6 +11,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, SupportsIndex, overload
 
 import numpy as np
@@ -23,7 +24,7 @@ from streaming.batches.draws import Chain
 from streaming.batches.rows import FieldRange, Rows
 from streaming.catalog.joined import JoinedSource
 from streaming.catalog.open import check_fields, digest_of
-from streaming.catalog.packed import Groups, PackedSource, samples_between, tokens_of
+from streaming.catalog.packed import Fits, Groups, PackedSource, kept_fits, samples_between, tokens_of
 from streaming.catalog.source import ChunkSource
 from streaming.datasets.dataset import StreamingDataset
 from streaming.decode import DecodeSpec, FieldDecoder, RawFields
@@ -32,7 +33,7 @@ from streaming.filters.lengths import UNKNOWN, Lengths
 from streaming.filters.select import late_columns_of
 from streaming.job.once import Peers, shared, shared_parts
 from streaming.job.store import job_peers
-from streaming.packing.fit import count_packs, pack
+from streaming.packing.fit import Fit, fit, pack
 from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
 from streaming.packing.layout import PackShape
 from streaming.packing.rules import MAX_LENGTH, Overlong, PackRules, cut
@@ -225,18 +226,19 @@ class Packed(PackedSource):
         read = copy.copy(documents)
         if not whole:
             read.fields, read.decoders = fields, RawFields()
-        work = _Work(read, lengths, rules, columns)
+        fits = kept_fits()
+        work = _Work(read, lengths, rules, columns, fits)
         opened = work.joined(work.parts(peers))
         self.column, self.alike, self.is_whole = column, kinds, whole
         self.counts: PackCounts = opened.counts
-        told = "" if field is None else _told_dtype(read, field, dtype, lengths, peers)
+        super().__init__(read, opened.groups, lengths, rules, fits)
+        told = "" if field is None else self._told_dtype(field, dtype, peers)
         self.shape = PackShape(
             length=rules.length, field=field or "", dtype=told,
             mask_field=mask_field, shift_labels=shift_labels, labels_across=labels_across,
             pad_id=checked_int("pad_id", pad_id, 0, 2**32 - 1), max_docs=rules.max_docs, multiple=rules.multiple,
             padded=rules.padded, stale=0 if overlap_labels or stride is None else rules.length - stride,
         )  # fmt: skip
-        super().__init__(read, opened.groups, lengths, rules)
         self._lengths = lengths
         self._take_over()
         self._tell()
@@ -355,6 +357,33 @@ class Packed(PackedSource):
         super().keep_at_most(num_bytes // 2)
         self._lengths.keep_at_most(num_bytes // 2)
 
+    def _told_dtype(self, field: str, dtype: str | None, peers: Peers | None) -> str:
+        """The type of tokens, as it is given or as the first documents have it; with peers, rank 0 looks."""
+        if dtype is not None:
+            return _DTYPES[dtype]
+
+        def look() -> bytes:
+            for shard in range(len(self.urls)):
+                records = self.records_of(shard)
+                if records is None or field not in records.fields:
+                    continue
+                tokens, sizes = tokens_of(self._lengths_of(shard)), records.fields[field][1]
+                there = (tokens > 0) & (sizes > 0)
+                if there.any():
+                    return str(float(np.median(sizes[there] / tokens[there]))).encode()
+            return b"0"
+
+        name = digest_of([list(self.urls), field])
+        found = float(look() if peers is None else shared(peers, f"tokens/{name}", look))
+        for one in _DTYPES.values():
+            if found == np.dtype(one).itemsize:
+                return one
+        why = f"it has {found:g} bytes for each token of the column" if found else "no sample table tells its sizes"
+        raise ConfigError(
+            f'dtype: of field {field!r} it cannot be told, {why}; give dtype="uint16" or "uint32". Where neither fits, '
+            "the column counts something else, or was made with another tokenizer"
+        )
+
     def _take_over(self) -> None:
         """Options of the documents, as those of a data set of packs."""
         documents = self.documents
@@ -431,8 +460,11 @@ class _Opened:
 class _Work:
     """Cuts shards into groups and counts their packs; what a rank finds of its shards travels as bytes."""
 
-    def __init__(self, documents: ChunkSource, lengths: Lengths, rules: PackRules, columns: tuple[str, ...]) -> None:
+    def __init__(
+        self, documents: ChunkSource, lengths: Lengths, rules: PackRules, columns: tuple[str, ...], fits: Fits
+    ) -> None:
         self._documents, self._lengths, self._rules, self._columns = documents, lengths, rules, columns
+        self._fits = fits
 
     def parts(self, peers: Peers | None) -> list[bytes]:
         """What is found of all shards; with peers, each rank looks at a run of them."""
@@ -494,10 +526,10 @@ class _Work:
         firsts = cut_groups(tokens, table.byte_start[low:high], table.byte_end[low:high], length=rules.length)
         stops = np.append(firsts[1:], high - low)
         packs, places = [], 0
-        for first, stop in zip(borders[firsts], borders[stops], strict=True):
-            count, room = _packs_and_places(lengths[first:stop], rules)
-            packs.append(count)
-            places += room
+        for first, begin, end in zip(firsts.tolist(), borders[firsts], borders[stops], strict=True):
+            found = self._fits.of(low + first, partial(fit, lengths[begin:end], rules))
+            packs.append(found.num_packs)
+            places += _places(lengths[begin:end], rules, found)
         pieces = cut(lengths, rules)
         counts = [len(lengths), int(counted.sum()), pieces.num_tokens, pieces.num_split, pieces.num_truncated,
                   pieces.num_dropped, pieces.num_empty, places]  # fmt: skip
@@ -517,42 +549,9 @@ class _Work:
         )
 
 
-def _packs_and_places(lengths: Int64Array, rules: PackRules) -> tuple[int, int]:
-    """Packs of documents of these lengths, and their places, padding counted."""
-    if rules.padded:
-        packs = pack(lengths, rules)
-        return len(packs), int(packs.sizes.sum())
-    count = count_packs(lengths, rules)
-    return count, count * rules.length
-
-
-def _told_dtype(documents: ChunkSource, field: str, dtype: str | None, lengths: Lengths, peers: Peers | None) -> str:
-    """The type of tokens, as it is given or as the first documents have it; with peers, rank 0 looks."""
-    if dtype is not None:
-        return _DTYPES[dtype]
-
-    def look() -> bytes:
-        for shard, url in enumerate(documents.urls):
-            table = documents.samples_at(url)
-            sizes = None if table is None or field not in table.fields else table.fields[field][1]
-            if sizes is None:
-                continue
-            tokens = tokens_of(lengths(shard))
-            there = (tokens > 0) & (sizes > 0)
-            if there.any():
-                return str(float(np.median(sizes[there] / tokens[there]))).encode()
-        return b"0"
-
-    name = digest_of([list(documents.urls), field])
-    found = float(look() if peers is None else shared(peers, f"tokens/{name}", look))
-    for one in _DTYPES.values():
-        if found == np.dtype(one).itemsize:
-            return one
-    why = f"it has {found:g} bytes for each token of the column" if found else "no sample table tells its sizes"
-    raise ConfigError(
-        f'dtype: of field {field!r} it cannot be told, {why}; give dtype="uint16" or "uint32". Where neither fits, the '
-        "column counts something else, or was made with another tokenizer"
-    )
+def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
+    """Places of the packs of documents of these lengths, padding counted."""
+    return int(pack(lengths, rules, found).sizes.sum()) if rules.padded else found.num_packs * rules.length
 
 
 def _checked_whole(of_tokens: Mapping[str, Any], *, padded: bool, overlong: Overlong | None) -> bool:

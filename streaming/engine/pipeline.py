@@ -282,7 +282,7 @@ class Pipeline(Delivery):
         if (first_rows < 0).any():
             return None
         if packs is None:
-            rows = self._rows(first_rows + block.within[span], of.chunk_ids[span], of.offsets[span], {})
+            rows = self._rows(first_rows + block.within[span], of.chunk_ids[span], {})
             return None if rows.damage else rows
         # Under the engine's lock nobody packs, nor waits for a column of lengths: a batch built alone does without it.
         if not self._source.has_packs(of.chunk_ids[span], of.passes[span], self._plan.settings.seed):
@@ -318,7 +318,8 @@ class Pipeline(Delivery):
                 if whole and rows.packs is not None:  # whole samples draw, each for itself
                     positions = positions[rows.packs.packs] * _MOST_OF_PACK + rows.packs.places
             else:
-                rows = self._rows(first_rows + block.within[span], chunk_ids, offsets, damage)
+                rows = self._rows(first_rows + block.within[span], chunk_ids, damage)
+                rows = replace(rows, numbers=self._chunk_starts[chunk_ids] + offsets)
             rows = replace(rows, positions=positions)
 
             def substitutes(row: int) -> Iterator[Rows]:
@@ -368,17 +369,14 @@ class Pipeline(Delivery):
         packs = self._packs(chunk_ids, offsets, passes)
         of = packs.packs
         damage = {piece: lost[pack] for piece, pack in enumerate(of.tolist()) if pack in lost} if lost else {}
-        rows = self._rows(first_rows[of] + packs.samples, chunk_ids[of], offsets[of], damage)
+        rows = self._rows(first_rows[of] + packs.samples, chunk_ids[of], damage)
         for piece in rows.damage:  # by name where the sample table knows it
             place = self._source.locate(int(chunk_ids[of[piece]]), int(packs.samples[piece]))
             rows.keys[piece] = rows.keys[piece] if place is None else place.key
-        return replace(rows, numbers=None, packs=packs)
+        return replace(rows, packs=packs)
 
-    def _rows(
-        self, row_numbers: Int64Array, chunk_ids: Int64Array, offsets: Int64Array, lost: dict[int, DataError]
-    ) -> Rows:
+    def _rows(self, row_numbers: Int64Array, chunk_ids: Int64Array, lost: dict[int, DataError]) -> Rows:
         """The rows of a batch; of those ``lost`` nothing is in the arena, and nothing stands in the row table."""
-        numbers = self._chunk_starts[chunk_ids] + offsets
         sources = self._source.source_of(chunk_ids) if self._source.names else None
         arena = self._store.arena
         if lost:
@@ -388,12 +386,12 @@ class Pipeline(Delivery):
             if not good:
                 keys = [""] * len(row_numbers)
                 return Rows(memory=b"", view=memoryview(b""), keys=keys, urls=self._source.urls_of(chunk_ids),
-                            fields={}, damage=lost, numbers=numbers, sources=sources)  # fmt: skip
+                            fields={}, damage=lost, sources=sources)  # fmt: skip
         keys, fields = self._store.rows.select(row_numbers, self._settings.fields)
         for row in lost:
             keys[row] = ""
         damage = self._store.rows.damage(row_numbers) | lost
         urls = self._source.urls_of(chunk_ids)
         rows = Rows(memory=arena.memory, view=arena.view, keys=keys, urls=urls, fields=fields, damage=damage,
-                    numbers=numbers, sources=sources)  # fmt: skip
+                    sources=sources)  # fmt: skip
         return self._settings.recipe.narrowed(rows)

@@ -125,6 +125,9 @@ class Source(ShardSet, Protocol):
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart may be left to the caller."""
 
+    def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
+        """Say where the samples of a range lie, all of which is there and matches its checksums, or how to find out."""
+
     def reads_whole(self, wanted: FetchRange) -> bool:
         """Tell whether ``fetch_unit`` reads all of a range, as its ``fields`` are."""
 

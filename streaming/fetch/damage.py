@@ -11,7 +11,7 @@ from streaming.errors import ChecksumError, DataError
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.pieces import Pieces
 from streaming.fetch.sums import sums_of
-from streaming.index.sample_table import SampleTable
+from streaming.index.sample_table import Records, SampleTable
 
 
 def narrowed(
@@ -47,8 +47,9 @@ def narrowed(
 
 
 def layout_by_table(
-    samples: SampleTable, rows: range, pieces: Pieces, fields: Sequence[str] | None, damage: Mapping[int, DataError]
-) -> UnitLayout:
+    samples: SampleTable | Records, rows: range, pieces: Pieces, fields: Sequence[str] | None,
+    damage: Mapping[int, DataError],
+) -> UnitLayout:  # fmt: skip
     """Where the sample table says that the fields of some samples lie in the memory of ``pieces``."""
     among = slice(rows.start, rows.stop)
     columns = {

@@ -19,7 +19,7 @@ from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.pieces import Pieces, pieces_of
 from streaming.fetch.sums import Sum, sums_of
 from streaming.index.large import LARGE_BYTES
-from streaming.index.sample_table import SampleTable
+from streaming.index.sample_table import Records, SampleTable
 from streaming.storage import ChangedError, Storage, redact
 from streaming.tar import parse_chunk
 
@@ -165,7 +165,7 @@ def fetch_unit(
     try:
         if later:
             read.into(out)
-            return partial(layout_of, wanted)
+            return apart_later(wanted)
         return _through_cache(read, out[: read.plan.pieces.num_bytes], cache, layout)
     except ChecksumError:
         table = known.samples() if part is None else part.samples
@@ -383,6 +383,11 @@ def reads_whole(wanted: FetchRange, known: FieldsOf) -> bool:
     return _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known) is None
 
 
+def apart_later(wanted: FetchRange) -> TakeApart:
+    """What finds the samples of a range, all of which was read and matches its checksums, in its bytes."""
+    return partial(layout_of, wanted)
+
+
 def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
     """Where each field lies in the bytes of ``wanted``.
 
@@ -402,6 +407,16 @@ def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
     return UnitLayout(
         keys=layout.keys, fields=layout.fields, starts=layout.starts, sizes=layout.sizes, num_bytes=wanted.num_bytes
     )
+
+
+def layout_by_records(records: Records, wanted: FetchRange) -> UnitLayout | None:
+    """Where fields lie in the bytes of ``wanted``, all of which match their checksums; None if that cannot be."""
+    rows = range(wanted.first_sample, wanted.first_sample + wanted.num_samples)
+    if rows.stop > len(records.keys):
+        return None
+    found = layout_by_table(records, rows, _whole_of(wanted).pieces, None, {})
+    is_odd = (found.starts < -1) | (found.sizes < 0) | (found.sizes > wanted.num_bytes - found.starts)
+    return None if (is_odd & (found.starts != -1)).any() else found
 
 
 def _check_size(storage: Storage, wanted: FetchRange, cause: Exception | None) -> None:

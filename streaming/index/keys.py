@@ -41,7 +41,10 @@ class Keys(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
-            return [_text(value) for value in self.array[index].to_pylist()]
+            part = self.array[index]
+            if pa.types.is_string(part.type) or pa.types.is_large_string(part.type):
+                return part.to_numpy(zero_copy_only=False).tolist()  # type: ignore[no-any-return]
+            return [_text(value) for value in part.to_pylist()]
         return _text(self.array[int(index)].as_py())
 
     def __iter__(self) -> Iterator[str]:

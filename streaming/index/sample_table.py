@@ -23,7 +23,7 @@ from streaming.index.chunk_table import (
     shards_of_rows,
 )
 from streaming.index.files import read_facts, read_table, write_table
-from streaming.index.keys import key_array
+from streaming.index.keys import Keys, key_array
 from streaming.index.large import LargeSums
 from streaming.types import Int64Array
 
@@ -320,6 +320,62 @@ class SampleTable:
             ) from error
         table.validate(source)
         return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Records:
+    """Say where some fields of the samples of a shard lie: what of a sample table finds them, and no more.
+
+    Attributes:
+        chunks: The shard and its chunk rows.
+        keys: The key of each of ``n`` samples.
+        fields: As ``SampleTable.fields``, of those that were asked for and are there.
+    """
+
+    chunks: ChunkTable
+    keys: Keys
+    fields: FieldRanges
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take."""
+        return int(self.keys.array.nbytes) + 16 * len(self.keys) * len(self.fields)
+
+    @classmethod
+    def of_table(cls, table: SampleTable, fields: Sequence[str]) -> Records:
+        """Those of a whole table."""
+        there = {name: table.fields[name] for name in fields if name in table.fields}
+        return cls(chunks=table.chunks, keys=Keys(key_array(table.keys)), fields=there)
+
+    @classmethod
+    def from_parquet(cls, buffer: Any, fields: Sequence[str], source: str) -> Records:
+        """Those in the bytes of a sample file; nothing else of it is unpacked, nor is it checked where fields lie.
+
+        Raises:
+            IndexFormatError: If the bytes are damaged, no sample table, or of a newer major version.
+        """
+
+        def wanted(facts: dict[str, Any]) -> list[str]:
+            there = facts.get("fields")
+            known = [name for name in fields if isinstance(there, list) and name in there]
+            return ["key", *(part + name for name in known for part in (_START, _SIZE))]
+
+        rows, facts = read_table(buffer, KIND, source, columns=wanted)
+        try:
+            chunks = _chunks_of_facts(facts, source)
+            found = {
+                name: (numbers(rows.column(_START + name), np.int64), numbers(rows.column(_SIZE + name), np.int64))
+                for name in facts["fields"]
+                if name in fields
+            }
+        except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
+            raise IndexFormatError(
+                f"{source}: not a sample table ({error}); rebuild it with `shard_tools index`"
+            ) from error
+        keys = rows.column("key").combine_chunks()
+        if len(keys) != chunks.shards[0].num_samples or keys.null_count:
+            raise IndexFormatError(f"{source}: {chunks.shards[0].num_samples} samples, but {len(keys)} keys")
+        return cls(chunks=chunks, keys=Keys(keys), fields=MappingProxyType(found))
 
 
 def chunk_rows_from_footer(buffer: Any, source: str = "sample file") -> ChunkTable:

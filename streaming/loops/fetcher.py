@@ -470,6 +470,7 @@ class EpochLoop(BaseLoop):
             crew = open_crew(self.config, room, self.metrics)
             self._store = ChunkStore(
                 fetch=self.dataset.fetch_unit,
+                apart=self.dataset.apart,
                 arena=crew.arena,
                 num_threads=min(FETCH_THREADS, (os.cpu_count() or 1) if self.dataset.is_local else FETCH_THREADS),
                 metrics=self.metrics,

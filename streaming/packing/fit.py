@@ -2,8 +2,8 @@
 
 Best-fit-decreasing takes the pieces from the longest to the shortest and puts each into the fullest pack that still
 has room for it (Johnson, "Near-optimal bin packing algorithms", 1973: at most 11/9 of the fewest packs and one).
-Pieces of one length are handled together, and so are packs that have the same room, so that a step places many
-pieces: a pack that is the fullest with room for a length stays that until it has no room for another of it.
+Pieces of one length are handled together: packs that have room for one of them and not for two take one each, all at
+once, and one with room for several takes as many as it can.
 
 What it gives is a function of the lengths and the rules. Which document stands in which place is a contract with every
 checkpoint, pinned by ``tests/golden/packs.json``.
@@ -12,14 +12,14 @@ checkpoint, pinned by ``tests/golden/packs.json``.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.packing.rules import PackRules, Packs, Pieces, cut, rounded
-from streaming.packing.several import fit_several
+from streaming.packing.several import fit_several, order_of_several
 from streaming.plan.permutation import hash_range, stream_key
 from streaming.types import Int64Array
 
@@ -27,7 +27,25 @@ _COMPANY = 4  # purpose, so that draws differ from those of orders
 _PER_PIECE = ("documents", "starts", "stops", "fresh", "amounts")
 
 
-def pack(lengths: Int64Array, rules: PackRules) -> Packs:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fit:
+    """Say which pieces go together: most of the work of packing, and the same in every epoch.
+
+    Attributes:
+        pack_of: int32[n], the pack of each piece, in the order in which pieces are placed.
+        num_packs: K.
+    """
+
+    pack_of: npt.NDArray[np.int32]
+    num_packs: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that these numbers take."""
+        return self.pack_of.nbytes
+
+
+def pack(lengths: Int64Array, rules: PackRules, known: Fit | None = None) -> Packs:
     """Pack documents by their lengths.
 
     Deterministic: equal lengths and rules give equal packs, on every platform and in every release. Packs are in the
@@ -37,6 +55,7 @@ def pack(lengths: Int64Array, rules: PackRules) -> Packs:
         lengths: int64[N], tokens of each document of a group; those of 0 have no piece. With ``rules.budgets``
             or ``rules.alike`` int64[N, 1 + len(budgets) + alike], tokens first.
         rules: Length of a pack, and what becomes of overlong documents.
+        known: What ``fit`` of the same lengths and rules gave, if it is at hand.
 
     Raises:
         ConfigError: A length is negative, or no whole number.
@@ -47,24 +66,22 @@ def pack(lengths: Int64Array, rules: PackRules) -> Packs:
         [[0, 1], [2, 3]]
     """
     pieces = cut(lengths, rules)
-    order, pack_of, num_packs = _placed(pieces, rules)
-    splits = np.zeros(num_packs + 1, np.int64)
-    np.cumsum(np.bincount(pack_of, minlength=num_packs), out=splits[1:])
-    found = Packs(rules=rules, splits=splits, **{one.name: getattr(pieces, one.name) for one in fields(Pieces)})
-    return _reordered(found, order[_sorting(pack_of)])
+    order = _order(pieces, rules)
+    found = _fit(pieces, order, rules) if known is None else known
+    splits = np.zeros(found.num_packs + 1, np.int64)
+    np.cumsum(np.bincount(found.pack_of, minlength=found.num_packs), out=splits[1:])
+    packs = Packs(rules=rules, splits=splits, **{one.name: getattr(pieces, one.name) for one in fields(Pieces)})
+    return _reordered(packs, order[_sorting(found.pack_of)])
 
 
-def count_packs(lengths: Int64Array, rules: PackRules) -> int:
-    """Return ``len(pack(lengths, rules))``, without the packs: K, which depends on lengths and rules alone.
+def fit(lengths: Int64Array, rules: PackRules) -> Fit:
+    """Find which pieces of documents go together, and K, which depends on lengths and rules alone.
 
     Raises:
         ConfigError: A length is negative, or no whole number.
     """
     pieces = cut(lengths, rules)
-    if rules.budgets or rules.alike:
-        return _placed(pieces, rules)[2]
-    _, sizes, counts = _by_size(pieces, rules)
-    return _steps(sizes, counts, rules).num_packs
+    return _fit(pieces, _order(pieces, rules), rules)
 
 
 def other_company(packs: Packs, *, seed: int, epoch: int, group: int) -> Packs:
@@ -114,128 +131,89 @@ def _reordered(packs: Packs, order: Int64Array) -> Packs:
     return replace(packs, **{name: getattr(packs, name)[order] for name in _PER_PIECE})
 
 
-def _placed(pieces: Pieces, rules: PackRules) -> tuple[Int64Array, Int64Array, int]:
-    """In which order pieces are placed, int64[n], into which pack each goes, and the number of packs."""
+def _units(pieces: Pieces, rules: PackRules) -> Int64Array:
+    """Lengths in units of ``multiple``, rounded up; int64[n]."""
+    return rounded(pieces.lengths, rules.multiple) // rules.multiple
+
+
+def _order(pieces: Pieces, rules: PackRules) -> Int64Array:
+    """In which order pieces are placed, int64[n]: by (length descending, index)."""
     if rules.budgets or rules.alike:
-        return fit_several(pieces, rules)
-    order, sizes, counts = _by_size(pieces, rules)
-    steps = _steps(sizes, counts, rules)
-    # A step puts `taken` pieces, `each` to a pack, into packs from `first` on.
-    first, each, taken = steps.columns
-    within = np.arange(len(order)) - np.repeat(np.cumsum(taken) - taken, taken)
-    return order, np.repeat(first, taken) + within // np.repeat(each, taken), steps.num_packs
+        return order_of_several(pieces, rules)
+    return _sorting_by(rules.length // rules.multiple - _units(pieces, rules))
 
 
-class _Steps:
-    """Collect what fitting does: step by step, ``taken`` pieces into packs from ``first`` on, ``each`` to a pack.
-
-    Args:
-        steps: ``first``, ``each`` and ``taken`` of each step, one after the other.
-        num_packs: Packs in all.
-    """
-
-    def __init__(self, steps: list[int], num_packs: int) -> None:
-        self.num_packs = num_packs
-        self._steps = steps
-
-    @property
-    def columns(self) -> Int64Array:
-        """``first``, ``each`` and ``taken`` of all steps, int64[3, n]."""
-        return np.array(self._steps, np.int64).reshape(-1, 3).T
+def _fit(pieces: Pieces, order: Int64Array, rules: PackRules) -> Fit:
+    """Which pack each piece goes into, taken in this order."""
+    if rules.budgets or rules.alike:
+        pack_of = fit_several(pieces, order, rules)
+    else:
+        units = _units(pieces, rules)[order]
+        heads = np.flatnonzero(np.diff(units, prepend=-1))
+        counts = np.diff(heads, append=len(units))
+        place = _runs_of_like if rules.padded else _best_fit
+        pack_of = place(units[heads].tolist(), counts.tolist(), rules.length // rules.multiple, rules.max_docs)
+    found = np.array(pack_of, np.int32)
+    return Fit(pack_of=found, num_packs=int(found.max(initial=-1)) + 1)
 
 
-def _by_size(pieces: Pieces, rules: PackRules) -> tuple[Int64Array, list[int], list[int]]:
-    """Order pieces by (length descending, index); the lengths that occur, in units of ``multiple``, and how often."""
-    units = rounded(pieces.lengths, rules.multiple) // rules.multiple
-    missing = rules.length // rules.multiple - units
-    order = _sorting_by(missing)
-    if not len(order):
-        return order, [], []
-    ordered = units[order]
-    heads = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    return order, ordered[heads].tolist(), np.diff(heads, append=len(ordered)).tolist()
-
-
-def _steps(sizes: list[int], counts: list[int], rules: PackRules) -> _Steps:
-    capacity = rules.length // rules.multiple
-    if rules.padded:
-        return _runs_of_like(sizes, counts, capacity, rules.max_docs)
-    return _best_fit(sizes, counts, capacity, rules.max_docs)
-
-
-def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> _Steps:
+def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> list[int]:
     """Fit pieces of falling sizes; among packs with equal room the one with fewest places left, then the first."""
     scale = 1 if max_docs is None else max_docs + 1
     places = scale - 1  # of a fresh pack; 0: they are not counted
     bits = sum(counts).bit_length()  # of the number of a pack
-    mask = (1 << bits) - 1
-    # Runs of packs with equal room, sorted, each as one number: (room * scale + places) << bits | its first pack; and
-    # by first packs where they stop. A pack stands in one run, or in none when nothing still to come can go into it.
-    runs: list[int] = []
-    stops = [0] * (mask + 1)
-    steps: list[int] = []
-    num_packs, least = 0, sizes[-1] if sizes else 0
-
-    def put(first: int, stop: int, room: int, left: int) -> None:
-        if first < stop and room >= least and (left or not places):
-            insort(runs, (room * scale + left) << bits | first)
-            stops[first] = stop
-
+    mask, one = (1 << bits) - 1, min(places, 1) << bits
+    # Packs that something still to come can go into, sorted, as numbers: (room * scale + places) << bits | pack.
+    rooms: list[int] = []
+    pack_of: list[int] = []
+    num_packs, least = 0, (sizes[-1] * scale << bits) + one if sizes else 0
     for size, pieces in zip(sizes, counts, strict=True):
         count = pieces  # still to place
         wanted = size * scale << bits
-        while count:
-            place = bisect_left(runs, wanted)
-            if place == len(runs):
-                room, left, first = capacity, places, num_packs
-                each = min(capacity // size, left) if places else capacity // size
-                num_packs = stop = num_packs - (-count // each)
+        place = bisect_left(rooms, wanted)  # of the fullest pack with room
+        while count and place < len(rooms):
+            key = rooms.pop(place)
+            if count == 1 or key < 2 * wanted:
+                pack_of.append(key & mask)
+                count -= 1
+                key -= wanted + one
             else:
-                key = runs[place]
-                first, room = key & mask, key >> bits
-                stop = stops[first]
-                if stop == first + 1 and not places:  # a single pack: by far the most steps
-                    taken = min(room // size, count)
-                    steps += first, taken, taken
-                    del runs[place]
-                    room -= taken * size
-                    if room >= least:
-                        insort(runs, room << bits | first)
-                    count -= taken
-                    continue
-                room, left = divmod(room, scale)
-                each = min(room // size, left) if places else room // size
-                used = min(stop, first - (-count // each))
-                if used < stop:
-                    runs[place] = key + used - first
-                    stops[used] = stop
-                else:
-                    del runs[place]
-                stop = used
-            taken = min(count, (stop - first) * each)
-            steps += first, each, taken
-            full, rest = divmod(taken, each)
-            put(first, first + full, room - each * size, left - each if places else 0)
-            put(first + full, stop, room - rest * size, left - rest if places else 0)
-            count -= taken
-    return _Steps(steps, num_packs)
+                room, left = divmod(key >> bits, scale)
+                each = min(room // size, count, left or count)
+                pack_of += [key & mask] * each
+                count -= each
+                key -= each * (wanted + one)
+            if key >= least and (not places or (key >> bits) % scale):
+                insort(rooms, key, 0, place)
+                place += 1  # it has no room for another of this size, or none is left
+        if count:
+            each = min(capacity // size, places or capacity)
+            for pack in range(num_packs, num_packs - (-count // each)):
+                taken = min(each, count)
+                pack_of += [pack] * taken
+                key = ((capacity * scale + places) << bits) + pack - taken * (wanted + one)
+                if key >= least and (not places or (key >> bits) % scale):
+                    insort(rooms, key)
+                count -= taken
+                num_packs += 1
+    return pack_of
 
 
-def _runs_of_like(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> _Steps:
+def _runs_of_like(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> list[int]:
     """Cut the pieces, from the longest on, into runs of which ``pieces * longest`` is at most the capacity.
 
     No other cut into runs has fewer: each begins as far down as it can.
     """
-    steps: list[int] = []
+    pack_of: list[int] = []
     num_packs = open_places = 0
     for size, count in zip(sizes, counts, strict=True):
         joined = min(count, open_places)
-        if joined:
-            steps += num_packs - 1, joined, joined
-            open_places -= joined
-        if rest := count - joined:
+        pack_of += [num_packs - 1] * joined
+        open_places -= joined
+        rest = count - joined
+        while rest:
             each = min(capacity // size, max_docs or capacity)
-            steps += num_packs, each, rest
-            num_packs -= -rest // each
-            open_places = -rest % each
-    return _Steps(steps, num_packs)
+            joined = min(rest, each)
+            pack_of += [num_packs] * joined
+            num_packs, open_places, rest = num_packs + 1, each - joined, rest - joined
+    return pack_of

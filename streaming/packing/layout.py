@@ -102,25 +102,26 @@ class PackRows:
     def kept(self) -> KeptPacks:
         """The same in the form from which single packs are chosen."""
         return KeptPacks(
-            splits=self.splits.tolist(), pieces=np.stack([self.samples, self.starts, self.stops, self.lengths])
+            splits=self.splits.tolist(), pieces=np.stack([self.samples, self.starts, self.stops, self.lengths], axis=1)
         )
 
     @classmethod
     def chosen(cls, parts: list[tuple[KeptPacks, int]]) -> PackRows:
         """One pack out of each of some packs of a data set, one after the other."""
-        found = [kept.pieces[:, kept.splits[pack] : kept.splits[pack + 1]] for kept, pack in parts]
-        samples, starts, stops, lengths = np.concatenate([np.empty((4, 0), np.int64), *found], axis=1)
-        splits = np.cumsum([0, *(pieces.shape[1] for pieces in found)])
+        found = [kept.pieces[kept.splits[pack] : kept.splits[pack + 1]] for kept, pack in parts]
+        columns = np.concatenate([np.empty((0, 4), np.int64), *found]).T
+        samples, starts, stops, lengths = np.ascontiguousarray(columns)
+        splits = np.cumsum([0, *map(len, found)])
         return cls(splits=splits, samples=samples, starts=starts, stops=stops, lengths=lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptPacks:
-    """Keep ``PackRows`` so that the numbers of a pack lie in one array.
+    """Keep ``PackRows`` so that the numbers of a pack lie one after the other.
 
     Attributes:
         splits: As there, a list.
-        pieces: int64[4, n], ``samples``, ``starts``, ``stops`` and ``lengths``.
+        pieces: int64[n, 4], ``samples``, ``starts``, ``stops`` and ``lengths``.
     """
 
     splits: list[int]

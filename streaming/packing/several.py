@@ -7,70 +7,96 @@ units of 2**-40, so that every platform places alike.
 
 from __future__ import annotations
 
+from operator import gt
+
 import numpy as np
 
 from streaming.packing.rules import PackRules, Pieces, rounded
 from streaming.types import Int64Array
 
 _WHOLE = 2**40  # of a budget; times budgets of up to 2**20 columns, sums fit into 63 bits
+_NEVER = np.iinfo(np.int64).max
+_OPENED = 64
+"""Packs that there is room for at first; then twice as many, again and again."""
 
 
-def fit_several(pieces: Pieces, rules: PackRules) -> tuple[Int64Array, Int64Array, int]:
-    """Fit pieces into packs that exceed no budget.
+def order_of_several(pieces: Pieces, rules: PackRules) -> Int64Array:
+    """In which order pieces are placed, int64[n]: by falling share (by tokens where packs are padded), then by index.
 
-    Takes pieces by falling share (by falling tokens where packs are padded), then by index; those that are to be alike
-    come after each other. Each goes into the pack with the least room, as a sum of shares, among those that have room
-    for it in every budget; the first of equals.
-
-    Returns:
-        The order in which pieces are placed, int64[n]; into which pack each goes, int64[n]; the number of packs.
+    Those that are to be alike come after each other.
     """
-    num_budgets = len(rules.budgets)
-    taken = np.column_stack([rounded(pieces.lengths, rules.multiple), pieces.amounts[:, :num_budgets]])
-    budgets = np.array([rules.length, *rules.budgets], np.int64)
+    taken = _taken(pieces, rules)
     if rules.padded:
-        kinds = pieces.amounts[:, num_budgets:]
-        order = np.lexsort((-taken[:, 0], *kinds.T))
-        pack_of = _runs_of_like(taken[order], kinds[order], budgets, rules.max_docs)
-    else:
-        order = np.argsort(-(taken @ (_WHOLE // np.maximum(budgets, 1))), kind="stable")
-        pack_of = _best_fit(taken[order], budgets, rules.max_docs)
-    return order, pack_of, int(pack_of.max(initial=-1)) + 1
+        return np.lexsort((-taken[:, 0], *_kinds(pieces, rules).T))
+    return np.argsort(-(taken @ _weights(rules)), kind="stable")
 
 
-def _best_fit(taken: Int64Array, budgets: Int64Array, max_docs: int | None) -> Int64Array:
-    """The pack of each piece; the number of pieces is a budget too, of which each takes 1."""
-    weights = np.append(_WHOLE // np.maximum(budgets, 1), 0)
-    budgets = np.append(budgets, max_docs or len(taken))
-    taken = np.column_stack([taken, np.ones(len(taken), np.int64)])
-    pack_of = np.empty(len(taken), np.int64)
-    # Room of each pack in each budget, [packs, budgets]; packs that nobody has opened yet are empty.
-    rooms = np.tile(budgets, (64, 1))
-    scores, num_packs = rooms @ weights, 0
-    never = np.iinfo(np.int64).max
-    for number, piece in enumerate(taken):
-        fits = (rooms[:num_packs] >= piece).all(axis=1)
-        best = int(np.where(fits, scores[:num_packs], never).argmin()) if fits.any() else num_packs
-        if best == num_packs:
-            num_packs += 1
-            if num_packs > len(rooms):
-                rooms = np.concatenate([rooms, np.tile(budgets, (len(rooms), 1))])
-                scores = np.resize(scores, len(rooms))
-        rooms[best] -= piece
-        scores[best] = rooms[best] @ weights
-        pack_of[number] = best
+def fit_several(pieces: Pieces, order: Int64Array, rules: PackRules) -> list[int]:
+    """Fit pieces, in this order, into packs that exceed no budget; the pack of each.
+
+    Each goes into the pack with the least room, as a sum of shares, among those that have room for it in every budget;
+    the first of equals. Padded packs are runs of pieces that are alike.
+    """
+    taken = _taken(pieces, rules)[order]
+    if rules.padded:
+        return _runs_of_like(taken, _kinds(pieces, rules)[order], rules)
+    return _best_fit(taken, rules)
+
+
+def _taken(pieces: Pieces, rules: PackRules) -> Int64Array:
+    """What each piece takes of each budget, int64[n, 1 + len(budgets)]."""
+    amounts = pieces.amounts[:, : len(rules.budgets)]
+    return np.column_stack([rounded(pieces.lengths, rules.multiple), amounts])
+
+
+def _kinds(pieces: Pieces, rules: PackRules) -> Int64Array:
+    """In what each piece is to be like others of its pack, int64[n, alike]."""
+    return pieces.amounts[:, len(rules.budgets) :]
+
+
+def _weights(rules: PackRules) -> Int64Array:
+    """The share of a budget that one of it is."""
+    return _WHOLE // np.maximum(np.array([rules.length, *rules.budgets], np.int64), 1)
+
+
+def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
+    """The pack of each piece; the number of pieces is a budget too, of which each takes 1, and that has no share."""
+    limits = [rules.length, *rules.budgets]
+    shares = (taken @ _weights(rules)).tolist()
+    whole = int(_weights(rules) @ np.array(limits))
+    if rules.max_docs is not None:
+        taken, limits = np.column_stack([taken, np.ones(len(taken), np.int64)]), [*limits, rules.max_docs]
+    # Room of each pack in each budget, and the sum of its shares. Those that nobody has opened yet are empty, and so
+    # have more than any other: the first of them is chosen where no other has room.
+    rooms = [np.full(_OPENED, limit, np.int64) for limit in limits]
+    scores = np.full(_OPENED, whole, np.int64)
+    pack_of: list[int] = []
+    for share, piece in zip(shares, taken.tolist(), strict=True):
+        fits = rooms[0] >= piece[0]
+        for room, takes in zip(rooms[1:], piece[1:], strict=True):
+            fits &= room >= takes
+        pack = int(np.where(fits, scores, _NEVER).argmin())
+        for room, takes in zip(rooms, piece, strict=True):
+            room[pack] -= takes
+        scores[pack] -= share
+        pack_of.append(pack)
+        if pack == len(scores) - 1:
+            rooms = [np.append(room, np.full_like(room, limit)) for room, limit in zip(rooms, limits, strict=True)]
+            scores = np.append(scores, np.full_like(scores, whole))
     return pack_of
 
 
-def _runs_of_like(taken: Int64Array, kinds: Int64Array, budgets: Int64Array, max_docs: int | None) -> Int64Array:
+def _runs_of_like(taken: Int64Array, kinds: Int64Array, rules: PackRules) -> list[int]:
     """The run of each piece: as many pieces of a kind, times the most that one takes, as every budget allows."""
-    pack_of = np.empty(len(taken), np.int64)
-    is_first = np.concatenate([[True], (kinds[1:] != kinds[:-1]).any(axis=1)])
+    budgets = [rules.length, *rules.budgets]
+    is_first = np.concatenate([[True], (kinds[1:] != kinds[:-1]).any(axis=1)]).tolist()
+    pack_of: list[int] = []
     run, count, most = -1, 0, budgets
-    for number, piece in enumerate(taken):
-        joined = np.maximum(most, piece)
-        if is_first[number] or count == max_docs or ((count + 1) * joined > budgets).any():
+    for begins, piece in zip(is_first, taken.tolist(), strict=False):  # without a piece, there is no first one
+        joined = list(map(max, most, piece))
+        is_full = count == rules.max_docs or any(map(gt, [(count + 1) * one for one in joined], budgets))
+        if begins or is_full:
             run, count, joined = run + 1, 0, piece
         count, most = count + 1, joined
-        pack_of[number] = run
+        pack_of.append(run)
     return pack_of

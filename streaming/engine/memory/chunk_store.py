@@ -16,7 +16,7 @@ from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import DataError, IndexMismatchError
 from streaming.fetch.layout import TakeApart, UnitLayout
-from streaming.fetch.read import FetchRange, UnitKey, layout_of
+from streaming.fetch.read import FetchRange, UnitKey, apart_later
 from streaming.metrics import Metrics
 
 IN_FLIGHT_BYTES = 128 << 20
@@ -29,6 +29,7 @@ _STOP_S = 1.0
 """How long closing waits for fetches under way: their memory stays mapped until they have ended."""
 
 Fetch = Callable[[FetchRange, memoryview], UnitLayout | TakeApart]
+Apart = Callable[[FetchRange], UnitLayout | TakeApart]
 
 
 @dataclass(slots=True, eq=False)
@@ -82,13 +83,14 @@ class ChunkStore:
 
     def __init__(
         self, *, fetch: Fetch, arena: Arena, num_threads: int, metrics: Metrics, changed: threading.Condition,
-        maps: FileMaps | None = None,
+        maps: FileMaps | None = None, apart: Apart = apart_later,
     ) -> None:  # fmt: skip
         self.arena = arena
         self.rows = RowTable()
         self.changed = changed
         self._fetch = fetch
         self._maps = maps
+        self._apart = apart
         self.limit_bytes = arena.budget_bytes
         self.room: Mapping[UnitKey, int] = {}
         self.retain = False
@@ -273,7 +275,7 @@ class ChunkStore:
             with self.arena.view[unit.start : unit.start + unit.num_bytes] as out:
                 if self._maps is not None and self._maps.map(unit.wanted, unit.start, out):
                     self._metrics.add("mapped_bytes", unit.num_bytes)
-                    return partial(layout_of, unit.wanted)
+                    return self._apart(unit.wanted)
                 return self._fetch(unit.wanted, out)
         finally:
             self._metrics.add("fetch_s", time.monotonic() - unit.begun_at_s)
