@@ -226,8 +226,7 @@ class Packed(PackedSource):
         read = copy.copy(documents)
         if not whole:
             read.fields, read.decoders = fields, RawFields()
-        fits = kept_fits()
-        work = _Work(read, lengths, rules, columns, fits)
+        work = _Work(read, lengths, rules, columns, fits := kept_fits())
         opened = work.joined(work.parts(peers))
         self.column, self.alike, self.is_whole = column, kinds, whole
         self.counts: PackCounts = opened.counts
