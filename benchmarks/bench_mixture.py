@@ -1,10 +1,11 @@
-"""A mixture against one set of the same samples: 200 sources from S3, and two of small records; rates and peak memory.
+"""A mixture against one set of the same samples: 200 sources from S3, two of small records, two of tokens.
 
-Run: ``python benchmarks/bench_mixture.py [--rounds 5] [--sources 200] [--records 60000] [--workers 0] [--quick]
-[--data FOLDER]``. Each turn is a process of its own, which opens everything, reads an epoch and says how long the
-batches took, from the first one asked for to the last, also in seconds of its CPU (where others share the cores the
-wall says little), and by how much its memory grew beyond that after its imports. One set and mixture take turns in one
-run. "one set" has all shards of the sources in one ``StreamingDataset``.
+Run: ``python benchmarks/bench_mixture.py [--rounds 5] [--sources 200] [--records 60000] [--tokens 40000] [--workers 0]
+[--quick] [--data FOLDER]``. Each turn is a process of its own, which opens everything, reads an epoch and says how long
+the batches took, from the first one asked for to the last, also in seconds of its CPU (where others share the cores the
+wall says little), what opening took, how many requests the batches took, and by how much its memory grew beyond that
+after its imports. The S3 server is a process of its own, whose CPU is not counted. One set and mixture take turns.
+"one set" has all shards of the sources in one ``StreamingDataset``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import numpy as np
 from bench_small_records import BATCH_SIZE, records
 
 from streaming import DataLoader, Mixture, StreamingDataset
@@ -49,6 +51,14 @@ def make_records(folder: str, count: int) -> None:
         common.write_shards(f"{folder}/{number:03d}", records(count // 2), per_shard=count // 2)
 
 
+def make_tokens(folder: str, count: int) -> None:
+    for number in range(2):
+        os.mkdir(f"{folder}/{number:03d}")
+        drawn = np.random.default_rng(number).integers(0, 50_000, (64, 2048), np.uint16)
+        rows = ({"__key__": f"{number}-{i:06d}", "bin": drawn[i % 64].tobytes()} for i in range(count // 2))
+        common.write_shards(f"{folder}/{number:03d}", rows, per_shard=count // 2)
+
+
 def resident_bytes() -> int:
     """Memory of this process alone, and what it shares without a file: page tables say it, not the C library."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
@@ -70,21 +80,32 @@ def turn(
     watcher = threading.Thread(target=watch)
     watcher.start()
     choices: dict[str, Any] = {"decode": decode, "storage_options": options}
+    opened_cpu_s = time.process_time()
     dataset: StreamingDataset | Mixture
     if kind == "one set":
         dataset = StreamingDataset([f"{url}{name}/{{000000..000000}}.tar" for name in names], **choices)
     else:
         dataset = Mixture({name: StreamingDataset(f"{url}{name}/", **choices) for name in names})
+    opened_cpu_s = time.process_time() - opened_cpu_s
     with DataLoader(dataset, batch_size, num_workers=workers, memory_limit=MEMORY_LIMIT) as loader:
+        asked = loader.metrics().get("requests", 0)
         started_s, started_cpu_s, count = time.perf_counter(), time.process_time(), 0
         for batch in loader:
             count += len(batch["__key__"])
         took_s, took_cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+        asked = loader.metrics().get("requests", 0) - asked
     ended.set()
     watcher.join()
     print(
         json.dumps(
-            {"rate": count / took_s, "by CPU": count / took_cpu_s, "bytes": peak_bytes - idle_bytes, "count": count}
+            {
+                "rate": count / took_s,
+                "by CPU": count / took_cpu_s,
+                "bytes": peak_bytes - idle_bytes,
+                "count": count,
+                "opening": opened_cpu_s,
+                "requests": asked,
+            }
         )
     )
 
@@ -101,10 +122,12 @@ def compare(title: str, rounds: int, *args: Any) -> None:
             )  # fmt: skip
             seen.append(json.loads(ran.stdout))
     assert len({one["count"] for seen in found.values() for one in seen}) == 1, "all deliver the same number of samples"
-    print(f"\n{title}\n{'':8}  {'samples/s':>10}  {'a CPU s':>10}  {'peak MiB':>8}")
+    print(f"\n{title}\n{'':8}  {'samples/s':>10}  {'a CPU s':>10}  {'peak MiB':>8}  {'opening':>8}  requests")
     for kind, seen in found.items():
-        rate, per_cpu, peak = (statistics.median(one[what] for one in seen) for what in ("rate", "by CPU", "bytes"))
-        print(f"{kind:8}  {rate:10,.0f}  {per_cpu:10,.0f}  {peak / 2**20:8.1f}")
+        rate, per_cpu, peak, opening, requests = (
+            statistics.median(one[what] for one in seen) for what in ("rate", "by CPU", "bytes", "opening", "requests")
+        )
+        print(f"{kind:8}  {rate:10,.0f}  {per_cpu:10,.0f}  {peak / 2**20:8.1f}  {opening:6.2f} s  {requests:.0f}")
     for what in ("rate", "by CPU", "bytes"):
         ratios = [other[what] / one[what] for one, other in zip(found["one set"], found["mixture"], strict=True)]
         print(
@@ -122,11 +145,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sources", type=int, default=200)
     parser.add_argument("--records", type=int, default=60_000)
+    parser.add_argument("--tokens", type=int, default=40_000)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="two rounds, 40 sources, 20,000 records")
+    parser.add_argument("--quick", action="store_true", help="two rounds, 40 sources, 20,000 records and sequences")
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.sources, args.records = 2, 40, 20_000
+        args.rounds, args.sources, args.records, args.tokens = 2, 40, 20_000, 20_000
     data = args.data or os.path.join("/tmp", "shardstream-bench")
     print(common.machine())
     many = common.made_once(data, f"mixture-{args.sources}", lambda target: make_sources(target, args.sources))
@@ -137,6 +161,9 @@ def main() -> None:
     for name, decode in (("raw", None), ("json", "auto")):
         compare(f"{args.records:,} small records in two sets, {name}, from disk", args.rounds,
                 f"{small}/", ["000", "001"], BATCH_SIZE, decode, None, args.workers)  # fmt: skip
+    tokens = common.made_once(data, f"mixture-tokens-{args.tokens}", lambda target: make_tokens(target, args.tokens))
+    compare(f"{args.tokens:,} sequences of 2,048 tokens in two sets, from disk", args.rounds,
+            f"{tokens}/", ["000", "001"], 32, {"bin": "array:uint16->int64"}, None, args.workers)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ import re
 import runpy
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from data_sets import data_gets, loaders
@@ -28,11 +30,13 @@ from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, StateError
 from streaming.fetch.read import fetch_range
+from streaming.filters import select as filters
 from streaming.filters.select import Filter, checked_subset
 from streaming.filters.views import View, save_view
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.cutter import ChunkRule
 from streaming.index.kept import Kept, Selected
+from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
 NUM = 170
@@ -320,8 +324,6 @@ def test_ranks_share_the_work(data: str, monkeypatch: pytest.MonkeyPatch) -> Non
     peers = ThreadPeers(4)
     monkeypatch.setattr("streaming.datasets.dataset.job_peers", lambda _: peers)
     looked: list[int] = []
-    from streaming.filters import select as filters  # noqa: PLC0415
-
     shard = filters._Work._shard
     monkeypatch.setattr(filters._Work, "_shard", lambda self, one: (looked.append(one), shard(self, one))[1])
     found = on_ranks(lambda: StreamingDataset(data, where=CONDITION).fingerprint, 4)
@@ -329,6 +331,33 @@ def test_ranks_share_the_work(data: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sorted(looked) == list(range(5))  # each shard by one rank
     errors = on_ranks(lambda: StreamingDataset(data, where="m > 3"), 4)
     assert all(isinstance(error, ConfigError) and "no column 'm'" in str(error) for error in errors), errors
+
+
+def test_the_same_filter_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another loader of it reads no sample table, and neither does another part of it; but those that changed."""
+    data, reads, read = write(str(tmp_path)), list[str](), filters.read_sample_columns
+
+    def noted(buffer: Any, names: Any, source: str, **options: Any) -> Any:
+        reads.append(source)
+        return read(buffer, names, source, **options)
+
+    monkeypatch.setattr(filters, "read_sample_columns", noted)
+    first = StreamingDataset(data, where=CONDITION, exclude=KEPT[:1])
+    assert len(reads) == 5
+    again = StreamingDataset(data, where=CONDITION, exclude=KEPT[:1], seed=3)
+    half = StreamingDataset(data, where=CONDITION, exclude=KEPT[:1], subset=(0, NUM // 2))
+    assert len(reads) == 5
+    assert again.fingerprint == first.fingerprint != half.fingerprint
+    assert [sample["__key__"] for sample in again] == KEPT[1:]
+    assert [sample["__key__"] for sample in half] == [key for key in KEPT[1:] if int(key) < NUM // 2]
+    assert len(StreamingDataset(data, where=CONDITION)) == len(KEPT)
+    assert len(reads) == 10
+    path = tmp_path / "_shardstream/samples/000001.tar.parquet"
+    table = SampleTable.from_parquet(path.read_bytes(), "table")
+    columns = {**table.columns, "n": pa.nulls(table.num_samples, pa.int64())}
+    path.write_bytes(replace(table, columns=columns).to_parquet())
+    other = StreamingDataset(data, where=CONDITION)
+    assert {sample["__key__"] for sample in other} == {*KEPT, *KEYS[41:82]}
 
 
 # ----------------------------------------------------------------------------------------------- bytes that are read

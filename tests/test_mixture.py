@@ -23,6 +23,8 @@ from servers import MiniS3Server
 from shard_tools import ShardWriter
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
+from streaming.plan import memory as budget
+from streaming.plan.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 
@@ -608,3 +610,18 @@ def test_sets_with_the_same_options_are_read_through_one_storage(tmp_path: Path)
     assert grown[1] == 0
     assert [one.storage for one in sets.values()] == own
     assert mixture.counters()["requests"] == sum(storage.metrics.get("requests") for storage in own)
+
+
+@pytest.mark.parametrize("weights", [None, dict.fromkeys(SIZES, 1)])
+def test_of_what_memory_holds_whole_nobody_looks_up_what_is_needed_at_once(
+    sets: dict[str, SampleSet], weights: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, look = list[int](), Plan.live_bytes
+    monkeypatch.setattr(Plan, "live_bytes", lambda plan, *given: (looked.append(1), look(plan, *given))[1])
+    found = []
+    for read_ahead in (budget.READ_AHEAD_BYTES, 0):
+        monkeypatch.setattr(budget, "READ_AHEAD_BYTES", read_ahead)
+        with DataLoader(mixture(sets, weights=weights), 12) as loader:
+            found.append(take(loader, 5))
+        assert len(looked) == (read_ahead == 0)
+    assert found[0] == found[1]

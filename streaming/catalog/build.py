@@ -323,17 +323,16 @@ def _read_footer(storage: Storage, url: str) -> ChunkTable | None:
 def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> None:
     """Check that each shard at ``urls`` still has the size that ``table``, in the same order, knows of.
 
-    One request per shard, many at a time.
+    Asked of a storage one after the other: let ``StorageAhead`` ask before.
 
     Raises:
         IndexMismatchError: Naming the first shard of another size.
         NotFoundError: If a shard is gone.
     """
-    with ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="sizes") as pool:
-        infos = pool.map(storage.info, urls)
-        for url, info, shard in zip(urls, infos, table.shards, strict=True):
-            if info.size_bytes != shard.size_bytes:
-                raise IndexMismatchError(
-                    f"{redact(url)} has {info.size_bytes} bytes, the index says {shard.size_bytes}: replaced or cut "
-                    f"off since it was indexed; run `shard_tools index {redact(url)}`"
-                )
+    for url, shard in zip(urls, table.shards, strict=True):
+        size_bytes = storage.info(url).size_bytes
+        if size_bytes != shard.size_bytes:
+            raise IndexMismatchError(
+                f"{redact(url)} has {size_bytes} bytes, the index says {shard.size_bytes}: replaced or cut "
+                f"off since it was indexed; run `shard_tools index {redact(url)}`"
+            )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,32 +90,43 @@ class JoinedSource:
         return np.searchsorted(self._starts, chunk_ids, side="right") - 1
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """See ``Source``."""
-        found = np.empty_like(offsets)
-        sources = self.source_of(chunk_ids)
-        for source in np.unique(sources).tolist():
-            rows = sources == source
-            found[rows] = self._joined[source].samples_of(chunk_ids[rows] - self._starts[source], offsets[rows])
+        """See ``Source``: the offsets, but where a filter keeps less than all of a source."""
+        if not self._have_gaps.any():
+            return offsets
+        found = offsets.copy()
+        for source, rows in self._by_source(chunk_ids):
+            if self._have_gaps[source]:
+                within = chunk_ids[rows] - self._starts[source]
+                found[rows] = self._joined[source].samples_of(within, offsets[rows])
         return found
+
+    @cached_property
+    def _have_gaps(self) -> npt.NDArray[np.bool_]:
+        return np.array([one.has_gaps for one in self._joined])
+
+    def _by_source(self, chunk_ids: Int64Array) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+        """The sources of some chunks, and which of these are of each, ascending."""
+        sources = self.source_of(chunk_ids)
+        order = np.argsort(sources, kind="stable")
+        borders = np.flatnonzero(np.diff(sources[order], prepend=-1, append=-1))
+        for low, high in pairwise(borders.tolist()):
+            yield int(sources[order[low]]), order[low:high]
 
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
         """See ``Source``."""
         sources = self.source_of(chunk_ids)
         within = chunk_ids - self._starts[sources]
         parts: dict[int, tuple[KeptPacks, int]] = {}
-        for source in np.unique(sources).tolist():
-            rows = np.flatnonzero(sources == source)
+        for source, rows in self._by_source(chunk_ids):
             found = self._joined[source].packs(within[rows], offsets[rows], passes[rows], seed).kept()
             parts |= {row: (found, pack) for pack, row in enumerate(rows.tolist())}
         return replace(PackRows.chosen([parts[row] for row in range(len(sources))]), sources=sources)
 
     def has_packs(self, chunk_ids: Int64Array, passes: Int64Array, seed: int) -> bool:
         """See ``Source``."""
-        sources = self.source_of(chunk_ids)
-        asked = ((source, sources == source) for source in np.unique(sources).tolist())
         return all(
             self._joined[source].has_packs(chunk_ids[rows] - self._starts[source], passes[rows], seed)
-            for source, rows in asked
+            for source, rows in self._by_source(chunk_ids)
         )
 
     def keep_at_most(self, num_bytes: int) -> None:
@@ -167,9 +179,7 @@ class JoinedSource:
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Bytes that each chunk takes with its source's ``fields``."""
         found = np.empty(len(chunk_ids), np.int64)
-        sources = self.source_of(chunk_ids)
-        for source in np.unique(sources).tolist():
-            rows = sources == source
+        for source, rows in self._by_source(chunk_ids):
             found[rows] = self._joined[source].unit_bytes(chunk_ids[rows] - self._starts[source])
         return found
 

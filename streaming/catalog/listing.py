@@ -98,14 +98,14 @@ class StorageAhead(Storage):
 
     def info(self, url: str) -> ObjectInfo:
         """See ``Storage``."""
-        return self._start(self._infos, url, self._storage.info).result()
+        return self._told(self._infos, url, self._storage.info)
 
     def read(self, url: str, start: int = 0, stop: int | None = None) -> ReadBuffer:
         """See ``Storage``."""
         if start or stop is not None:
             whole = self._wholes.get(url)
             return self._storage.read(url, start, stop) if whole is None else whole.result()[start:stop]
-        return self._start(self._wholes, url, self._storage.read).result()
+        return self._told(self._wholes, url, self._storage.read)
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
         """See ``Storage``."""
@@ -121,3 +121,14 @@ class StorageAhead(Storage):
             asked[url] = self._threads.submit(ask, url)
             self._asked.append(asked[url])
         return asked[url]
+
+    def _told(self, asked: dict[str, Future[_T]], url: str, ask: Callable[[str], _T]) -> _T:
+        """The answer: that of the background where it asks already, else from right here."""
+        if url not in asked:
+            answer: Future[_T] = Future()
+            try:
+                answer.set_result(ask(url))
+            except Exception as error:  # noqa: BLE001  raised below, and again for who asks again
+                answer.set_exception(error)
+            asked[url] = answer
+        return asked[url].result()

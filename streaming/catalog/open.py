@@ -118,8 +118,8 @@ def _find(lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[
             if scheme_of(home) != "file" and "{" not in home:
                 storage.will_read(join_url(home, chunks_path()))
         shards = tuple(expand_urls(urls, storage))
-        if len(shards) <= CHECKED_AT_OPEN and not folders:
-            for url in shards:
+        if len(shards) <= CHECKED_AT_OPEN:
+            for url in shards:  # that no listing told of
                 storage.will_ask(url)
         try:
             table = load_index(storage, shards, index)

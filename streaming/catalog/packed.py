@@ -76,7 +76,7 @@ class PackedSource:
     """
 
     is_packed = True
-    can_grow = False
+    can_grow = has_gaps = False
     names: tuple[str, ...] = ()
     fields: tuple[str, ...] | None
 

@@ -181,6 +181,11 @@ class ChunkSource:
         """Whether chunks can be mapped where they lie."""
         return self.cache is None and self.is_local
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a filter leaves samples out: those at an offset and inside a chunk's bytes have other numbers."""
+        return self._selected is not None
+
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
         """See ``Source``: zeros."""
         return np.zeros(len(chunk_ids), np.int64)

@@ -21,6 +21,7 @@ import numpy as np
 
 from streaming.catalog.build import no_samples, samples_url
 from streaming.catalog.open import OpenShards, digest_of
+from streaming.catalog.recent import Recent
 from streaming.catalog.source import Window
 from streaming.errors import ConfigError, DataError, IndexMismatchError, IndexMissingError, NotFoundError, StorageError
 from streaming.filters.late_columns import (
@@ -47,10 +48,11 @@ from streaming.index.columns import (
 )
 from streaming.index.kept import Kept, Selected
 from streaming.index.keys import key_array
+from streaming.index.layout import samples_directory
 from streaming.index.where import Condition, Where, unknown_column
 from streaming.job.once import Peers, shared, shared_parts
 from streaming.plan.state import filter_fingerprint
-from streaming.storage import Storage, redact
+from streaming.storage import Storage, join_url, redact
 
 __all__ = [
     "Condition",
@@ -68,8 +70,14 @@ __all__ = [
 ]
 
 Subset: TypeAlias = tuple[float, float]
+_Found: TypeAlias = tuple[Bits, list[str], list[str]]
+"""Bits of a shard, which columns it has of those asked for, and which there are."""
 _log = logging.getLogger(__name__)
 _REQUESTS = 16
+_FEW_SHARDS = 16
+"""Sample tables of so many shards are asked for one by one, those of more are listed: a folder may hold many others."""
+_KEPT_BYTES = 64 << 20
+"""Bits of filters that were worked out last: of half a billion samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,12 +255,13 @@ def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | N
         raise IndexMissingError(f"{asked.words} needs an index; {shards.missing_index}")
 
     def look() -> bytes:
-        return json.dumps(_needed(storage, shards, asked)).encode()
+        return json.dumps({**_needed(storage, shards, asked), "seen": _seen(storage, shards, asked)}).encode()
 
     name = digest_of([list(shards.urls), shards.index, asked.words, list(asked.excluded)])
     needed = json.loads(look() if peers is None else shared(peers, f"filter/{name}", look))
     columns = documents_of_json(needed["columns"])
-    work = _Work(storage, shards, table, asked, frozenset(needed["names"]), columns)
+    seen = needed["seen"] and digest_of([needed, table.fingerprint, str(asked.where), list(asked.excluded)])
+    work = _Work(storage, shards, table, asked, frozenset(needed["names"]), columns, seen)
     parts = [work.part(0, 1)] if peers is None else shared_parts(
         peers, f"kept/{name}", lambda rank: work.part(rank, peers.world_size)
     )  # fmt: skip
@@ -300,6 +309,27 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
                 f"{version}. Save the view again under a new name: shard_tools view save"
             )
     return {"names": sorted(names), "columns": documents_as_json(late)}
+
+
+def _seen(storage: Storage, shards: OpenShards, asked: Filter) -> str:
+    """Tells the sample tables that a filter reads from others that lay there at another time; "" where nobody knows.
+
+    The same bits follow from the same condition in the same tables: they need not be worked out twice.
+    """
+    if shards.scanned is not None or asked.is_range or (asked.where is not None and asked.where.names is None):
+        return ""  # what an expression of pyarrow's shows of itself may be a part of it
+    homes = homes_of(shards.urls, shards.index)
+    try:
+        if len(shards.urls) <= _FEW_SHARDS:
+            urls = [samples_url(url, shards.index) for url in shards.urls]
+            with ThreadPoolExecutor(_REQUESTS, "shardstream-filter") as threads:
+                found = list(threads.map(storage.info, urls))
+        else:
+            found = [info for home in homes for info in storage.list(join_url(home, samples_directory()))]
+    except StorageError:
+        return ""  # not there, which reading them will say; or this store does not list
+    seen = [[info.url, info.size_bytes, info.version] for info in found]
+    return "" if any(version is None for *_, version in seen) else digest_of(seen)
 
 
 def versions_of(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, str]:
@@ -367,9 +397,20 @@ class _Lifted:
         return found, facts
 
 
+def _size_of(found: _Found) -> int:
+    return found[0].nbytes + 500  # with its names and its entry
+
+
+_kept = Recent[tuple[str, str], _Found](_KEPT_BYTES, _size_of)
+
+
 @dataclass(frozen=True)
 class _Work:
-    """Work out bits, shard by shard; a part of them travels as bytes."""
+    """Work out bits, shard by shard; a part of them travels as bytes.
+
+    Attributes:
+        seen: Tells what the bits follow from; "": nobody knows, so they are worked out anew.
+    """
 
     storage: Storage
     shards: OpenShards
@@ -377,6 +418,7 @@ class _Work:
     asked: Filter
     names: frozenset[str]
     late: Mapping[str, LateColumn]
+    seen: str = ""
 
     @cached_property
     def _samples(self) -> tuple[int, int]:
@@ -445,7 +487,7 @@ class _Work:
         first, (low, high) = self._firsts[shard], self._samples
         return bool(self._sizes[shard]) and first < high and first + self._sizes[shard] > low
 
-    def _shard(self, shard: int) -> tuple[Bits, list[str], list[str]]:
+    def _shard(self, shard: int) -> _Found:
         """The bits of one shard; which columns it has of those asked for, and which there are."""
         count = self._sizes[shard]
         if not self._is_asked(shard):
@@ -453,7 +495,16 @@ class _Work:
         first, (low, high) = self._firsts[shard], self._samples
         inside = np.zeros(count, np.bool_)
         inside[max(0, low - first) : max(0, high - first)] = True
-        bits: Bits = np.packbits(inside, bitorder="little")
+        if self.seen:
+            bits, names, there = _kept.of((self.seen, self.shards.urls[shard]), lambda: self._fitting(shard))
+        else:
+            bits, names, there = self._fitting(shard)
+        return bits & np.packbits(inside, bitorder="little"), names, there
+
+    def _fitting(self, shard: int) -> _Found:
+        """The same of all samples of a shard, whatever the subset."""
+        count = self._sizes[shard]
+        bits: Bits = np.packbits(np.ones(count, np.bool_), bitorder="little")
         columns, there = self._columns(shard)
         if self.asked.where is not None:
             found = {**self._lacking(columns, shard), **columns}

@@ -21,6 +21,7 @@ _FOOTER_GUESS_BYTES = 64 << 10
 MAX_UNPACKED_BYTES = 1 << 30
 """What the rows of any index file may take in memory; larger files may take a thousand times their own size."""
 _MAX_RATIO = 1000
+_ROWS_AT_ONCE = 1 << 20  # of numbers, as many as there are in a group: 8 MiB of each column
 _MAGIC = b"PAR1"
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, "BYTE_ARRAY": 4}
 
@@ -46,7 +47,7 @@ def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) 
         use_dictionary=repeating or False,
         column_encoding=encodings or None,
         write_statistics=repeating or False,
-        row_group_size=1 << 20,
+        row_group_size=_ROWS_AT_ONCE,
         version="2.6",
     )
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
@@ -64,28 +65,73 @@ def read_table(
         IndexFormatError: If the bytes are no such file, damaged, of a newer major version, or their rows would take
             more than :data:`MAX_UNPACKED_BYTES` and a thousand times the file.
     """
-    facts = read_facts(buffer, kind, source)
+    file = _opened(buffer, source)
+    facts = _facts_of(file, kind, source)
     try:
-        return _read_bounded(buffer, source, None if columns is None else columns(facts), coded=coded), facts
+        wanted = None if columns is None else columns(facts)
+        return _read_bounded(file, memoryview(buffer), source, wanted, coded=coded), facts
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, IndexFormatError):
             raise
         raise _damaged(source, str(error)) from error
 
 
-def _read_bounded(buffer: Any, source: str, columns: list[str] | None, *, coded: bool) -> pa.Table:
-    """The rows (of some ``columns``, or all), after a look at what they take: runs of equal values cost nothing there.
+def _read_bounded(
+    file: pq.ParquetFile, buffer: memoryview, source: str, columns: list[str] | None, *, coded: bool
+) -> pa.Table:
+    """The rows (of some ``columns``, or all), counted as they come: equal ones cost nothing in the file."""
+    limit_bytes = max(MAX_UNPACKED_BYTES, _MAX_RATIO * buffer.nbytes)
+    schema = file.schema_arrow
+    names = schema.names if columns is None else columns
+    if len(set(names)) < len(names):
+        raise ValueError("two columns of one name")
+    schema = pa.schema([schema.field(name) for name in names])
+    numbers = [name for name in names if _is_number(schema.field(name).type)]
+    others = [name for name in names if name not in set(numbers)]
+    found, num_bytes = _read_numbers(file, source, numbers, limit_bytes)
+    found |= _read_others(file, buffer, source, others, limit_bytes, num_bytes)
+    table = pa.table([found[name] for name in names], names)
+    return table if coded or table.schema == schema else table.cast(schema)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    """Whether all values of a type take as much room, eight bytes at most."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _read_numbers(
+    file: pq.ParquetFile, source: str, names: list[str], limit_bytes: int
+) -> tuple[dict[str, pa.ChunkedArray], int]:
+    """Columns of numbers, which are counted as they come, and what they take."""
+    if not names:
+        return {}, 0
+    batches: list[pa.RecordBatch] = []
+    num_bytes, num_rows = 0, max(min(_ROWS_AT_ONCE, limit_bytes // (8 * len(names))), 1)
+    for batch in file.iter_batches(num_rows, columns=names, use_threads=False):
+        num_bytes += batch.nbytes
+        _check_unpacked(num_bytes, limit_bytes, source)
+        batches.append(batch)
+    kinds = file.schema_arrow
+    return {
+        name: pa.chunked_array([batch.column(name) for batch in batches], kinds.field(name).type) for name in names
+    }, num_bytes
+
+
+def _read_others(
+    file: pq.ParquetFile, buffer: memoryview, source: str, names: list[str], limit_bytes: int, num_bytes: int
+) -> dict[str, pa.ChunkedArray]:
+    """Columns of anything but numbers, after a look at what they take, beside ``num_bytes``.
 
     Texts that the file stores once and refers to are read so, counted, and only then written out.
     """
-    limit_bytes = max(MAX_UNPACKED_BYTES, _MAX_RATIO * memoryview(buffer).nbytes)
-    file = pq.ParquetFile(pa.BufferReader(buffer))
-    metadata, texts, num_bytes = file.metadata, set(), 0
+    if not names:
+        return {}
+    metadata, texts = file.metadata, set()
     for group in range(metadata.num_row_groups):
         # Looking at damaged facts of a column ends the process (pyarrow 26); reading a row of it raises. So read first.
-        next(file.iter_batches(batch_size=1, row_groups=[group], columns=columns, use_threads=False), None)
+        next(file.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=False), None)
         for index in range(metadata.num_columns):
-            if columns is not None and metadata.schema.column(index).path not in columns:
+            if metadata.schema.column(index).path not in names:
                 continue
             column = metadata.row_group(group).column(index)
             width = _VALUE_BYTES.get(column.physical_type) or max(1, metadata.schema.column(index).length)
@@ -93,13 +139,12 @@ def _read_bounded(buffer: Any, source: str, columns: list[str] | None, *, coded:
             if column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in one for one in column.encodings):
                 texts.add(column.path_in_schema)
     _check_unpacked(num_bytes, limit_bytes, source)
-    schema = pq.read_schema(pa.BufferReader(buffer))
-    if columns is not None:
-        schema = pa.schema([schema.field(name) for name in columns])
+    if texts:
+        file = pq.ParquetFile(pa.BufferReader(buffer), metadata=metadata, read_dictionary=sorted(texts))
     # (`pq.read_table` would import pandas wherever it is installed.)
     # Arrow's threads, beside torch's at the interpreter's end, abort about one short script in fifty.
-    table = pq.ParquetFile(pa.BufferReader(buffer), read_dictionary=sorted(texts)).read(columns, use_threads=False)
-    for name in texts.intersection(table.column_names):
+    table = file.read(names, use_threads=False)
+    for name in texts.intersection(names):
         for chunk in table.column(name).chunks:
             if pa.types.is_dictionary(chunk.type):
                 lengths = pc.binary_length(chunk.dictionary)
@@ -107,7 +152,7 @@ def _read_bounded(buffer: Any, source: str, columns: list[str] | None, *, coded:
                 is_little = num_bytes + most <= limit_bytes
                 num_bytes += most if is_little else pc.sum(pc.take(lengths, chunk.indices)).as_py() or 0
     _check_unpacked(num_bytes, limit_bytes, source)
-    return table if coded or table.schema == schema else table.cast(schema)
+    return {name: table.column(name) for name in names}
 
 
 def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
@@ -117,9 +162,19 @@ def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
 
 def read_facts(buffer: Any, kind: str, source: str) -> dict[str, Any]:
     """The facts alone; ``buffer`` may be any tail of the file that holds the footer (see :func:`read_footer`)."""
+    return _facts_of(_opened(buffer, source), kind, source)
+
+
+def _opened(buffer: Any, source: str) -> pq.ParquetFile:
     try:
-        metadata = pq.read_metadata(pa.BufferReader(buffer)).metadata or {}
-        facts = json.loads(metadata[METADATA_KEY])
+        return pq.ParquetFile(pa.BufferReader(buffer))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(source, str(error)) from error
+
+
+def _facts_of(file: pq.ParquetFile, kind: str, source: str) -> dict[str, Any]:
+    try:
+        facts = json.loads((file.metadata.metadata or {})[METADATA_KEY])
     except KeyError:
         raise IndexFormatError(f"{source}: a Parquet file, but no shardstream index; {_cure()}") from None
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:

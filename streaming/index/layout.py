@@ -23,6 +23,11 @@ def chunks_path() -> str:
     return CHUNKS_FILE
 
 
+def samples_directory() -> str:
+    """Path of the folder of all sample tables."""
+    return _SAMPLES_DIRECTORY
+
+
 def samples_path(shard_name: str) -> str:
     """Path of the sample table of one shard.
 

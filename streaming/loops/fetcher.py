@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -401,14 +401,10 @@ class EpochLoop(BaseLoop):
         sliced = self._reads_slices(plan)
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset)
         crew, store = self._open_store()
-        # What memory needs is looked up far ahead: without an end in orders apart, where it does not count as planned.
-        ahead = plan
-        if self.shares is not None and plan.orders.is_endless:
-            ahead = self._plan(place, self.shares.apart(self.order))
-        store.limit_bytes, store.room = (self._slices_bytes(plan), {}) if sliced else self._arena_bytes(ahead, dp_rank)
+        ahead = cache(lambda: self._ahead(plan, place))
+        self._share_out(store, plan, ahead, sliced=sliced)
         if self._keeps_chunks:
-            self._keep_chunks(store, [] if sliced else self._first_units(ahead, dp_rank, store.limit_bytes))
-        store.retain = not sliced and store.limit_bytes >= int(self._room_bytes[ahead.rank_chunks(dp_rank)].sum())
+            self._keep_chunks(store, [] if sliced else self._first_units(ahead(), dp_rank, store.limit_bytes))
         if not self._num_runs:  # else an epoch goes on, with batches of another size
             self._account(place)
         return Pipeline(
@@ -431,6 +427,28 @@ class EpochLoop(BaseLoop):
             metrics=self.metrics,
             report=self._bad.report,
         )
+
+    def _share_out(self, store: ChunkStore, plan: Plan, ahead: Callable[[], Plan], *, sliced: bool) -> None:
+        """Say what of memory_limit the arena uses, and whether units that nobody needs any more stay in it.
+
+        Raises:
+            MemoryLimitError: What is needed at once does not fit.
+        """
+        limit, all_bytes = self.config.memory_limit_bytes, int(self._room_bytes.sum())
+        if sliced:
+            store.limit_bytes, store.room, store.retain = self._slices_bytes(plan), {}, False
+        elif budget.holds_all(limit, all_bytes):  # what is needed at once need not be known
+            store.limit_bytes, store.room, store.retain = budget.chunks_bytes(limit, all_bytes), {}, True
+        else:
+            dp_rank = self.config.mesh.data_rank
+            store.limit_bytes, store.room = self._arena_bytes(ahead(), dp_rank)
+            store.retain = store.limit_bytes >= int(self._room_bytes[ahead().rank_chunks(dp_rank)].sum())
+
+    def _ahead(self, plan: Plan, place: Place) -> Plan:
+        """The plan to look far ahead in: without an end in orders apart, where that does not count as planned."""
+        if self.shares is None or not plan.orders.is_endless:
+            return plan
+        return self._plan(place, self.shares.apart(self.order))
 
     def _keep_chunks(self, store: ChunkStore, wanted: Iterable[FetchRange]) -> None:
         """Of the chunks that a run in another world gave back, keep those that are wanted."""

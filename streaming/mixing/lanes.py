@@ -16,7 +16,7 @@ is arithmetic too; so what stands at a position is found without what comes befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -315,10 +315,16 @@ class Growth:
     shares: _Floats
     dues: _Floats
 
-    def due(self, time: float) -> float:
+    @classmethod
+    def of_all(cls, growths: Sequence[Growth]) -> Growth:
+        """Those of several sources at the same times as one, of which ``due`` gives all: float64[S]."""
+        shares, dues = (np.stack([getattr(one, name) for one in growths], axis=-1) for name in ("shares", "dues"))
+        return cls(times=growths[0].times, shares=shares, dues=dues)
+
+    def due(self, time: float) -> Any:
         """Samples that the share of the first ``time`` samples of a lane comes to."""
         segment = int(np.searchsorted(self.times, time, side="right")) - 1
-        return float(self.dues[segment] + (time - self.times[segment]) * self.shares[segment])
+        return self.dues[segment] + (time - self.times[segment]) * self.shares[segment]
 
     def stamps(self, samples: _Floats) -> _Floats:
         """The times at which so many samples (above 0) are due, at the earliest; infinity where they never are.
@@ -367,6 +373,55 @@ class _Block:
     stops: Int64Array
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Drawn:
+    """Runs of all sources in a group of lanes, one source after the other, by name.
+
+    Attributes:
+        since: int64[S], of each source, the first position of its streams that the runs hold.
+        until: int64[S], one past the last; 0: there are none of it.
+        splits: int64[S+1], the first run of each source.
+        runs: They; ``begins`` are positions of their source's streams.
+        stamps: Of each.
+    """
+
+    since: Int64Array
+    until: Int64Array
+    splits: Int64Array
+    runs: Runs
+    stamps: _Floats
+
+    @classmethod
+    def none(cls, num_sources: int) -> _Drawn:
+        """No runs."""
+        nothing = np.zeros(num_sources, np.int64)
+        splits = np.zeros(num_sources + 1, np.int64)
+        return cls(since=nothing, until=nothing, splits=splits, runs=Runs.joined([]), stamps=np.empty(0))
+
+    def replaced(self, windows: Mapping[int, tuple[int, int, Runs, _Floats]]) -> _Drawn:
+        """The same with other runs of some sources: positions from, to, the runs, and their stamps."""
+        since, until = self.since.copy(), self.until.copy()
+        parts = [
+            windows[source][2:] if source in windows else (self.runs.taken(slice(low, high)), self.stamps[low:high])
+            for source, (low, high) in enumerate(pairwise(self.splits.tolist()))
+        ]
+        for source, (start, stop, *_) in windows.items():
+            since[source], until[source] = start, stop
+        return _Drawn(
+            since=since, until=until, splits=np.cumsum([0, *(len(stamps) for _, stamps in parts)]),
+            runs=Runs.joined([runs for runs, _ in parts]), stamps=np.concatenate([stamps for _, stamps in parts]),
+        )  # fmt: skip
+
+    def of(self, counted: npt.NDArray[np.bool_]) -> tuple[Runs, _Floats, Int64Array, npt.NDArray[np.bool_]]:
+        """The runs of some sources, bool[S], their stamps and sources, and which are their source's first in a lane."""
+        sources, runs, stamps = np.repeat(np.arange(len(self.since)), np.diff(self.splits)), self.runs, self.stamps
+        if not counted.all():
+            rows = np.flatnonzero(counted[sources])
+            sources, runs, stamps = sources[rows], runs.taken(rows), stamps[rows]
+        is_first = (np.diff(runs.lanes, prepend=-1) != 0) | (np.diff(sources, prepend=-1) != 0)
+        return runs, stamps, sources, is_first
+
+
 class MixedLanes(Endless):
     """The order of a mixture without end: one pass, number 0, in which every lane is a stream of chunks by weight.
 
@@ -382,17 +437,22 @@ class MixedLanes(Endless):
     def __init__(
         self, sources: Sources, schedule: Sequence[Weights], *, lock: AbstractContextManager[Any] | None = None
     ) -> None:
-        names, settings = sorted(sources.names), sources.settings
+        self._names = names = sorted(sources.names)
+        settings = sources.settings
         self._lanes = {name: SourceLanes(sources.eras[name], settings) for name in names}
+        self._mean_chunks = np.array([lanes.mean_chunk for lanes in self._lanes.values()])
+        place_of = {name: place for place, name in enumerate(sources.names)}
+        self._places = np.array([place_of[name] for name in names])
         self._phases = {name: _phases(name, settings) for name in names}
         self._block_time = max(_LEAST_BLOCK, 2 * settings.window)
         self._blocks: dict[tuple[int, int], _Block] = {}
-        self._kept: dict[tuple[str, int], tuple[int, int, Runs, _Floats]] = {}
+        self._kept: dict[int, _Drawn] = {}
         super().__init__(sources, schedule, lock=lock)
 
     def _weigh(self) -> None:
         """See ``Endless``."""
         self._growths = growths(sorted(self.sources.names), self.schedule)
+        self._growth = Growth.of_all(list(self._growths.values()))
         # What is laid behind the frontier was given to nobody; the rest is laid again as it was.
         self._kept.clear()
         self._blocks.clear()
@@ -485,13 +545,12 @@ class MixedLanes(Endless):
         with self._lock:
             block = next(self._blocks_of(group, slice(within, within + 1), place, place + 1))
             start = self._block_starts(group, block)
-            for number, name in enumerate(self.sources.names):
-                due = self._growths[name].due(start)
-                if due:
-                    since = max(int(due) - self._lanes[name].mean_chunk - 1, 0)
-                    runs, stamps = self._drawn(name, group, since, int(due) + 2)
-                    here = np.flatnonzero(runs.lanes == lane)
-                    counts[number] = runs.begins[here[0]] + runs.sizes[here][stamps[here] <= start].sum()
+            drawn, counted = self._drawn(group, start, start)
+            runs, stamps, sources, is_first = drawn.of(counted)
+            here = runs.lanes == lane
+            first, given = here & is_first, here & (stamps <= start)
+            np.add.at(counts, self._places[sources[first]], runs.begins[first])
+            np.add.at(counts, self._places[sources[given]], runs.sizes[given])
             rows = np.arange(block.splits[within], block.splits[within + 1])
             rows = rows[block.runs.begins[rows] < place]
             self._give(np.append(block.stamps[rows], start))
@@ -546,25 +605,15 @@ class MixedLanes(Endless):
     def _lay(self, group: int, start: int, stop: int) -> _Block:
         """The runs stamped in ``(start, stop]``, by lane and stamp."""
         low, high = group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
+        drawn, counted = self._drawn(group, start, stop)
+        runs, stamps, _, is_first = drawn.of(counted)
+        is_before = stamps <= start
+        # What a source gave before: all up to its first run here, and of these those that are stamped no later.
         before = np.zeros(high - low, np.int64)
-        drawn, stamped = [], []
-        for name in self._lanes:
-            growth = self._growths[name]
-            due = growth.due(stop)
-            if not due:
-                continue
-            # A run is stamped when up to a mean chunk more is due than comes before it.
-            since = max(int(growth.due(start)) - self._lanes[name].mean_chunk - 1, 0)
-            runs, stamps = self._drawn(name, group, since, int(due) + 2)
-            is_before = stamps <= start
-            # What a source gave before: all up to the first run here that is stamped later.
-            firsts = np.flatnonzero(np.diff(runs.lanes, prepend=-1))
-            before += runs.begins[firsts]
-            np.add.at(before, runs.lanes[is_before] - low, runs.sizes[is_before])
-            kept = np.flatnonzero(~is_before & (stamps <= stop))
-            drawn.append(runs.taken(kept))
-            stamped.append(stamps[kept])
-        runs, stamps = Runs.joined(drawn), np.concatenate([np.empty(0), *stamped])
+        np.add.at(before, runs.lanes[is_first] - low, runs.begins[is_first])
+        np.add.at(before, runs.lanes[is_before] - low, runs.sizes[is_before])
+        rows = np.flatnonzero(~is_before & (stamps <= stop))
+        runs, stamps = runs.taken(rows), stamps[rows]
         by_lane = np.lexsort((stamps, runs.lanes))
         runs = runs.taken(by_lane)
         splits = np.searchsorted(runs.lanes, np.arange(low, high + 1))
@@ -576,21 +625,32 @@ class MixedLanes(Endless):
         )  # fmt: skip
         return _Block(runs=placed, stamps=stamps[by_lane], splits=splits, starts=before, stops=before + sizes)
 
-    def _drawn(self, name: str, group: int, start: int, stop: int) -> tuple[Runs, _Floats]:
-        """Runs of one source that hold positions ``[start, stop)`` of its streams, perhaps others, and their stamps.
+    def _drawn(self, group: int, start: int, stop: int) -> tuple[_Drawn, npt.NDArray[np.bool_]]:
+        """The runs of all sources that may be stamped in ``[start, stop]``, and others; which sources have given any.
 
         Those of a few chunks more are kept: a source of a small share has nothing new in most blocks.
         """
-        kept = self._kept.get((name, group))
-        if kept is None or not kept[0] <= start <= stop <= kept[1]:
-            lanes = self._lanes[name]
-            ahead = max(stop, start + 4 * lanes.mean_chunk)
-            low, high = group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
-            runs = lanes.runs(low, high, start, ahead)
-            # The phase counts in mean chunks, not in those that come: else small ones would come first everywhere.
-            marks = runs.begins + lanes.mean_chunk * self._phases[name][runs.lanes]
-            kept = self._kept[name, group] = (start, ahead, runs, self._growths[name].stamps(marks))
-        return kept[2], kept[3]
+        drawn = self._kept.get(group) or _Drawn.none(len(self._lanes))
+        due = self._growth.due(stop)
+        # A run is stamped when up to a mean chunk more is due than comes before it.
+        since = np.maximum(self._growth.due(start).astype(np.int64) - self._mean_chunks - 1, 0)
+        until, counted = due.astype(np.int64) + 2, due != 0
+        missing = np.flatnonzero(counted & ((drawn.since > since) | (until > drawn.until)))
+        if len(missing):
+            windows = {source: self._window(source, group, int(since[source]), int(until[source]))
+                       for source in missing.tolist()}  # fmt: skip
+            drawn = self._kept[group] = drawn.replaced(windows)
+        return drawn, counted
+
+    def _window(self, source: int, group: int, start: int, stop: int) -> tuple[int, int, Runs, _Floats]:
+        """Runs of one source that hold positions ``[start, stop)`` of its streams and more behind; where these end."""
+        name, low, high = self._names[source], group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
+        lanes = self._lanes[name]
+        ahead = max(stop, start + 4 * lanes.mean_chunk)
+        runs = lanes.runs(low, high, start, ahead)
+        # The phase counts in mean chunks, not in those that come: else small ones would come first everywhere.
+        marks = runs.begins + lanes.mean_chunk * self._phases[name][runs.lanes]
+        return start, ahead, runs, self._growths[name].stamps(marks)
 
 
 def _phases(name: str, settings: OrderSettings) -> _Floats:

@@ -82,6 +82,11 @@ def chunks_bytes(memory_limit_bytes: int, live_bytes: int) -> int:
     return min(chunks_limit_bytes(memory_limit_bytes), live_bytes + READ_AHEAD_BYTES)
 
 
+def holds_all(memory_limit_bytes: int, all_bytes: int) -> bool:
+    """Whether a rank has room for all chunks of a data set, whatever is needed at once: most small sets are such."""
+    return all_bytes <= min(READ_AHEAD_BYTES, chunks_limit_bytes(memory_limit_bytes))
+
+
 def check_whole_chunks(
     plan: Plan,
     chunk_bytes: Int64Array,

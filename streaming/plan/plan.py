@@ -16,7 +16,7 @@ Within a global batch the positions are ordered by lane, and rank ``r`` of R tak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -142,6 +142,7 @@ class Plan:
         self._stop = self._origin + min(left, self.num_batches * self.global_batch_size)
         self._orders: dict[int, Order] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
+        self._looked: tuple[int, dict[tuple[int, range], ChunkIntervals]] = -1, {}
 
     @classmethod
     def of(cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, **where: Any) -> Self:
@@ -268,16 +269,19 @@ class Plan:
         its stretch, and the next stretch has the chunk once more: who asks for it in time need not fetch it again.
         """
         self._check_range(0, 0, dp_rank)
+        rank, known = self._looked
+        self._looked = -1, {}  # the first is read now, the others would be held for long
         for pass_number in self.passes:
             for stretch in self._stretches(pass_number):
-                yield self._intervals(pass_number, stretch, dp_rank)
+                found, known = known.get((pass_number, stretch)) if rank == dp_rank else None, {}
+                yield self._intervals(pass_number, stretch, dp_rank) if found is None else found
 
     def rank_chunks(self, dp_rank: int) -> Int64Array:
         """Ids of the chunks that this rank needs, sorted, int64[n]; of an epoch of many passes perhaps others too."""
         looked_at, is_all = self._looked_at()
         if not is_all and self.settings.scope == "global":
             return np.arange(len(self.chunk_samples))
-        return np.unique(join_intervals(self._intervals(*each, dp_rank) for each in looked_at).chunk_ids)
+        return np.unique(join_intervals(self._look(looked_at, dp_rank)).chunk_ids)
 
     def live_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
         """Upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
@@ -291,7 +295,7 @@ class Plan:
         """
         sizes = self._chunk_bytes(chunk_bytes)
         looked_at, is_all = self._looked_at()
-        live = self._joined(self._intervals(*each, dp_rank) for each in looked_at).live_bytes(sizes)
+        live = self._joined(self._look(looked_at, dp_rank)).live_bytes(sizes)
         return live if is_all else min(live + -(-live // 9), int(sizes.sum()))
 
     def read_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
@@ -443,6 +447,18 @@ class Plan:
             numbers |= {*range(batch // step, min(batch // step + PASSES_LOOKED_AT, stop))}
         found = [range(number * step, min((number + 1) * step, self.num_batches)) for number in sorted(numbers)]
         return [(0, stretch) for stretch in found], len(numbers) == stop
+
+    def _look(self, looked_at: Sequence[tuple[int, range]], dp_rank: int) -> list[ChunkIntervals]:
+        """The intervals of some stretches; of a pass that ends they stay known until they are asked for in their turn.
+
+        What is mixed without an end may change until it is planned.
+        """
+        rank, known = self._looked
+        found = {each: known[each] if rank == dp_rank and each in known else self._intervals(*each, dp_rank)
+                 for each in looked_at}  # fmt: skip
+        if not self.orders.is_endless:
+            self._looked = dp_rank, found
+        return list(found.values())
 
     def _joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
         """Intervals of passes, or of stretches of one without end, in two of which a chunk may be needed, as one."""
