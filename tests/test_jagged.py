@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils import _pytree as pytree
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
@@ -464,3 +466,23 @@ def test_dali_itself_decodes_two_epochs(tmp_path: Path) -> None:
                         seen.append(number)
             assert sorted(seen) == list(range(12))
             pipeline.reset()
+
+
+def test_programs_that_copy_tuples_get_the_same_one() -> None:
+    """Lightning, Accelerate and torch know named tuples; transformers gives any tuple's class one iterable."""
+    laid = Jagged.of([b"ab", b"c"])
+    shaped = Jagged.of([np.ones((2, 3), np.uint8)], form="flat")
+    for one in (laid, shaped):
+        copies = [
+            type(one)(field for field in one),
+            type(one)(*one),
+            pickle.loads(pickle.dumps(one)),
+            pytree.tree_map(lambda leaf: leaf, one),
+            one._replace(values=one.values),
+        ]
+        for copy in copies:
+            assert isinstance(copy, Jagged)
+            assert [field is None for field in copy] == [field is None for field in one]
+            assert all(torch.equal(a, b) for a, b in zip(copy, one, strict=True) if b is not None)
+    with pytest.raises(TypeError, match="offsets are missing"):
+        Jagged(laid.values)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,13 @@ of the same, or as a ``Jagged`` of single items with the shape of each row."""
 _HOW = 'name the fields, jagged=("audio", "jpg"), or say the form of each, jagged={"audio": "nested", "jpg": "flat"}'
 
 
-class Jagged(NamedTuple):
+class _Fields(NamedTuple):
+    values: torch.Tensor
+    offsets: torch.Tensor
+    shapes: torch.Tensor | None = None
+
+
+class Jagged(_Fields):
     """Hold a field whose size differs from sample to sample: all B rows end to end in one tensor, and their borders.
 
     A named tuple of tensors, so it is page-locked, copied to devices and sent between processes like any other. ::
@@ -35,9 +41,17 @@ class Jagged(NamedTuple):
         shapes: Of the form ``"flat"`` int64 [B, dimensions], the shape of each row; else None.
     """
 
-    values: torch.Tensor
-    offsets: torch.Tensor
-    shapes: torch.Tensor | None = None
+    __slots__ = ()
+
+    def __new__(
+        cls, values: torch.Tensor | Iterable[Any], offsets: torch.Tensor | None = None, shapes: Any = None
+    ) -> Self:
+        """Make one of its fields, or of one iterable of them, by which transformers' ``Trainer`` copies tuples."""
+        if offsets is not None:
+            return super().__new__(cls, values, offsets, shapes)  # type: ignore[arg-type]
+        if isinstance(values, torch.Tensor):
+            raise TypeError("Jagged: offsets are missing: int64 [B + 1], from 0 to the number of values")
+        return cls._make(values)
 
     @classmethod
     def of(cls, values: Sequence[Any], form: Literal["values", "flat"] = "values") -> Jagged:

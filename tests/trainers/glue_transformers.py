@@ -119,3 +119,21 @@ model, loss = train_packs(stop_at=1)
 assert loss == pytest.approx(loss_alone(packs[:2]), rel=1e-5), "no document sees another, all labels weigh alike"
 seen = model.seen + train_packs(stop_at=MAX_STEPS)[0].seen
 assert [one.tolist() for one in seen] == [batch["input_ids"].tolist() for batch in packs]
+
+
+# Jagged fields: the trainer copies a batch to the device, any tuple by one iterable of its fields.
+class OfRows(OfOneField):
+    def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
+        jagged, offsets, _ = batch["vec.npy"]
+        self.seen.append(jagged.tolist())
+        return {"loss": self.weight * torch.segment_reduce(jagged, "sum", offsets=offsets).mean()}
+
+
+rows = OfRows()
+trainer = Trainer(rows, TrainingArguments(f"{FOLDER}-rows", max_steps=2, save_strategy="no", **QUIET))
+with DataLoader(StreamingDataset(URL), batch_size=6, jagged=("vec.npy",)) as loader:
+    use_loader(trainer, loader)
+    trainer.train()
+with DataLoader(StreamingDataset(URL), batch_size=6, jagged=("vec.npy",)) as reference:
+    expected = [batch["vec.npy"].values.tolist() for batch, _ in zip(reference, range(2), strict=False)]
+assert rows.seen == expected
