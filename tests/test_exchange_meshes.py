@@ -126,11 +126,20 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_each_rank_gets_what_the_planner_deals_and_replicas_the_same(folder: Path, job: Job, name: str) -> None:
+def test_each_rank_gets_what_the_planner_deals_and_replicas_the_same(
+    folder: Path, job: Job, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes, options = MESHES[name]
     shape = {"global_batch_size": options.get("global_batch_size", GLOBAL_BATCH)}
     wanted = dealt(packs_of(folder), sizes["dp_size"], **shape)
     world = int(np.prod(list(sizes.values())))
+    exchanged: Counter[int] = Counter()
+
+    def counted(*given: Any) -> list[Any]:
+        exchanged[job.here.rank] += 1  # which no thread has but those that ask for batches
+        return exchange(*given)
+
+    monkeypatch.setattr(exchange_module, "exchange", counted)
 
     def play(rank: int) -> tuple[int, list[Rows]]:
         mesh = DeviceMesh.from_sizes(**sizes, rank=rank, environ={})
@@ -144,6 +153,9 @@ def test_each_rank_gets_what_the_planner_deals_and_replicas_the_same(folder: Pat
     for data_rank, batches in job.run(play, range(world)):
         assert batches == wanted[data_rank]
     assert len(wanted[0]) > 5
+    assert len(exchanged) == (2 if "replicate" in options else world)
+    if name != "fewer packs than ranks":  # of which one may have none to deal
+        assert len(set(exchanged.values())) == 1, "all are equally far when they leave"
 
 
 def test_packs_of_a_mixture_keep_their_source(folder: Path, job: Job) -> None:
