@@ -3,6 +3,7 @@
 Pure NumPy on one core, no data. Three tables in Markdown, those of docs/design/0033::
 
     python benchmarks/bench_packing.py [--groups 20] [--steps 50]
+    python benchmarks/bench_packing.py --exchange [--steps 16]
 
 Fill: groups of consecutive chunks of 16 documents with at least 61 or 245 packs' worth of tokens; overlong documents
 are split, for all alike. *At most*: what no packing of these groups of 245 exceeds (the bound L2 of Martello and Toth,
@@ -15,18 +16,32 @@ Several budgets: documents of the first kind, of which some hold images, 64 to 1
 at most so many tokens of images in a pack.
 
 Idle: 32 ranks with 8 microbatches of a pack each; all wait for the slowest at the end of each.
+
+``--exchange``: 4 processes over gloo, each with a loader of 8 packs a batch, of many small groups. A microbatch is a
+sleep as long as its pack costs (40 ms on average), and a barrier at its end. *Idle*: what the planner says of the packs
+that came, and the part of the time that ranks really waited. *CPU*: milliseconds of the thread that asks for a batch,
+all in all. *Exchange*: milliseconds by the clock, with what it waits for other ranks; and the bytes that a rank sends.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
 
+from infra import DeviceMesh
+from shard_tools import ShardWriter
+from streaming import DataLoader, Packed, StreamingDataset
 from streaming.packing.balance import exchange, idle, order_local, pack_costs
 from streaming.packing.fit import Fit, fit, other_company, pack
 from streaming.packing.rules import PackRules, Packs, cut
@@ -181,14 +196,108 @@ def packed_costs(draw: Draw, length: int, num_steps: int) -> np.ndarray:
     return np.random.default_rng(2).permutation(np.concatenate(found))[:needed]
 
 
+# --- as run
+
+
+PROCESSES, MICROBATCH_S = 4, 0.04
+GROUP_PACKS = 16  # of a shard, so that there are more groups than lanes
+
+
+def exchange_table(num_steps: int) -> None:
+    heads = (
+        "documents", "T", "balance", "idle, planned", "idle, run", "CPU, ms a batch", "exchange, ms", "MB sent a batch"
+    )  # fmt: skip
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|", flush=True)
+    for draw in (web, code):
+        for length in (8192, 32768):
+            with tempfile.TemporaryDirectory() as folder:
+                write_documents(Path(folder), draw, length, num_steps)
+                arguments = (folder, draw.__name__, length, num_steps)
+                torch.multiprocessing.spawn(rank_of_exchange, arguments, nprocs=PROCESSES)
+
+
+def write_documents(folder: Path, draw: Draw, length: int, num_steps: int) -> None:
+    """Enough tokens for so many steps, and a tenth more."""
+    random = np.random.default_rng(3)
+    wanted = int(1.1 * num_steps * PROCESSES * MICROBATCHES * length)
+    columns = {"tokens": lambda sample: len(sample["tok"]) // 2}
+    with ShardWriter(f"{folder}/{{:04d}}.tar", max_bytes=2 * GROUP_PACKS * length, columns=columns) as writer:
+        number = 0
+        while wanted > 0:
+            for size in draw(random, 256, length).tolist():
+                writer.write({"__key__": f"{number:08d}", "tok": np.ones(size, "<u2").tobytes()})
+                number, wanted = number + 1, wanted - size
+
+
+def rank_of_exchange(rank: int, folder: str, documents: str, length: int, num_steps: int) -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("streaming").setLevel(logging.ERROR)  # groups are small on purpose
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
+    mesh = DeviceMesh.from_sizes(dp_size=PROCESSES, rank=rank)
+    packed = Packed(StreamingDataset(folder), length, dtype="uint16")
+    for balance in (None, "local", "exchange"):
+        with DataLoader(packed, MICROBATCHES, device_mesh=mesh, balance=balance) as loader:
+            shown = step_by_step(loader, length, num_steps)
+        if not rank:
+            print(f"| {documents} | {length:,} | {balance or 'none'} | {shown} |", flush=True)
+    dist.destroy_process_group()
+
+
+def step_by_step(loader: DataLoader, length: int, num_steps: int) -> str:
+    """Go through so many batches; the cells of the table."""
+    asked_s, worked_s, waited_s, planned = 0.0, 0.0, 0.0, []
+    running: Any = iter(loader)
+    next(running)  # opens connections, and fetches
+    earlier = loader.metrics()
+    for _ in range(num_steps - 1):
+        dist.barrier()
+        began_s = time.thread_time()
+        batch = next(running)
+        asked_s += time.thread_time() - began_s
+        costs = costs_of(batch, length)
+        everyones = [torch.zeros(len(costs), dtype=torch.int64) for _ in range(PROCESSES)]
+        dist.all_gather(everyones, torch.from_numpy(costs))
+        planned.append(idle(torch.stack(everyones).numpy()))
+        mean = float(torch.stack(everyones).double().mean())
+        for cost in costs.tolist():
+            began_s = time.perf_counter()
+            time.sleep(MICROBATCH_S * cost / mean)
+            middle_s = time.perf_counter()
+            dist.barrier()
+            worked_s, waited_s = worked_s + middle_s - began_s, waited_s + time.perf_counter() - middle_s
+    totals = torch.tensor([worked_s, waited_s, asked_s])
+    dist.all_reduce(totals)
+    now = loader.metrics()
+    exchange_s, sent = (now.get(name, 0) - earlier.get(name, 0) for name in ("exchange_s", "exchanged_bytes"))
+    waited = float(totals[1] / (totals[0] + totals[1]))
+    steps = num_steps - 1
+    return " | ".join([
+        f"{100 * np.mean(planned):.1f} %", f"{100 * waited:.1f} %", f"{1e3 * float(totals[2]) / PROCESSES / steps:.1f}",
+        f"{1e3 * exchange_s / steps:.1f}", f"{sent / steps / 1e6:.2f}",
+    ])  # fmt: skip
+
+
+def costs_of(batch: Any, length: int) -> np.ndarray:
+    """What the packs of a batch cost, as ``balance`` has it."""
+    borders = batch["cu_seqlens"].numpy().astype(np.int64)
+    real = batch["document_ids"].flatten()[borders[:-1]].numpy() >= 0
+    lengths, packs = np.diff(borders)[real], (borders[:-1] // length)[real]
+    splits = np.searchsorted(packs, np.arange(len(batch["input_ids"]) + 1))
+    return pack_costs(lengths, splits, np.full(len(splits) - 1, length))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=20, help="groups of each kind")
-    parser.add_argument("--steps", type=int, default=50, help="global batches of 256 packs")
+    parser.add_argument("--steps", type=int, help="global batches: 50 of 256 packs, with --exchange 16 of 32")
+    parser.add_argument("--exchange", action="store_true", help="packs dealt by processes, and what it costs")
     args = parser.parse_args()
-    fill_table(args.groups)
-    several_table(args.groups)
-    idle_table(args.steps)
+    if args.exchange:
+        exchange_table(args.steps or 16)
+    else:
+        fill_table(args.groups)
+        several_table(args.groups)
+        idle_table(args.steps or 50)
 
 
 if __name__ == "__main__":
