@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -173,6 +174,29 @@ def test_windows_overlap_by_length_less_stride() -> None:
     pieces = sorted(zip(packs.documents.tolist(), packs.starts.tolist(), packs.stops.tolist(), packs.fresh.tolist()))  # noqa: B905
     assert pieces == [(0, 0, 4, 0), (0, 3, 7, 4), (0, 6, 10, 7), (1, 0, 4, 0), (2, 0, 4, 0), (2, 3, 5, 4)]
     assert (packs.num_split, packs.num_tokens) == (2, 22)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 2), st.integers(0, 1)), max_size=40),
+    st.sampled_from([None, 1, 3]),
+    st.integers(0, 5),
+)
+def test_packs_of_like_pieces_are_those_of_each_kind_alone(
+    rows: list[tuple[int, ...]], max_docs: int | None, epoch: int
+) -> None:
+    lengths = np.array(rows, np.int64).reshape(-1, 3)
+    options: dict[str, Any] = {"length": 10, "overlong": "drop", "max_docs": max_docs, "padded": True}
+    rules = PackRules(**options, alike=2)
+    packs = other_company(pack(lengths, rules), seed=1, epoch=epoch, group=0)
+    assert fit(lengths, rules).num_packs == len(packs)
+    kinds = {tuple(kind) for kind in lengths[:, 1:].tolist()}
+    alone = [pack(lengths[(lengths[:, 1:] == kind).all(axis=1), 0], PackRules(**options)) for kind in kinds]
+    assert len(packs) == sum(map(len, alone))
+    assert sorted(packs.sizes.tolist()) == sorted(size for one in alone for size in one.sizes.tolist())
+    for first, stop in pairwise(packs.splits.tolist()):
+        assert len({tuple(kind) for kind in lengths[packs.documents[first:stop], 1:].tolist()}) == 1
+    assert sorted(packs.documents.tolist()) == np.flatnonzero((lengths[:, 0] > 0) & (lengths[:, 0] <= 10)).tolist()
 
 
 @settings(max_examples=100, deadline=None)
