@@ -35,6 +35,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from shard_tools import ShardWriter
+from shard_tools.cli import cli
 from streaming.errors import ShardstreamError
 
 EXAMPLES = Path(__file__).resolve().parent
@@ -77,7 +78,7 @@ def main() -> int:
             passed = run_on(url.rstrip("/"), dict(os.environ))
         else:
             with local_s3() as (url, environ):
-                os.environ.update(environ)  # for this process's ShardWriter
+                os.environ.update(environ)  # for ShardWriter and shard_tools, in this process
                 passed = run_on(url, os.environ | environ)
     except ShardstreamError as error:
         raise SystemExit(f"Error: {error}") from None
@@ -91,9 +92,9 @@ def run_on(url: str, environ: Mapping[str, str]) -> bool:
     keys = pack(train, test)
     headline("index and verify")
     for target in (train, test):
-        run_tool(["index", target, "--force"], environ)
-        run_tool(["verify", target], environ)
-    run_tool(["info", train], environ)
+        run_tool(["index", target, "--force"])
+        run_tool(["verify", target])
+    run_tool(["info", train])
 
     script = [str(EXAMPLES / "train_digits.py"), "--train", train, "--test", test]
     script += ["--out", str(OUT), "--epochs", str(EPOCHS)]
@@ -144,12 +145,14 @@ def as_png(image: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def run_tool(arguments: list[str], environ: Mapping[str, str]) -> None:
-    """A verb of shard_tools, as typed in a shell."""
+def run_tool(arguments: list[str]) -> None:
+    """Runs a verb of shard_tools, as typed in a shell, but in this process, which has imported it."""
     say(f"\n$ shard_tools {shlex.join(arguments)}")
-    ran = subprocess.run([sys.executable, "-m", "shard_tools", *arguments], env=environ, check=False)
-    if ran.returncode != 0:
-        raise SystemExit(f"shard_tools {arguments[0]} ended with exit code {ran.returncode}")
+    try:
+        cli(arguments, prog_name="shard_tools")
+    except SystemExit as end:
+        if end.code:
+            raise SystemExit(f"shard_tools {arguments[0]} ended with exit code {end.code}") from None
 
 
 def follow(command: list[str], environ: Mapping[str, str], *, kill_in_epoch: int | None = None) -> Outcome:

@@ -171,7 +171,7 @@ def killed_until_it_is_done(forked: Forked, program: str, *arguments: str, outpu
     while (code := (process := forked.start(program, *arguments, output=output)).poll_for(wait_s)) is None:
         process.kill()
         process.wait()
-        kills, wait_s = kills + 1, wait_s * 1.2
+        kills, wait_s = kills + 1, wait_s * 1.5
     assert code == 0, output.read_text()[-4000:]
     return kills
 
@@ -236,12 +236,18 @@ def reap(running: set[int]) -> None:
             say({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
 
 
+def check_that_nothing_runs_beside() -> None:
+    """Refuse to fork a process with threads, which a fork would lose."""
+    tasks = {int(task) for task in os.listdir("/proc/self/task")} - {os.getpid()}
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks]
+    others = [name for name in names if name != "jemalloc_bg_thd"]  # which jemalloc starts anew
+    assert others == [], "imports have started threads"
+
+
 def main(imports: list[str]) -> None:
     for name in imports:
         import_module(name)
-    tasks = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
-    others = [name for name in tasks[1:] if name != "jemalloc_bg_thd"]  # which jemalloc starts anew
-    assert others == [], "imports have started threads, which a fork would lose"
+    check_that_nothing_runs_beside()
     woken, wake = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections import Counter
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 import psutil
 import ray
+import ray_worker
 from ray.cluster_utils import Cluster
 from ray.experimental import get_local_object_locations
 
+ROOT = Path(__file__).resolve().parent.parent
 STORE_BYTES = 80 << 20
 
 
@@ -32,9 +38,17 @@ class TwoNodes:
         os.makedirs(
             os.path.join(usual, "ray"), exist_ok=True
         )  # Cluster writes its address there, whatever temp_dir says
-        head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "resources": {"home": 1}, "temp_dir": self._folder}
-        self._cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
-        self._cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, resources={"away": 1})
+        workers = f"{self._folder}/workers"
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._workers = subprocess.Popen(
+            [sys.executable, ray_worker.__file__, "serve", workers], env=environ, stdin=subprocess.PIPE
+        )
+        common = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "setup_worker_path": ray_worker.__file__}
+        common |= {"include_log_monitor": False, "no_monitor": True}  # nobody reads logs here, nothing is scaled
+        head = {**common, "resources": {"home": 1}, "temp_dir": self._folder, "include_dashboard": False}
+        with mock.patch.dict(os.environ, {ray_worker.SOCKET: workers}):  # of Ray's processes
+            self._cluster = Cluster(initialize_head=True, head_node_args=head)
+            self._cluster.add_node(**common, resources={"away": 1})
         self.address: str = self._cluster.address
         ray.init(address=self.address, log_to_driver=False)
         return self
@@ -44,6 +58,7 @@ class TwoNodes:
     ) -> None:
         ray.shutdown()
         self._cluster.shutdown()
+        self._workers.communicate()  # Ray's are gone with their nodes; were one left, it would end now
         shutil.rmtree(self._folder)
         children = [one for one in psutil.Process().children(recursive=True) if one.pid not in self._children]
         assert children == []

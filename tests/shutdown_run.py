@@ -26,6 +26,7 @@ def tell_who_is_left() -> None:
 atexit.register(tell_who_is_left)
 
 from hanging import BATCH, Busy, Hang, await_byte, until_it_stands  # noqa: E402  after that
+from ready_server import have_a_server  # noqa: E402
 
 import streaming.catalog.open  # noqa: E402
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset  # noqa: E402
@@ -46,6 +47,8 @@ def train(
     with open(f"{folder}/output", "w") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
+    if transform and options.get("num_workers"):  # those without a transform start a true one
+        have_a_server()
     if streamed:
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
         logging.getLogger("streaming.loops.streamed").setLevel(logging.ERROR)  # what that costs is known

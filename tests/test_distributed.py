@@ -83,7 +83,7 @@ def ranks(forked: Forked, folder: Path, samples: SampleSet, world_size: int, *jo
     config = configured(folder, samples, jobs)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environ["TORCHELASTIC_RUN_ID"] = "test"
+    environ |= {"TORCHELASTIC_RUN_ID": "test", "READY_SERVER": "1"}
     processes = forked.start_ranks(
         HERE / "torchrun_worker.py", config, world_size=world_size, output=folder / "output", environ=environ
     )

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
+from forked import Forked
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+PROGRAM = """
+import os, runpy, sys
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    os.environ.pop(name, None)
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
 
 
-def run(name: str, folder: Path) -> str:
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environ = {key: value for key, value in os.environ.items() if key not in launcher}
-    ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
-        env=environ | {"TMPDIR": str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=270,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout
-    assert [path.name for path in folder.iterdir() if "torchinductor" not in path.name] == []  # torch's own
-    assert [p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])] == []
-    return ran.stdout
+def run(forked: Forked, name: str, folder: Path) -> str:
+    """What the example prints; the ranks that it starts are interpreters of their own."""
+    temporary, output = folder / "temporary", folder / "output"
+    temporary.mkdir()
+    example = forked.start(PROGRAM, str(EXAMPLES / name), output=output, environ={"TMPDIR": str(temporary)}, leads=True)
+    try:
+        assert example.wait(270) == 0, output.read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(example.pid, signal.SIGKILL)
+    left = [path.name for path in temporary.iterdir() if "torchinductor" not in path.name]  # torch's own
+    assert left == []
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert [command for command in commands if str(temporary) in command] == []
+    return output.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(tmp_path: Path) -> None:
-    said = run("pretrain_gpt.py", tmp_path)
+def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(forked: Forked, tmp_path: Path) -> None:
+    said = run(forked, "pretrain_gpt.py", tmp_path)
     killed = re.search(r"two ranks: killed at step (\d+)", said)
     resumed = re.search(r"one rank: went on at step (\d+) to 23", said)
     assert killed is not None, said
@@ -45,8 +52,8 @@ def test_pretraining_has_the_same_losses_after_a_crash_on_fewer_ranks(tmp_path: 
 
 
 @pytest.mark.slow
-def test_answers_are_learnt_from_masked_conversations(tmp_path: Path) -> None:
-    said = run("finetune_chat.py", tmp_path)
+def test_answers_are_learnt_from_masked_conversations(forked: Forked, tmp_path: Path) -> None:
+    said = run(forked, "finetune_chat.py", tmp_path)
     found = re.search(r"loss on the answers: ([\d.]+) to ([\d.]+)", said)
     assert found is not None
     assert float(found[2]) < float(found[1]) / 2

@@ -219,14 +219,17 @@ def test_the_converter_goes_on_after_every_death(die: Die, tmp_path: Path) -> No
 
 
 TOKENIZER = """
-for name in ("open", "write", "replace", "fsync", "unlink"):
-    setattr(os, name, stepping(getattr(os, name)))
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from shard_tools.tokens import TokenizeOptions, tokenize
-from shard_tools.tokens.encode import open_processes
+from shard_tools.tokens.encode import _begin_worker
 options = TokenizeOptions(tokenizer="bytes", max_samples=5, split=("val=30%",), workers=1)
-if __name__ == "__main__":
-    with open_processes(1) as pool:
-        tokenize(arguments["source"], arguments["folder"], options=options, executor=pool)
+# As open_processes, but forked: that a true one ends with this process is shown in test_tokenize.py.
+with ProcessPoolExecutor(1, get_context("fork"), _begin_worker) as pool:
+    pool.submit(int).result()
+    for name in ("open", "write", "replace", "fsync", "unlink"):
+        setattr(os, name, stepping(getattr(os, name)))
+    tokenize(arguments["source"], arguments["folder"], options=options, executor=pool)
 """
 
 
@@ -250,7 +253,10 @@ def test_the_tokenizer_goes_on_after_every_death(die: Die, tmp_path: Path) -> No
 # --- a rank ----------------------------------------------------------------------------------------------------------
 
 RANK = """
+from ready_server import have_a_server
 from streaming import DataLoader, StreamingDataset
+if arguments["num_workers"]:
+    have_a_server()
 dataset = StreamingDataset(arguments["url"], cache_dir=arguments["cache"])
 with DataLoader(dataset, 4, num_workers=arguments["num_workers"]) as loader:
     print(json.dumps({"pid": os.getpid()}), flush=True)

@@ -43,6 +43,12 @@ from streaming.remote.reader import Reader
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 AWAY = RemoteGroup(name="readers", num_cpus=0.5, resources={"away": 0.01})
+QUICK_TRAIN = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
+"""What Ray Train waits for and starts beside its workers, less."""
 
 
 @pytest.fixture(autouse=True)
@@ -590,11 +596,23 @@ def mortal(log: str, kill_at: int | None) -> Callable[[None, dict[str, Any]], No
         launch = infra.discover()
         with open(f"{log}-{launch.rank}", "a") as file:
             file.write(json.dumps([launch.launcher, batch["__key__"]]) + "\n")
-        if next(count) == kill_at and launch.rank == 0:
+        dies = next(count) == kill_at and launch.rank == 0
+        if launch.launcher == "single":  # in this process, which goes on
+            if dies:
+                raise InterruptedError
+            return
+        if dies:
             os.kill(os.getpid(), signal.SIGKILL)
         torch.distributed.barrier()  # as gradients are reduced: no rank is a step behind
 
     return train_step
+
+
+class Here:
+    """What stands for a ``TorchTrainer`` of one worker: this process."""
+
+    def __init__(self, train: Callable[[], None], **_: Any) -> None:
+        self.fit = train
 
 
 # ray.data sets its own deprecated options when its context is made.
@@ -602,36 +620,46 @@ def mortal(log: str, kill_at: int | None) -> Callable[[None, dict[str, Any]], No
 @pytest.mark.parametrize(
     "legs",
     [
-        ((2, 1.3), (1, None)),
-        # Each leg takes 20 s of a core. That a border of epochs is as good a moment, and that ranks may be more than
-        # before, is shown for every program of the page without Ray in trainers/test_trainers.py.
-        pytest.param(((2, 1.3), (1, 2), (2, None)), marks=pytest.mark.matrix),
+        # Ray's workers go on where this process was, and this process where they were killed.
+        (("single", 1, 0.7), ("ray", 2, 1.3), ("single", 1, None)),
+        # Each leg on Ray is five processes. That a border of epochs is as good a moment, and that ranks may be more
+        # than before, is shown for every program of the page without Ray in trainers/test_trainers.py.
+        pytest.param((("ray", 2, 1.3), ("ray", 1, 2), ("ray", 2, None)), marks=pytest.mark.matrix),
     ],
     ids=["middle", "border"],
 )
 def test_ray_train_killed_and_resumed_as_docs_trainers_has_it(
-    nodes: TwoNodes, samples: SampleSet, tmp_path: Path, legs: tuple[tuple[int, float | None], ...]
+    nodes: TwoNodes,
+    samples: SampleSet,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    legs: tuple[tuple[str, int, float | None], ...],
 ) -> None:
     """Each worker finds its place and reads its own share; rank 0 dies by SIGKILL, another number of ranks goes on.
 
-    A leg: how many ranks, and how many epochs have been trained on when the next batch kills rank 0.
+    A leg: who starts the ranks, how many, and how many epochs have been trained on when the next batch kills rank 0.
     """
     from ray.train import WorkerGroupError  # noqa: PLC0415  once loaded, infra asks it: only for this test
 
+    for name, value in QUICK_TRAIN.items():
+        monkeypatch.setenv(name, value)
     page = Path(__file__).resolve().parent.parent / "docs/trainers.md"
     (block,) = blocks(page.read_text().split("\n## Ray Train\n")[1])
     names = {"URL": samples.url, "FOLDER": str(tmp_path / "runs"), "CHECKPOINT": str(tmp_path / "state.pt")}
     at = 0
-    for number, (ranks, epochs) in enumerate(legs):
+    for number, (launcher, ranks, epochs) in enumerate(legs):
         expected = play(samples.open(), ranks, epochs=3, global_batch_size=12)
         stop = epochs and int(epochs * len(expected[0]) / 3)
         log, end = tmp_path / f"leg{number}", stop or len(expected[0])
         own = {"EPOCHS": 3, "RANKS": ranks, "model": None, "train_step": mortal(str(log), stop and stop + 1 - at)}
-        with pytest.raises(WorkerGroupError) if stop else contextlib.nullcontext():
+        death = WorkerGroupError if launcher == "ray" else InterruptedError
+        with monkeypatch.context() as patch, pytest.raises(death) if stop else contextlib.nullcontext():
+            if launcher == "single":
+                patch.setattr("ray.train.torch.TorchTrainer", Here)
             exec(compile(block.code, str(page), "exec"), {"__name__": "__main__", **names, **own})
         for rank in range(ranks):
             received = [json.loads(line) for line in Path(f"{log}-{rank}").read_text().splitlines()]
-            assert {launcher for launcher, _ in received} == {"ray"}
+            assert {found for found, _ in received} == {launcher}
             assert [keys for _, keys in received][: end - at] == expected[rank][at:end], (number, rank)
         at = end
 

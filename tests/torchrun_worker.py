@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from data_sets import check_batch
+from ready_server import have_a_server
 
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
@@ -74,6 +75,8 @@ def main() -> None:
     with open(sys.argv[1]) as file:
         config = json.load(file)
     rank = int(os.environ["RANK"])
+    if "READY_SERVER" in os.environ and any(job["loader"].get("num_workers") for job in config["jobs"]):
+        have_a_server()
     for job in config["jobs"]:
         run(job, config, rank)
     if torch.distributed.is_initialized():

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 from data_sets import mesh_of
+from ready_server import have_a_server
 
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.engine.workers.fork_server import SHARED
@@ -126,6 +127,8 @@ def _kill_a_worker(dice: random.Random) -> bool:
 
 def _live(port: int, part: Part) -> None:
     """A rank's life, in a process of its own."""
+    if part.num_workers:
+        have_a_server()
     with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rw") as lines:
         print(json.dumps({"pid": os.getpid(), "dp_rank": part.dp_rank}), file=lines, flush=True)
         lines.readline()

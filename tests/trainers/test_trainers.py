@@ -34,7 +34,14 @@ EPOCHS, STEPS, GLOBAL_BATCH = 3, 18, 12
 DEADLINE_S = 150
 TORCHRUN = "from torch.distributed.run import main; main()"
 
-Launcher = Literal["fork", "torchrun", "itself"]
+FORKS = """
+import functools
+import torch.multiprocessing as mp
+mp.spawn = functools.partial(mp.start_processes, start_method="fork")
+"""
+"""Put before a program that spawns, where new interpreters were shown to do."""
+
+Launcher = Literal["fork", "torchrun", "itself", "itself, by forking"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ NO_LOGS = {
 NO_REPORTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
 PROGRAMS = (
     Program("torchrun", legs("fork")),
-    Program("torch.multiprocessing.spawn", (Leg(2, 13, "itself"), Leg(1, None, "itself"))),
+    Program("torch.multiprocessing.spawn", (Leg(2, 13, "itself, by forking"), Leg(1, None, "itself"))),
     Program("Lightning", legs("itself"), quiet=NO_LOGS),
     Program("transformers.Trainer", legs("fork"), quiet=NO_REPORTS),
     Program("Accelerate", legs("fork")),
@@ -174,6 +181,8 @@ def play_leg(
     if mixed:
         assert "DataLoader(StreamingDataset(URL), global_batch_size=12)" in code
         code = MIX + code.replace("(StreamingDataset(URL), ", f"(mix, epoch_size={6 * GLOBAL_BATCH}, ")
+    if leg.launcher == "itself, by forking":
+        code = FORKS + code
     script.write_text(f"from trainer_names import *\n\n{code}")
     told = {
         "program": program.heading, "url": url, "folder": str(folder / "checkpoint"), "log": str(log), "epochs": EPOCHS,
@@ -183,7 +192,7 @@ def play_leg(
     environ = {"TRAINER_TEST": json.dumps(told)}
     if leg.launcher == "fork":
         status = running.fork(script, leg.ranks, errors, environ)
-    elif leg.launcher == "itself":
+    elif leg.launcher.startswith("itself"):
         status = running.start(script, errors=errors, environ=environ)
     else:
         words = ["--standalone", "--nproc-per-node", str(leg.ranks), str(script)]
