@@ -30,8 +30,8 @@ HERE = Path(__file__).parent
 DATASET: dict[str, Any] = {"seed": 5}
 LOADER = {"global_batch_size": 24, "last_batch": "pad"}
 PORT = 29_400
-KEEP_ALIVE_S, MISSED = 1, 5
-RENDEZVOUS = f"keep_alive_interval={KEEP_ALIVE_S},keep_alive_max_attempt={MISSED},last_call_timeout=3,join_timeout=200"
+KEEP_ALIVE_S, MISSED = 2, 5
+RENDEZVOUS = f"keep_alive_interval={KEEP_ALIVE_S},keep_alive_max_attempt={MISSED},last_call_timeout=5,join_timeout=200"
 
 
 @pytest.fixture(scope="module")
