@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,9 @@ from servers import HttpServer, fresh_name
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage, StoreWriter, join_url
+from streaming.storage.adapters import object as object_adapter
+from streaming.storage.adapters.object import ObjectAdapter
+from streaming.storage.base.options import parse_options
 
 DATA = np.random.default_rng(7).integers(0, 256, 3_000_001, np.uint8).tobytes()
 PART = 5 << 20
@@ -358,3 +363,26 @@ def test_storage_shows_no_secret() -> None:
         assert "s3cr3t" not in text
         assert "t0k3n" not in text
         assert "AKIAEXAMPLE" not in text
+
+
+def test_storages_that_are_made_alike_share_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of sets in a bucket each open a storage; connections and certificates are of one."""
+    given = {"endpoint_url": "http://127.0.0.1:9", "key": "a", "secret": "b", "region": "us-east-1"}
+    alive = []
+
+    def client_of(options: dict[str, object], url: str = "s3://bucket/x") -> Any:
+        alive.append(ObjectAdapter(parse_options(options)))
+        return alive[-1]._at(url)[0]
+
+    first = client_of(given)
+    assert client_of(dict(given)) is first
+    others = [{**given, "secret": "c"}, {**given, "region": "eu-west-1"}, {**given, "read_timeout_s": 3.0}]
+    assert all(client_of(one) is not first for one in others)
+    assert client_of(given, "s3://other/x") is not first
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert client_of(given) is not first
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    known = len(object_adapter._clients)
+    del first, alive[:]
+    gc.collect()
+    assert len(object_adapter._clients) < known, "nobody uses them any more"

@@ -85,13 +85,14 @@ def _read_bounded(
     names = schema.names if columns is None else columns
     if len(set(names)) < len(names):
         raise ValueError("two columns of one name")
-    schema = pa.schema([schema.field(name) for name in names])
-    numbers = [name for name in names if _is_number(schema.field(name).type)]
+    kinds = {name: schema.field(name).type for name in names}
+    numbers = [name for name, kind in kinds.items() if _is_number(kind)]
     others = [name for name in names if name not in set(numbers)]
     found, num_bytes = _read_numbers(file, source, numbers, limit_bytes)
     found |= _read_others(file, buffer, source, others, limit_bytes, num_bytes)
-    table = pa.table([found[name] for name in names], names)
-    return table if coded or table.schema == schema else table.cast(schema)
+    if not coded:
+        found = {name: one if one.type == kinds[name] else one.cast(kinds[name]) for name, one in found.items()}
+    return pa.table([found[name] for name in names], names)
 
 
 def _is_number(kind: pa.DataType) -> bool:

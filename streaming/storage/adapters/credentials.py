@@ -7,7 +7,9 @@ as words for error messages, the credentials themselves never.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +17,16 @@ from typing import Any
 from streaming.errors import AccessDeniedError, ConfigError
 from streaming.storage.base.options import StorageOptions
 
+_IS_HEARD = re.compile(r"AWS_.*|SSL_CERT_.*|.*_PROXY", re.IGNORECASE)
+"""Variables that a client of obstore may look at when it is made."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Access:
     """How to reach an s3 bucket.
 
-    ``provider`` returns credentials in obstore's form; None lets obstore ask the role that ``source`` names, or send
-    nothing when ``anonymous``.
+    ``environ`` is what was looked at. ``provider`` returns credentials in obstore's form; None lets obstore ask the
+    role that ``source`` names, or send nothing when ``anonymous``.
     """
 
     source: str
@@ -30,6 +35,16 @@ class S3Access:
     endpoint_url: str | None
     anonymous: bool = False
     provider: Callable[[], Any] | None = field(default=None, repr=False)
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def identity(self) -> str | None:
+        """Tells what decides about the credentials from all else, without repeating it; None: a file may decide."""
+        if self.provider is not None and not isinstance(self.provider, _Fixed):
+            return None
+        given = None if self.provider is None else self.provider()
+        heard = [item for item in self.environ.items() if _IS_HEARD.fullmatch(item[0])]
+        return hashlib.blake2b(repr((self.source, given, sorted(heard))).encode("utf-8", "replace")).hexdigest()
 
 
 def s3_endpoint(options: StorageOptions, environ: Mapping[str, str]) -> str | None:
@@ -65,6 +80,7 @@ def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None)
         endpoint_url=endpoint_url,
         anonymous=options.anon,
         provider=provider,
+        environ=environ,
     )
 
 

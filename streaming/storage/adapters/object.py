@@ -7,12 +7,17 @@ in 256 KiB pieces into the caller's memory costs no more than ``get_range`` (2.8
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 from urllib.parse import unquote, urlsplit
+from weakref import WeakValueDictionary
 
 from streaming.errors import ConfigError, NotFoundError, StorageError
 from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
@@ -34,6 +39,8 @@ from streaming.storage.base.urls import HTTP_SCHEMES, bucket_and_key, redact, sc
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss"}) | HTTP_SCHEMES
 _PIECE_BYTES = 256 << 10
 _MAX_STORES = 256  # presigned URLs have a store each
+_clients: WeakValueDictionary[str, Any] = WeakValueDictionary()
+"""Clients of buckets, by a digest of all that they are made of: hundreds of sets in a bucket share one."""
 
 
 class _ObjectRange:
@@ -213,7 +220,8 @@ class ObjectAdapter:
             source=access.source,
             region=f"{access.region} (from {access.region_source})",
         )
-        return client().stores.S3Store(bucket, config=config, **common, **provider), place
+        make = partial(client().stores.S3Store, bucket, config=config, **common, **provider)
+        return make() if access.identity is None else _shared(make, bucket, config, common, access.identity), place
 
     def _azure(self, bucket: str, common: dict[str, Any]) -> tuple[Any, Place]:
         config, source = azure_config(self._options)
@@ -253,6 +261,20 @@ class ObjectAdapter:
                 "base": GROWTH,
             },
         }
+
+
+def _shared(make: Callable[[], Any], *parts: object) -> Any:
+    """The client that this process has made of the same parts, as long as somebody uses it; else what ``make`` returns.
+
+    A client of its own loads the system's certificates (9 ms) and connects anew.
+    """
+    key = hashlib.blake2b(repr((os.getpid(), parts)).encode("utf-8", "replace")).hexdigest()
+    found = _clients.get(key)
+    if found is None:
+        found = make()
+        with suppress(TypeError):  # in a forked child clients are of another make, which nobody can watch
+            _clients[key] = found
+    return found
 
 
 def _quoted(tag: str | None) -> str | None:
