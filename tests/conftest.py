@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 from collections.abc import Callable, Generator, Iterator
 
 import fsspec.asyn
@@ -11,8 +12,11 @@ import pytest
 from forked import Forked
 from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
+from streaming.catalog import open as catalog_open
+from streaming.datasets import dataset, grouped, packed, table_file
 from streaming.engine.memory import mapped
 from streaming.engine.workers.fork_server import SHARED
+from streaming.job.once import Peers
 from streaming.storage import Storage
 
 
@@ -170,15 +174,46 @@ def _fork_server() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_fork_server(_fork_server: None) -> Iterator[None]:
-    """Loaders of this test find a fork server running: starting one takes seconds."""
+def one_fork_server(_fork_server: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Loaders of this test find a fork server running, which has imported its file: either takes seconds.
+
+    That workers import what functions need is seen where servers are not warm: test_workers.py, test_portable.py.
+    """
     SHARED.linger = True
-    SHARED.give_back(SHARED.borrow())  # a test without this fixture may have ended it
+    server = SHARED.borrow()  # a test without this fixture may have ended the one before
+    if (server.pid, request.module.__name__) not in _IMPORTED:
+        _IMPORTED.add((server.pid, request.module.__name__))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            number = server.spawn_process(theirs, request.module.__name__)
+        server.kill(number)  # the server alone is to import it
+    SHARED.give_back(server)
     yield
     SHARED.linger = False
+
+
+_IMPORTED: set[tuple[int, str]] = set()
+"""Pids of fork servers, and the files of tests that they have imported."""
 
 
 @pytest.fixture
 def no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local shards are read, not mapped: for tests that count what is read."""
     monkeypatch.setattr(mapped, "_OWN_DISKS", frozenset())
+
+
+@pytest.fixture
+def not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets without an index are streamed, as if they were too large to be indexed at start."""
+    monkeypatch.setattr(catalog_open, "SCAN_LIMIT_BYTES", 0)
+
+
+@pytest.fixture
+def join_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peers | None], None]:
+    """Takes what data sets are to find as the processes of their job."""
+
+    def join(peers: Peers | None) -> None:
+        for module in (dataset, grouped, packed, table_file):
+            monkeypatch.setattr(module, "job_peers", lambda _: peers)
+
+    return join

@@ -5,8 +5,8 @@ GET, HEAD, conditional PUT, uploads in parts, ListObjectsV2 with paging and deli
 requests may read buckets whose names begin with ``public-``, and get (but not list, so that what is not there is
 denied) the objects of those that begin with ``unlisted-``; nobody may do anything in those that begin with ``locked-``.
 Objects are files (sent by ``sendfile``), their table is in memory and in a journal beside them, so that a
-server started again in the same folder has them again. ``GET /_log`` returns every request since the last
-``DELETE /_log`` as JSON.
+server started again in the same folder has them again. ``PUT /_buckets/NAME``, unsigned, makes a bucket at once, for
+those who have no client that signs. ``GET /_log`` returns every request since the last ``DELETE /_log`` as JSON.
 
 Run ``python mini_s3.py --root DIR``; it prints its port when it listens, and ends when its standard input does.
 """
@@ -131,6 +131,11 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/_log":
             self._admin()
             return
+        if path.startswith("/_buckets/") and self.command == "PUT":
+            self._create(unquote(path).removeprefix("/_buckets/"))
+            self.entry = {}
+            self._answer(200, b"", {})
+            return
         self.pairs = parse_qsl(query, keep_blank_values=True)
         self.query = dict(self.pairs)
         bucket, _, key = unquote(path).lstrip("/").partition("/")
@@ -161,6 +166,12 @@ class Handler(BaseHTTPRequestHandler):
         self.entry = {}
         self._answer(200, body, {})
 
+    def _create(self, bucket: str) -> None:
+        state = self.server.state
+        with state.lock:
+            state.buckets.setdefault(bucket, {})
+            state.note(bucket)
+
     def _dispatch(self, bucket: str, key: str) -> None:  # noqa: C901 (one branch for each operation)
         state, query = self.server.state, self.query
         if not bucket:
@@ -168,9 +179,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._xml("ListAllMyBucketsResult", f"<Buckets>{names}</Buckets>")
         if not key and self.command == "PUT":
             self._drain()
-            with state.lock:
-                state.buckets.setdefault(bucket, {})
-                state.note(bucket)
+            self._create(bucket)
             return self._answer(200, b"", {})
         objects = state.buckets.get(bucket)
         if objects is None:

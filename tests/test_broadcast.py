@@ -310,8 +310,7 @@ def test_objects_travel_by_the_functions_given(dataset: StreamingDataset, play: 
         play(lambda mesh: keys(mesh, Broadcast(timeout_s=60)), dp_size=1, tp_size=2)
 
 
-def test_sets_without_an_index(tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streaming.catalog.open.SCAN_LIMIT_BYTES", 0)
+def test_sets_without_an_index(tmp_path: Path, play: Play, not_scanned: None) -> None:
     dataset = write_set(tmp_path, indexed=False).open()
     stages = StageFields(first=("cls",), last=("txt",))
     options = {"epoch_size": 96, "last_batch": "drop", "stage_fields": stages}

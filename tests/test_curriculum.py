@@ -353,11 +353,9 @@ def test_a_late_column(tmp_path: Path) -> None:
     assert pool_of(curriculum, 0) == {number for number in range(40) if (7 * number) % 40 <= 9.5}
 
 
-def test_ranks_share_the_work(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_work(url: str, monkeypatch: pytest.MonkeyPatch, join_job: Callable[[Any], None]) -> None:
     alone = Curriculum(StreamingDataset(url), "tokens", STEPS)
-    peers = ThreadPeers(4)
-    for module in ("dataset", "grouped"):
-        monkeypatch.setattr(f"streaming.datasets.{module}.job_peers", lambda _: peers)
+    join_job(ThreadPeers(4))
     read: list[int] = []
     from streaming.filters import select as filters  # noqa: PLC0415
 

@@ -7,7 +7,7 @@ import pickle
 import re
 import runpy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -320,9 +320,8 @@ def test_the_page_about_filters_runs(
 # ----------------------------------------------------------------------------------------------------- many ranks
 
 
-def test_ranks_share_the_work(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = ThreadPeers(4)
-    monkeypatch.setattr("streaming.datasets.dataset.job_peers", lambda _: peers)
+def test_ranks_share_the_work(data: str, monkeypatch: pytest.MonkeyPatch, join_job: Callable[[Any], None]) -> None:
+    join_job(ThreadPeers(4))
     looked: list[int] = []
     shard = filters._Work._shard
     monkeypatch.setattr(filters._Work, "_shard", lambda self, one: (looked.append(one), shard(self, one))[1])

@@ -99,8 +99,7 @@ def test_drops_are_told_at_powers_of_ten_and_many_of_them_with_the_cure(samples:
     assert 'on_error="skip"' in end
 
 
-def test_without_an_index_and_on_several_ranks(samples: SampleSet, told: list[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("streaming.catalog.open.SCAN_LIMIT_BYTES", 1000)
+def test_without_an_index_and_on_several_ranks(samples: SampleSet, told: list[str], not_scanned: None) -> None:
     for path in Path(samples.url).glob("*.tar"):
         os.link(path, path.parent.parent / f"plain-{path.name}")
     dataset = StreamingDataset(

@@ -584,8 +584,7 @@ def test_wrong_arguments_name_the_cure(sets: dict[str, SampleSet], make: Callabl
         make(sets["web"].open())
 
 
-def test_a_source_without_an_index_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streaming.catalog.open.SCAN_LIMIT_BYTES", 1)
+def test_a_source_without_an_index_is_refused(tmp_path: Path, not_scanned: None) -> None:
     bare = write_set(tmp_path, (9,), indexed=False).open()
     with pytest.raises(IndexMissingError):
         Mixture({"bare": bare})

@@ -19,7 +19,6 @@ from torch.utils.data import default_collate as torch_collate
 
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, OrdinaryDataset, RetrySampler
 from streaming.batches.collate import without_rows
-from streaming.catalog import open as catalog_open
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError
 
 RANKS = 4
@@ -33,8 +32,7 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
 
 
 @pytest.fixture
-def streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleSet:
-    monkeypatch.setattr(catalog_open, "SCAN_LIMIT_BYTES", 0)
+def streamed(tmp_path: Path, not_scanned: None) -> SampleSet:
     return write_set(tmp_path / "streamed", (40, 40, 18), indexed=False)
 
 
@@ -237,9 +235,8 @@ def no_samples(path: Path) -> Path:
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_streamed_set_without_samples_is_an_error_after_one_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool, num_workers: int
+    tmp_path: Path, not_scanned: None, zipped: bool, num_workers: int
 ) -> None:
-    monkeypatch.setattr(catalog_open, "SCAN_LIMIT_BYTES", 0)
     for number in range(3):
         path = no_samples(tmp_path / f"{number}.tar")
         if zipped:

@@ -58,9 +58,9 @@ class ThreadPeers:
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> ThreadPeers:
+def peers(join_job: Callable[[Any], None]) -> ThreadPeers:
     found = ThreadPeers()
-    monkeypatch.setattr("streaming.datasets.dataset.job_peers", lambda _: found)
+    join_job(found)
     return found
 
 
@@ -94,12 +94,11 @@ def indexed(mini_s3: MiniS3Server) -> SampleSet:
 
 @pytest.mark.parametrize("options", [{}, {"fields": ("cls", "txt")}])
 def test_many_ranks_ask_as_often_as_one(
-    mini_s3: MiniS3Server, indexed: SampleSet, peers: ThreadPeers, monkeypatch: pytest.MonkeyPatch, options: Any
+    mini_s3: MiniS3Server, indexed: SampleSet, join_job: Callable[[Any], None], options: Any
 ) -> None:
-    with monkeypatch.context() as alone:
-        alone.setattr("streaming.datasets.dataset.job_peers", lambda _: None)
-        single = indexed.open(**options)
-        cost = requests(mini_s3, lambda: indexed.open(**options))
+    single = indexed.open(**options)
+    cost = requests(mini_s3, lambda: indexed.open(**options))
+    join_job(ThreadPeers())
     found: list[StreamingDataset] = []
     assert requests(mini_s3, lambda: found.extend(on_ranks(lambda: indexed.open(**options)))) == cost
     assert cost > 0

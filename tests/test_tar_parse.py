@@ -111,7 +111,7 @@ def check_all(archive: bytes) -> Samples:
     assert whole[0] == [key for key, _ in expected]
     assert whole[1] == borders
     for size in PIECES:
-        if len(archive) / size < 12_000:  # byte by byte only the smallest archives
+        if len(archive) / size < 4_000:  # byte by byte only the smallest archives
             assert scan(archive, size) == whole, size
             assert list(iter_samples(pieces_of(archive, size))) == expected
     return expected
@@ -183,8 +183,9 @@ def archives(draw: st.DrawFn) -> bytes:
                 continue
             seen.add(split)
             tar.addfile(info, io.BytesIO(payload) if info.isreg() else None)
+        end = tar.offset
     assume(seen)  # tarfile cannot read a global header with no member after it
-    return Archive(out.getvalue())
+    return Archive(out.getvalue()[: end + 2 * 512])  # without the padding to 10,240 bytes, which has zeros alone
 
 
 @given(archive=archives())
@@ -457,12 +458,12 @@ def test_fuzz_of_pure_noise(data: bytes) -> None:
 
 
 def test_gzip_streams() -> None:
-    files = plain_files(50, size=3000)
-    archive = make_tar(files)
-    expected = reference(archive)
-    packed = gzip.compress(archive, 1)
-    for size in (1, 1000, 1 << 20):
-        assert list(iter_samples(pieces_of(packed, size))) == expected
+    for num_samples, sizes in ((3, (1, 7)), (50, (1000, 1 << 20))):
+        archive = make_tar(plain_files(num_samples, size=60 * num_samples))
+        expected = reference(archive)
+        packed = gzip.compress(archive, 1)
+        for size in sizes:
+            assert list(iter_samples(pieces_of(packed, size))) == expected
     two_members = gzip.compress(archive[:5000]) + gzip.compress(archive[5000:])
     assert list(iter_samples([two_members])) == expected
     for damaged in (packed[:-20], packed[: len(packed) // 2], packed[:5000] + b"???" + packed[5003:]):

@@ -15,7 +15,6 @@ from leftovers import leftovers
 
 from streaming import DataLoader
 from streaming.batches.collate import default_collate
-from streaming.catalog import open as catalog_open
 from streaming.engine import delivery
 from streaming.engine.delivery import Delivery
 from streaming.engine.memory import mapped
@@ -35,8 +34,7 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
 
 
 @pytest.fixture
-def streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleSet:
-    monkeypatch.setattr(catalog_open, "SCAN_LIMIT_BYTES", 0)
+def streamed(tmp_path: Path, not_scanned: None) -> SampleSet:
     return write_set(tmp_path / "streamed", (32, 32, 32), indexed=False)
 
 

@@ -54,9 +54,8 @@ def compressed(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def large(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> SampleSet:
+def large(samples: SampleSet, not_scanned: None) -> SampleSet:
     """The same, as if it were too large to be indexed at start."""
-    monkeypatch.setattr("streaming.catalog.open.SCAN_LIMIT_BYTES", 1000)
     return samples
 
 

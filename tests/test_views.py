@@ -137,12 +137,11 @@ def test_views_travel(samples: SampleSet) -> None:
         assert [sample["__key__"] for sample in other] == list(samples.keys[4:9])
 
 
-def test_a_view_of_what_cannot_be_viewed(samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_of_what_cannot_be_viewed(samples: SampleSet, tmp_path: Path, not_scanned: None) -> None:
     with pytest.raises(ConfigError, match="without a step"):
         samples.open()[::2]
     with pytest.raises(ConfigError, match="no samples"):
         DataLoader(samples.open()[2:2], 1)
-    monkeypatch.setattr("streaming.catalog.open.SCAN_LIMIT_BYTES", 0)
     streamed = write_set(tmp_path, (5,), indexed=False).open()
     for look in (lambda: streamed[:2], lambda: streamed.take(2)):
         with pytest.raises(IndexMissingError, match="shard_tools index"):
