@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
-from streaming import DataLoader, StreamingDataset
+from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.engine.memory.arena import PAGE_BYTES
@@ -26,6 +26,8 @@ from streaming.storage import Storage
 from streaming.types import Int64Array
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
+SMALL_WINDOW: Mapping[str, Any] = {"shuffle": ShuffleConfig(window=40)}
+"""For sets that are streamed: the window of 4,096 samples is filled by reading a set of 200 twenty times."""
 Batches = list[Counter[str]]
 """Global batches as multisets of keys."""
 
@@ -38,14 +40,16 @@ class SampleSet:
         url: All shards, as a directory.
         keys: Keys in storage order.
         storage_options: To read them with.
+        options: To open them with, where a test gives no others.
     """
 
     url: str
     keys: tuple[str, ...]
     storage_options: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, **options: Any) -> StreamingDataset:
-        return StreamingDataset(self.url, storage_options=self.storage_options, **options)
+        return StreamingDataset(self.url, storage_options=self.storage_options, **{**self.options, **options})
 
 
 def make_sample(number: int) -> dict[str, Any]:

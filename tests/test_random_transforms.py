@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import logging
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_sets import SampleSet, mesh_of, write_set
+from data_sets import SMALL_WINDOW, SampleSet, mesh_of, write_set
 
 from infra import DeviceMesh
 from streaming import DataLoader, StreamingDataset
@@ -41,7 +42,7 @@ def compressed(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
     for path in sorted(directory.glob("*.tar")):
         path.with_suffix(".tar.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
         path.unlink()
-    return plain
+    return replace(plain, options=SMALL_WINDOW)
 
 
 def with_rng(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:

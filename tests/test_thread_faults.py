@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from data_sets import SampleSet, write_set
+from data_sets import SMALL_WINDOW, SampleSet, write_set
 from leftovers import leftovers
 
 from streaming import DataLoader
@@ -35,7 +36,7 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
 
 @pytest.fixture
 def streamed(tmp_path: Path, not_scanned: None) -> SampleSet:
-    return write_set(tmp_path / "streamed", (32, 32, 32), indexed=False)
+    return replace(write_set(tmp_path / "streamed", (32, 32, 32), indexed=False), options=SMALL_WINDOW)
 
 
 @pytest.fixture(params=["indexed", "streamed"])
