@@ -26,6 +26,7 @@ import inspect
 import random
 import sys
 import types
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -203,33 +204,32 @@ def _in_function(function: types.FunctionType) -> tuple[str, list[Any]]:
     if _is_foreign(function):
         return "", []
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    known = {**vars(builtins), **function.__globals__, **{name: _content(cell) for name, cell in cells}}
+    known = ChainMap({name: _content(cell) for name, cell in cells}, function.__globals__, vars(builtins))
     others = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return _in_code(function.__code__, known, others), others
 
 
-def _in_code(code: types.CodeType, known: dict[str, Any], others: list[Any]) -> str:  # noqa: C901  one per kind
+def _in_code(code: types.CodeType, known: ChainMap[str, Any], others: list[Any]) -> str:  # noqa: C901  one per kind
     """Follow each ``a.b.c`` that is loaded, as far as ``known`` names tell what it is; see ``_in_function``."""
-    known = {name: value for name, value in known.items() if name not in code.co_varnames}
+    known = known.new_child(dict.fromkeys(code.co_varnames))  # not known before they are stored
     own_generator = any(isinstance(names, tuple) and "generator" in names for names in code.co_consts)
     one: Any = None  # what has just been loaded
     importing: Any = None  # the module from which names are being imported
     constant: Any = None
-    for step in dis.get_instructions(code):
-        name = step.argval
-        if step.opname in _ROOTS:
+    for opname, name in _steps(code):
+        if opname in _ROOTS:
             one = known.get(name)
-        elif step.opname in _ATTRIBUTES:
+        elif opname in _ATTRIBUTES:
             if one is None and name in _TENSOR_DRAWS and not own_generator:
                 return f"Tensor.{name}"
-            importing = one if step.opname == "IMPORT_FROM" else None
+            importing = one if opname == "IMPORT_FROM" else None
             one = inspect.getattr_static(one, name, None)
-        elif step.opname == "IMPORT_NAME":
+        elif opname == "IMPORT_NAME":
             importing = one = sys.modules.get(name if constant else name.partition(".")[0])
-        elif step.opname.startswith("STORE_") and one is not None:
+        elif opname.startswith("STORE_") and one is not None:
             known[name], one = one, importing
         else:
-            one, importing, constant = None, None, step.argval
+            one, importing, constant = None, None, name
             if isinstance(constant, types.CodeType):  # a function inside this one
                 found = _in_code(constant, known, others)
                 if found:
@@ -240,6 +240,12 @@ def _in_code(code: types.CodeType, known: dict[str, Any], others: list[Any]) -> 
         if not found and one is not None and not isinstance(one, types.ModuleType):
             others.append(one)
     return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _steps(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
+    """What a code does, and with what; kept, for it takes a millisecond, and every loader looks at the same ones."""
+    return tuple((step.opname, step.argval) for step in dis.get_instructions(code))
 
 
 def _is_code(part: Any) -> bool:
