@@ -240,13 +240,13 @@ class ChunkSource:
         return self.storage.in_flight()
 
     @cached_property
-    def _shown_urls(self) -> list[str]:
-        return [redact(url) for url in self.shards.urls]
+    def _shown_urls(self) -> npt.NDArray[np.object_]:
+        return np.array([redact(url) for url in self.shards.urls], object)
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """URL of the shard of each chunk, as samples and messages show it: without what may be secret."""
-        urls = self._shown_urls
-        return [urls[shard] for shard in self.table.shard[chunk_ids].tolist()]
+        urls: list[str] = self._shown_urls[self.table.shard[chunk_ids]].tolist()
+        return urls
 
     def _whole_id(self, chunk_id: int) -> int:
         """The number of a chunk in the table of all chunks."""

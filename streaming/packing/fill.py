@@ -61,8 +61,9 @@ class Segments:
         first, num_places = self.places[low], self.places[high] - self.places[low]
         heads = self.heads[self.head_splits[low] : self.head_splits[high]]
         fixed = None if shape.max_docs is None else (high - low) * (shape.max_docs + 1) + 1
-        found = np.full(fixed or len(heads) + 1, num_places, np.int32)
+        found = np.empty(fixed or len(heads) + 1, np.int32)
         np.subtract(heads, first, out=found[: len(heads)], casting="unsafe")
+        found[len(heads) :] = num_places
         return found, max(self.longest[low:high], default=0) if fixed is None else shape.length
 
 
@@ -88,16 +89,19 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
     numbers[~there] = NO_DOCUMENT
     rooms = rounded(taken, shape.multiple)
     used = _sums(rooms)[rows.splits]
-    # Two runs a piece (its tokens, the gap up to its room) and one a pack (the rest of the row), in order of places.
-    pieces = 2 * np.arange(len(taken)) + packs
-    rests = 2 * rows.splits[1:] + np.arange(num_packs)
-    counts = np.empty(2 * len(taken) + num_packs, np.int64)
-    counts[pieces], counts[pieces + 1], counts[rests] = taken, rooms - taken, widths - np.diff(used)
+    # A run for each piece, one for the gap up to its room where there can be any, and one for the rest of each row, in
+    # order of places.
+    step = 1 if shape.multiple == 1 else 2
+    pieces = step * np.arange(len(taken)) + packs
+    rests = step * rows.splits[1:] + np.arange(num_packs)
+    counts = np.zeros(step * len(taken) + num_packs, np.int64)
+    counts[pieces], counts[rests] = taken, widths - np.diff(used)
+    heads = np.ones(len(counts), np.bool_)
+    if step > 1:
+        counts[pieces + 1], heads[pieces + 1] = rooms - taken, False
     # Repeated as the smallest numbers that hold them: a quarter of the memory traffic.
     documents = np.full(len(counts), NO_DOCUMENT, np.min_scalar_type(-int(widths.max(initial=1))))
     documents[pieces] = numbers
-    heads = np.ones(len(counts), np.bool_)
-    heads[pieces + 1] = False
     runs = np.flatnonzero(counts)
     counts, documents, heads = counts[runs], documents[runs], heads[runs]
     begins = np.cumsum(counts) - counts

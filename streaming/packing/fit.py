@@ -11,8 +11,8 @@ checkpoint, pinned by ``tests/golden/packs.json``.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass, fields, replace
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -163,39 +163,37 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int 
     places = scale - 1  # of a fresh pack; 0: they are not counted
     bits = sum(counts).bit_length()  # of the number of a pack
     mask, one = (1 << bits) - 1, min(places, 1) << bits
-    # Packs that something still to come can go into, sorted, as numbers: (room * scale + places) << bits | pack.
-    rooms: list[int] = []
+    # A pack that something still to come can go into is a number, (room * scale + places) << bits | pack. Those with
+    # room for this size lie on a stack, the fullest on top. The others wait in a heap of negatives, the emptiest first:
+    # sizes fall, so that whatever comes onto the stack is fuller than all that lies there.
+    fitting: list[int] = []
+    waiting: list[int] = []
     pack_of: list[int] = []
     num_packs, least = 0, (sizes[-1] * scale << bits) + one if sizes else 0
     for size, pieces in zip(sizes, counts, strict=True):
         count = pieces  # still to place
         wanted = size * scale << bits
-        place = bisect_left(rooms, wanted)  # of the fullest pack with room
-        while count and place < len(rooms):
-            key = rooms.pop(place)
+        taken = wanted + one
+        while waiting and -waiting[0] >= wanted:
+            fitting.append(-heappop(waiting))
+        while count:
+            if fitting:
+                key = fitting.pop()
+            else:
+                key = (capacity * scale + places << bits) + num_packs
+                num_packs += 1
             if count == 1 or key < 2 * wanted:
                 pack_of.append(key & mask)
                 count -= 1
-                key -= wanted + one
+                key -= taken
             else:
                 room, left = divmod(key >> bits, scale)
                 each = min(room // size, count, left or count)
                 pack_of += [key & mask] * each
                 count -= each
-                key -= each * (wanted + one)
+                key -= each * taken
             if key >= least and (not places or (key >> bits) % scale):
-                insort(rooms, key, 0, place)
-                place += 1  # it has no room for another of this size, or none is left
-        if count:
-            each = min(capacity // size, places or capacity)
-            for pack in range(num_packs, num_packs - (-count // each)):
-                taken = min(each, count)
-                pack_of += [pack] * taken
-                key = ((capacity * scale + places) << bits) + pack - taken * (wanted + one)
-                if key >= least and (not places or (key >> bits) % scale):
-                    insort(rooms, key)
-                count -= taken
-                num_packs += 1
+                heappush(waiting, -key)
     return pack_of
 
 
