@@ -62,9 +62,9 @@ def made_once(data: str, name: str, make: Callable[[str], None]) -> str:
     return folder
 
 
-def write_shards(folder: str, samples: Iterable[Mapping[str, object]], *, per_shard: int) -> None:
-    """Shards of so many samples each, with their index."""
-    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=per_shard, max_bytes="4GB") as writer:
+def write_shards(folder: str, samples: Iterable[Mapping[str, object]], *, per_shard: int, columns: Any = None) -> None:
+    """Shards of so many samples each, with their index and, if asked for, columns lifted from the samples."""
+    with ShardWriter(f"{folder}/{{:06d}}.tar", max_samples=per_shard, max_bytes="4GB", columns=columns) as writer:
         for sample in samples:
             writer.write(sample)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -166,6 +168,67 @@ def test_witness_tells_other_pictures_however_they_are_laid_out(peers, tmp_path)
     assert verdict(pictures[1:]) == "1 of 2 checked samples have other content"
     with pytest.raises(ValueError, match="expected uint8"):
         verdict(pictures[:2].astype(np.float32))
+
+
+def pack_row(sets: ModuleType, length: int, *spans: tuple[int, int]) -> np.ndarray:
+    """Tokens of these spans of all documents, in one row with padding behind."""
+    tokens = np.concatenate([sets.tokens_between(0, 200)[start:stop] for start, stop in spans])
+    return np.pad(tokens, (0, length - len(tokens))).astype(np.int64)
+
+
+@pytest.fixture
+def pack_verdict(peers, tmp_path):
+    """Judge rows of a pass over documents of 10, 30 and 24 tokens."""
+    sets, contestant = peers["sets"], peers["contestant"]
+    np.save(tmp_path / "borders.npy", np.array([0, 10, 40, 64]))
+
+    def verdict(rows: list[np.ndarray], *, whole: bool = True, **rule: bool) -> str:
+        one = dataclasses.replace(sets.SETS["packs-2k"], length=len(rows[0]))
+        witness = contestant.PackWitness(one, contestant.Packing(rule="", **rule), check_all=True)
+        count = sum(witness.see(row[None]) for row in rows)
+        return witness.verdict(str(tmp_path), count, whole=whole)
+
+    return verdict
+
+
+def test_witness_of_packs_tells_lost_doubled_foreign_and_torn_tokens(peers, pack_verdict):
+    row = functools.partial(pack_row, peers["sets"], 16)
+    packed = [row((0, 10)), row((10, 26)), row((26, 40)), row((40, 56)), row((56, 64))]
+    assert pack_verdict(packed) == ""
+    assert pack_verdict(packed[1:]) == "54 tokens instead of 64"
+    assert pack_verdict(packed[1:], whole=False) == ""
+    assert pack_verdict([*packed, packed[0]]) == "74 tokens instead of 64; 10 of 74 checked tokens came twice"
+    assert pack_verdict([row((64, 74)), *packed[1:]]) == "10 of 64 checked tokens are others"
+    assert "checked tokens are others" in pack_verdict([packed[0][::-1], *packed[1:]])
+    assert pack_verdict([row((0, 4)), row((4, 10)), *packed[1:]]) == "1 pieces begin in the middle of a document"
+    assert (
+        pack_verdict([row((40, 44), (0, 4)), row((4, 10)), *packed[1:3], row((44, 60)), row((60, 64))], cuts=True) == ""
+    )
+    assert "2 pieces" in pack_verdict([row((0, 4), (6, 10), (4, 6)), *packed[1:]], cuts=True), "not where a row begins"
+
+
+def test_rows_may_be_cut_anywhere_where_that_is_the_rule(peers, pack_verdict):
+    rows = [pack_row(peers["sets"], 15, (start, start + 15)) for start in range(0, 60, 15)]
+    assert pack_verdict(rows, cuts=True, drops=True) == ""
+    assert pack_verdict(rows, cuts=True) == "60 tokens instead of 64"
+    assert pack_verdict(rows, drops=True).startswith("4 of 60 checked tokens are others")
+
+
+def test_packs_are_counted_in_tokens_and_our_other_ways_are_no_peers(peers):
+    report = peers["report"]
+    runs = {"ours": [run(2_000_000, 1.0, fill=0.99)], "ours_cut": [run(2_000_000, 0.5, fill=1.0)],
+            "theirs": [run(2_000_000, 4.0, fill=0.9), run(2_000_000, 4.0, fill=0.8)]}  # fmt: skip
+    results = {"machine": "a machine", "versions": {}, "sizes": {"packs": 2_000_000},
+               "runs": {f"packs disk 0 {peer}": found for peer, found in runs.items()}}  # fmt: skip
+    packs = report.Packs(
+        sets=("packs",), rules={"ours": "best fit", "ours_cut": "cut", "theirs": "first"}, kin=("ours_cut",)
+    )
+    titles = {"ours": "Ours", "ours_cut": "Ours, cut", "theirs": "Theirs"}
+    text = report.document(results, {"packs": "Documents to packs"}, titles, "ours", packs)
+    assert "| Ours | **2,000,000** | 1 | 1 | 0.50 | 99.00 | best fit |" in text
+    assert "| Ours, cut | 4,000,000 (0.5 x) | 1 | 1 | 0.50 | 100.00 | cut |" in text
+    assert "| Theirs | 500,000 (4.0 x) | 1 | 1 | 0.50 | 80.00 | first |" in text
+    assert "best against best 4.00 x (0 workers; Theirs, 0 workers)" in text
 
 
 def test_s3_server_has_the_files_of_a_folder_and_leaves_with_its_parent(tmp_path):

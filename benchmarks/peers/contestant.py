@@ -5,7 +5,7 @@ over it and writes what it saw to ``--output`` as JSON. Module ``peer_PEER`` say
 
 - ``make(job)``: fills ``job.data`` from the shards in ``job.source``; absent where the shards themselves are read;
 - ``batches(job)``: opens everything anew and yields, per batch, what the set asks for: a list of bytes-like objects,
-  or a tensor, first axis samples.
+  or a tensor, first axis samples; of packs ``input_ids``, int64 [B, T], 0 where there is no token.
 
 The clock runs from before ``batches`` is called (imports are done) to the arrival of the last batch.
 """
@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from environments import PEERS, Packing
 from processes import cpu_s
-from sets import PIXEL_TOLERANCE, SETS, TOKENS_PER_SEQUENCE, Set, fingerprint, thumbnail
+from sets import PAIRS, PIXEL_TOLERANCE, SETS, TOKENS_PER_SEQUENCE, Set, fingerprint, pairs_in, thumbnail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +66,11 @@ class Witness:
         self._check_all = check_all
         self._marks: list[Any] = []
 
-    def see(self, payload: Any) -> None:
-        """Take the mark of the batch's first sample, or of all its samples."""
+    def see(self, payload: Any) -> int:
+        """Take the mark of the batch's first sample, or of all its samples; return their number."""
         rows = range(len(payload) if self._check_all else 1)
         self._marks += [self._mark(payload[row]) for row in rows]
+        return len(payload)
 
     def _mark(self, item: Any) -> Any:
         if self._set.name == "images-decoded":
@@ -104,14 +106,69 @@ class Witness:
         return len(np.load(os.path.join(source, "fingerprints.npy"), mmap_mode="r"))
 
 
-def deliver(batches: Iterator[Any], witness: Witness, seconds: float, start_s: float) -> dict[str, Any]:
-    """Take batches until they or ``seconds`` end."""
+class PackWitness:
+    """Counts the tokens of packs and keeps rows of them while the clock runs, and judges them afterwards."""
+
+    def __init__(self, one: Set, packing: Packing, *, check_all: bool) -> None:
+        self._length = one.length
+        self._packing = packing
+        self._check_all = check_all
+        self._rows: list[np.ndarray] = []
+        self.num_tokens = self.num_places = 0
+
+    def see(self, payload: Any) -> int:
+        """Keep the batch's first row, or all its rows; return how many tokens it has, without padding."""
+        ids = np.asarray(payload)
+        if ids.dtype != np.int64 or ids.ndim != 2 or ids.shape[1] != self._length:
+            raise ValueError(f"expected int64 [B, {self._length}], got {ids.dtype} {ids.shape}")
+        self._rows.append((ids if self._check_all else ids[:1]).astype(np.uint16))
+        num_tokens = int(np.count_nonzero(ids))
+        self.num_tokens += num_tokens
+        self.num_places += ids.size
+        return num_tokens
+
+    def verdict(self, source: str, count: int, *, whole: bool) -> str:
+        """Empty where tokens came once each, in order, and all of them unless the contestant drops some; else why."""
+        borders = np.load(os.path.join(source, "borders.npy"))
+        rows = np.concatenate(self._rows)
+        at, pairs = pairs_in(rows)
+        num_checked = int(np.count_nonzero(rows))
+        foreign = int((pairs >= borders[-1] // 2).sum())
+        others = num_checked - 2 * (len(pairs) - foreign) - self._allowed_halves(rows)
+        doubled = 2 * (len(pairs) - len(np.unique(pairs)))
+        torn = 0 if foreign else self._num_torn(at, pairs, borders)
+        lost = whole and (count > borders[-1] or (count < borders[-1] and not self._packing.drops))
+        faults = [f"{count} tokens instead of {borders[-1]}"] * bool(lost)
+        faults += [f"{others} of {num_checked} checked tokens are others"] * bool(others)
+        faults += [f"{doubled} of {num_checked} checked tokens came twice"] * bool(doubled)
+        faults += [f"{torn} pieces begin in the middle of a document"] * bool(torn)
+        return "; ".join(faults)
+
+    def _allowed_halves(self, rows: np.ndarray) -> int:
+        """Halves of pairs at the ends of rows, where documents may be cut anywhere."""
+        if not self._packing.cuts:
+            return 0
+        first, last = rows[:, 0], rows[:, -1]
+        return int((first > PAIRS).sum() + ((last > 0) & (last <= PAIRS)).sum())
+
+    def _num_torn(self, at: np.ndarray, pairs: np.ndarray, borders: np.ndarray) -> int:
+        """Pieces that begin neither with their document nor, as longer ones are split, at a multiple of T in it."""
+        begins = np.ones(len(pairs), bool)
+        begins[1:] = (pairs[1:] != pairs[:-1] + 1) | (at[1:] // self._length != at[:-1] // self._length)
+        if self._packing.cuts:  # anywhere: at a row's beginning
+            begins[at % self._length <= 1] = False
+        tokens = 2 * pairs[begins]
+        documents = borders[np.searchsorted(borders, tokens, side="right") - 1]
+        return int(((tokens - documents) % self._length != 0).sum())
+
+
+def deliver(batches: Iterator[Any], witness: Witness | PackWitness, seconds: float, start_s: float) -> dict[str, Any]:
+    """Take batches until they or ``seconds`` end; of packs, ``samples`` are tokens."""
     samples = first_samples = num_batches = 0
     first_s = last_s = 0.0
     whole = True
     for payload in batches:
-        witness.see(payload)
-        samples += len(payload)
+        samples += witness.see(payload)
         num_batches += 1
         last_s = time.perf_counter() - start_s
         if num_batches == 1:
@@ -153,13 +210,20 @@ def main() -> None:
         if args.verb == "make":
             peer.make(job)
             return
-        witness = Witness(job.set, check_all=args.check_all)
+        packing = PEERS[args.peer].packing
+        witness: Witness | PackWitness
+        if job.set.length and packing is not None:
+            witness = PackWitness(job.set, packing, check_all=args.check_all)
+        else:
+            witness = Witness(job.set, check_all=args.check_all)
         before_s, main_before_s, start_s = cpu_s(os.getpid()), time.process_time(), time.perf_counter()
         batches = iter(peer.batches(job))
         result = deliver(batches, witness, args.seconds, start_s)
         result["main_cpu_s"] = time.process_time() - main_before_s
         result["cpu_s"] = cpu_s(os.getpid()) - before_s
         result["wrong"] = witness.verdict(job.source, result["samples"], whole=result["whole"])
+        if isinstance(witness, PackWitness):
+            result["fill"] = witness.num_tokens / witness.num_places
         write(args.output, result)
         del batches
     sys.stdout.flush()

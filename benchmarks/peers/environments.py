@@ -18,13 +18,35 @@ class PeerError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How a contestant makes rows of T tokens of documents: in words, and what the check has to allow."""
+
+    rule: str
+    cuts: bool = False
+    """Rows begin and end in the middle of documents."""
+    drops: bool = False
+    """Some tokens, behind the last whole row of a file, are not delivered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A contestant: module ``peer_NAME``, whether it reads a copy of its own of the data, why it cannot read S3."""
+    """A contestant: module ``peer_NAME``, whether it reads a copy of its own of the data, why it cannot read S3.
+
+    ``only_packs``: it takes part in no other set. ``of``: the contestant whose environment and data it shares.
+    """
 
     name: str
     title: str
     own_data: bool = False
     no_s3: str = ""
+    packing: Packing | None = None
+    only_packs: bool = False
+    of: str = ""
+
+    @property
+    def home(self) -> str:
+        """Whose environment and data it has."""
+        return self.of or self.name
 
 
 OURS = "shardstream"
@@ -33,21 +55,78 @@ _BLOCK_SIZE = "its tar builder opens files with block_size=0, which s3fs hands o
 PEERS = {
     one.name: one
     for one in (
-        Peer(name=OURS, title="shardstream"),
+        Peer(
+            name=OURS,
+            title="shardstream",
+            packing=Packing(
+                rule="`Packed`: best fit, documents whole, longer ones split; also labels, positions, borders"
+            ),
+        ),
+        Peer(
+            name="shardstream_cut",
+            only_packs=True,
+            of=OURS,
+            title="shardstream, rows cut when written",
+            own_data=True,
+            packing=Packing(
+                rule="no packing: a record is a row, the rest was dropped; `input_ids` alone", cuts=True, drops=True
+            ),
+        ),
         Peer(name="webdataset", title="webdataset", no_s3=_NO_HANDLER),
         Peer(name="mosaic", title="Mosaic Streaming", own_data=True),
-        Peer(name="litdata", title="LitData", own_data=True),
-        Peer(name="energon", title="Megatron-Energon", own_data=True),
+        Peer(
+            name="litdata",
+            title="LitData",
+            own_data=True,
+            packing=Packing(
+                rule="`TokensLoader`: end to end and cut at T, a chunk's rest dropped; `input_ids` alone",
+                cuts=True,
+                drops=True,
+            ),
+        ),
+        Peer(
+            name="energon",
+            title="Megatron-Energon",
+            own_data=True,
+            packing=Packing(rule="a buffer of 1,000, its user's first fit by falling length; `input_ids` alone"),
+        ),
         Peer(name="torchdata", title="StatefulDataLoader over webdataset", no_s3=_NO_HANDLER),
         Peer(name="huggingface", title="Hugging Face datasets", own_data=True, no_s3=_BLOCK_SIZE),
-        Peer(name="grain", title="Grain", own_data=True, no_s3="ArrayRecord has no S3 client"),
+        Peer(
+            name="grain",
+            title="Grain",
+            own_data=True,
+            no_s3="ArrayRecord has no S3 client",
+            packing=Packing(rule="`FirstFitPackIterDataset`, a batch of bins; also positions, segments"),
+        ),
+        Peer(
+            name="grain_concat",
+            only_packs=True,
+            of="grain",
+            title="Grain, concatenate then split",
+            own_data=True,
+            packing=Packing(
+                rule="`ConcatThenSplitIterDataset`: end to end and cut at T; also positions, segments", cuts=True
+            ),
+        ),
+        Peer(
+            name="torchtitan",
+            title="TorchTitan",
+            own_data=True,
+            only_packs=True,
+            packing=Packing(
+                rule="end to end and cut at T, each worker's rest dropped; not shuffled; also labels, positions",
+                cuts=True,
+                drops=True,
+            ),
+        ),
         Peer(name="spdl", title="SPDL, own tar reader", no_s3="no storage clients of its own"),
     )
 }
 
 
 def interpreter(name: str, venvs: str) -> str:
-    """The Python of ``name``'s environment, installed if it is not yet there; ours is the one that runs this.
+    """The Python of an environment, installed if it is not yet there; ours is the one that runs this.
 
     Raises:
         PeerError: It does not install.

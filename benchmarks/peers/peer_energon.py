@@ -68,6 +68,41 @@ class Encoder(DefaultTaskEncoder):
         return values
 
 
+class Packer(Encoder):
+    """Packs what a buffer holds, the longest first, each into the first pack that has room."""
+
+    @stateless
+    def encode_sample(self, sample: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        tokens = np.frombuffer(sample[self._set.field], np.uint16)
+        for start in range(0, len(tokens), self._set.length):
+            yield {**sample, self._set.field: tokens[start : start + self._set.length]}
+
+    def select_samples_to_pack(self, samples: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        packs: list[list[dict[str, Any]]] = []
+        rooms: list[int] = []
+        for sample in sorted(samples, key=lambda one: -len(one[self._set.field])):
+            size = len(sample[self._set.field])
+            place = next((place for place, room in enumerate(rooms) if room >= size), None)
+            if place is None:
+                place = len(packs)
+                packs.append([])
+                rooms.append(self._set.length)
+            packs[place].append(sample)
+            rooms[place] -= size
+        return packs
+
+    @stateless
+    def pack_selected_samples(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        row = np.zeros(self._set.length, np.int64)
+        tokens = np.concatenate([sample[self._set.field] for sample in samples])
+        row[: len(tokens)] = tokens
+        return {**samples[0], self._set.field: row}
+
+    @stateless
+    def batch(self, samples: list[dict[str, Any]]) -> Any:
+        return torch.from_numpy(np.stack([sample[self._set.field] for sample in samples]))
+
+
 def batches(job: Job) -> Iterator[Any]:
     path = job.data
     if job.store is not None:
@@ -78,7 +113,8 @@ def batches(job: Job) -> Iterator[Any]:
         batch_size=job.set.batch_size,
         shuffle_buffer_size=8 if job.set.large else 1000,
         max_samples_per_sequence=100,
-        task_encoder=Encoder(job),
+        task_encoder=Packer(job) if job.set.length else Encoder(job),
+        packing_buffer_size=1000 if job.set.length else None,
         repeat=False,
     )
     yield from get_loader(dataset)

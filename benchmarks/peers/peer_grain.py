@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -48,23 +48,63 @@ def tokens(record: bytes) -> np.ndarray:
     return np.frombuffer(record, np.uint16).astype(np.int64)
 
 
+def document(record: bytes) -> dict[str, np.ndarray]:
+    return {"bin": np.frombuffer(record, np.uint16)}
+
+
+class Pieces(grain.experimental.FlatMapTransform):
+    """Cuts documents of more than T tokens, which no bin takes."""
+
+    max_fan_out = 1000
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def flat_map(self, element: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        whole = element["bin"]
+        return [{"bin": whole[start : start + self._length]} for start in range(0, len(whole), self._length)]
+
+
+def first_fit(documents: grain.IterDataset, job: Job) -> grain.IterDataset:
+    pieces = grain.experimental.FlatMapIterDataset(documents, Pieces(job.set.length))
+    return grain.experimental.FirstFitPackIterDataset(
+        pieces, length_struct={"bin": job.set.length}, num_packing_bins=job.set.batch_size
+    )
+
+
 def listed(items: Sequence[Any]) -> list[Any]:
     return list(items)
 
 
-def batches(job: Job) -> Iterator[Any]:
+def samples(job: Job) -> grain.MapDataset:
     grain.config.update("py_debug_mode", False)
     names = sorted(entry.path for entry in os.scandir(job.data))
-    data = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(names)).shuffle(seed=0)
+    return grain.MapDataset.source(grain.sources.ArrayRecordDataSource(names)).shuffle(seed=0)
+
+
+def in_processes(data: grain.IterDataset, job: Job) -> grain.IterDataset:
+    return data.mp_prefetch(grain.MultiprocessingOptions(num_workers=job.workers)) if job.workers else data
+
+
+def packs(job: Job, pack: Callable[[grain.IterDataset, Job], grain.IterDataset]) -> Iterator[torch.Tensor]:
+    """Batches of packs; they stay uint16 until they are here, which is less to move."""
+    options = grain.ReadOptions(num_threads=16, prefetch_buffer_size=1024)  # documents, 1 MB of them
+    documents = samples(job).map(document).to_iter_dataset(options)
+    for batch in in_processes(pack(documents, job).batch(job.set.batch_size), job):
+        yield torch.from_numpy(batch["bin"].astype(np.int64))
+
+
+def batches(job: Job) -> Iterator[Any]:
+    if job.set.length:
+        yield from packs(job, first_fit)
+        return
+    data = samples(job)
     step = {"images-raw": unpacked, "images-decoded": pixels, "tokens": tokens}.get(job.set.name)
     if step is not None:
         data = data.map(step)
     data = data.batch(job.set.batch_size, batch_fn=None if job.set.name == "tokens" else listed)
     options = grain.ReadOptions(num_threads=16, prefetch_buffer_size=4 if job.set.large else 32)
-    loader = data.to_iter_dataset(options)
-    if job.workers:
-        loader = loader.mp_prefetch(grain.MultiprocessingOptions(num_workers=job.workers))
-    for batch in loader:
+    for batch in in_processes(data.to_iter_dataset(options), job):
         if job.set.name == "tokens":
             yield torch.from_numpy(batch)
         elif job.set.name == "images-decoded":

@@ -34,13 +34,13 @@ def tokens(path: str) -> Iterator[torch.Tensor]:
         yield torch.from_numpy(np.frombuffer(sample["bin"], np.uint16).copy())
 
 
-READ = {"images": images, "tokens": tokens}
+READ = {"images": images, "tokens": tokens, "documents": tokens}
 
 
 def make(job: Job) -> None:
     litdata.optimize(
         READ.get(job.set.data, fields), shard_files(job.source), job.data, chunk_bytes="64MB", num_workers=1,
-        item_loader=TokensLoader(TOKENS_PER_SEQUENCE) if job.set.data == "tokens" else None,
+        item_loader=token_loader(job) if READ.get(job.set.data) is tokens else None,
     )  # fmt: skip
 
 
@@ -67,6 +67,11 @@ def rows_of_tokens(items: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"bin": torch.stack(items).to(torch.int64)}
 
 
+def token_loader(job: Job) -> TokensLoader:
+    """Rows of so many tokens, whatever documents they are of."""
+    return TokensLoader(job.set.length or TOKENS_PER_SEQUENCE)
+
+
 def batches(job: Job) -> Iterator[Any]:
     options: dict[str, Any] = {"input_dir": job.data}
     if job.store is not None:
@@ -79,12 +84,13 @@ def batches(job: Job) -> Iterator[Any]:
                 "aws_secret_access_key": job.store.secret, "region_name": job.store.region,
             },
         }  # fmt: skip
-    if job.set.name == "tokens":
-        options["item_loader"] = TokensLoader(TOKENS_PER_SEQUENCE)
+    of_tokens = READ.get(job.set.data) is tokens
+    if of_tokens:
+        options["item_loader"] = token_loader(job)
     if job.set.name == "images-decoded":
         options["transform"] = pixels
     dataset = StreamingDataset(**options, shuffle=True, drop_last=False)
-    collate = {"tokens": rows_of_tokens, "images-decoded": rows_of_pixels}.get(job.set.name, rows)
+    collate = rows_of_tokens if of_tokens else rows_of_pixels if job.set.name == "images-decoded" else rows
     for batch in StreamingDataLoader(
         dataset, batch_size=job.set.batch_size, num_workers=job.workers, collate_fn=collate
     ):

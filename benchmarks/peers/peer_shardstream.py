@@ -1,4 +1,4 @@
-"""Ours: the shards as they are, with their index."""
+"""Ours: the shards as they are, with their index; of packs the column of documents' lengths in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from contestant import Job
 from sets import SIDE
 
-from streaming import DataLoader, StreamingDataset
+from streaming import DataLoader, Packed, StreamingDataset
 
 DECODE = {
     "images-raw": None,
@@ -25,7 +25,9 @@ def batches(job: Job) -> Iterator[Any]:
         url = job.url(job.source) + "/"
         options = {"endpoint_url": job.store.endpoint, "key": job.store.key, "secret": job.store.secret,
                    "region": job.store.region}  # fmt: skip
-    dataset = StreamingDataset(url, decode=DECODE[job.set.name], storage_options=options)
-    with DataLoader(dataset, job.set.batch_size, num_workers=job.workers, last_batch="partial") as loader:
+    dataset = StreamingDataset(url, decode=DECODE.get(job.set.name), storage_options=options)
+    dealt = Packed(dataset, job.set.length, field=job.set.field, dtype="uint16") if job.set.length else dataset
+    field = "input_ids" if job.set.length else job.set.field
+    with DataLoader(dealt, job.set.batch_size, num_workers=job.workers, last_batch="partial") as loader:
         for batch in loader:
-            yield batch[job.set.field]
+            yield batch[field]

@@ -7,8 +7,8 @@ A run is what ``measure.py`` and the contestant said of one process. Each either
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 LEAST_BATCHES = 20
@@ -35,8 +35,23 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Packs:
+    """What is counted in tokens: which sets, by which rule each contestant packs, and which of them are ours too."""
+
+    sets: tuple[str, ...] = ()
+    rules: Mapping[str, str] = field(default_factory=dict)
+    kin: tuple[str, ...] = ()
+
+
+NO_PACKS = Packs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Medians over the rounds of one case; ``batches``: the fewest; ``processes``: the most at once, None: unknown."""
+    """Medians over the rounds of one case; ``batches``: the fewest; ``processes``: the most at once, None: unknown.
+
+    Of packs, samples are tokens; ``fill`` is their share of the places in a batch, the least of all rounds.
+    """
 
     per_second: float
     cpu_s_per_sample: float
@@ -48,6 +63,7 @@ class Figures:
     whole: bool
     batches: int
     processes: int | None
+    fill: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +120,7 @@ def outcome(runs: Sequence[Mapping[str, Any]], size: int) -> Outcome:
         whole=all(run["whole"] for run in runs),
         batches=min(int(run.get("num_batches", LEAST_BATCHES)) for run in runs),
         processes=max((int(run["processes"]) for run in runs if "processes" in run), default=None),
+        fill=min((float(run["fill"]) for run in runs if "fill" in run), default=None),
     )
 
 
@@ -115,23 +132,33 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def table(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str], ours: str) -> str:
-    """One set at one place: a row per contestant, a column per number of workers, ours first and at the ratio of 1."""
+def table(
+    outcomes: Mapping[Case, Outcome], titles: Mapping[str, str], ours: str, rules: Mapping[str, str] | None = None
+) -> str:
+    """One set at one place: a row per contestant, a column per number of workers, ours first and at the ratio of 1.
+
+    With ``rules``, by contestant, it is of packs: tokens are counted, and how full packs are and the rule stand behind.
+    """
     workers = sorted({case.workers for case in outcomes})
     peers = [peer for peer in titles if any(case.peer == peer for case in outcomes)]
     found = {(case.peer, case.workers): result for case, result in outcomes.items()}
     several = "/".join(map(str, workers))
-    heads = ["", *(f"{count} worker{'s' * (count != 1)}, samples/s" for count in workers),
-             f"CPU ms a sample ({several})", f"peak MiB ({several})", f"first batch s ({several})"]  # fmt: skip
+    unit, cpu, scale = ("samples", "CPU ms a sample", 1e3) if rules is None else ("tokens", "CPU s a million", 1e6)
+    heads = ["", *(f"{count} worker{'s' * (count != 1)}, {unit}/s" for count in workers),
+             f"{cpu} ({several})", f"peak MiB ({several})", f"first batch s ({several})",
+             *([] if rules is None else [f"fill % ({several})", "rule"])]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for peer in peers:
         results = [found.get((peer, count)) for count in workers]
         cells = [titles[peer]]
         cells += [_rate_cell(result, found.get((ours, count)), own=peer == ours)
                   for count, result in zip(workers, results, strict=True)]  # fmt: skip
-        cells.append(_side_cell(results, lambda one: number(one.cpu_s_per_sample * 1e3)))
+        cells.append(_side_cell(results, lambda one: number(one.cpu_s_per_sample * scale)))
         cells.append(_side_cell(results, lambda one: f"{one.peak_bytes / 2**20:,.0f}"))
         cells.append(_side_cell(results, lambda one: f"{one.first_batch_s:.2f}"))
+        if rules is not None:
+            cells.append(_side_cell(results, lambda one: "-" if one.fill is None else f"{100 * one.fill:.2f}"))
+            cells.append(rules.get(peer, ""))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -150,7 +177,7 @@ def _rate_cell(result: Outcome | None, base: Outcome | None, *, own: bool) -> st
     return f"{text} ({ratio if min(result.batches, base.batches) >= LEAST_BATCHES else f'~~{ratio}~~'})"
 
 
-def _side_cell(results: Sequence[Outcome | None], shown: Any) -> str:
+def _side_cell(results: Sequence[Outcome | None], shown: Callable[[Figures], str]) -> str:
     texts = [shown(one) if isinstance(one, Figures) else "-" for one in results]
     return "" if set(texts) == {"-"} else " / ".join(texts)
 
@@ -194,8 +221,17 @@ def notes(outcomes: Mapping[Case, Outcome], titles: Mapping[str, str]) -> list[s
     ]
 
 
-def document(results: Mapping[str, Any], sets: Mapping[str, str], titles: Mapping[str, str], ours: str) -> str:
-    """The whole report as Markdown: from ``{"machine", "versions", "sizes", "runs": {key: [run, …]}, …}``."""
+def document(
+    results: Mapping[str, Any],
+    sets: Mapping[str, str],
+    titles: Mapping[str, str],
+    ours: str,
+    packs: Packs = NO_PACKS,
+) -> str:
+    """The whole report as Markdown: from ``{"machine", "versions", "sizes", "runs": {key: [run, …]}, …}``.
+
+    ``sets`` and ``titles`` name sets and contestants for people; our other ways to packs are no peers of ours.
+    """
     outcomes = {
         case: outcome(runs, results["sizes"][case.set])
         for key, runs in results["runs"].items()
@@ -214,14 +250,18 @@ def document(results: Mapping[str, Any], sets: Mapping[str, str], titles: Mappin
         "In brackets: how many times faster ours is. `~`: cut short, the whole pass extrapolated. CPU: all processes,",
         "user and system, while the clock runs. Peak: PSS of all processes together. The rules are in README.md.",
         f"Struck out: ratios to a rate from fewer than {LEAST_BATCHES} batches. Ours starts no worker process,",
-        "whatever is asked for, where a batch is only cut out of memory: bytes, records, tokens and large samples.",
+        "whatever is asked for, where a batch is only cut out of memory: all but decoded images.",
     ]
     places = sorted({(case.where, case.set) for case in outcomes}, key=lambda at: (at[0], list(sets).index(at[1])))
     for where, name in places:
         here = {case: one for case, one in outcomes.items() if (case.where, case.set) == (where, name)}
         place = "local disk, in the page cache" if where == "disk" else "an S3 server on loopback, nothing cached"
-        lines += ["", f"## {sets[name]}; {results['sizes'][name]:,} samples, {place}", ""]
-        lines += [table(here, titles, ours), "", best_peers(here, titles, ours), "", *notes(here, titles)]
+        packed = name in packs.sets
+        unit = "tokens" if packed else "samples"
+        lines += ["", f"## {sets[name]}; {results['sizes'][name]:,} {unit}, {place}", ""]
+        lines += [table(here, titles, ours, packs.rules if packed else None), ""]
+        rivals = {case: one for case, one in here.items() if case.peer not in packs.kin}
+        lines += [best_peers(rivals, titles, ours), "", *notes(here, titles)]
     lines += ["", "## Versions", ""]
     for peer, packages in results["versions"].items():
         lines.append(f"- {titles[peer]}: {', '.join(f'{name} {one}' for name, one in packages.items())}")

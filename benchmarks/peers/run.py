@@ -27,12 +27,13 @@ sys.path[1:1] = [REPOSITORY, os.path.dirname(HERE)]
 import common
 import source
 from environments import OURS, PEERS, Peer, PeerError, interpreter, last_line, versions
-from report import Case, document, flaw, rate
+from report import Case, Packs, document, flaw, rate
 from s3_server import as_store
 from sets import SETS, Set
 
 S3_SETS = ("images-raw", "records", "tokens", "large")
 S3_WORKERS = (0, 2)
+PACK_WORKERS = (0, 2)
 MAKE_TIMEOUT_S = 1800.0
 TITLES = {peer.name: peer.title for peer in PEERS.values()}
 
@@ -76,8 +77,15 @@ def cases(args: argparse.Namespace) -> list[Case]:
         for name in args.sets
         for workers in args.workers
         for peer in args.peers
-        if where == "disk" or (name in S3_SETS and workers in S3_WORKERS)
+        if takes_part(PEERS[peer], SETS[name])
+        and (workers in PACK_WORKERS or not SETS[name].length)
+        and (where == "disk" or (name in S3_SETS and workers in S3_WORKERS))
     ]
+
+
+def takes_part(peer: Peer, one: Set) -> bool:
+    """In packs those who have packing of their own, each way of theirs; in other sets each program once."""
+    return peer.packing is not None if one.length else not peer.only_packs
 
 
 class Results:
@@ -121,10 +129,10 @@ class Bench:
         self._pythons: dict[str, str] = {}
         os.makedirs(self.root, exist_ok=True)
 
-    def install(self, peer: str) -> dict[str, str]:
-        """The peer's environment; the versions in it."""
-        self._pythons[peer] = interpreter(peer, os.path.join(self._args.data, "venvs"))
-        return versions(peer, self._pythons[peer])
+    def install(self, name: str) -> dict[str, str]:
+        """The environment of this name; the versions in it."""
+        self._pythons[name] = interpreter(name, os.path.join(self._args.data, "venvs"))
+        return versions(name, self._pythons[name])
 
     def source(self, one: Set) -> str:
         """The shards of a set, made if they are not there."""
@@ -145,15 +153,17 @@ class Bench:
 
         def make(folder: str) -> None:
             command = [*self._contestant(peer.name, "make", one, shards, folder)]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_TIMEOUT_S, check=False,
-                                      env=self._environment(peer.name))  # fmt: skip
+            try:  # in a temporary folder of its own: some empty folders of theirs in the usual one
+                with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as scratch:
+                    environment = {**self._environment(peer.name), "TMPDIR": scratch}
+                    done = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_TIMEOUT_S, check=False,
+                                          env=environment)  # fmt: skip
             except subprocess.TimeoutExpired:
                 raise PeerError(f"its data was not made within {MAKE_TIMEOUT_S:.0f} s") from None
             if done.returncode:
                 raise PeerError(f"its data could not be made: {last_line(done.stderr)}")
 
-        return common.made_once(os.path.join(self.root, peer.name), one.data, make)
+        return common.made_once(os.path.join(self.root, peer.home), one.own_data, make)
 
     def measure(self, case: Case, store: dict[str, str] | None) -> dict[str, Any]:
         """One pass of one contestant in a process of its own."""
@@ -192,14 +202,14 @@ class Bench:
         }  # fmt: skip
 
     def _contestant(self, peer: str, verb: str, one: Set, shards: str, data: str) -> list[str]:
-        return [self._pythons[peer], os.path.join(HERE, "contestant.py"), peer, verb, "--set", one.name,
+        return [self._pythons[PEERS[peer].home], os.path.join(HERE, "contestant.py"), peer, verb, "--set", one.name,
                 "--root", self.root, "--source", shards, "--data", data]  # fmt: skip
 
     @staticmethod
     def _environment(peer: str) -> dict[str, str]:
         """The caller's, without what leads Python elsewhere; ours needs the way to this repository."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        return {**kept, "PYTHONPATH": REPOSITORY} if peer == OURS else kept
+        return {**kept, "PYTHONPATH": REPOSITORY} if PEERS[peer].home == OURS else kept
 
 
 def read_all(folder: str) -> None:
@@ -228,16 +238,19 @@ def prepare(bench: Bench, args: argparse.Namespace, results: Results) -> list[st
     """Environments and data of all; the peers that can take part."""
     present = []
     for peer in args.peers:
+        home = PEERS[peer].home
         try:
-            results.content["versions"][peer] = bench.install(peer)
-            results.content["absent"].pop(peer, None)
+            results.content["versions"][home] = bench.install(home)
+            results.content["absent"].pop(home, None)
             present.append(peer)
         except PeerError as failed:
-            results.content["absent"][peer] = str(failed)
-            print(f"{TITLES[peer]}: {failed}", file=sys.stderr)
+            results.content["absent"][home] = str(failed)
+            print(f"{TITLES[home]}: {failed}", file=sys.stderr)
     for name in args.sets:
         results.content["sizes"][name] = SETS[name].size(quick=args.quick)
         for peer in present:
+            if not takes_part(PEERS[peer], SETS[name]):
+                continue
             try:
                 bench.data(PEERS[peer], SETS[name])
             except PeerError as failed:
@@ -248,14 +261,19 @@ def prepare(bench: Bench, args: argparse.Namespace, results: Results) -> list[st
 def shown(case: Case, run: dict[str, Any], size: int) -> str:
     """A line of progress."""
     found = flaw(run)
-    text = f"{found.word}: {found.reason}" if found else f"{rate(run, size):12,.0f} samples/s"
+    text = f"{found.word}: {found.reason}" if found else f"{rate(run, size):12,.0f} {SETS[case.set].unit}/s"
     return f"{case.set:15} {case.where:5} {case.workers} workers  {TITLES[case.peer]:34} {text}"
 
 
 def write_report(results: Results, folder: str, args: argparse.Namespace) -> str:
     """``results.md`` beside ``results.json``; with ``--publish`` also what the repository shows."""
     titles = {name: one.title for name, one in SETS.items()}
-    text = document(results.content, titles, TITLES, OURS)
+    packs = Packs(
+        sets=tuple(name for name, one in SETS.items() if one.length),
+        rules={peer.name: peer.packing.rule for peer in PEERS.values() if peer.packing is not None},
+        kin=tuple(peer.name for peer in PEERS.values() if peer.of == OURS),
+    )
+    text = document(results.content, titles, TITLES, OURS, packs)
     with open(os.path.join(folder, "results.md"), "w") as file:
         file.write(text)
     chart = os.path.join(folder, "chart.svg")

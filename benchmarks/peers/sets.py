@@ -20,6 +20,9 @@ GRID = 7
 PIXEL_TOLERANCE = 5.0
 """Mean difference of those means, of 255, that decoders and ways of resizing may have."""
 
+PAIRS = 30_000
+"""Documents are pairs of tokens, of up to this value and above it, which say together which pair of the set it is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Set:
@@ -36,6 +39,18 @@ class Set:
     quick_num_shards: int
     decode: bool = False
     large: bool = False
+    length: int = 0
+    """Documents come packed in rows of so many tokens, and are counted in tokens; 0: samples come as they are."""
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "tokens" if self.length else "samples"
+
+    @property
+    def own_data(self) -> str:
+        """What a contestant's own copy of the data is called; that of packs may be cut to their length."""
+        return self.name if self.length else self.data
 
     def size(self, *, quick: bool) -> int:
         return self.quick_count if quick else self.count
@@ -47,6 +62,10 @@ class Set:
 _IMAGES: dict[str, Any] = {
     "data": "images", "field": "jpg", "batch_size": 64,
     "count": 20_000, "num_shards": 16, "quick_count": 320, "quick_num_shards": 8,
+}  # fmt: skip
+_DOCUMENTS: dict[str, Any] = {
+    "data": "documents", "field": "bin",
+    "count": 120_000_000, "num_shards": 16, "quick_count": 1_000_000, "quick_num_shards": 8,
 }  # fmt: skip
 
 SETS = {
@@ -66,8 +85,31 @@ SETS = {
             name="large", title="D4 samples of 20 MB, bytes", data="large", field="bin", batch_size=2,
             count=60, num_shards=12, quick_count=8, quick_num_shards=4, large=True,
         ),
+        Set(
+            name="packs-2k", title="D5 documents of 570 uint16 tokens to packs, int64 [32, 2048]", length=2048,
+            batch_size=32, **_DOCUMENTS,
+        ),
+        Set(
+            name="packs-8k", title="D5 documents of 570 uint16 tokens to packs, int64 [8, 8192]", length=8192,
+            batch_size=8, **_DOCUMENTS,
+        ),
     )
 }  # fmt: skip
+
+
+def tokens_between(start: int, stop: int) -> np.ndarray:
+    """Tokens ``start`` to ``stop``, both even, of all documents laid end to end, as uint16; 0 is none of them."""
+    pairs = np.arange(start // 2, stop // 2)
+    return np.stack([1 + pairs % PAIRS, 1 + PAIRS + pairs // PAIRS], axis=1).astype(np.uint16).ravel()
+
+
+def pairs_in(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Find the pairs in uint16 [R, T]: where each begins, in the rows laid end to end, and which of the set it is."""
+    flat = rows.ravel()
+    begins = (flat[:-1] > 0) & (flat[:-1] <= PAIRS) & (flat[1:] > PAIRS)
+    begins[rows.shape[1] - 1 :: rows.shape[1]] = False  # not from one row into the next
+    at = np.flatnonzero(begins)
+    return at, flat[at].astype(np.int64) - 1 + PAIRS * (flat[at + 1].astype(np.int64) - 1 - PAIRS)
 
 
 def fingerprint(payload: Any) -> int:

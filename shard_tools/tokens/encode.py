@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import connection
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,8 @@ from shard_tools.tokens.chat import ChatTemplate, Conversation, Pieces, Rejected
 from shard_tools.tokens.tokenizer import Ends, TokenizerFile, open_tokenizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
-    """A document as tokens, or why it has none.
+class Encoded(NamedTuple):
+    """A document as tokens, or why it has none. A tuple: it travels between processes for every document.
 
     Attributes:
         tokens: The ids, little-endian.
@@ -71,12 +71,16 @@ class Encoder:
     def _encoded(self, ids: Ids, mask: npt.NDArray[np.uint8] | None) -> Encoded:
         if not len(ids):
             return Encoded(reason="empty", what="the tokenizer makes nothing of its text")
-        begin = [] if self.ends.bos is None else [self.ends.bos]
-        end = [] if self.ends.eos is None else [self.ends.eos]
-        ids = np.concatenate([begin, ids, end]).astype(f"<u{self.ends.width}")
-        if mask is not None:
-            mask = np.concatenate([np.zeros(len(begin)), mask, np.zeros(len(end))]).astype(np.uint8)
-        return Encoded(tokens=ids.tobytes(), mask=None if mask is None else mask.tobytes())
+        width = self.ends.width
+        begin, end = (
+            b"" if token is None else token.to_bytes(width, "little") for token in (self.ends.bos, self.ends.eos)
+        )
+        tokens = b"".join((begin, ids.astype(f"<u{width}").data, end))
+        if mask is None:
+            return Encoded(tokens=tokens)
+        # Tokens that nobody said bear no loss.
+        said = b"".join((bytes(len(begin) // width), mask.data, bytes(len(end) // width)))
+        return Encoded(tokens=tokens, mask=said)
 
 
 def _render(template: ChatTemplate, conversation: Conversation) -> Pieces | Encoded:

@@ -129,14 +129,18 @@ class TokenSource:
 
         with contextlib.closing(ordered(self.executor, self.encoder, contents(), self.ahead)) as results:
             for found in results:
-                yield from zip(waiting.popleft(), found, strict=True)
+                batch = waiting.popleft()
+                yield from zip(batch, found, strict=True)
+                self.progress.advance(  # once a batch: a bar takes longer to draw than a document to be written
+                    num_bytes=sum(document.num_bytes for document in batch),
+                    num=sum(not encoded.reason for encoded in found),
+                )
 
     def _record(self, document: Document, encoded: Encoded) -> Record:
         num_tokens = len(encoded.tokens) // self.encoder.ends.width
         self.tally.num_documents += 1
         self.tally.num_tokens += num_tokens
         self.tally.longest = max(self.tally.longest, num_tokens)
-        self.progress.advance(num_bytes=document.num_bytes, num=1)
         record = document.record
         fields = self._kept(record)
         fields[TOKENS_FIELD] = encoded.tokens
