@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import pickle
@@ -245,6 +246,33 @@ class TestLocal:
         (_, temporary), *_ = calls
         assert Path(temporary).parent == tmp_path
         assert calls == [("sync", temporary), ("replace", temporary), ("sync", str(tmp_path))]
+
+    def test_small_pieces_are_written_together_in_their_order_and_a_full_disk_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write, calls = os.write, []
+
+        def counted(descriptor: int, data: memoryview) -> int:
+            calls.append(len(data))
+            return write(descriptor, data)
+
+        monkeypatch.setattr(os, "write", counted)
+        pieces = [bytes([number % 251]) * (1000 if number != 300 else 1 << 20) for number in range(600)]
+        with Storage().open_write(str(tmp_path / "a")) as writer:
+            assert [writer.write(piece) for piece in pieces] == [len(piece) for piece in pieces]
+            assert writer.num_bytes == sum(map(len, pieces))
+        assert (tmp_path / "a").read_bytes() == b"".join(pieces)
+        assert len(calls) <= 6, "the large one, and the small ones before and behind it by the quarter of a MiB"
+
+        def full(descriptor: int, data: memoryview) -> int:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+        monkeypatch.setattr(os, "write", full)
+        writer = Storage().open_write(str(tmp_path / "b"))
+        writer.write(b"held")
+        with pytest.raises(StorageError, match="no space left"):
+            writer.close()
+        assert os.listdir(tmp_path) == ["a"]
 
     def test_dangling_links_are_not_listed(self, tmp_path) -> None:
         (tmp_path / "a.tar").write_bytes(b"a")
