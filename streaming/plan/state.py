@@ -5,6 +5,7 @@ The state is the same on every rank, so it may be saved by one of them and loade
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from streaming.plan.order import OrderSettings
 STATE_VERSION = 4
 """Of a mixture of which a source grew; 3: whose shares are not dealt in chunks; 2: of one that deals chunks; 1: of one
 data set. So older releases read what they know."""
+_TEXT = "ledger_text"
+"""The ledger as JSON, a single value: torch.distributed.checkpoint takes lists of dicts apart, and gives back of them
+what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
 _MAX_COUNT = 2**62
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size",
@@ -103,7 +107,10 @@ class LoaderState:
             "num_samples": int(self.num_samples),
             "epoch_size": None if self.epoch_size is None else int(self.epoch_size),
         }
-        return made if self.ledger is None else {**made, "ledger": self.ledger.to_list()}
+        if self.ledger is None:
+            return made
+        entries = self.ledger.to_list()
+        return {**made, "ledger": entries, _TEXT: json.dumps(entries)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderState:
@@ -121,12 +128,42 @@ class LoaderState:
                 "load it with the release that saved it"
             )
         names = _NAMES if version == 1 else (*_NAMES, "ledger")
-        if set(data) != set(names):
+        if set(data) - {_TEXT} != set(names):
             missing, unknown = sorted(set(names) - set(data)), sorted(map(str, set(data) - set(names)))
             raise StateError(f"state: expected the keys {list(names)}; missing {missing}, unknown {unknown}")
         given = {**data, "order": OrderSettings.from_dict(data["order"])}
         del given["version"]
-        return cls(**given if version == 1 else {**given, "ledger": Ledger.from_list(data["ledger"])})
+        text = given.pop(_TEXT, None)
+        if version == 1:
+            return cls(**given)
+        return cls(**{**given, "ledger": Ledger.from_list(_whole_ledger(data["ledger"], text))})
+
+
+def _whole_ledger(entries: Any, text: str | None) -> Any:
+    """The entries; those of ``text`` where a program that restores values one by one gave back some of them alone.
+
+    Raises:
+        StateError: They say different things.
+    """
+    if text is None:  # of earlier releases
+        return entries
+    try:
+        whole = json.loads(text)
+        entries = json.loads(json.dumps(entries))
+    except (TypeError, ValueError) as error:
+        raise StateError(f"state: {_TEXT}: expected the ledger's JSON: {error}") from error
+    if not _is_part(entries, whole):
+        raise StateError(f"state: ledger and {_TEXT} say different things; change a ledger only after removing {_TEXT}")
+    return whole
+
+
+def _is_part(some: Any, whole: Any) -> bool:
+    """Whether all that is in ``some`` stands at the same place in ``whole``."""
+    if isinstance(some, list) and isinstance(whole, list):
+        return len(some) <= len(whole) and all(map(_is_part, some, whole))
+    if isinstance(some, dict) and isinstance(whole, dict):
+        return some.keys() <= whole.keys() and all(_is_part(some[name], whole[name]) for name in some)
+    return bool(some == whole)
 
 
 # ---------------------------------------------------------------------------------------------------- fingerprints

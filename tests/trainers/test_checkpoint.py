@@ -1,0 +1,99 @@
+"""States in torch.distributed.checkpoint: it takes them apart, and fills in what a new loader's state has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from data_sets import SampleSet, write_set
+from torch.utils.data import IterableDataset
+
+from streaming import DataLoader, Mixture
+from streaming.errors import StateError
+from streaming.integrations.checkpoint import WholeState
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, as meant
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleSet]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return {name: write_set(folder / name, (12, 20, 16)) for name in ("web", "code", "math")}
+
+
+def mixture(sources: dict[str, SampleSet], names: str = "web code") -> DataLoader:
+    parts = {name: sources[name].open() for name in names.split()}
+    return DataLoader(Mixture(parts, weights=dict.fromkeys(parts, 1), quotas="exact"), batch_size=6, num_threads=0)
+
+
+def keys(loader: DataLoader, count: int) -> list[list[str]]:
+    return [batch["__key__"] for batch, _ in zip(loader, range(count), strict=False)]
+
+
+def changed(loader: DataLoader) -> dict[str, Any]:
+    """The state of a run whose weights were changed twice."""
+    batches = iter(loader)
+    for weights in ({"web": 1, "code": 5}, {"web": 7, "code": 1}):
+        loader.set_weights(weights)
+        next(batches)
+    return loader.state_dict()
+
+
+def test_a_ledger_that_grew_comes_back(sources: dict[str, SampleSet], tmp_path: Path) -> None:
+    with mixture(sources) as loader, mixture(sources) as new:
+        state = changed(loader)
+        assert len(state["ledger"]) == 3
+        dcp.save({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"loader": new}, checkpoint_id=tmp_path, no_dist=True)
+        assert new.state_dict() == state
+        assert keys(new, 30) == keys(loader, 30)
+
+
+def test_a_ledger_that_was_edited_is_refused(sources: dict[str, SampleSet]) -> None:
+    with mixture(sources) as loader, mixture(sources) as new:
+        state = changed(loader)
+        state["ledger"][1]["weights"]["web"] = 9
+        with pytest.raises(StateError, match=r"ledger and ledger_text say different things.*removing ledger_text"):
+            new.load_state_dict(state)
+        del state["ledger_text"]  # as earlier releases wrote it
+        new.load_state_dict(state)
+        assert new.state_dict()["ledger"] == state["ledger"]
+
+
+def test_other_sources_than_before(sources: dict[str, SampleSet], tmp_path: Path) -> None:
+    with mixture(sources) as loader, mixture(sources, "web code math") as new:
+        state = changed(loader)
+        dcp.save({"loader": WholeState(loader)}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"loader": WholeState(new)}, checkpoint_id=tmp_path, no_dist=True)
+        assert new.state_dict()["ledger"][:3] == state["ledger"]
+        assert set(new.state_dict()["ledger"][-1]["sources"]) == {"web", "code", "math"}
+
+
+class Counting(IterableDataset[dict[str, int]]):
+    """Its state has other parts at other times."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < 1000:
+            self.at += 1
+            yield {"x": self.at}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "parts": [{"n": 1}] * (self.at % 3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_an_iterable_data_set(tmp_path: Path) -> None:
+    with DataLoader(Counting(), batch_size=10) as loader, DataLoader(Counting(), batch_size=10) as new:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        dcp.save({"loader 0": WholeState(loader)}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load({"loader 0": WholeState(new)}, checkpoint_id=tmp_path, no_dist=True)
+        assert next(iter(new))["x"].tolist() == next(batches)["x"].tolist() == list(range(31, 41))
