@@ -28,6 +28,7 @@ from streaming.epochs.iterator import Batches
 from streaming.epochs.watch import STALL_REPORT_S, Watchdog, checked_stall_report_s
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
+from streaming.job.store import tell_of_going_on
 from streaming.loops.base import BaseLoop
 from streaming.loops.fetcher import EpochLoop, LoopConfig
 from streaming.loops.map_style import OrdinaryLoop, is_iterable, open_ordinary, resolve_dataset
@@ -388,6 +389,7 @@ class DeviceMeshFetcher:
         loop.announce = Announcer(self.dataset, loop, self._finder)
         if self._check is not None:
             self._check.become(mesh)
+        tell_of_going_on(mesh.world_size)
         place = loop.position.place
         dropped = max(came_to - loop.row_of(place), 0) // size
         _log.info(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -153,6 +154,21 @@ def test_a_process_that_opens_alone_waits_no_longer_than_it_must(
         assert len(indexed.open()) == 202
     finally:
         threading.current_thread().name = name
+
+
+def test_nobody_waits_for_one_that_goes_on_from_an_older_world(
+    indexed: SampleSet, peers: ThreadPeers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "PEER_WAIT_S", 100.0)
+    before = threading.current_thread().name
+    try:
+        threading.current_thread().name = "rank 0"
+        shared.go_on(peers)
+        threading.current_thread().name, begun_s = "rank 3", time.monotonic()
+        assert len(indexed.open()) == 202
+        assert time.monotonic() - begun_s < 50
+    finally:
+        threading.current_thread().name = before
 
 
 def test_what_is_too_large_is_looked_up_by_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import zlib
 from collections.abc import Callable
 from typing import Protocol
@@ -12,6 +13,9 @@ from streaming.job.error_codec import error_from_json, error_to_json
 
 PEER_WAIT_S = 20.0
 """How long a process waits for a peer to begin what it counts on, before it does that itself."""
+
+LOOK_UP_S = 0.5
+"""How often it looks up whether that peer goes on from an older world, and begins nothing."""
 
 RESULT_WAIT_S = 600.0
 """How long it waits for one that has begun: listing and reading a large index from far away."""
@@ -43,7 +47,7 @@ class Peers(Protocol):
         """Leave ``data`` for the others."""
 
     def find(self, name: str, timeout_s: float) -> bytes | None:
-        """Return what somebody left, or None if nobody did in time."""
+        """Return what somebody left, or None if nobody did in time; 0: if nobody has."""
 
 
 def shared(peers: Peers, name: str, make: Callable[[], bytes]) -> bytes:
@@ -58,8 +62,7 @@ def shared(peers: Peers, name: str, make: Callable[[], bytes]) -> bytes:
     place = f"{name}/{peers.turn(name)}"
     if peers.rank == 0:
         return _made(peers, place, make)
-    if peers.find(f"{place}/begun", PEER_WAIT_S) is None:
-        _log.warning("rank 0 has not opened this data set within %g s; rank %d opens it alone", PEER_WAIT_S, peers.rank)
+    if not _begins(peers, 0, place, PEER_WAIT_S):
         return make()
     data = _told(peers, place, "raised on rank 0, which opens the data set for all ranks")
     return make() if data is None else data
@@ -79,11 +82,33 @@ def shared_parts(peers: Peers, name: str, make: Callable[[int], bytes]) -> list[
     for rank in range(peers.world_size):
         if rank in parts:
             continue
-        begun = peers.find(f"{place}/{rank}/begun", wait_s) is not None
+        begun = _begins(peers, rank, f"{place}/{rank}", wait_s)
         wait_s = wait_s if begun else 0.0
         data = _told(peers, f"{place}/{rank}", f"raised on rank {rank}") if begun else None
         parts[rank] = make(rank) if data is None else data
     return [parts[rank] for rank in range(peers.world_size)]
+
+
+def go_on(peers: Peers) -> None:
+    """Tell processes that join that this one has opened its data sets in an older world: they wait in vain."""
+    peers.leave(f"goes on/{peers.rank}", b"1")
+
+
+def _begins(peers: Peers, rank: int, place: str, wait_s: float) -> bool:
+    """Wait until ``rank`` begins, or is known to go on from an older world; whether it begins."""
+    until_s = time.monotonic() + wait_s
+    left_s = wait_s
+    while peers.find(f"{place}/begun", min(left_s, LOOK_UP_S)) is None:
+        if peers.find(f"goes on/{rank}", 0) is not None:
+            _log.info("rank %d goes on from an older world; rank %d opens this data set alone", rank, peers.rank)
+            return False
+        left_s = max(until_s - time.monotonic(), 0)
+        if not left_s:
+            if wait_s:
+                told = "rank %d has not begun to open this data set within %g s; rank %d does it in its place"
+                _log.warning(told, rank, wait_s, peers.rank)
+            return False
+    return True
 
 
 def _told(peers: Peers, place: str, raised: str) -> bytes | None:

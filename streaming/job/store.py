@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import parent_process
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from streaming.errors import ConfigError
-from streaming.job.once import Peers
+from streaming.job.once import Peers, go_on
 
 _CONNECT_S = 10.0
 """To the store of torchrun's agent, which listens before it starts any process."""
@@ -70,7 +71,9 @@ class StorePeers:
         """See ``Peers``."""
         key = f"shardstream/{name}"
         try:
-            self._store.wait([key], timedelta(seconds=timeout_s))
+            if not timeout_s and not self._store.check([key]):  # to wait for 0 s is to wait for ever
+                return None
+            self._store.wait([key], timedelta(seconds=timeout_s or 1))
         except dist.DistStoreError:
             return None
         return bytes(self._store.get(key))
@@ -128,6 +131,13 @@ def job_peers(agent: StoreAddress | None = None) -> Peers | None:
         _of_agents.clear()
         _of_agents[own] = _agent_peers(agent, own[0])
     return _of_agents[own]
+
+
+def tell_of_going_on(world_size: int) -> None:
+    """Tell processes that join, where torch.distributed was set up for this world, that this one opens nothing."""
+    if job_world_size() == world_size > 1:
+        with suppress(RuntimeError):  # the store is gone: so nobody joins by it
+            go_on(StorePeers(dist.get_rank(), world_size, dist.distributed_c10d._get_default_store()))
 
 
 def _agent_peers(agent: StoreAddress, pid: int) -> Peers | None:
