@@ -7,7 +7,7 @@ bound, are looked up at once; units are given back hardly later.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,19 @@ Select = Callable[[Block, slice], Rows | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Batches ``[first, last)``; batch ``first + i`` is rows, or packs, ``splits[i]`` to ``splits[i + 1]``."""
+    """Batches ``[first, last)``; batch ``first + i`` is rows, or packs, ``splits[i]`` to ``splits[i + 1]``.
+
+    Attributes:
+        rows: All of them.
+        allocate: Where the memory of their tensors comes from; None: fresh memory.
+        columns: The rows, from which batches are cut into that memory.
+    """
 
     first: int
     last: int
     splits: list[int]
+    rows: Rows
+    allocate: Allocate | None
     columns: Columns | PackColumns
     valid: Mask
 
@@ -52,14 +60,13 @@ class Group:
 class Groups:
     """Open one group after the other, each as large as the size of the last one suggests. Not thread-safe."""
 
-    def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool, allocate: Allocate) -> None:
+    def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:
         self._recipe = recipe
-        self._allocate = allocate if recipe.portion.is_whole else None
         self._padded = padded
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
         self._num_batches = 1  # of the next group; 0: the samples are too different for groups
 
-    def open(self, block: Block, first: int, frontier: int, select: Select) -> Group | None:
+    def open(self, block: Block, first: int, frontier: int, select: Select, allocate: Allocate | None) -> Group | None:
         """The group of the batches from ``first`` on, below ``frontier``; None if they are to be built one by one.
 
         What a batch holds does not depend on the group that it is in: rows that lack a field or are damaged, and
@@ -84,6 +91,15 @@ class Groups:
             first=first,
             last=last,
             splits=(splits - splits[0]).tolist(),
-            columns=self._recipe.columns(rows, self._allocate),
+            rows=rows,
+            allocate=allocate,
+            columns=self._columns(rows, allocate),
             valid=block.rows.valid[span] if self._padded else None,
         )
+
+    def moved(self, group: Group, allocate: Allocate | None) -> Group:
+        """The same group, whose batches lie in other memory from now on."""
+        return replace(group, allocate=allocate, columns=self._columns(group.rows, allocate))
+
+    def _columns(self, rows: Rows, allocate: Allocate | None) -> Columns | PackColumns:
+        return self._recipe.columns(rows, allocate if self._recipe.portion.is_whole else None)

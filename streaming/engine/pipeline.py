@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from streaming.arguments import format_bytes
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
@@ -118,9 +117,7 @@ class Pipeline(Delivery):
         self._releases: dict[int, list[Unit]] = defaultdict(list)
         self._built: set[int] = set()
         self._num_built = 0
-        self._groups = Groups(
-            settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad", allocate=self._allocate
-        )
+        self._groups = Groups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad")
         self._group: Group | None = None
         self._start()
 
@@ -255,6 +252,8 @@ class Pipeline(Delivery):
     def _cut(self, group: Group, batch: int) -> Any:
         """The batch, out of its group; after the last one the group is given back."""
         with self._metrics.timed("build_in_consumer_s"):
+            if group.allocate is not self._builder.allocate:  # page-locked from now on, or not any more
+                self._group = group = self._groups.moved(group, self._builder.allocate)
             try:
                 value = group.batch(batch, self._settings.recipe)
             except DecodeError:  # row by row it will be found out which
@@ -274,7 +273,8 @@ class Pipeline(Delivery):
             in_groups = not packs.padded and self._settings.balance is None
         if not self._builder.holds_gil or not in_groups:
             return None
-        return self._groups.open(self._block_of(first), first, self._frontier(), self._intact_rows)
+        allocate = self._builder.allocate
+        return self._groups.open(self._block_of(first), first, self._frontier(), self._intact_rows, allocate)
 
     def _intact_rows(self, block: Block, span: slice) -> Rows | None:
         of, packs = block.rows, self._settings.recipe.packs
@@ -289,11 +289,6 @@ class Pipeline(Delivery):
             return None
         rows = self._rows_of_packs(first_rows, of.chunk_ids[span], of.offsets[span], of.passes[span], {})
         return rows if rows.packs is not None and as_planned(rows, rows.packs, packs) else None
-
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor of a batch that is begun now."""
-        allocate = self._builder.allocate
-        return torch.empty(shape, dtype=dtype) if allocate is None else allocate(shape, dtype)
 
     def _build(self, batch: int) -> Any:
         with self._changed:
