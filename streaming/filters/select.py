@@ -10,8 +10,10 @@ import hashlib
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike, fspath
@@ -52,6 +54,7 @@ from streaming.index.layout import samples_directory
 from streaming.index.where import Condition, Where, unknown_column
 from streaming.job.once import Peers, shared, shared_parts
 from streaming.plan.state import filter_fingerprint
+from streaming.platforms import num_cores
 from streaming.storage import Storage, join_url, redact
 
 __all__ = [
@@ -372,8 +375,11 @@ def key_column(storage: Storage, shards: OpenShards, shard: int) -> Values:
 class _Lifted:
     """What the sample table of one shard has of columns."""
 
-    def __init__(self, storage: Storage, shards: OpenShards, shard: int) -> None:
+    def __init__(
+        self, storage: Storage, shards: OpenShards, shard: int, turns: AbstractContextManager[Any] | None = None
+    ) -> None:
         self._storage, self._shards, self._shard = storage, shards, shard
+        self._turns = turns or nullcontext()
         self.there: list[str] = []
 
     def columns(self, names: Iterable[str], *, coded: bool = False) -> tuple[dict[str, Values], Mapping[str, Any]]:
@@ -390,9 +396,11 @@ class _Lifted:
         url = self._shards.urls[self._shard]
         path = samples_url(url, self._shards.index)
         try:
-            found, facts = read_sample_columns(self._storage.read(path), wanted, redact(path), coded=coded)
+            data = self._storage.read(path)
         except NotFoundError as error:
             raise no_samples(url, ", which where= and exclude= need") from error
+        with self._turns:
+            found, facts = read_sample_columns(data, wanted, redact(path), coded=coded)
         self.there = list(facts.get("columns", ()))
         return found, facts
 
@@ -410,6 +418,8 @@ class _Work:
 
     Attributes:
         seen: Tells what the bits follow from; "": nobody knows, so they are worked out anew.
+        turns: Held by who unpacks and compares. Many requests are under way at once, but of more threads than cores
+            each waits for the interpreter that the others keep from it: with 16 on two cores all took twice the CPU.
     """
 
     storage: Storage
@@ -419,6 +429,7 @@ class _Work:
     names: frozenset[str]
     late: Mapping[str, LateColumn]
     seen: str = ""
+    turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(num_cores()), compare=False)
 
     @cached_property
     def _samples(self) -> tuple[int, int]:
@@ -506,11 +517,12 @@ class _Work:
         count = self._sizes[shard]
         bits: Bits = np.packbits(np.ones(count, np.bool_), bitorder="little")
         columns, there = self._columns(shard)
-        if self.asked.where is not None:
-            found = {**self._lacking(columns, shard), **columns}
-            bits = bits & fitting(self.asked.where, {name: found[name] for name in self.names}, count)
-        if self.asked.excluded:
-            bits = bits & without(columns[KEY], self._excluded)
+        with self.turns:
+            if self.asked.where is not None:
+                found = {**self._lacking(columns, shard), **columns}
+                bits = bits & fitting(self.asked.where, {name: found[name] for name in self.names}, count)
+            if self.asked.excluded:
+                bits = bits & without(columns[KEY], self._excluded)
         return bits, sorted(columns), there
 
     def _lacking(self, columns: Mapping[str, Values], shard: int) -> dict[str, Values]:
@@ -528,7 +540,7 @@ class _Work:
         return {name: no_values(self._sizes[shard]) for name in lacking}
 
     def _columns(self, shard: int) -> tuple[dict[str, Values], list[str]]:
-        lifted = _Lifted(self.storage, self.shards, shard)
+        lifted = _Lifted(self.storage, self.shards, shard, self.turns)
         asked = {*(self.names - self.late.keys()), *([KEY] if self.asked.excluded else [])}
         found: dict[str, Values] = {}
         if asked:

@@ -19,6 +19,7 @@ from streaming.index.keys import key_array
 from streaming.index.sample_table import KIND as SAMPLES
 from streaming.index.sample_table import SampleTable
 from streaming.index.where import Where, hash_column, is_comparable, is_string, unknown_column
+from streaming.types import Int64Array
 
 KEY = "__key__"
 """The name under which a condition asks for the samples' keys."""
@@ -229,20 +230,31 @@ def stable_hash(column: pa.Array) -> pa.Array:
     else:
         return _hash_of_texts(column)
     mask = column.is_null().to_numpy(zero_copy_only=False) if column.null_count else None
-    return pa.array((hashed >> np.uint64(1)).view(np.int64), pa.int64(), mask=mask)
+    hashed >>= np.uint64(1)
+    return pa.array(hashed.view(np.int64), pa.int64(), mask=mask)
 
 
 def _hash_of_texts(texts: Values) -> Values:
     """:func:`stable_hash` of texts, one by one."""
     mask = texts.is_null().to_numpy(zero_copy_only=False) if texts.null_count else None
-    return pa.array((_hash_of_bytes(texts) >> np.uint64(1)).view(np.int64), pa.int64(), mask=mask)
+    hashed = _hash_of_bytes(texts)
+    hashed >>= np.uint64(1)
+    return pa.array(hashed.view(np.int64), pa.int64(), mask=mask)
 
 
 def _mix(values: _U64) -> _U64:
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    """``mix`` of each value, in place; as many at a time as the CPU's caches hold."""
+    spare = np.empty(min(len(values), _HASHED_AT_ONCE), np.uint64)
+    for at in range(0, len(values), _HASHED_AT_ONCE):
+        some = values[at : at + _HASHED_AT_ONCE]
+        shifted = spare[: len(some)]
+        some += np.uint64(0x9E3779B97F4A7C15)
+        some ^= np.right_shift(some, np.uint64(30), out=shifted)
+        some *= np.uint64(0xBF58476D1CE4E5B9)
+        some ^= np.right_shift(some, np.uint64(27), out=shifted)
+        some *= np.uint64(0x94D049BB133111EB)
+        some ^= np.right_shift(some, np.uint64(31), out=shifted)
+    return values
 
 
 def _words_of_floats(values: npt.NDArray[np.float64]) -> _U64:
@@ -253,43 +265,53 @@ def _words_of_floats(values: npt.NDArray[np.float64]) -> _U64:
 
 
 def _hash_of_bytes(column: pa.Array) -> _U64:
+    """Hashes of texts before the last shift, some thousands at a time: no array but the result is a large one."""
     large = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
     _, offsets, data = column.buffers()
-    stops = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
-    starts, sizes = stops[:-1].astype(np.int64), np.diff(stops).astype(np.int64)
-    if len(sizes) and data is not None and sizes.min() == sizes.max() > 0:
-        some = np.frombuffer(data, np.uint8)[starts[0] : stops[-1]]
-        return _hash_of_rows(some.reshape(len(sizes), -1))
-    padded = np.zeros((0 if data is None else data.size) + 8, np.uint8)
-    if data is not None:
-        padded[:-8] = np.frombuffer(data, np.uint8)
-    words = np.ndarray(padded.size - 7, "<u8", padded, strides=(1,))  # one begins at each byte
-    hashed = _mix(sizes.view(np.uint64))
-    rows = np.flatnonzero(sizes)
-    done = 0
+    borders = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
+    texts = np.frombuffer(b"" if data is None else data, np.uint8)
+    hashed = np.empty(len(column), np.uint64)
+    for at in range(0, len(column), _HASHED_AT_ONCE):
+        some = borders[at : at + _HASHED_AT_ONCE + 1].astype(np.int64)
+        sizes, first = np.diff(some), int(some[0])
+        words = _words_at_each_byte(texts, first, int(some[-1]))
+        found = hashed[at : at + len(sizes)]
+        found[:] = sizes.view(np.uint64)
+        _mix(found)
+        if sizes.min() == sizes.max():
+            _add_rows(found, words, int(sizes[0]))
+        else:
+            _add_texts(found, words, some[:-1] - first, sizes)
+    return hashed
+
+
+def _words_at_each_byte(texts: npt.NDArray[np.uint8], start: int, stop: int) -> _U64:
+    """The 8 bytes from each of bytes ``[start, stop]`` on as a number; what lies behind ``stop`` is of no meaning."""
+    if stop + 8 > len(texts):
+        texts, start, stop = np.concatenate([texts[start:stop], np.zeros(8, np.uint8)]), 0, stop - start
+    return np.ndarray(stop - start + 1, "<u8", texts, start, (1,))
+
+
+def _add_rows(hashed: _U64, words: _U64, length: int) -> None:
+    """Mix texts of one length, which lie end to end, into the hashes."""
+    here = np.empty(len(hashed), np.uint64)
+    for done in range(0, length, 8):
+        here[:] = words[done::length][: len(hashed)]
+        if done + 8 > length:
+            here &= np.uint64(2**64 - 1) >> np.uint64(8 * (done + 8 - length))
+        hashed ^= here
+        _mix(hashed)
+
+
+def _add_texts(hashed: _U64, words: _U64, starts: Int64Array, sizes: Int64Array) -> None:
+    """Mix texts of any lengths into the hashes."""
+    rows, done = np.flatnonzero(sizes), 0
     while rows.size:
         left = np.minimum(sizes[rows] - done, 8).astype(np.uint64)
         here = words[starts[rows] + done] & (np.uint64(2**64 - 1) >> (np.uint64(64) - np.uint64(8) * left))
         hashed[rows] = _mix(hashed[rows] ^ here)
         done += 8
         rows = rows[sizes[rows] > done]
-    return hashed
-
-
-def _hash_of_rows(texts: npt.NDArray[np.uint8]) -> _U64:
-    """The same of texts of one length, uint8 ``[n, length]``; as many at a time as the CPU's caches hold."""
-    length = texts.shape[1]
-    start = _mix(np.array([length], np.uint64))
-    hashed = np.empty(len(texts), np.uint64)
-    for at in range(0, len(texts), _HASHED_AT_ONCE):
-        some = texts[at : at + _HASHED_AT_ONCE]
-        words = np.zeros((len(some), -(-length // 8) * 8), np.uint8)
-        words[:, :length] = some
-        found = np.broadcast_to(start, len(some))
-        for word in words.view("<u8").T:
-            found = _mix(found ^ word)
-        hashed[at : at + len(some)] = found
-    return hashed
 
 
 # -------------------------------------------------------------------------------------------------- values, counted
@@ -395,10 +417,15 @@ def read_sample_columns(
 
     rows, facts = read_table(buffer, SAMPLES, source, columns=wanted, coded=coded)
     lifted = set(facts.get("columns", ()))
-    found = {name: rows.column(name).combine_chunks() for name in rows.column_names if name in lifted}
+    found = {name: _whole(rows.column(name)) for name in rows.column_names if name in lifted}
     if KEY in names:
-        found[KEY] = _plain(rows.column("key").combine_chunks())
+        found[KEY] = _plain(_whole(rows.column("key")))
     return found, facts
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    """All values of a column; those of one chunk, as most are, without a copy."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def write_column(values: pa.Array, *, name: str, shard: ShardInfo, fingerprint: str, version: str) -> bytes:
