@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from data_sets import Batches, data_gets, loaders, merged, total
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from servers import MiniS3Server
 from test_shared import ThreadPeers, on_ranks
@@ -102,6 +102,7 @@ def test_the_pool_at_every_row_by_percentile(
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(borders=[8, 1003], values=[1002])
 @given(
     borders=st.lists(st.integers(0, 1100), min_size=1, max_size=6, unique=True).map(sorted),
     values=st.lists(st.integers(0, 1100), min_size=1, max_size=4),
@@ -109,7 +110,7 @@ def test_the_pool_at_every_row_by_percentile(
 def test_the_pool_by_value_is_exact_on_borders(data: StreamingDataset, borders: list[int], values: list[int]) -> None:
     schedule = Schedule.steps({100 * at: value for at, value in enumerate(values)})
     curriculum = Curriculum(data, "tokens", schedule, by="value", buckets=borders)
-    uppers = [*borders, max(TOKENS)]
+    uppers = borders if borders[-1] >= max(TOKENS) else [*borders, max(TOKENS)]
     for at, value in enumerate(values):
         easiest = min(upper for upper in uppers if upper >= min(TOKENS))  # always open
         limit = max([easiest, *(upper for upper in uppers if upper <= value)])
