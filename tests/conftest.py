@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 import fsspec.asyn
 import pytest
 from forked import Forked
+from hypothesis import settings
 from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
 from streaming.catalog import open as catalog_open
@@ -36,6 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--differential-seed", type=int, default=1, help="seed of all that is drawn in test_differential.py"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Properties are tried on 40 examples, under ``make matrix`` on 400, but for those that say on how many.
+
+    In CI they are the same in each run.
+    """
+    settings.register_profile("here", max_examples=400 if config.getoption("--matrix") else 40)
+    settings.load_profile("here")
 
 
 LONGEST_FIRST = (

@@ -36,7 +36,7 @@ even_costs = st.tuples(st.integers(1, 9), st.integers(1, 6)).flatmap(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(costs_of_batches)
 def test_exchange_deals_every_pack_once_and_each_rank_as_many_as_it_had(batch: tuple[np.ndarray, list[int]]) -> None:
     costs, shares = batch
@@ -49,7 +49,7 @@ def test_exchange_deals_every_pack_once_and_each_rank_as_many_as_it_had(batch: t
     assert all(max(after) <= min(before) for before, after in pairwise(rounds))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(even_costs)
 def test_exchange_evens_out_what_ranks_cost(batch: tuple[np.ndarray, int]) -> None:
     costs, num_ranks = batch
@@ -61,7 +61,7 @@ def test_exchange_evens_out_what_ranks_cost(batch: tuple[np.ndarray, int]) -> No
     assert int(np.ptp(rounds.sum(axis=1))) <= int(costs.max(initial=0))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(even_costs)
 def test_no_order_within_ranks_waits_less_than_the_local_one(batch: tuple[np.ndarray, int]) -> None:
     costs, num_ranks = batch

@@ -441,7 +441,7 @@ class BareBatches(Iterator[list[int]]):
 
 
 @given(calls)
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_a_position_obeys_the_rules(told: list[tuple[str, int]]) -> None:
     truth = [[(epoch, number) for number in range(NUM_BATCHES)] for epoch in range(NUM_EPOCHS)]
     play("indexed", Bare(), truth, told)  # type: ignore[arg-type]

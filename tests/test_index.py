@@ -68,7 +68,7 @@ rules = st.builds(
 
 
 @given(sizes=st.lists(st.integers(1, 60), max_size=60), rule=rules, splits=st.lists(st.integers(0, 60), max_size=4))
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 def test_one_by_one_in_bulk_and_in_parts_cut_alike(sizes: list[int], rule: ChunkRule, splits: list[int]) -> None:
     single = ChunkCutter(rule)
     expected = [index + 1 for index, size in enumerate(sizes) if single.add(size)]
@@ -212,7 +212,7 @@ def test_versions() -> None:
 
 
 @given(at=st.integers(0, 4000), noise=st.binary(min_size=1, max_size=8), cut=st.integers(0, 4000))
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_damaged_files_raise_data_errors_only(at: int, noise: bytes, cut: int) -> None:
     for data, read in (
         (table().to_parquet(), ChunkTable.from_parquet),

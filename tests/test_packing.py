@@ -87,7 +87,7 @@ def best_fit_by_hand(lengths: np.ndarray, rules: PackRules) -> list[list[tuple[i
     return packs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(groups())
 def test_packs_are_those_of_best_fit_decreasing(group: tuple[np.ndarray, PackRules]) -> None:
     lengths, rules = group
@@ -122,7 +122,7 @@ def best_fit_of_several(lengths: np.ndarray, rules: PackRules) -> list[list[int]
     return packs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(groups(), st.integers(0, 2**64 - 1), st.integers(0, 9), st.integers(0, 9))
 def test_every_token_is_in_one_pack_or_counted(
     group: tuple[np.ndarray, PackRules], seed: int, epoch: int, number: int
@@ -199,7 +199,7 @@ def test_packs_of_like_pieces_are_those_of_each_kind_alone(
     assert sorted(packs.documents.tolist()) == np.flatnonzero((lengths[:, 0] > 0) & (lengths[:, 0] <= 10)).tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(*[st.integers(0, 12)] * 3), max_size=40),
     st.tuples(st.integers(0, 10), st.integers(0, 10)),

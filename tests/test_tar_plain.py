@@ -100,7 +100,7 @@ sizes_of_samples = st.one_of(
 )
 @example(sizes=[4096] * 20, member=12, at=134, value=ord("1"))  # a size that differs within the padding
 @example(sizes=[4096] * 20, member=12, at=132, value=ord("3"))  # one that does not
-@settings(max_examples=400, deadline=None)
+@settings(deadline=None)
 def test_a_byte_that_is_not_plain(sizes: list[int], member: int, at: int, value: int) -> None:
     """One byte of one header is another: the same members, or hands off."""
     chunk = bytearray(chunk_of(sizes))
@@ -112,7 +112,7 @@ def test_a_byte_that_is_not_plain(sizes: list[int], member: int, at: int, value:
 
 
 @given(sizes=sizes_of_samples, cut=st.integers(1, 3000))
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_a_part_of_a_chunk(sizes: list[int], cut: int) -> None:
     """Hands off, unless the rest is whole members."""
     chunk = chunk_of(sizes)[:-cut]

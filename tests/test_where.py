@@ -274,7 +274,7 @@ row = st.fixed_dictionaries(
 
 
 @given(text=conditions, rows=st.lists(row, min_size=1, max_size=12))
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 def test_what_sqlite_selects(text: str, rows: list[dict[str, Any]]) -> None:
     with sqlite3.connect(":memory:") as connection:
         connection.execute("pragma case_sensitive_like = on")

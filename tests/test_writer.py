@@ -87,7 +87,7 @@ NAMES = st.lists(
 
 
 @given(NAMES, st.sampled_from([0, 1, 511, 512, 513]))
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_tarfile_reads_every_name_and_size_back(name, size):
     content = bytes(range(256)) * 3
     raw = member_header(name, size) + content[:size] + padding(size) + END_OF_ARCHIVE
