@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What ``make matrix``, ``make torture`` and ``make differential`` set."""
     parser.addoption("--matrix", action="store_true", help="also run the cells whose mechanism other cells show")
     parser.addoption("--torture-faults", type=int, default=200, help="faults that test_torture.py injects at least")
-    parser.addoption("--torture-changes", type=int, default=40, help="worlds in test_remesh_processes.py")
+    parser.addoption("--torture-changes", type=int, default=16, help="worlds in test_remesh_processes.py")
     parser.addoption("--torture-seed", type=int, default=1, help="seed of all that is random in both")
     parser.addoption(
         "--differential-cases",

@@ -103,7 +103,7 @@ def test_an_excuse_gives_a_reason() -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_fork_server: None) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(README.read_text()):

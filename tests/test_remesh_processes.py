@@ -1,6 +1,6 @@
 """``remesh`` in processes that die by SIGKILL and that join: nothing is lost, nothing comes twice; docs/remesh.md runs.
 
-The normal run changes the world 40 times; ``--torture-changes`` (``make torture``) as often as you like. All that is
+The normal run changes the world 16 times; ``--torture-changes`` (``make torture``) as often as you like. All that is
 random is drawn from ``--torture-seed``.
 """
 

@@ -12,6 +12,8 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
 from streaming.engine.workers.fork_server import ForkServer
 
+pytestmark = pytest.mark.usefixtures("one_fork_server")  # that it starts is said by each test itself
+
 
 @pytest.fixture
 def numbers(tmp_path: Path) -> Path:
