@@ -26,6 +26,11 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
 
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Tell whether it is a list, a tuple, or what programs for configurations have in their place; text is none."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def is_whole(value: object) -> TypeGuard[int]:
     """Tell whether ``value`` is a whole number: of Python, of NumPy or of any other library, but no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)

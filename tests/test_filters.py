@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 import runpy
-from collections import Counter
+from collections import Counter, UserList
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -207,7 +207,7 @@ def kept_of(data: str, **filters: Any) -> list[str]:
 
 
 def test_subsets_are_of_the_samples_as_they_are_stored(data: str) -> None:
-    assert kept_of(data, subset=(20, 30)) == KEYS[20:30]
+    assert kept_of(data, subset=(20, 30)) == kept_of(data, subset=UserList([20, 30])) == KEYS[20:30]
     assert kept_of(data, subset=(0.0, 0.25)) + kept_of(data, subset=(0.25, 1.0)) == KEYS
     assert kept_of(data, subset=(20, 130), where=CONDITION) == [key for key in KEPT if 20 <= int(key) < 130]
     train, rest = (set(kept_of(data, subset=part, where=CONDITION)) for part in ((0.0, 0.8), (0.8, 1.0)))

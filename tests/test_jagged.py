@@ -6,6 +6,7 @@ import io
 import logging
 import pickle
 import sys
+from collections import UserDict, UserList
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -26,6 +27,7 @@ from infra import DeviceMesh
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, Jagged, Mixture, OrdinaryDataset, StreamingDataset
 from streaming.batches.collate import default_collate, empty_like
+from streaming.batches.jagged import checked_jagged
 from streaming.device.copiers import Copied, CpuCopier, CudaCopier, map_tensors
 from streaming.engine.weigh import tensor_bytes, weigh
 from streaming.engine.workers.fork_server import ForkServer
@@ -486,3 +488,10 @@ def test_programs_that_copy_tuples_get_the_same_one() -> None:
             assert all(torch.equal(a, b) for a, b in zip(copy, one, strict=True) if b is not None)
     with pytest.raises(TypeError, match="offsets are missing"):
         Jagged(laid.values)
+
+
+def test_names_as_programs_for_configurations_hold_them() -> None:
+    assert checked_jagged(UserList(["a", "b"])) == {"a": "values", "b": "values"}
+    assert checked_jagged(UserDict({"a": "flat"})) == {"a": "flat"}
+    with pytest.raises(ConfigError, match="name the fields"):
+        checked_jagged("audio")

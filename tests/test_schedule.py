@@ -79,6 +79,9 @@ def test_steps_and_functions() -> None:
 def test_numbers_of_numpy_are_plain_in_a_state() -> None:
     schedule = Schedule.linear({"a": np.float32(0.5)}, {"a": np.int64(2)}, over=7)
     assert json.loads(json.dumps(schedule.to_dict()))["start"] == {"a": 0.5}
+    counts = {"over": np.int64(7), "segments": np.int32(3), "degree": np.float32(2)}
+    given = Schedule.root(np.float32(0.5), np.float64(1), **counts)  # type: ignore[arg-type]
+    assert json.loads(json.dumps(given.to_dict())) == Schedule.root(0.5, 1.0, over=7, segments=3).to_dict()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streaming.arguments import is_list
 from streaming.errors import ConfigError
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -140,7 +141,7 @@ def checked_jagged(jagged: object, collate_fn: object = None) -> dict[str, Form]
         )
     if isinstance(jagged, Mapping):
         named = dict(jagged)
-    elif isinstance(jagged, (list, tuple)) and all(isinstance(name, str) for name in jagged):
+    elif is_list(jagged) and all(isinstance(name, str) for name in jagged):
         named = dict.fromkeys(jagged, "values")
     else:
         raise ConfigError(f"jagged: {_HOW}; got {jagged!r}")

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 
-from streaming.arguments import checks_names, is_whole
+from streaming.arguments import checks_names, is_list, is_whole
 from streaming.errors import ConfigError
 from streaming.types import Batch, Int64Array
 
@@ -82,7 +82,7 @@ def checked_names(what: str, names: object) -> tuple[str, ...]:
     Raises:
         ConfigError: It is no list or tuple of names.
     """
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+    if not is_list(names) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f'{what}: expected names such as ("input_ids",), got {names!r}')
     return tuple(names)
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, SupportsIndex, overload
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import checked_int, checks_names, option_names
+from streaming.arguments import checked_int, checks_names, is_list, option_names
 from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
 from streaming.batches.collate import default_collate
 from streaming.batches.draws import Chain
@@ -595,7 +595,7 @@ def _checked_alike(alike: Any) -> tuple[str, ...]:
     Raises:
         ConfigError: They are no list of names.
     """
-    if not isinstance(alike, (list, tuple)) or not all(isinstance(name, str) and name for name in alike):
+    if not is_list(alike) or not all(isinstance(name, str) and name for name in alike):
         raise ConfigError(f'alike: expected names of columns, such as ("height", "width"), got {alike!r}')
     return tuple(alike)
 

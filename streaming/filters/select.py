@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from streaming.arguments import is_list
 from streaming.catalog.build import no_samples, samples_url
 from streaming.catalog.open import OpenShards, digest_of
 from streaming.catalog.recent import Recent
@@ -158,7 +159,7 @@ def checked_subset(subset: Any) -> Subset | None:
         "subset: expected two rising shares, such as (0.0, 0.8), or sample numbers, such as (1000, 2000), got "
         f"{subset!r}"
     )
-    if not isinstance(subset, (tuple, list)) or len(subset) != 2:
+    if not is_list(subset) or len(subset) != 2:
         raise wrong
     numbers = [one.item() if isinstance(one, np.generic) else one for one in subset]
     if any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in numbers):

@@ -58,10 +58,12 @@ class Schedule:
         if self.shape == "steps":
             _check_steps(self.listed)
         else:
-            checked_int("Schedule: over", self.over, 1, MAX_ROW)
-            checked_int("Schedule: segments", self.num_segments, 1, MAX_SEGMENTS)
+            object.__setattr__(self, "over", checked_int("Schedule: over", self.over, 1, MAX_ROW))
+            segments = checked_int("Schedule: segments", self.num_segments, 1, MAX_SEGMENTS)
+            object.__setattr__(self, "num_segments", segments)
             if not _is_number(self.degree) or not self.degree > 0:
                 raise ConfigError(f"Schedule: degree: expected a number above 0, got {self.degree!r}")
+            object.__setattr__(self, "degree", _plain(self.degree))  # of NumPy none is left: states go through JSON
         _check_alike([value for _, value in self.listed] if self.shape == "steps" else [self.start, self.end])
 
     @classmethod
