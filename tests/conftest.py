@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 from collections.abc import Callable, Generator, Iterator
+from itertools import count
 
 import fsspec.asyn
 import pytest
@@ -78,11 +79,17 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """So do the libraries that a file of tests was the first to use, and reports; its own fixtures are gone by then."""
     result = yield
-    if nextitem is None or nextitem.path != item.path:
-        gc.unfreeze()  # what a file before this one left alive may have become garbage
+    if nextitem is not None and nextitem.path != item.path:
+        if next(_FILES) % _LOOKED_THROUGH_EVERY == 0:
+            gc.unfreeze()  # what files before this one left alive may have become garbage
         gc.collect()
         gc.freeze()
     return result
+
+
+_FILES = count(1)
+_LOOKED_THROUGH_EVERY = 16
+"""Files: to look through the half a million objects that are alive takes a third of a second."""
 
 
 @pytest.fixture(scope="session", autouse=True)
