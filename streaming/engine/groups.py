@@ -18,9 +18,10 @@ from streaming.batches.jagged import Allocate
 from streaming.batches.rows import Rows
 from streaming.engine.units import Block
 
-_GROUP_ROWS = 2_048
+_GROUP_ROWS, _GROUP_PIECES = 2_048, 8_192
 _GROUP_BYTES = 16 << 20
-"""Bounds on a group; what is looked up should still be in the caches when it is cut."""
+"""Bounds on a group; what is looked up should still be in the caches when it is cut. Pieces of packs are looked up and
+laid out in more calls of NumPy, which cost less a batch the more of them there are (docs/design/0032)."""
 _SHARE = 16
 """Nor is a group more than this part of the arena: its units are given back at its end, others come after that."""
 
@@ -63,6 +64,7 @@ class Groups:
     def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:
         self._recipe = recipe
         self._padded = padded
+        self._max_rows = _GROUP_ROWS if recipe.packs is None else _GROUP_PIECES
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
         self._num_batches = 1  # of the next group; 0: the samples are too different for groups
 
@@ -85,7 +87,7 @@ class Groups:
             self._num_batches = 0
             return None
         num_bytes = sum(int(where.sizes.sum()) for where in rows.fields.values())
-        fitting = min(_GROUP_ROWS / len(rows.keys), self._max_bytes / max(1, num_bytes))
+        fitting = min(self._max_rows / len(rows.keys), self._max_bytes / max(1, num_bytes))
         self._num_batches = max(1, int((last - first) * fitting))
         return Group(
             first=first,
