@@ -35,6 +35,8 @@ from streaming.types import Batch, Int64Array
 TIMEOUT_S = 600.0
 """How long ranks may differ in asking for a batch: a checkpoint, an evaluation on one rank."""
 _OPTION = 'balance="exchange"'
+_WIDE = ("input_ids", "labels", "position_ids", "document_ids")
+_MOST = torch.iinfo(torch.int32).max
 
 _left_behind: list[Any] = []  # of the parent, in a forked child
 
@@ -175,7 +177,8 @@ class _ExchangedRun(RunOver):
         # To each rank those that it is to have, in its order; to this one nothing, they are here.
         mine = [[rows[n - first] for n in packs.tolist() if 0 <= n - first < len(rows)] for packs in dealt]
         messages = [
-            _EMPTY if rank == place or not packs else encode(packs, _allocated) for rank, packs in enumerate(mine)
+            _EMPTY if rank == place or not packs else encode([_narrow(pack) for pack in packs], _allocated)
+            for rank, packs in enumerate(mine)
         ]
         got = [decode(message) if len(message) else [] for message in peers.swap(messages)]
         got[place] = mine[place]
@@ -206,9 +209,13 @@ def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | Non
     batch: Batch = {}
     for name, first in rows[0].items():
         values: list[Any] = [row[name] for row in rows]
-        if isinstance(first, torch.Tensor) and name != "cu_seqlens":
-            out = allocate((len(rows), *first.shape), first.dtype) if allocate is not None and first.ndim else None
-            batch[name] = torch.stack(values, out=out)
+        if name in _WIDE:
+            whole = (allocate or _fresh)((len(rows), shape.length), torch.int64)
+            for place, value in zip(whole, values, strict=True):
+                place.copy_(value)
+            batch[name] = whole
+        elif isinstance(first, torch.Tensor) and name != "cu_seqlens":
+            batch[name] = torch.stack(values)
         else:
             batch[name] = values
     starts: Any = batch["cu_seqlens"]
@@ -224,6 +231,20 @@ def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | Non
         "cu_seqlens": torch.from_numpy(borders.astype(np.int32)), "max_seqlen": longest,
         "num_tokens": int((documents != NO_DOCUMENT).sum()), "num_labels": int((labels != IGNORED).sum()),
     }  # fmt: skip
+
+
+def _narrow(row: Batch) -> Batch:
+    """The row as it travels: what holds tokens as int32, where all of it fits; ``join_packs`` makes it int64 again."""
+    narrow: Batch = dict(row)
+    for name in _WIDE:
+        value: Any = row[name]
+        if not value.numel() or int(value.max()) <= _MOST:  # tokens that are negative are those without loss
+            narrow[name] = value.to(torch.int32)
+    return narrow
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def _allocated(size: int) -> torch.Tensor:
