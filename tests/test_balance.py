@@ -156,8 +156,8 @@ def test_rows_of_a_batch_join_to_that_batch(folder: Path, options: dict[str, Any
         for number, batch in enumerate(loader):
             batch["input_ids"][0, 0] = 2**32 - 1  # of a field of uint32: too much to travel as int32
             rows = split_packs(batch)
-            for row in rows[:3]:  # as if they had come from another rank
-                row |= decode(encode([_narrow(row)], _allocated))[0]
+            for place in range(3):  # as if they had come from another rank
+                rows[place] = decode(encode([_narrow(rows[place])], _allocated))[0]
             assert [row["input_ids"].dtype for row in rows[:2]] == [torch.int64, torch.int32]
             again = join_packs(rows, packed.shape)
             assert again.keys() == batch.keys()
