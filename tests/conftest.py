@@ -50,10 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST_FIRST = (
-    "test_ray", "test_memory", "test_trainers", "test_distributed", "test_hosts", "test_torture", "test_ordinary",
-    "test_differential", "test_mixture", "test_promises", "test_scale", "test_resume", "test_mixture_exact",
-    "test_demo", "test_kills", "test_portable", "test_loader", "test_cache_processes", "test_dispatch",
-    "test_curriculum",
+    "test_ray", "test_memory", "test_remesh_processes", "test_trainers", "test_hosts", "test_demo", "test_differential",
+    "test_examples", "test_distributed", "test_restarting_server", "test_cache_processes", "test_torture",
+    "test_shutdown_processes", "test_resume", "test_ordinary", "test_mixture", "test_portable", "test_kills",
+    "test_dispatch", "test_shutdown", "test_unindexed", "test_promises", "test_scale", "test_tar_parse",
+    "test_mixture_exact", "test_loader", "test_curriculum", "test_remesh",
 )  # fmt: skip
 
 

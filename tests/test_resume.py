@@ -110,9 +110,13 @@ def test_every_stop_point(case: Case) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_every_world_size(case: Case, world_size: int) -> None:
+def test_every_world_size(case: Case, world_size: int, request: pytest.FixtureRequest) -> None:
+    """From two of four places, which take turns with the sizes; ``--matrix``: from all of them."""
     num_batches = len(case.epochs[0])
-    for stop in {1, num_batches // 2, num_batches - 1, num_batches}:
+    stops = {num_batches // 2, num_batches} if WORLD_SIZES.index(world_size) % 2 else {1, num_batches - 1}
+    if request.config.getoption("--matrix"):
+        stops |= {1, num_batches // 2, num_batches - 1, num_batches}
+    for stop in stops:
         case.check(stop, world_size)
 
 
@@ -123,16 +127,22 @@ def test_every_number_of_workers(case: Case, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("before", WORLD_SIZES)
-def test_every_change_of_world_size(case: Case, before: int) -> None:
-    """The prefix really taken by one world, its state the same on all ranks, the rest by every other world."""
+def test_every_change_of_world_size(case: Case, before: int, request: pytest.FixtureRequest) -> None:
+    """The prefix really taken by one world, its state the same on all ranks, the rest by the two next sizes.
+
+    The six kinds of epochs take turns with the sizes, so that each is followed by each; ``--matrix``: in each kind.
+    """
     stop = 4
+    afters, turn = list(WORLD_SIZES), list(CASES).index(request.node.callspec.params["case"])
+    if not request.config.getoption("--matrix"):
+        afters = [WORLD_SIZES[(WORLD_SIZES.index(before) + turn + step) % len(WORLD_SIZES)] for step in (0, 1)]
     prefix, states = [], []
     for loader in loaders(case.dataset, before, **case.options):
         batches = iter(loader)
         prefix.append([valid_keys(next(batches)) for _ in range(stop)])
         states.append(json.dumps(loader.state_dict()))
     assert set(states) == {json.dumps(case.states[stop])}
-    for after in WORLD_SIZES:
+    for after in afters:
         rest = play(case.dataset, after, state=json.loads(states[0]), **case.options)
         assert merged(prefix) + merged(rest) == case.epochs[0], (before, after)
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +100,25 @@ def compressed(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> 
     return SampleSet(url=f"{folder}/", keys=samples.keys)
 
 
-@pytest.fixture(params=["samples", "compressed"])
-def case(request: pytest.FixtureRequest, hung: Hung, num_workers: int, prefetch: bool) -> Case:
-    return Case(request.getfixturevalue(request.param), hung, num_workers, prefetch=prefetch)
+@pytest.fixture
+def case(request: pytest.FixtureRequest, hung: Hung, kind: str, num_workers: int, prefetch: bool) -> Case:
+    return Case(request.getfixturevalue(kind), hung, num_workers, prefetch=prefetch)
 
 
-@every_way
-@workers
+def cell(kind: str, num_workers: int, prefetch: bool) -> Any:
+    """Each waits a second for what hangs. In four of eight every two choices meet; all run under ``--matrix``."""
+    is_odd = (kind == "compressed") ^ (num_workers > 0) ^ prefetch
+    name = f"{kind}-{num_workers}-{'prefetcher' if prefetch else 'loader'}"
+    return pytest.param(kind, num_workers, prefetch, marks=[pytest.mark.matrix] if is_odd else [], id=name)
+
+
+cells = pytest.mark.parametrize(
+    ("kind", "num_workers", "prefetch"),
+    [cell(*one) for one in product(("samples", "compressed"), (0, 2), (False, True))],
+)
+
+
+@cells
 def test_break(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     for _ in case.loader:
         case.hung.wait()
@@ -116,8 +128,7 @@ def test_break(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     case.check(caplog, begun_s)
 
 
-@every_way
-@workers
+@cells
 def test_an_exception_in_the_loop(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     def train() -> None:
         with closing(case.loader):
@@ -132,8 +143,7 @@ def test_an_exception_in_the_loop(case: Case, caplog: pytest.LogCaptureFixture) 
     case.check(caplog, begun_s[0])
 
 
-@every_way
-@workers
+@cells
 def test_interrupt(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     def interrupt() -> None:
         case.hung.wait()
@@ -156,8 +166,7 @@ def test_interrupt(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     case.check(caplog, begun_s[0])
 
 
-@every_way
-@workers
+@cells
 def test_close_from_another_thread(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     found: list[int] = []
     told: list[str] = []
