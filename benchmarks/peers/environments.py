@@ -32,7 +32,8 @@ class Packing:
 class Peer:
     """A contestant: module ``peer_NAME``, whether it reads a copy of its own of the data, why it cannot read S3.
 
-    ``only_packs``: it takes part in no other set. ``of``: the contestant whose environment and data it shares.
+    ``only_packs``: it takes part in no other set. ``by_length``: its copy of the data is another for each length of
+    packs. ``of``: the contestant whose environment and folder of data it shares.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Peer:
     no_s3: str = ""
     packing: Packing | None = None
     only_packs: bool = False
+    by_length: bool = False
     of: str = ""
 
     @property
@@ -65,6 +67,7 @@ PEERS = {
         Peer(
             name="shardstream_cut",
             only_packs=True,
+            by_length=True,
             of=OURS,
             title="shardstream, rows cut when written",
             own_data=True,

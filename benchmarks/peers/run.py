@@ -163,7 +163,8 @@ class Bench:
             if done.returncode:
                 raise PeerError(f"its data could not be made: {last_line(done.stderr)}")
 
-        return common.made_once(os.path.join(self.root, peer.home), one.own_data, make)
+        name = one.name if peer.by_length else one.data
+        return common.made_once(os.path.join(self.root, peer.home), name, make)
 
     def measure(self, case: Case, store: dict[str, str] | None) -> dict[str, Any]:
         """One pass of one contestant in a process of its own."""

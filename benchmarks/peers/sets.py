@@ -47,11 +47,6 @@ class Set:
         """What is counted."""
         return "tokens" if self.length else "samples"
 
-    @property
-    def own_data(self) -> str:
-        """What a contestant's own copy of the data is called; that of packs may be cut to their length."""
-        return self.name if self.length else self.data
-
     def size(self, *, quick: bool) -> int:
         return self.quick_count if quick else self.count
 
