@@ -56,7 +56,7 @@ from streaming.index.where import Condition, Where, unknown_column
 from streaming.job.once import Peers, shared, shared_parts
 from streaming.plan.state import filter_fingerprint
 from streaming.platforms import num_cores
-from streaming.storage import Storage, join_url, redact
+from streaming.storage import Storage, join_url, redact, scheme_of
 
 __all__ = [
     "Condition",
@@ -458,7 +458,10 @@ class _Work:
     def part(self, rank: int, world_size: int) -> bytes:
         """The bits of the ``rank``-th run of shards, and which columns were found in them."""
         mine = self._range(rank, world_size)
-        with ThreadPoolExecutor(_REQUESTS, "shardstream-filter") as threads:
+        is_local = all(scheme_of(url) == "file" for url in self._homes())
+        # Files need no more threads than cores, and each has a heap of its own.
+        num_threads = min(_REQUESTS, num_cores() + 1) if is_local else _REQUESTS
+        with ThreadPoolExecutor(num_threads, "shardstream-filter") as threads:
             found = list(threads.map(self._shard, mine))
         head = {
             "found": sorted({name for _, names, _ in found for name in names}),
