@@ -17,7 +17,7 @@ from streaming.errors import TransferError
 SHUFFLE = ShuffleConfig(seed=1, lanes=2, window=8)
 BATCHING: dict[str, Any] = {"batch_size": 10, "num_threads": 0, "memory_limit": "512KiB"}
 QUICK = {"first_backoff_s": 0.1, "max_backoff_s": 0.4, "max_retries": 10_000, "retry_share": 1000.0}
-"""So slow that a dead server does not use up the retries that were saved: those beyond wait for each other, two a second."""
+"""So slow that a dead server does not use up the retries saved for it: those beyond them wait, two a second."""
 KILLED_AFTER = (3, 20, 50)
 WAIT_S = 120.0
 
