@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_sets import write_set
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from infra import DeviceMesh
@@ -85,7 +85,9 @@ def nodes(draw: st.DrawFn, *, endless: bool, depth: int = 3) -> Node:
         children[name] = leaf if is_leaf else draw(nodes(endless=endless and draw(st.booleans()), depth=depth - 1))
     kind = "weights" if endless else draw(st.sampled_from(["", "repeats"]))
     numbers = {name: draw(st.integers(1, 9)) for name in children} if kind else None
-    return Node(kind=kind, children=children, numbers=numbers)
+    node = Node(kind=kind, children=children, numbers=numbers)
+    assume(endless or any(node.quotas().values()))  # quarters of quarters of a few samples may come to none
+    return node
 
 
 def plan_of(mix: Mixture, size: int, ranks: int, *, ledger: Ledger | None = None, **options: Any) -> Plan:

@@ -18,17 +18,24 @@ import torch.distributed as dist
 from data_sets import Batches, SampleSet, data_gets, merged, mesh_of, play, valid_keys, write_set
 from loop_kinds import compress
 from servers import MiniS3Server
+from test_curriculum import write as write_graded
+from test_packed import write as write_documents
 
 from infra import DeviceMesh
 from streaming import (
+    Balanced,
+    Curriculum,
     DataLoader,
     DeviceMeshFetcher,
     DevicePrefetcher,
     Mixture,
     OrdinaryDataset,
+    Packed,
+    Schedule,
     ShuffleConfig,
+    StreamingDataset,
     TorchIterable,
-)  # fmt: skip
+)
 from streaming.engine.memory.arena import Arena
 from streaming.engine.memory.chunk_store import ChunkStore
 from streaming.errors import ConfigError, IteratorSupersededError, StateError
@@ -41,6 +48,8 @@ pytestmark = pytest.mark.usefixtures("one_fork_server")
 
 SIZE = 24
 MOST_RANKS = 5
+KeysOf = Callable[[Any], list[str]]
+FEW = ShuffleConfig(lanes=2, window=8)  # of an order without end some 2,000 samples of each lane are laid ahead
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +69,13 @@ class World:
     Args:
         make: Makes the loader of a rank.
         dice: Says who stays, and how far each runs ahead.
+        keys_of: What a batch holds.
     """
 
-    def __init__(self, make: Callable[[DeviceMesh], DataLoader], size: int, dice: random.Random) -> None:
-        self._make, self._dice = make, dice
+    def __init__(
+        self, make: Callable[[DeviceMesh], DataLoader], size: int, dice: random.Random, keys_of: KeysOf = valid_keys
+    ) -> None:
+        self._make, self._dice, self._keys_of = make, dice, keys_of
         self.loaders = [make(mesh_of(size, rank)) for rank in range(size)]
         self.running = [iter(loader) for loader in self.loaders]
         self.committed: Batches = []
@@ -77,7 +89,7 @@ class World:
                 if batch is None:
                     self.running[rank] = iter(loader)
                     batch = next(self.running[rank])
-                step.append([valid_keys(batch)])
+                step.append([self._keys_of(batch)])
             self.committed += merged(step)
 
     def change(self, size: int, *, by_state: bool) -> None:
@@ -101,9 +113,9 @@ class World:
             loader.close()
 
 
-def truth(make: Callable[[DeviceMesh], DataLoader], count: int) -> Batches:
+def truth(make: Callable[[DeviceMesh], DataLoader], count: int, keys_of: KeysOf = valid_keys) -> Batches:
     """So many global batches of one rank that is left alone."""
-    alone = World(make, 1, random.Random(0))
+    alone = World(make, 1, random.Random(0), keys_of)
     alone.commit(count)
     alone.close()
     return alone.committed
@@ -111,7 +123,6 @@ def truth(make: Callable[[DeviceMesh], DataLoader], count: int) -> Batches:
 
 def kinds(samples: SampleSet, more: SampleSet) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Data sets, and options of their loaders."""
-    few = ShuffleConfig(lanes=2, window=8)  # of an order without end some 2,000 samples of each lane are laid ahead
     mixed = {"a": samples.open(), "b": more.open()}
     return {
         "indexed": (samples.open(seed=5), {"last_batch": "partial"}),
@@ -119,8 +130,8 @@ def kinds(samples: SampleSet, more: SampleSet) -> dict[str, tuple[Any, dict[str,
         "in order": (samples.open(shuffle=False), {"last_batch": "drop"}),
         "filtered": (samples.open(where="hash(__key__) % 3 < 2"), {"last_batch": "partial"}),
         "by size": (Mixture(mixed, seed=2), {"last_batch": "partial"}),
-        "by weight": (Mixture(mixed, weights={"a": 1, "b": 3}, shuffle=few), {}),
-        "virtual epochs": (Mixture(mixed, weights={"a": 1, "b": 3}, shuffle=few), {"epoch_size": 200}),
+        "by weight": (Mixture(mixed, weights={"a": 1, "b": 3}, shuffle=FEW), {}),
+        "virtual epochs": (Mixture(mixed, weights={"a": 1, "b": 3}, shuffle=FEW), {"epoch_size": 200}),
     }  # fmt: skip
 
 
@@ -142,6 +153,82 @@ def test_global_batches_stay_what_they_are(kind: str, samples: SampleSet, more: 
     world.commit(2)
     world.close()
     assert world.committed == truth(make, len(world.committed))
+
+
+def plain_keys(batch: Any) -> list[str]:
+    return list(batch["__key__"])
+
+
+def token_keys(batch: Any) -> list[str]:
+    """All tokens of a batch of packs, of which no two are equal."""
+    if isinstance(batch, list):
+        return [key for pack in batch for key in token_keys(pack)]
+    real = batch["document_ids"] >= 0 if "document_ids" in batch else batch["attention_mask"] > 0
+    return [str(token) for token in batch["input_ids"][real].tolist()]
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory: pytest.TempPathFactory) -> StreamingDataset:
+    """60 samples with columns of numbers, six in a chunk."""
+    return StreamingDataset(write_graded(str(tmp_path_factory.mktemp("graded")), num=60), shuffle=FEW)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StreamingDataset]:
+    """Some 7,000 tokens each."""
+    folder = tmp_path_factory.mktemp("documents")
+    for number, name in enumerate("ab"):
+        write_documents(folder / name, first=10**6 * number, num_docs=300, seed=number)
+    return {name: StreamingDataset(folder / name, seed=3) for name in "ab"}
+
+
+def derived(graded: StreamingDataset, documents: dict[str, StreamingDataset], kind: str) -> tuple[Any, KeysOf]:
+    """A data set made of others, and what its batches hold."""
+    if "pack" in kind:
+        packs = {name: Packed(one, 32) for name, one in documents.items()}
+        padded = Packed(documents["a"], 64, padded=True)
+        made: Any = {"packs": packs["a"], "padded packs": padded}.get(kind)
+        return made or Mixture(packs, weights={"a": 1, "b": 1}, quotas="exact", shuffle=FEW), token_keys
+    halves = {"a": graded[:40], "b": graded[40:]}
+    rise = Schedule.steps({0: 0.25, 5 * SIZE: 0.5, 10 * SIZE: 1.0})
+    makers: dict[str, Callable[[], Any]] = {
+        "curriculum": lambda: Curriculum(graded, "tokens", rise, buckets=4),
+        "exact curriculum": lambda: Curriculum(graded, "tokens", rise, buckets=4, quotas="exact"),
+        "balanced": lambda: Balanced(graded, by="lang"),
+        "exact quotas": lambda: Mixture(halves, weights={"a": 2, "b": 1}, quotas="exact", shuffle=FEW),
+        "exact quotas with an end": lambda: Mixture(halves, repeats={"a": 3, "b": 5}, quotas="exact", shuffle=FEW),
+        "batches of one source": lambda: Mixture(halves, weights={"a": 2, "b": 1}, batches="one_source", shuffle=FEW),
+        "filters in a schedule": lambda: Mixture(
+            {name: StreamingDataset(graded.urls, where=f"hash(__key__) % 2 = {at}") for at, name in enumerate("ab")},
+            weights=Schedule.steps({0: {"a": 1, "b": 0}, 6 * SIZE: {"a": 1, "b": 1}}), shuffle=FEW,
+        ),
+    }  # fmt: skip
+    return makers[kind](), plain_keys
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["packs", "padded packs", "packs in exact quotas", "curriculum", "exact curriculum", "balanced", "exact quotas",
+     "exact quotas with an end", "batches of one source", "filters in a schedule"],
+)  # fmt: skip
+def test_what_is_made_of_data_sets_goes_through_changes_too(
+    kind: str, graded: StreamingDataset, documents: dict[str, StreamingDataset]
+) -> None:
+    """Global batches stay what they are, whoever leaves or joins, by states and by numbers of batches."""
+    dataset, keys_of = derived(graded, documents, kind)
+    dice = random.Random(kind)
+
+    def make(mesh: DeviceMesh) -> DataLoader:
+        collate_fn = list if kind == "padded packs" else None  # a padded pack is a batch, and ranks get several
+        return DataLoader(dataset, global_batch_size=SIZE, device_mesh=mesh, num_threads=0, collate_fn=collate_fn)
+
+    world = World(make, 2, dice, keys_of)
+    for number in range(5):
+        world.commit(dice.randint(1, 3))
+        world.change(dice.randint(1, 4), by_state=number % 2 == 0)
+    world.commit(2)
+    world.close()
+    assert world.committed == truth(make, len(world.committed), keys_of)
 
 
 def as_it_is(sample: dict[str, Any]) -> dict[str, Any]:

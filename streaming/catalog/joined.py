@@ -243,7 +243,7 @@ def _sharing_storages(sets: Sequence[ChunkSource | PackedSource]) -> list[ChunkS
         same = next((storage for storage in storages if storage.is_like(one.storage)), None)
         if same is None:
             storages.append(one.storage)
-        elif not isinstance(one, PackedSource):
+        elif same is not one.storage and not isinstance(one, PackedSource):
             one = copy.copy(one)  # noqa: PLW2901  the caller's own stays as it is
             one.storage = same
         found.append(one)

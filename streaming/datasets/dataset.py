@@ -259,6 +259,7 @@ class StreamingDataset(ChunkSource):
 
     def of_group(self, selected: Selected, words: str) -> StreamingDataset:
         """The samples of one group of this set, which share its connections, cache and sample tables."""
+        _ = self._shown_urls  # worked out once for all groups
         made = copy.copy(self)
         made._window, made._selected, made._asked = None, selected, words
         made._recent = RandomAccess(made, self._recent)

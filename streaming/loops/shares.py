@@ -79,7 +79,8 @@ class Shares:
         The same object while neither settings nor ledger change: after ``remesh`` most of it is laid already.
         """
         if self._ahead is None or self._ahead[0] != self.ledger or self._ahead[1].settings != settings:
-            self._ahead = self.ledger, self._mixture.orders(settings, self.ledger)
+            orders: Any = self.orders(settings)
+            self._ahead = self.ledger, orders.apart() if self._mixture.is_endless else orders
         return self._ahead[1]
 
     def load(self, state: LoaderState, row: int) -> None:

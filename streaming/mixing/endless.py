@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,6 +59,12 @@ class Endless(ABC):
         if number:
             raise ConfigError(f"a mixture without end has one pass, number 0; got {number}")
         return self
+
+    def apart(self) -> Self:
+        """The same order for a look ahead, which does not move the frontier of this one; what is laid serves both."""
+        made = copy.copy(self)
+        made._frontier = 0
+        return made
 
     def under(self, settings: OrderSettings) -> Self:
         """The same mixture under other settings."""

@@ -37,6 +37,7 @@ from streaming.types import Int64Array
 _Floats = npt.NDArray[np.float64]
 _GROUP = 16  # lanes laid at once: NumPy takes as long for one
 _KEPT_BLOCKS = 256  # laid, of a group of lanes each
+_BLOCKS_AHEAD = 64  # of which a source's runs are drawn at once: one block costs as much
 _BUNDLED_PARTS = 2**12  # rounds of small sources are laid several at once
 _KEPT_BUNDLES = 3  # of each source
 _LEAST_BLOCK = 1024  # samples of a lane
@@ -445,8 +446,6 @@ class MixedLanes(Endless):
         self._places = np.array([place_of[name] for name in names])
         self._phases = {name: _phases(name, settings) for name in names}
         self._block_time = max(_LEAST_BLOCK, 2 * settings.window)
-        self._blocks: dict[tuple[int, int], _Block] = {}
-        self._kept: dict[int, _Drawn] = {}
         super().__init__(sources, schedule, lock=lock)
 
     def _weigh(self) -> None:
@@ -454,8 +453,8 @@ class MixedLanes(Endless):
         self._growths = growths(sorted(self.sources.names), self.schedule)
         self._growth = Growth.of_all(list(self._growths.values()))
         # What is laid behind the frontier was given to nobody; the rest is laid again as it was.
-        self._kept.clear()
-        self._blocks.clear()
+        self._kept: dict[int, _Drawn] = {}  # others than those that a look ahead still has
+        self._blocks: dict[tuple[int, int], _Block] = {}
 
     # --- the order ---
 
@@ -628,25 +627,26 @@ class MixedLanes(Endless):
     def _drawn(self, group: int, start: int, stop: int) -> tuple[_Drawn, npt.NDArray[np.bool_]]:
         """The runs of all sources that may be stamped in ``[start, stop]``, and others; which sources have given any.
 
-        Those of a few chunks more are kept: a source of a small share has nothing new in most blocks.
+        Those of a few chunks more, and of so many blocks, are kept: most sources have nothing new in most blocks.
         """
         drawn = self._kept.get(group) or _Drawn.none(len(self._lanes))
         due = self._growth.due(stop)
+        more = ((due - self._growth.due(start)) * _BLOCKS_AHEAD).astype(np.int64)
         # A run is stamped when up to a mean chunk more is due than comes before it.
         since = np.maximum(self._growth.due(start).astype(np.int64) - self._mean_chunks - 1, 0)
         until, counted = due.astype(np.int64) + 2, due != 0
         missing = np.flatnonzero(counted & ((drawn.since > since) | (until > drawn.until)))
         if len(missing):
-            windows = {source: self._window(source, group, int(since[source]), int(until[source]))
+            windows = {source: self._window(source, group, int(since[source]), int(until[source]), int(more[source]))
                        for source in missing.tolist()}  # fmt: skip
             drawn = self._kept[group] = drawn.replaced(windows)
         return drawn, counted
 
-    def _window(self, source: int, group: int, start: int, stop: int) -> tuple[int, int, Runs, _Floats]:
-        """Runs of one source that hold positions ``[start, stop)`` of its streams and more behind; where these end."""
+    def _window(self, source: int, group: int, start: int, stop: int, more: int) -> tuple[int, int, Runs, _Floats]:
+        """Runs of one source that hold positions ``[start, stop + more)`` of its streams and some behind; their end."""
         name, low, high = self._names[source], group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
         lanes = self._lanes[name]
-        ahead = max(stop, start + 4 * lanes.mean_chunk)
+        ahead = max(stop + more, start + 4 * lanes.mean_chunk)
         runs = lanes.runs(low, high, start, ahead)
         # The phase counts in mean chunks, not in those that come: else small ones would come first everywhere.
         marks = runs.begins + lanes.mean_chunk * self._phases[name][runs.lanes]
