@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ import torch
 from test_packed import LENGTH, epoch_of, loader_of, same, write
 
 from streaming import Mixture, Packed, StreamingDataset
+from streaming.catalog import packed as catalog
 from streaming.catalog.packed import PackedSource
 from streaming.catalog.recent import Recent
 from streaming.engine.pipeline import Pipeline
+from streaming.packing.fit import Fit, fit
+from streaming.packing.rules import PackRules
 from streaming.plan import memory as budget
 
 
@@ -59,6 +63,25 @@ def test_a_group_is_packed_once_and_not_under_the_lock(
     assert all(map(same, found, expected))
     assert len(found) == len(expected)
     assert sorted(made) == [(group, False) for group in range(len(packed.chunk_samples))]
+
+
+def test_a_group_is_fitted_once_by_what_counts_it_and_by_a_copy_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = epoch_of(packed_of(folder))
+    packed = packed_of(folder)
+    fitted: list[int] = []
+
+    def noted(lengths: np.ndarray, rules: PackRules) -> Fit:
+        fitted.append(len(lengths))
+        return fit(lengths, rules)
+
+    monkeypatch.setattr(catalog, "fit", noted)
+    for one, groups in ((packed, 0), (pickle.loads(pickle.dumps(packed)), len(packed.chunk_samples))):
+        found = epoch_of(one)
+        assert len(found) == len(expected)
+        assert all(map(same, found, expected))
+        assert len(fitted) == groups
 
 
 def test_groups_that_are_fetched_are_packed_before_they_are_asked_for(folder: Path) -> None:
