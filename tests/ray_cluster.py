@@ -41,7 +41,10 @@ class TwoNodes:
         workers = f"{self._folder}/workers"
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._workers = subprocess.Popen(
-            [sys.executable, ray_worker.__file__, "serve", workers], env=environ, stdin=subprocess.PIPE
+            [sys.executable, ray_worker.__file__, "serve", workers],
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         common = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "setup_worker_path": ray_worker.__file__}
         common |= {"include_log_monitor": False, "no_monitor": True}  # nobody reads logs here, nothing is scaled
@@ -49,6 +52,8 @@ class TwoNodes:
         with mock.patch.dict(os.environ, {ray_worker.SOCKET: workers}):  # of Ray's processes
             self._cluster = Cluster(initialize_head=True, head_node_args=head)
             self._cluster.add_node(**common, resources={"away": 1})
+        assert self._workers.stdout is not None
+        assert self._workers.stdout.readline() == b"ready\n", "no worker can start, and ray.init would wait for one"
         self.address: str = self._cluster.address
         ray.init(address=self.address, log_to_driver=False)
         return self
