@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,15 @@ def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(
         seen = {name: one["samples"] for name, one in loader.seen().items()}
         assert seen == Counter(map(source_of, total(run).elements()))
         state = loader.state_dict()
+    for name in ("code", "math"):  # the log says when new shards begin to be read
+        steps_told = re.findall(rf"new shards of {name} are read from about step (\d+) on", caplog.text)
+        whole = sum(SHARDS[name])
+        first = next(
+            step for step, batch in enumerate(run)
+            if any(source_of(key) == name and int(key) - FIRST[name] >= whole for key in batch)
+        )  # fmt: skip
+        assert all(abs(int(told) - first) <= (3 if dealt else 40) for told in steps_told[-1:])
+        assert steps_told
     assert caplog.text.count("'math' is added") == 2  # one rank, and the other
     assert caplog.text.count("'math' has grown from 1 to 3 shards") == 1
     told = [(one["why"], sorted(one.get("joins", {}))) for one in state["ledger"]]

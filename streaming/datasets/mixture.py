@@ -31,7 +31,7 @@ from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Passes, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
-from streaming.plan.ledger import CHANGED, START, Dealt, Entry, Ledger
+from streaming.plan.ledger import CHANGED, START, Dealt, Entry, Ledger, Segment
 from streaming.plan.order import Orders, OrderSettings, default_lanes
 from streaming.plan.schedule import Schedule, checked_weights
 from streaming.plan.settings import ShuffleConfig, order_settings
@@ -538,25 +538,23 @@ class Mixture(JoinedSource):
 
     def next_passes(self, ledger: Ledger, row: int) -> list[tuple[int, str, int]]:
         """At which row behind ``row`` each source begins which pass next, by its share; those that never do are out."""
-        drawn, found = self.drawn(ledger, 0, row), []
+        drawn, segments, found = self.drawn(ledger, 0, row), ledger.segments(), []
         for name, passes in self.passes(ledger).items():
             number = int(passes.read(drawn[name])) + 1
-            at = self._row_of(ledger, row, name, passes.draws(number) - drawn[name])
+            at = _row_of(segments, row, name, passes.draws(number) - drawn[name])
             if at is not None:
                 found.append((at, name, number + 1))
         return found
 
-    def _row_of(self, ledger: Ledger, row: int, name: str, missing: float) -> int | None:
-        """The row behind ``row`` up to which so many more samples of a source are drawn."""
-        segments = ledger.segments()
-        for (start, weights), stop in zip(segments, [*(at for at, _ in segments[1:]), None], strict=True):
-            begin, share = max(start, row), weights[name] / sum(weights.values())
-            if (stop is not None and stop <= begin) or not share:
-                continue
-            if stop is None or missing <= (stop - begin) * share:
-                return begin + math.ceil(missing / share)
-            missing -= (stop - begin) * share
-        return None
+    def joins(self, ledger: Ledger, row: int) -> list[tuple[int, str]]:
+        """At which row behind ``row`` shards that a source got in mid-run are first read, by its share; by row."""
+        drawn, segments, found = self.drawn(ledger, 0, row), ledger.segments(), []
+        for name, passes in self.passes(ledger).items():
+            missing = passes.draws(passes.sizes[-1][0]) - drawn[name]
+            at = _row_of(segments, row, name, missing) if missing > 0 else None
+            if at is not None:
+                found.append((at, name))
+        return sorted(found)
 
     def openings(self, ledger: Ledger, row: int) -> list[tuple[int, str]]:
         """At which row behind ``row`` sources that have no weight get one, and all that do so there; by row."""
@@ -689,6 +687,18 @@ def first_free_row(orders: Any, row: int) -> int:
     orders.settle(-(-row // lanes))
     free: int = orders.frontier * lanes
     return max(free, row)
+
+
+def _row_of(segments: Sequence[Segment], row: int, name: str, missing: float) -> int | None:
+    """The row behind ``row`` up to which so many more samples of a source are drawn; None: they never are."""
+    for (start, weights), stop in zip(segments, [*(at for at, _ in segments[1:]), None], strict=True):
+        begin, share = max(start, row), weights[name] / sum(weights.values())
+        if (stop is not None and stop <= begin) or not share:
+            continue
+        if stop is None or missing <= (stop - begin) * share:
+            return begin + math.ceil(missing / share)
+        missing -= (stop - begin) * share
+    return None
 
 
 def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset | Packed]:

@@ -155,6 +155,8 @@ class Shares:
         coming = sorted(self._mixture.next_passes(self.ledger, row))[:_PASSES_TOLD]
         opening = self._mixture.openings(self.ledger, row)[:_PASSES_TOLD]
         told = [f"{names} is drawn from at step {-(-at // global_batch_size):,}" for at, names in opening]
+        for at, name in self._mixture.joins(self.ledger, row):
+            told.append(f"new shards of {name} are read from about step {at // global_batch_size:,} on")
         return ", ".join(
             [
                 *told,
