@@ -67,7 +67,7 @@ def main() -> None:
     for axes in list(grid.flat)[len(places) :]:
         axes.set_visible(False)
     figure.suptitle(
-        f"Samples (of packs: tokens) per second, shuffled; bars from light to dark: {', '.join(map(str, workers))} workers\n"
+        f"Samples (of packs: tokens) per second, shuffled; light to dark: {', '.join(map(str, workers))} workers\n"
         f"{results['machine']}", fontsize=8,
     )  # fmt: skip
     figure.tight_layout(rect=(0, 0, 1, 0.97))
