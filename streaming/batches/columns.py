@@ -56,7 +56,7 @@ class Columns:
         self._rows = rows
         self._sources: list[str] | None = None
         if rows.sources is not None and any(names):
-            self._sources = [names[source] for source in rows.sources.tolist()]
+            self._sources = np.array(names, object)[rows.sources].tolist()
         place = [-1] if place is None else place
         self._cuts = []
         for name, where in rows.fields.items():
@@ -182,7 +182,8 @@ def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where:
         return decoders[0].decoder_for(name)
     # A source whose samples lack the field need not be able to decode it.
     having = rows.sources[where.sizes >= 0]
-    known: dict[int, Decoder] = {source: decoders[source].decoder_for(name) for source in np.unique(having).tolist()}
+    there = np.flatnonzero(np.bincount(having)).tolist()
+    known: dict[int, Decoder] = {source: decoders[source].decoder_for(name) for source in there}
     if not known:
         return raw
     first, *others = known.values()
