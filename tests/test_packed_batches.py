@@ -15,7 +15,7 @@ from test_packed import LENGTH, document_lengths, epoch_of, loader_of, real_toke
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
-from streaming import DataLoader, Packed, SequenceSlice, StreamingDataset
+from streaming import DataLoader, Mixture, Packed, SequenceSlice, StreamingDataset
 from streaming.errors import ChecksumError, DecodeError, TooManyBadSamplesError
 
 NUM_DOCS = 300
@@ -243,3 +243,33 @@ def test_from_a_bucket(folder: Path, mini_s3: MiniS3Server) -> None:
     packed = Packed(StreamingDataset(url, storage_options=mini_s3.storage_options), LENGTH)
     received = [real_tokens(batch) for rank in range(2) for batch in epoch_of(packed, rank=rank, world=2)]
     assert np.array_equal(np.sort(np.concatenate(received)), np.arange(1, packed.num_tokens + 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"padded": True, "shift_labels": False}], ids=["packs", "padded"])
+@pytest.mark.parametrize("collate_fn", [None, list])
+def test_a_rank_without_a_row_of_a_mixture_gets_all_entries(folder: Path, options: Any, collate_fn: Any) -> None:
+    mix = Mixture({name: Packed(StreamingDataset(folder), LENGTH, **options) for name in ("web", "code")})
+    if options and collate_fn is None:  # one padded pack a rank: the tail has fewer than ranks
+        ranks = next(n for n in range(3, 9) if len(mix) % n)
+        size = ranks
+    else:
+        size = next(n for n in range(8, 100) if 0 < len(mix) % n < 3)
+        ranks = 3
+    last = []
+    for rank in range(ranks):
+        mesh = DeviceMesh.from_sizes(dp_size=ranks, rank=rank)
+        with DataLoader(
+            mix, global_batch_size=size, device_mesh=mesh, last_batch="partial", collate_fn=collate_fn
+        ) as loader:
+            *_, batch = loader
+            last.append(batch)
+    if collate_fn is not None:
+        assert min(map(len, last)) == 0
+        return
+    whole = max(last, key=lambda batch: len(batch["input_ids"]))
+    assert min(len(batch["input_ids"]) for batch in last) == 0
+    for batch in last:
+        assert sorted(batch) == sorted(whole)
+        for name in ("input_ids", "source_ids"):
+            assert batch[name].dtype == whole[name].dtype
+        assert len(batch["__source__"]) == len(batch["source_ids"]) == len(batch["input_ids"])

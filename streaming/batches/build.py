@@ -310,7 +310,11 @@ class BatchBuilder:
         rows = Rows(memory=b"", view=memoryview(b""), keys=[], urls=[], fields={}, damage={})
         recipe = replace(self._recipe, finish=None)
         splits = np.zeros(1 if recipe.collate_fn is None else 2, np.int64)
-        packs = PackRows(splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing)
+        is_mixed = len(recipe.parts) > 1 or bool(recipe.parts[0].name)
+        sources = np.zeros(len(splits) - 1, np.int64) if is_mixed else None
+        packs = PackRows(
+            splits=splits, samples=nothing, starts=nothing, stops=nothing, lengths=nothing, sources=sources
+        )
         batch = self._columns_of(rows, packs, shape, nothing).batch(0, packs.num_packs)
         if recipe.collate_fn is None:
             return recipe.whole(batch, recipe.mask_of(0, None), 0)
