@@ -24,15 +24,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def packed_of(folder: Path) -> Packed:
-    return Packed(StreamingDataset(folder, seed=3), LENGTH, mask_field="mask")
+def packed_of(folder: Path, cache: Path | None = None) -> Packed:
+    return Packed(StreamingDataset(folder, seed=3, cache_dir=cache), LENGTH, mask_field="mask")
 
 
-def test_no_header_is_read_of_bytes_that_match_their_checksums(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("workers", "is_cached"), [(0, False), (0, True), (1, False)])
+def test_no_header_is_read_of_bytes_that_match_their_checksums(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, *, is_cached: bool
+) -> None:
     expected = epoch_of(packed_of(folder))
     walked: list[object] = []
     monkeypatch.setattr(read, "parse_chunk", lambda *one, **_: walked.append(one))
-    found = epoch_of(packed_of(folder))
+    found = epoch_of(packed_of(folder, tmp_path if is_cached else None), num_workers=workers)
     assert not walked
     assert len(found) == len(expected) > 1
     assert all(map(same, found, expected))

@@ -228,8 +228,7 @@ class PackedSource:
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart may be left to the caller. The lengths of its shard are at hand then, too."""
         self._lengths_of(self._shard_of_url[wanted.url])
-        found = self.documents.fetch_unit(wanted, out)
-        return found if isinstance(found, UnitLayout) else self.apart(wanted)
+        return self.documents.fetch_unit(wanted, out, self.apart)
 
     def apart(self, wanted: FetchRange) -> UnitLayout | TakeApart:
         """See ``Source``: the sample table says it in less time than headers, unless it is gone or does not fit."""

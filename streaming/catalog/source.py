@@ -16,7 +16,16 @@ from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versio
 from streaming.decode.registry import FieldDecoder
 from streaming.errors import DataError, IndexMissingError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
-from streaming.fetch.read import FetchRange, FieldsOf, apart_later, fetch_range, fetch_unit, reads_whole, size_of_unit
+from streaming.fetch.read import (
+    Apart,
+    FetchRange,
+    FieldsOf,
+    apart_later,
+    fetch_range,
+    fetch_unit,
+    reads_whole,
+    size_of_unit,
+)
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.kept import Selected
 from streaming.index.sample_table import SampleLocation, SampleTable
@@ -327,9 +336,10 @@ class ChunkSource:
         """Fill ``out`` and take it apart."""
         return fetch_range(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
 
-    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
-        """Fill ``out``; taking it apart may be left to the caller."""
-        return fetch_unit(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
+    def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> UnitLayout | TakeApart:
+        """Fill ``out``; taking it apart, as ``apart`` says, may be left to the caller."""
+        known = replace(self._fields_of(wanted.url), apart=apart)
+        return fetch_unit(self.storage, wanted, out, self.cache, known)
 
     def apart(self, wanted: FetchRange) -> TakeApart:
         """See ``Source``: its headers say it."""

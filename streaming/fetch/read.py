@@ -80,6 +80,15 @@ class FetchRange:
         return self.url, self.byte_start, self.byte_end, self.source
 
 
+Apart: TypeAlias = Callable[[FetchRange], UnitLayout | TakeApart]
+"""Where the samples of a range lie, all of which was read and matches its checksums, or how to find out."""
+
+
+def apart_later(wanted: FetchRange) -> TakeApart:
+    """What finds the samples of a range, all of which was read and matches its checksums, in its bytes."""
+    return partial(layout_of, wanted)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldsOf:
     """What partial reads need to know of a range's shard, and how it is narrowed where it is damaged.
@@ -97,6 +106,7 @@ class FieldsOf:
     fields: tuple[str, ...] | None
     gap_bytes: int
     kept: Callable[[int, int], Mask] | None = None
+    apart: Apart = apart_later
 
     def kept_rows(self, rows: range) -> Mask | None:
         """Which of some samples are kept; None: all of them."""
@@ -159,13 +169,14 @@ def fetch_unit(
 
     def layout() -> UnitLayout:
         if part is None:
-            return layout_of(wanted, out)
+            found = known.apart(wanted) if wanted.sums else apart_later(wanted)
+            return found if isinstance(found, UnitLayout) else found(out)
         return layout_by_table(part.samples, rows, part.pieces, known.fields, {})
 
     try:
         if later:
             read.into(out)
-            return apart_later(wanted)
+            return known.apart(wanted)
         return _through_cache(read, out[: read.plan.pieces.num_bytes], cache, layout)
     except ChecksumError:
         table = known.samples() if part is None else part.samples
@@ -381,11 +392,6 @@ def matches_sums(wanted: FetchRange, data: memoryview) -> bool:
 def reads_whole(wanted: FetchRange, known: FieldsOf) -> bool:
     """Whether :func:`fetch_unit` reads all of a range."""
     return _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known) is None
-
-
-def apart_later(wanted: FetchRange) -> TakeApart:
-    """What finds the samples of a range, all of which was read and matches its checksums, in its bytes."""
-    return partial(layout_of, wanted)
 
 
 def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:

@@ -16,7 +16,7 @@ from streaming.engine.memory.row_table import RowTable
 from streaming.engine.threads.jobs import JobThreads
 from streaming.errors import DataError, IndexMismatchError
 from streaming.fetch.layout import TakeApart, UnitLayout
-from streaming.fetch.read import FetchRange, UnitKey, apart_later
+from streaming.fetch.read import Apart, FetchRange, UnitKey, apart_later
 from streaming.metrics import Metrics
 
 IN_FLIGHT_BYTES = 128 << 20
@@ -29,7 +29,6 @@ _STOP_S = 1.0
 """How long closing waits for fetches under way: their memory stays mapped until they have ended."""
 
 Fetch = Callable[[FetchRange, memoryview], UnitLayout | TakeApart]
-Apart = Callable[[FetchRange], UnitLayout | TakeApart]
 
 
 @dataclass(slots=True, eq=False)
