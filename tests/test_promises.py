@@ -66,11 +66,20 @@ def tail_size(num_samples: int, size: int, last_batch: str) -> list[int]:
     return [size] * whole + ([tail] if tail and last_batch != "drop" else [])
 
 
+def pairs(sizes: tuple[int, ...], *, whole: int) -> list[Any]:
+    """Each size with each ``last_batch``; but for the size ``whole``, all but one of each under ``--matrix`` alone."""
+    others = [size for size in sizes if size != whole]
+    return [
+        pytest.param(size, last_batch, marks=[] if size == whole or others.index(size) == place else pytest.mark.matrix)
+        for size in sizes
+        for place, last_batch in enumerate(LAST_BATCH)
+    ]
+
+
 # P1, P2, P3
 
 
-@pytest.mark.parametrize("last_batch", LAST_BATCH)
-@pytest.mark.parametrize("size", [8, 13, 24, 64])
+@pytest.mark.parametrize(("size", "last_batch"), pairs((8, 13, 24, 64), whole=24))
 def test_exactly_once_same_end_and_elastic(dataset: StreamingDataset, size: int, last_batch: str) -> None:
     options: dict[str, Any] = {"global_batch_size": size, "last_batch": last_batch, "epochs": 2}
     reference = merged(play(dataset, 1, **options))
@@ -113,8 +122,7 @@ def test_batch_size_is_per_rank(dataset: StreamingDataset, last_batch: str) -> N
         assert {len(rank[0]) for rank in by_rank} == {5}
 
 
-@pytest.mark.parametrize("epoch_size", [50, 150, 202, 500])
-@pytest.mark.parametrize("last_batch", LAST_BATCH)
+@pytest.mark.parametrize(("epoch_size", "last_batch"), pairs((50, 150, 202, 500), whole=150))
 def test_virtual_epochs(dataset: StreamingDataset, epoch_size: int, last_batch: str) -> None:
     options: dict[str, Any] = {"global_batch_size": 24, "last_batch": last_batch, "epoch_size": epoch_size, "epochs": 3}
     reference = merged(play(dataset, 1, **options))
