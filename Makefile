@@ -4,7 +4,7 @@
 # make gpu    everything that needs a CUDA device, tests and figures (benchmarks/GPU.md), in at most ten minutes
 # make fuzz   parsers on hostile bytes, for MINUTES=10 minutes
 # make torture   an epoch under FAULTS=10000 faults, and CHANGES=1000 of the world with kills, drawn from SEED=1
-# make matrix all tests, with the cells of wide matrices whose mechanism other cells show
+# make matrix all tests, with the cells of wide matrices whose mechanism other cells show, and 400 examples of properties
 # make differential   CASES=10000 random sets, options, ranks and resumes against tarfile, drawn from SEED=1
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS=… is added to pip install (say, an index with CPU builds of
