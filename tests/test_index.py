@@ -21,6 +21,7 @@ from shard_tools import ShardWriter
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError
 from streaming.index import files
 from streaming.index.chunk_table import ChunkTable, ShardInfo
+from streaming.index.columns import KEY, read_sample_columns
 from streaming.index.cutter import DEFAULT_RULE, ChunkCutter, ChunkRule
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable, chunk_rows_from_footer
@@ -322,3 +323,21 @@ def test_opening_a_data_set_does_not_import_pandas(tmp_path: Path, forked: Forke
     output = tmp_path / "output"
     assert forked.start(program, f"{tmp_path}/", output=output).wait() == 0, output.read_text()
     assert output.read_text() == "False\n"
+
+
+def test_the_first_keys_alone_are_those_of_all() -> None:
+    """Also beyond the end, and of keys that are no UTF-8; of many rows, so that several batches are read."""
+    for keys in ([f"{number:05d}" for number in range(3000)], ["a", "\udcff", "b"]):
+        data = samples(tuple(keys)).to_parquet() if len(keys) == 3 else _many(keys)
+        whole = read_sample_columns(data, [KEY], "s")[0][KEY]
+        for count in (1, 2, len(keys) - 1, len(keys), len(keys) + 5):
+            assert read_sample_columns(data, [KEY], "s", first_rows=count)[0][KEY].equals(whole[:count])
+
+
+def _many(keys: list[str]) -> bytes:
+    starts = np.arange(len(keys) + 1, dtype=np.int64) * 1024
+    bounds = np.array([0, len(keys)])
+    return SampleTable.build(
+        name="s.tar", size_bytes=len(keys) * 1024 + 1024, keys=keys, record_starts=starts,
+        fields={"txt": (starts[:-1] + 512, np.full(len(keys), 9))}, chunk_bounds=bounds, crc32c=[0],
+    ).to_parquet()  # fmt: skip

@@ -33,16 +33,19 @@ def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) ->
     rows = dataset.table.first_sample[chunk_ids] + dataset.samples_of(chunk_ids, offsets)
     keys: list[str | None] = [None] * len(rows)
 
-    def read(shard: int) -> Any:
+    distinct, which = np.unique(shards, return_inverse=True)
+    behind = np.zeros(len(distinct), np.int64)  # of each shard: one past the last row that is asked for
+    np.maximum.at(behind, which, rows + 1)
+
+    def read(number: int) -> Any:
         try:
-            return key_column(dataset.storage, dataset.shards, shard)
+            return key_column(dataset.storage, dataset.shards, int(distinct[number]), int(behind[number]))
         except IndexMissingError:
             return None
 
-    distinct = np.unique(shards).tolist()
-    for shard, column in zip(distinct, map_ordered(read, distinct, _THREADS), strict=True):
+    for number, column in enumerate(map_ordered(read, range(len(distinct)), _THREADS)):
         if column is not None:
-            at = np.flatnonzero(shards == shard)
+            at = np.flatnonzero(which == number)
             for place, key in zip(at.tolist(), column.take(pa.array(rows[at])).to_pylist(), strict=True):
                 keys[place] = key if isinstance(key, str) else key.decode("utf-8", "surrogateescape")
     return keys
@@ -78,7 +81,7 @@ def _by_order(dataset: ChunkSource, wanted: bytes) -> int | None:
     low, high = 0, len(filled)
     while low < high:
         middle = (low + high) // 2
-        first = _bytes(key_column(dataset.storage, dataset.shards, filled[middle])[:1])[0].as_py()
+        first = _bytes(key_column(dataset.storage, dataset.shards, filled[middle], 1)[:1])[0].as_py()
         low, high = (middle + 1, high) if first <= wanted else (low, middle)
     return filled[low - 1] if low else None
 

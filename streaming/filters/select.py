@@ -364,13 +364,13 @@ def _late_names(storage: Storage, homes: Sequence[str]) -> list[str]:
         return []
 
 
-def key_column(storage: Storage, shards: OpenShards, shard: int) -> Values:
-    """The keys of one shard's samples, in its order.
+def key_column(storage: Storage, shards: OpenShards, shard: int, first_rows: int | None = None) -> Values:
+    """The keys of one shard's samples, in its order; with ``first_rows``, perhaps so many of the first ones alone.
 
     Raises:
         IndexMissingError: The shard has no sample table.
     """
-    return _Lifted(storage, shards, shard).columns([KEY])[0][KEY]
+    return _Lifted(storage, shards, shard).columns([KEY], first_rows=first_rows)[0][KEY]
 
 
 class _Lifted:
@@ -383,8 +383,12 @@ class _Lifted:
         self._turns = turns or nullcontext()
         self.there: list[str] = []
 
-    def columns(self, names: Iterable[str], *, coded: bool = False) -> tuple[dict[str, Values], Mapping[str, Any]]:
+    def columns(
+        self, names: Iterable[str], *, coded: bool = False, first_rows: int | None = None
+    ) -> tuple[dict[str, Values], Mapping[str, Any]]:
         """Those of ``names`` that are there, and the facts of the file; with ``coded``, texts as dictionaries.
+
+        With ``first_rows``, perhaps so many of the first samples alone: of keys.
 
         Raises:
             IndexMissingError: The shard has no sample table.
@@ -401,7 +405,7 @@ class _Lifted:
         except NotFoundError as error:
             raise no_samples(url, ", which where= and exclude= need") from error
         with self._turns:
-            found, facts = read_sample_columns(data, wanted, redact(path), coded=coded)
+            found, facts = read_sample_columns(data, wanted, redact(path), coded=coded, first_rows=first_rows)
         self.there = list(facts.get("columns", ()))
         return found, facts
 

@@ -401,11 +401,12 @@ def labels_of(values: pa.Array, labels: pa.Array) -> npt.NDArray[np.int64]:
 
 
 def read_sample_columns(
-    buffer: Any, names: Collection[str], source: str, *, coded: bool = False
+    buffer: Any, names: Collection[str], source: str, *, coded: bool = False, first_rows: int | None = None
 ) -> tuple[dict[str, pa.Array], Mapping[str, Any]]:
     """Those of the columns ``names`` that a sample file has, and the file's facts; nothing else of it is unpacked.
 
-    With ``coded``, texts that the file stores once each come as dictionaries, as :func:`fitting` takes them.
+    With ``coded``, texts that the file stores once each come as dictionaries, as :func:`fitting` takes them. With
+    ``first_rows``, so many of the first samples; of keys alone.
 
     Raises:
         IndexFormatError: The bytes are damaged, or no sample file.
@@ -415,7 +416,7 @@ def read_sample_columns(
         lifted = set(facts.get("columns", ()))
         return [*sorted(lifted & set(names)), *(["key"] if KEY in names else [])]
 
-    rows, facts = read_table(buffer, SAMPLES, source, columns=wanted, coded=coded)
+    rows, facts = read_table(buffer, SAMPLES, source, columns=wanted, coded=coded, first_rows=first_rows)
     lifted = set(facts.get("columns", ()))
     found = {name: _whole(rows.column(name)) for name in rows.column_names if name in lifted}
     if KEY in names:

@@ -55,11 +55,12 @@ def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) 
 
 def read_table(
     buffer: Any, kind: str, source: str, columns: Callable[[dict[str, Any]], list[str]] | None = None, *,
-    coded: bool = False,
+    coded: bool = False, first_rows: int | None = None,
 ) -> tuple[pa.Table, dict[str, Any]]:  # fmt: skip
     """The rows and the facts of an index file of this ``kind``; with ``columns``, those that it names of the facts.
 
-    With ``coded``, texts that the file stores once and refers to come as Arrow's dictionaries.
+    With ``coded``, texts that the file stores once and refers to come as Arrow's dictionaries. With ``first_rows``,
+    rows behind so many are not unpacked; for columns that are no numbers.
 
     Raises:
         IndexFormatError: If the bytes are no such file, damaged, of a newer major version, or their rows would take
@@ -69,7 +70,7 @@ def read_table(
     facts = _facts_of(file, kind, source)
     try:
         wanted = None if columns is None else columns(facts)
-        return _read_bounded(file, memoryview(buffer), source, wanted, coded=coded), facts
+        return _read_bounded(file, memoryview(buffer), source, wanted, coded=coded, first_rows=first_rows), facts
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, IndexFormatError):
             raise
@@ -77,8 +78,9 @@ def read_table(
 
 
 def _read_bounded(
-    file: pq.ParquetFile, buffer: memoryview, source: str, columns: list[str] | None, *, coded: bool
-) -> pa.Table:
+    file: pq.ParquetFile, buffer: memoryview, source: str, columns: list[str] | None, *, coded: bool,
+    first_rows: int | None,
+) -> pa.Table:  # fmt: skip
     """The rows (of some ``columns``, or all), counted as they come: equal ones cost nothing in the file."""
     limit_bytes = max(MAX_UNPACKED_BYTES, _MAX_RATIO * buffer.nbytes)
     schema = file.schema_arrow
@@ -89,7 +91,7 @@ def _read_bounded(
     numbers = [name for name, kind in kinds.items() if _is_number(kind)]
     others = [name for name in names if name not in set(numbers)]
     found, num_bytes = _read_numbers(file, source, numbers, limit_bytes)
-    found |= _read_others(file, buffer, source, others, limit_bytes, num_bytes)
+    found |= _read_others(file, buffer, source, others, limit_bytes, num_bytes, first_rows)
     if not coded:
         found = {name: one if one.type == kinds[name] else one.cast(kinds[name]) for name, one in found.items()}
     return pa.table([found[name] for name in names], names)
@@ -119,8 +121,9 @@ def _read_numbers(
 
 
 def _read_others(
-    file: pq.ParquetFile, buffer: memoryview, source: str, names: list[str], limit_bytes: int, num_bytes: int
-) -> dict[str, pa.ChunkedArray]:
+    file: pq.ParquetFile, buffer: memoryview, source: str, names: list[str], limit_bytes: int, num_bytes: int,
+    first_rows: int | None,
+) -> dict[str, pa.ChunkedArray]:  # fmt: skip
     """Columns of anything but numbers, after a look at what they take, beside ``num_bytes``.
 
     Texts that the file stores once and refers to are read so, counted, and only then written out.
@@ -144,7 +147,7 @@ def _read_others(
         file = pq.ParquetFile(pa.BufferReader(buffer), metadata=metadata, read_dictionary=sorted(texts))
     # (`pq.read_table` would import pandas wherever it is installed.)
     # Arrow's threads, beside torch's at the interpreter's end, abort about one short script in fifty.
-    table = file.read(names, use_threads=False)
+    table = file.read(names, use_threads=False) if first_rows is None else _begun(file, names, first_rows)
     for name in texts.intersection(names):
         for chunk in table.column(name).chunks:
             if pa.types.is_dictionary(chunk.type):
@@ -154,6 +157,17 @@ def _read_others(
                 num_bytes += most if is_little else pc.sum(pc.take(lengths, chunk.indices)).as_py() or 0
     _check_unpacked(num_bytes, limit_bytes, source)
     return {name: table.column(name) for name in names}
+
+
+def _begun(file: pq.ParquetFile, names: list[str], count: int) -> pa.Table:
+    """The first rows of a file, at most so many."""
+    found: list[pa.RecordBatch] = []
+    for batch in file.iter_batches(batch_size=max(count, 1), columns=names, use_threads=False):
+        found.append(batch.slice(0, count))
+        count -= len(found[-1])
+        if not count:
+            break
+    return pa.Table.from_batches(found, None if found else pa.schema([file.schema_arrow.field(name) for name in names]))
 
 
 def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
