@@ -7,7 +7,7 @@ import pytest
 from trainer_names import URL, model
 
 from streaming import DataLoader, StreamingDataset
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, IteratorSupersededError
 from streaming.integrations.accelerate import prepare_loader
 
 accelerator = accelerate.Accelerator(gradient_accumulation_steps=4)
@@ -28,3 +28,15 @@ for _ in range(2):
             synchronised.append(accelerator.sync_gradients)
             assert len(accelerator.gather_for_metrics(batch["cls"])) == 12
 assert synchronised == [False, False, False, True, False, True] * 2
+
+# Another world: remesh is that of the loader, and what was prepared of the older one is refused.
+whole = [sorted(batch["__key__"]) for batch in raw]
+raw.load_state_dict({**raw.state_dict(), "epoch": 2, "samples_seen": 0})
+batches = iter(loader)
+first = [sorted(next(batches)["__key__"]) for _ in range(2)]
+loader.remesh(0, 2, at={**raw.state_dict(), "samples_seen": 12})
+with pytest.raises(IteratorSupersededError, match=r"remesh\(\) to data-parallel rank 0 of 2"):
+    next(batches)
+again = next(iter(loader))["__key__"]
+assert (first, len(again), loader.generation) == (whole[:2], 6, 1)
+assert set(again) < set(whole[1])
