@@ -531,6 +531,7 @@ def test_nobody_of_the_older_process_group_is_asked(samples: SampleSet, monkeypa
     for module in (job_store_module, start_check):
         monkeypatch.setattr(module, "job_store", lambda _: (0, group["store"]))
     monkeypatch.setattr(start_check, "job_world_size", lambda: 3)
+    monkeypatch.setattr(job_store_module, "job_world_size", lambda: 1)  # nobody joins who is to be told of going on
     monkeypatch.setattr(start_check, "agree", lambda *_, **__: asked.append("compared"))
     monkeypatch.setattr(base, "open_tally", lambda *_, **__: asked.append("counts"))
     with DataLoader(dataset, global_batch_size=SIZE, device_mesh=mesh_of(3, 0)) as loader:
