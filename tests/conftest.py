@@ -12,6 +12,7 @@ import fsspec.asyn
 import pytest
 from forked import Forked
 from hypothesis import settings
+from leftovers import our_threads
 from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
 from streaming.catalog import open as catalog_open
@@ -81,8 +82,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """So do the libraries that a file of tests was the first to use, and reports; its own fixtures are gone by then."""
     result = yield
     if nextitem is not None and nextitem.path != item.path:
-        if next(_FILES) % _LOOKED_THROUGH_EVERY == 0:
-            gc.unfreeze()  # what files before this one left alive may have become garbage
+        if next(_FILES) % _LOOKED_THROUGH_EVERY == 0 or our_threads():
+            gc.unfreeze()  # what files before this one left alive may have become garbage, such as a loader
         gc.collect()
         gc.freeze()
     return result

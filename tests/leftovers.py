@@ -12,11 +12,16 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 
+def our_threads() -> set[threading.Thread]:
+    """Threads that the package began and that run."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("shardstream-")}
+
+
 def leftovers() -> Counter[str]:
     """Threads of ours, open descriptors, child processes, and files of ours in shared and temporary folders."""
     resource_tracker.ensure_running()  # starts with the first named lock, and stays: multiprocessing's, not ours
     gc.collect()
-    found = Counter(f"thread {one.name}" for one in threading.enumerate() if one.name.startswith("shardstream-"))
+    found = Counter(f"thread {one.name}" for one in our_threads())
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             found[f"descriptor {os.readlink(f'/proc/self/fd/{descriptor}')}"] += 1

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from fault_proxy import Fault, FaultProxy
-from leftovers import leftovers
+from leftovers import leftovers, our_threads
 
 from streaming.errors import ConfigError, TransferError
 from streaming.storage import Storage
@@ -269,13 +269,12 @@ class TestRace:
 
     @pytest.fixture(autouse=True)
     def nothing_left(self) -> Iterator[None]:
-        before = leftovers()
+        before, others = leftovers(), our_threads()
         self.held, self.gave_up = threading.Event(), False
         yield
         self.held.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("shardstream-"):
-                thread.join(10)
+        for thread in our_threads() - others:
+            thread.join(10)
         assert leftovers() - before == Counter()
 
     def read(self, script: Script, hedging: Eager, out: bytearray) -> Transfer:

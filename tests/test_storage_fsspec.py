@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from leftovers import leftovers
+from leftovers import leftovers, our_threads
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
@@ -70,12 +70,11 @@ class TestHedging:
     @pytest.fixture(autouse=True)
     def held(self) -> Iterator[threading.Event]:
         """What stalls does so until the test is over; then nothing is left."""
-        before, self.end = leftovers(), threading.Event()
+        before, others, self.end = leftovers(), our_threads(), threading.Event()
         yield self.end
         self.end.set()
-        for thread in threading.enumerate():
-            if thread.name.startswith("shardstream-"):
-                thread.join(10)
+        for thread in our_threads() - others:
+            thread.join(10)
         assert leftovers() - before == Counter()
 
     def stall(self, *reads: int) -> Callable[[int, int | None], None]:
