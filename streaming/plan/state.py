@@ -140,7 +140,7 @@ class LoaderState:
 
 
 def _whole_ledger(entries: Any, text: str | None) -> Any:
-    """The entries; those of ``text`` where a program that restores values one by one gave back some of them alone.
+    """Return the entries, or those of ``text`` where a program that restores values one by one lost some of them.
 
     Raises:
         StateError: They say different things.
@@ -158,7 +158,7 @@ def _whole_ledger(entries: Any, text: str | None) -> Any:
 
 
 def _is_part(some: Any, whole: Any) -> bool:
-    """Whether all that is in ``some`` stands at the same place in ``whole``."""
+    """Tell whether all that is in ``some`` stands at the same place in ``whole``."""
     if isinstance(some, list) and isinstance(whole, list):
         return len(some) <= len(whole) and all(map(_is_part, some, whole))
     if isinstance(some, dict) and isinstance(whole, dict):
