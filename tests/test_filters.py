@@ -357,6 +357,11 @@ def test_the_same_filter_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.
     path.write_bytes(replace(table, columns=columns).to_parquet())
     other = StreamingDataset(data, where=CONDITION)
     assert {sample["__key__"] for sample in other} == {*KEPT, *KEYS[41:82]}
+    # Of a store that tells no versions nobody knows what changed.
+    info = Storage.info
+    monkeypatch.setattr(Storage, "info", lambda *given: replace(info(*given), version=None))
+    assert [len(StreamingDataset(data, where=CONDITION)) for _ in range(2)] == [len(other)] * 2
+    assert len(reads) == 10 + 5 + 2 * 5
 
 
 # ----------------------------------------------------------------------------------------------- bytes that are read

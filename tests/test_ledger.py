@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from streaming import Schedule
 from streaming.errors import ConfigError, StateError
-from streaming.plan.ledger import CHANGED, RESUMED, START, Entry, Ledger
+from streaming.plan.ledger import CHANGED, GROWN, RESUMED, START, Entry, Ledger
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
 
@@ -42,6 +43,10 @@ def test_a_ledger_goes_through_json_within_a_state() -> None:
     assert told["version"] == 2
     assert [sorted(one) for one in told["ledger"][:2]] == [["from", "sources", "weights", "why"]] * 2
     assert LoaderState.from_dict(told) == state
+    # Older releases read what they know: 3 is of other dealing, 4 of a source that grew, also long ago.
+    for version, changed in ((3, entry(dealt="samples")), (4, entry(700, GROWN, joins={"web": 3}))):
+        after = replace(state, ledger=ledger(entry(dealt=changed.dealt), changed, entry(800, RESUMED)))
+        assert after.to_dict()["version"] == version
 
 
 def test_a_mixture_that_ends_bounds_its_position_by_its_quotas() -> None:
@@ -67,6 +72,7 @@ def test_segments_name_every_source_and_end_where_the_next_entry_begins() -> Non
         (300, {"code": 0, "math": 1, "web": 0}),
     ]
     assert grown.sources == {"code": "fp-code", "math": "fp-math", "web": "fp-web"}
+    assert grown.first_rows == {"code": 0, "math": 300, "web": 0}
 
 
 def test_a_schedule_taken_up_in_mid_run_counts_its_rows_from_the_runs_beginning() -> None:
@@ -85,7 +91,7 @@ def test_the_same_mixture_goes_on_with_what_set_weights_gave() -> None:
     ("made", "change"),
     [
         (entry(weights={"web": 1, "code": 1}), "weights were {'web': 3, 'code': 1}, and are {'web': 1, 'code': 1}"),
-        (entry(schedule=Schedule.steps({0: {"web": 1, "code": 1}})), "and are a steps schedule"),
+        (entry(schedule=Schedule.steps({0: {"web": 1}, 50: {"web": 2}}), weights={"web": 2}), "are a steps schedule"),
         (entry(sources={**SOURCES, "math": "m"}, weights={"web": 3, "code": 1, "math": 1}), "'math' is added"),
         (entry(sources={"web": "fp-web"}, weights={"web": 1}), "'code' is dropped"),
     ],
@@ -95,6 +101,7 @@ def test_a_mixture_changed_at_a_resume_is_one_entry_more(made: Entry, change: st
     assert any(change in one for one in changes), changes
     assert grown.entries[:2] == (entry(), entry(100, CHANGED))
     assert (grown.last.start, grown.last.why, grown.last.means) == (640, RESUMED, made.means)
+    assert grown.last.weights == made.weights
     assert grown.resumed(made, never) == (grown, [])  # resumed twice, it is said once
     assert ledger(entry(), entry(900, CHANGED)).resumed(made, lambda: 640)[0].last.start == 900
 
