@@ -367,6 +367,8 @@ def test_ranks_share_the_work(url: str, monkeypatch: pytest.MonkeyPatch, join_jo
     assert sorted(read) == list(range(NUM // 6))  # one pass: each shard once, by one rank
     errors = on_ranks(lambda: Curriculum(StreamingDataset(url), "toks", STEPS), 4)
     assert all(isinstance(error, ConfigError) and "did you mean 'tokens'" in str(error) for error in errors), errors
+    errors = on_ranks(lambda: Curriculum(StreamingDataset(url), "maybe", STEPS), 4)
+    assert all(isinstance(error, ConfigError) and "no value for 24 samples" in str(error) for error in errors), errors
 
 
 def test_what_it_reads_is_said_and_sorted_shards_cure_it(

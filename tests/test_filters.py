@@ -28,7 +28,7 @@ from shard_tools import ShardWriter
 from streaming import DataLoader, ShuffleConfig, StreamingDataset
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
-from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, StateError
+from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, IndexMissingError, StateError
 from streaming.fetch.read import fetch_range
 from streaming.filters import select as filters
 from streaming.filters.select import Filter, checked_subset
@@ -272,6 +272,15 @@ def test_a_set_without_sample_tables_says_so(tmp_path: Path) -> None:
         StreamingDataset(data, where="n > 1")
 
 
+def test_a_sample_table_of_a_shard_of_the_same_size_is_refused(tmp_path: Path) -> None:
+    data = write(str(tmp_path))
+    assert (tmp_path / "000001.tar").stat().st_size == (tmp_path / "000002.tar").stat().st_size
+    tables = tmp_path / "_shardstream/samples"
+    (tables / "000001.tar.parquet").write_bytes((tables / "000002.tar.parquet").read_bytes())
+    with pytest.raises(IndexMismatchError, match=r"000001.tar: its sample table is not of the shard"):
+        StreamingDataset(data, where=CONDITION)
+
+
 def test_a_set_that_is_indexed_on_the_fly_is_filtered_by_keys(tmp_path: Path) -> None:
     with ShardWriter(f"{tmp_path}/{{:06d}}.tar", max_samples=20, index=False) as writer:
         for number in range(50):
@@ -295,13 +304,17 @@ def test_views(data: str) -> None:
         StreamingDataset(data, view="clean-v2", subset=(0, 5))
     with pytest.raises(ConfigError, match="there are: clean-v2"):
         StreamingDataset(data, view="clean")
-    with pytest.raises(ConfigError, match="another view of this name"):
-        save_view(Storage(), data.rstrip("/"), View(name="clean-v2", where="n > 1"))
+    save_view(Storage(), data.rstrip("/"), replace(view, name="all-of-it", subset=None))
+    assert kept_of(data, view="all-of-it", subset=(0, 60)) == [key for key in expected if int(key) < 60]
+    for other in ({"where": "n > 1"}, {"subset": None}, {"excluded": ()}, {"columns": {"score": "1"}}):
+        with pytest.raises(ConfigError, match="another view of this name"):
+            save_view(Storage(), data.rstrip("/"), replace(view, **other))
     file = Path(data) / "_shardstream/views/clean-v2.json"
     file.write_text(file.read_text().replace("n % 3", "n % 2"))
     with pytest.raises(IndexFormatError, match="changed by hand"):
         StreamingDataset(data, view="clean-v2")
     file.unlink()
+    (file.parent / "all-of-it.json").unlink()
 
 
 def test_the_page_about_filters_runs(

@@ -537,6 +537,8 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
     shares = mix.start_entry().weights
     assert shares["web"] * means["web"] == pytest.approx(shares["code"] * means["code"])
     assert f"web {means['web']:.1f}" in caplog.text
+    shares = mix.changed(mix.begun(), {"web": 1, "code": 3}, row=100).last.weights  # so are those of set_weights
+    assert shares["web"] * means["web"] * 3 == pytest.approx(shares["code"] * means["code"])
     with pytest.raises(ConfigError, match=r"source '.*' has no column \"tokens\".*column add"):
         mixture(sets, "web code", weights={"web": 1, "code": 1}, unit="tokens")
 
