@@ -32,6 +32,7 @@ from servers import HttpServer
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.convert import convert
+from shard_tools.tokens.run import TokenizeOptions, tokenize
 from streaming import DataLoader, StreamingDataset
 from streaming.cache import NodeCache
 from streaming.cache.paths import Layout
@@ -611,6 +612,36 @@ def test_no_secret_of_a_url_is_told(
         no_secret(path)
         if path.is_file():
             no_secret(path.read_bytes())
+
+
+def test_no_secret_of_a_source_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a conversion called as a function, whose messages no command line cuts; and a signed URL is one file."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "abc"}\n{"text": 3}\n')
+    (tmp_path / "cut.jsonl").write_text('{"text": "abc"}\n{"tex\n')
+    (tmp_path / "twice.csv").write_text("a,a\n1,2\n")
+    (tmp_path / "no.parquet").write_bytes(b"PAR1")
+    query = "?X-Amz-Signature=abcdef0123&token=swordfish"
+    with HttpServer(tmp_path) as server:
+        place = f"http://user:hunter2@127.0.0.1:{server.port}"
+        options = TokenizeOptions(tokenizer="bytes", on_error="skip")
+        assert tokenize(f"{place}/rows.jsonl{query}", str(tmp_path / "to"), options=options).sets[0].num_documents == 1
+        assert "rows.jsonl?…:2" in caplog.text
+        no_secret(caplog.text)
+        for path in (tmp_path / "to").rglob("*.json"):
+            no_secret(path.read_text())
+        for source, target in (
+            ("cut.jsonl", "a"), ("twice.csv", "b"), ("no.parquet", "c"), ("none.csv", "d"), ("rows.txt", "to"),
+            ("rows.jsonl", f"{place}/x.tar{query}"), ("rows.jsonl", f"{place}/rows.jsonl{query}"),
+        ):  # fmt: skip
+            with pytest.raises(ShardstreamError) as caught:
+                convert(f"{place}/{source}{query}", target if "://" in target else str(tmp_path / target))
+            no_secret([caught.value, getattr(caught.value, "__notes__", "")])
+        absent = f"{place}/none{query}"
+        for option in ({"tokenizer": f"{place}/rows.jsonl{query}"}, {"tokenizer": absent},
+                       {"tokenizer": "bytes", "messages_field": "m", "chat_template": absent}):  # fmt: skip
+            with pytest.raises(ShardstreamError) as caught:
+                tokenize(f"{place}/rows.jsonl", str(tmp_path / "e"), options=TokenizeOptions(**option))
+            no_secret(caught.value)
 
 
 def test_decode_workers_get_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

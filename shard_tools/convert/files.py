@@ -17,7 +17,7 @@ import pyarrow as pa
 from shard_tools.convert.records import Skipped
 from streaming.catalog.urls import expand_urls
 from streaming.errors import NotFoundError
-from streaming.storage import Storage, local_path, scheme_of
+from streaming.storage import Storage, local_path, redact, scheme_of, split_query, split_url
 
 _BLOCK_BYTES = 4 << 20
 _WILDCARD = re.compile(r"[*?\[]")
@@ -30,6 +30,11 @@ class SourceFile:
     url: str
     name: str
     size_bytes: int
+
+    @property
+    def shown_url(self) -> str:
+        """The URL for messages."""
+        return redact(self.url)
 
 
 class FileSource:
@@ -87,14 +92,14 @@ def find_files(
     found = [file for part in parts for file in _find_part(part, storage, suffixes, exclude)]
     if not found:
         wanted = f" ending in {', '.join(suffixes)}" if suffixes else ""
-        raise NotFoundError(f"{spec}: nothing found{wanted}; check the path, or name the layout with --from")
+        raise NotFoundError(f"{redact(spec)}: nothing found{wanted}; check the path, or name the layout with --from")
     return found
 
 
 def _find_part(
     part: str, storage: Storage, suffixes: tuple[str, ...] | None, exclude: str | None
 ) -> Iterator[SourceFile]:
-    wildcard = _WILDCARD.search(part)
+    wildcard = _WILDCARD.search(split_query(part)[0])
     if wildcard and not (is_local(part) and os.path.exists(local_path(part))):
         base = part[: part.rfind("/", 0, wildcard.start()) + 1] or "./"
         pattern = part.removeprefix(base)
@@ -122,7 +127,7 @@ def _file_or_prefix(
             raise
         yield from below
         return
-    yield SourceFile(url=info.url, name=part.rpartition("/")[2], size_bytes=info.size_bytes)
+    yield SourceFile(url=info.url, name=split_url(part)[1], size_bytes=info.size_bytes)
 
 
 def _list(base: str, storage: Storage, exclude: str | None) -> Iterator[SourceFile]:

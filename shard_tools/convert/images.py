@@ -24,7 +24,7 @@ from shard_tools.convert.records import (
 from shard_tools.running.engine import map_ordered
 from shard_tools.write.keys import check_key
 from streaming.errors import AccessDeniedError, ConfigError, DuplicateKeyError, NotFoundError
-from streaming.storage import Storage, join_url, local_path, split_url
+from streaming.storage import Storage, join_url, local_path, redact, split_url
 
 _TRAINING = ("train", "training")
 _HELD_OUT = frozenset({"val", "valid", "validation", "test", "testing", "dev", "eval"})
@@ -74,7 +74,7 @@ class ImageFolder:
             else:
                 images.append(image)
         if not images:
-            raise NotFoundError(f"{spec}: no images there ({_summary(skipped)}); check the path, or use --from")
+            raise NotFoundError(f"{redact(spec)}: no images there ({_summary(skipped)}); check the path, or use --from")
         images.sort(key=lambda image: (image.key, image.file.name))
         self.skipped = tuple(sorted(skipped, key=lambda entry: entry.path))
         names = sorted({image.class_name for image in images if image.class_name is not None})
@@ -145,8 +145,8 @@ def numbered_classes(
         unknown = sorted({*names} - {*listed})
         if unknown:
             raise ConfigError(
-                f"--classes {given}: no class {unknown[0]!r}, which {source} has; there are {len(listed)}: "
-                f"{', '.join(listed[:5])}, …; name a list that holds all"
+                f"--classes {redact(given)}: no class {unknown[0]!r}, which {redact(source)} has; there are "
+                f"{len(listed)}: {', '.join(listed[:5])}, …; name a list that holds all"
             )
         return {name: number for number, name in enumerate(listed)}, given
     for place in _beside(source, target) if names else ():
@@ -199,7 +199,7 @@ def _listed(place: str, storage: Storage) -> list[str]:
                 if entry.is_dir() and entry.name[0] != "." and entry.name != "_shardstream"
             )
         if not listed:
-            raise NotFoundError(f"{place}: no folders of classes there")
+            raise NotFoundError(f"{redact(place)}: no folders of classes there")
     else:
         is_file = _last(place).endswith((".json", ".txt"))
         text = bytes(storage.read(place if is_file else join_url(place, CLASSES))).decode()
@@ -210,7 +210,7 @@ def _listed(place: str, storage: Storage) -> list[str]:
             listed = [name for name, _ in sorted(listed.items(), key=lambda item: item[1])]
     names = [name.strip() for name in listed if isinstance(name, str) and name.strip()]
     if not names or len({*names}) < len(names):
-        raise ConfigError(f"--classes {place}: expected different names of classes there; write one a line")
+        raise ConfigError(f"--classes {redact(place)}: expected different names of classes there; write one a line")
     return names
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from streaming.errors import AccessDeniedError, IndexFormatError, NotFoundError, ShardstreamError
 from streaming.index.layout import TOKENS_FILE
-from streaming.storage import Storage, join_url
+from streaming.storage import Storage, join_url, redact
 
 _FORMAT = "shardstream-convert"
 _VERSION = 1
@@ -69,7 +69,7 @@ def load_journal(target: str, storage: Storage) -> Journal | None:
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise IndexFormatError(
-            f"{url}: not a journal that this release reads ({error}); begin anew with --overwrite"
+            f"{redact(url)}: not a journal that this release reads ({error}); begin anew with --overwrite"
         ) from error
 
 

@@ -49,7 +49,7 @@ class LineFiles(FileSource):
             raise ConfigError(f"--shuffle: documents that are not lines ({self._unit}) can only be read front to back")
         zipped = next((file for file in self.files if file.name.lower().endswith(PACKED)), None)
         if self._seed is not None and zipped is not None:
-            raise ConfigError(f"--shuffle: {zipped.url} is compressed and cannot be read out of order; unpack it")
+            raise ConfigError(f"--shuffle: {zipped.shown_url} is compressed and cannot be read out of order; unpack it")
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the records from number ``start`` on."""
@@ -59,9 +59,9 @@ class LineFiles(FileSource):
         number = 0
         for file in self.files:
             with open_stored(file, self._storage) as stream:
-                for line_number, text in _units(read_lines(stream, file.url), self._unit):
+                for line_number, text in _units(read_lines(stream, file.shown_url), self._unit):
                     if number >= start:
-                        yield self._record(text, number, f"{file.url}:{line_number}", file.name)
+                        yield self._record(text, number, f"{file.shown_url}:{line_number}", file.name)
                     number += 1
 
     def _shuffled(self, start: int, seed: int) -> Generator[Record, None, None]:
@@ -197,11 +197,11 @@ class CsvFiles(FileSource):
         try:
             header = next(reader, None)
             if header is None or len({*header}) < len(header):
-                raise DataError(f"{file.url}:1: expected a header of distinct column names, got {header}")
+                raise DataError(f"{file.shown_url}:1: expected a header of distinct column names, got {header}")
             for values in reader:
                 if not values:
                     continue
-                where = f"{file.url}:{reader.line_num}"
+                where = f"{file.shown_url}:{reader.line_num}"
                 if len(values) == len(header):
                     yield dict(zip(header, values, strict=True)), where
                     continue
@@ -212,4 +212,4 @@ class CsvFiles(FileSource):
         except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
             if isinstance(error, StorageError):
                 raise
-            raise DataError(f"{file.url}:{reader.line_num}: not readable as CSV in UTF-8: {error}") from error
+            raise DataError(f"{file.shown_url}:{reader.line_num}: not readable as CSV in UTF-8: {error}") from error

@@ -23,7 +23,7 @@ from streaming.catalog.build import read_chunks
 from streaming.errors import ConfigError, DataError
 from streaming.index.layout import samples_path
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, join_url, local_path, split_url
+from streaming.storage import Storage, join_url, local_path, redact, split_url
 
 _SHARD_NAME = "{:06d}.tar"
 
@@ -123,7 +123,7 @@ class Place:
             return cls(directory=directory or ".", name=name)
         if name.endswith((".tar", ".gz", ".tgz")):
             raise ConfigError(
-                f"{target}: the target is a folder or prefix, or a name with a number such as {{:06d}}.tar"
+                f"{redact(target)}: the target is a folder or prefix, or a name with a number such as {{:06d}}.tar"
             )
         return cls(directory=target.rstrip("/") or target, name=_SHARD_NAME)
 
@@ -144,7 +144,7 @@ def refuse_overlap(source: str, place: Place) -> None:
     else:
         same = source.rstrip("/") == place.directory.rstrip("/")
     if same:
-        raise ConfigError(f"{source}: source and target are the same place; give another target")
+        raise ConfigError(f"{redact(source)}: source and target are the same place; give another target")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +175,13 @@ def _prepare(place: Place, journal: Journal, storage: Storage, *, overwrite: boo
         found = load_journal(place.directory, storage)
         if found is None:
             raise TargetNotEmptyError(
-                f"{place.directory} holds {len(there)} files of another data set, such as {there[0]}; give another "
-                "target, or delete them with --overwrite"
+                f"{redact(place.directory)} holds {len(there)} files of another data set, such as "
+                f"{redact(there[0])}; give another target, or delete them with --overwrite"
             )
         if not found.same_work(journal):
             raise TargetNotEmptyError(
-                f"{place.directory} holds another conversion ({found.differences(journal)}); give another target, run "
-                "with the same source and options to go on, or begin anew with --overwrite"
+                f"{redact(place.directory)} holds another conversion ({found.differences(journal)}); give another "
+                "target, run with the same source and options to go on, or begin anew with --overwrite"
             )
         return _earlier_work(place, storage, complete=found.complete, position=position)
     save_journal(place.directory, journal, storage)
@@ -224,7 +224,7 @@ def _finished_shard(place: Place, number: int, sizes: Mapping[str, int], storage
     size_bytes = sizes.get(join_url(place.directory, name))
     if size_bytes is None or url not in sizes:
         return None
-    table = SampleTable.from_parquet(storage.read(url), url)
+    table = SampleTable.from_parquet(storage.read(url), redact(url))
     return table if table.shard.size_bytes == size_bytes else None
 
 

@@ -62,7 +62,9 @@ class ParquetFiles(FileSource):
             first = ends[which] - num_rows
             rows = self._group_rows(file, group, max(0, start - first), salt=which)
             for row_number, row in rows:
-                yield self._mapper.record(row, first + row_number, f"{file.url}, row group {group}, row {row_number}")
+                yield self._mapper.record(
+                    row, first + row_number, f"{file.shown_url}, row group {group}, row {row_number}"
+                )
 
     def _group_rows(
         self, file: SourceFile, group: int, skip: int, *, salt: int

@@ -12,7 +12,7 @@ from shard_tools.convert.files import find_files, is_local
 from shard_tools.convert.images import IMAGE_EXTENSIONS, ImageFolder
 from shard_tools.convert.records import Source, SourceOptions
 from streaming.errors import ConfigError, NotFoundError
-from streaming.storage import Storage, local_path
+from streaming.storage import Storage, local_path, redact
 from streaming.types import SHARD_SUFFIXES
 
 
@@ -68,7 +68,7 @@ def detect_kind(spec: str, storage: Storage, exclude: str | None = None) -> str:
     if len(kinds) == 1:
         return kinds.pop()
     found = f"files of several layouts ({', '.join(sorted(kinds))})" if kinds else "no file of a layout known here"
-    raise ConfigError(f"{spec}: {found}; say which with --from {'|'.join(LAYOUTS)}")
+    raise ConfigError(f"{redact(spec)}: {found}; say which with --from {'|'.join(LAYOUTS)}")
 
 
 def _kind_of_name(name: str) -> str | None:

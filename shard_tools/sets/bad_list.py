@@ -12,7 +12,7 @@ from shard_tools.running.report import Finding
 from streaming.batches.bad_file import BadRecord, iter_records, shown_url
 from streaming.errors import ConfigError, DataError, NotFoundError
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, scheme_of
+from streaming.storage import Storage, redact, scheme_of
 
 # Findings that say which samples cannot be delivered; the others are about the index, or bytes behind the samples.
 _SAMPLE_KINDS = frozenset({"missing", "size", "checksum", "tar", "samples", "decode", "duplicate", "read"})
@@ -51,7 +51,7 @@ def load_bad_list(specs: Sequence[str], storage: Storage) -> BadList:
         errors = [record for record in records if isinstance(record, DataError)]
         if records and len(errors) == len(records):
             raise DataError(
-                f"{url}: no list of bad samples: {errors[0]}; give what bad_samples_file or --write-bad wrote"
+                f"{redact(url)}: no list of bad samples: {errors[0]}; give what bad_samples_file or --write-bad wrote"
             )
         num_unreadable += len(errors)
         for record in records:

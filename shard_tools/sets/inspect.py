@@ -252,5 +252,6 @@ def _find(url: str, sample: str, storage: Storage, index_url: str | None) -> tup
         place = table.lookup(int(sample) - int(ends[position]) + table.num_samples)
         return _entry(int(sample), shards.urls[position], place), place
     raise NotFoundError(
-        f"{url}: no sample has the key {sample!r}; there are {total:,} samples, see `shard_tools ls {url}`"
+        f"{redact(url)}: no sample has the key {sample!r}; there are {total:,} samples, see "
+        f"`shard_tools ls {redact(url)}`"
     )

@@ -33,7 +33,7 @@ from streaming.catalog.build import read_chunks
 from streaming.errors import ConfigError, NotFoundError
 from streaming.index.layout import TOKENS_FILE, samples_path
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, join_url, split_url
+from streaming.storage import Storage, join_url, redact, split_url
 
 ON_ERROR = ("raise", "skip")
 _log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def tokenize(
     encoder = _encoder(options, storage, executor)
     shares = parse_shares(options.split)
     if len(shares) > 1 and "{" in split_url(target)[1]:
-        raise ConfigError(f"--split: each set gets a folder of its own in TARGET; name a folder, got {target}")
+        raise ConfigError(f"--split: each set gets a folder of its own in TARGET; name a folder, got {redact(target)}")
     reader = _reader(source, target, options, storage)
     progress = progress or NoProgress()
     tallies = [Tally() for _ in shares]
@@ -243,7 +243,8 @@ def _encoder(options: TokenizeOptions, storage: Storage, executor: Executor | No
     config = load_config(file, storage)
     ends = find_ends(file, config, bos=options.bos, eos=options.eos, by_default=not chat)
     if not chat and ends.eos is None and options.eos is None:
-        _log.warning("--tokenizer %s names no end token: documents will end without one; see --eos", options.tokenizer)
+        told = redact(options.tokenizer)
+        _log.warning("--tokenizer %s names no end token: documents will end without one; see --eos", told)
     template = _template(options, file, config, storage) if chat else None
     if isinstance(executor, ProcessPoolExecutor) and is_local(file.url) and file.url != BYTES:
         file = replace(file, content=None)  # processes of this machine read it themselves, once
@@ -258,13 +259,13 @@ def _template(
         try:
             source = bytes(storage.read(options.chat_template)).decode()
         except (NotFoundError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {options.chat_template}: no such text file: {error}") from error
+            raise ConfigError(f"--chat-template {redact(options.chat_template)}: no such text file: {error}") from error
     if isinstance(source, list):  # several templates by name
         named = {str(one.get("name")): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get("default")
     if not isinstance(source, str):
         raise ConfigError(
-            f"--messages-field: no chat template beside {options.tokenizer} (tokenizer_config.json, "
+            f"--messages-field: no chat template beside {redact(options.tokenizer)} (tokenizer_config.json, "
             "chat_template.jinja); give one with --chat-template FILE"
         )
     bos, eos = open_tokenizer(file).ends()
@@ -354,7 +355,7 @@ def _earlier_counts(place: Place, packed: Packed, storage: Storage) -> Iterator[
         if left <= 0:
             break
         url = join_url(place.directory, samples_path(shard.name))
-        table = SampleTable.from_parquet(storage.read(url), url)
+        table = SampleTable.from_parquet(storage.read(url), redact(url))
         yield from table.columns[TOKENS_COLUMN].to_pylist()
         left -= table.num_samples
 

@@ -18,7 +18,7 @@ from shard_tools.tokens.adapters import (
     Tokenizer,
 )
 from streaming.errors import ConfigError, NotFoundError
-from streaming.storage import Storage, join_url, local_path, scheme_of, split_url
+from streaming.storage import Storage, join_url, local_path, redact, scheme_of, split_url
 
 BYTES = "bytes"
 _NAMES = ("tokenizer.json", "tokenizer.model")
@@ -60,7 +60,7 @@ def find_tokenizer(spec: str, storage: Storage, *, special: bool, pattern: str |
         url, content = _read(spec, storage)
         kind = _kind_of(content)
     if pattern is not None and kind != "tiktoken":
-        raise ConfigError(f"--pattern is for files of tiktoken ranks; {spec} is of kind {kind!r}: leave it out")
+        raise ConfigError(f"--pattern is for files of tiktoken ranks; {redact(spec)} is of kind {kind!r}: leave it out")
     sha256 = hashlib.sha256(content).hexdigest()
     return TokenizerFile(url=url, kind=kind, sha256=sha256, special=special, pattern=pattern, content=content)
 
@@ -75,8 +75,8 @@ def _read(spec: str, storage: Storage) -> tuple[str, bytes]:
         return spec, bytes(storage.read(spec))
     except NotFoundError as error:
         raise ConfigError(
-            f"--tokenizer {spec}: no such file; give a tokenizer.json, a model of sentencepiece, a file of tiktoken "
-            f"ranks, or {BYTES!r}"
+            f"--tokenizer {redact(spec)}: no such file; give a tokenizer.json, a model of sentencepiece, a file of "
+            f"tiktoken ranks, or {BYTES!r}"
         ) from error
 
 
@@ -99,7 +99,9 @@ def open_tokenizer(file: TokenizerFile) -> Tokenizer:
     if content is None:
         content = bytes(Storage().read(file.url))
         if hashlib.sha256(content).hexdigest() != file.sha256:
-            raise ConfigError(f"--tokenizer {file.url}: the file changed while it was used; run the command again")
+            raise ConfigError(
+                f"--tokenizer {redact(file.url)}: the file changed while it was used; run the command again"
+            )
     if file.kind == "huggingface":
         return HuggingFaceTokenizer(content, special=file.special)
     if file.kind == "sentencepiece":
@@ -123,7 +125,7 @@ def load_config(file: TokenizerFile, storage: Storage) -> dict[str, object]:
         try:
             config = dict(json.loads(bytes(storage.read(url))))
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{url}: not a JSON object: {error}") from error
+            raise ConfigError(f"{redact(url)}: not a JSON object: {error}") from error
     url = join_url(home, "chat_template.jinja")
     if storage.exists(url):
         config["chat_template"] = bytes(storage.read(url)).decode()
@@ -176,7 +178,9 @@ def find_ends(
     end = _id_of("--eos", own_eos if eos is None else eos, file, tokenizer)
     size = max(size, *(found + 1 for found in (begin, end) if found is not None), 0)
     if size > 2**32:
-        raise ConfigError(f"--tokenizer {file.url}: the vocabulary has {size:,} ids; tokens have at most 32 bits")
+        raise ConfigError(
+            f"--tokenizer {redact(file.url)}: the vocabulary has {size:,} ids; tokens have at most 32 bits"
+        )
     return Ends(bos=begin, eos=end, vocab_size=size)
 
 
@@ -198,7 +202,11 @@ def _id_of(option: str, given: str | None, file: TokenizerFile, tokenizer: Token
         # A file of ranks does not list its special tokens: their ids lie above it.
         if int(given) < tokenizer.vocab_size or (file.kind == "tiktoken" and int(given) < 2**32):
             return int(given)
-        raise ConfigError(f"{option} {given}: the vocabulary has ids below {tokenizer.vocab_size:,}; see {file.url}")
+        raise ConfigError(
+            f"{option} {given}: the vocabulary has ids below {tokenizer.vocab_size:,}; see {redact(file.url)}"
+        )
     close = difflib.get_close_matches(given, [name for name in tokenizer.ends() if name], n=1, cutoff=0.3)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ConfigError(f"{option} {given!r}: no such token in {file.url}{hint}; give a name, an id, or {_NO_END!r}")
+    raise ConfigError(
+        f"{option} {given!r}: no such token in {redact(file.url)}{hint}; give a name, an id, or {_NO_END!r}"
+    )

@@ -437,6 +437,6 @@ def _scan(
             if data is None:
                 missing.append(place)
             else:
-                found[place] = SampleTable.from_parquet(data, f"{urls[place]} (by a peer)")
+                found[place] = SampleTable.from_parquet(data, f"{redact(urls[place])} (by a peer)")
     found.update(zip(missing, threads.map(scan, missing), strict=True))
     return [found[place] for place in range(len(urls))]

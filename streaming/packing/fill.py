@@ -83,10 +83,9 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
     taken = np.minimum(rows.stops, available)
     taken -= rows.starts
     np.maximum(taken, 0, out=taken)
-    there = taken > 0  # a document that could not be read has no number
+    there = taken > 0  # a document that could not be read has no run, and so needs no number
     before = _sums(there)
     numbers = before[:-1] - before[rows.splits[:-1]][packs]
-    numbers[~there] = NO_DOCUMENT
     rooms = rounded(taken, shape.multiple)
     used = _sums(rooms)[rows.splits]
     # A run for each piece, one for the gap up to its room where there can be any, and one for the rest of each row, in
