@@ -48,7 +48,11 @@ def ours(window_chunks: float, batch: int = GLOBAL_BATCH) -> Callable[[int, int,
     def order(num_samples: int, shard: int, seed: int) -> Order:
         chunk = shard // CHUNKS_PER_SHARD
         settings = OrderSettings(seed=seed, lanes=default_lanes(batch), window=round(window_chunks * chunk))
-        return EpochOrder([chunk] * (num_samples // chunk), settings, 0).samples(np.arange(num_samples))
+        epoch, found = EpochOrder([chunk] * (num_samples // chunk), settings, 0), np.empty(num_samples, np.int64)
+        for lane in range(settings.lanes):
+            chunk_ids, offsets = epoch.lane_samples(lane, 0, epoch.lane_size(lane))
+            found[lane :: settings.lanes] = chunk * chunk_ids + offsets
+        return found
 
     return order
 

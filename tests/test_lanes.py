@@ -397,8 +397,6 @@ def test_a_plan_without_an_epoch_size_has_no_end(lanes: int) -> None:
     assert len(next(plan.intervals_by_pass(0)).chunk_ids)
     with pytest.raises(ConfigError, match="no end: give an epoch_size"):
         plan.chunk_intervals(0)
-    with pytest.raises(ConfigError, match="no end: give an epoch_size"):
-        plan.read_bytes([1, 1, 1], 0)
 
 
 def test_substitutes_come_from_the_chunks_own_source() -> None:

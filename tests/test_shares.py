@@ -157,7 +157,7 @@ def test_counts_over_all_lanes_stray_by_less_than_one_a_node(
     rounding = Fraction(position * lanes, 2**33)  # a share is rounded to 2**-32
     for number, name in enumerate(tree.names):
         share = Fraction(weights[name]) / total
-        depth = tree.depth(name)
+        depth = len(tree.path(number))
         assert all(abs(int(c[number]) - share * position) <= depth * (1 + rounding) for c in per_lane)
         if depth == 1 and len(tree.names) == 2:
             assert abs(int(counts[number]) - share * position * lanes) <= Fraction(1, 2) + rounding

@@ -49,11 +49,6 @@ class Tally:
         self._rank, self._adds, self._is_first = rank, adds, rank == ranks[0]
         self._round, self._own, self._total, self._look_at_s = "", 0, 0, 0.0
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the store still answers."""
-        return self._store is not None
-
     def begin(self) -> None:
         """Begin the next round, at 0."""
         self._own = self._total = 0

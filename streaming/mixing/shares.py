@@ -222,10 +222,6 @@ class ShareTree:
             found = np.minimum(state.passed[node][segment] + steps, MAX_POSITIONS)
         return found
 
-    def depth(self, name: str) -> int:
-        """Nodes above a source: its count strays by less than one for each of them."""
-        return len(self.path(self.names.index(name)))
-
     def _check(self, lane: int, start: int, stop: int) -> None:
         checked_int("lane", lane, 0, self.lanes - 1)
         if not 0 <= start <= stop <= MAX_POSITIONS:

@@ -150,11 +150,6 @@ class Packs(Pieces):
         return len(self.splits) - 1
 
     @property
-    def tokens(self) -> Int64Array:
-        """Tokens of each pack, padding not counted; int64[K]."""
-        return np.add.reduceat(self.lengths, self.splits[:-1]) if len(self) else np.zeros(0, np.int64)
-
-    @property
     def sizes(self) -> Int64Array:
         """Places of each pack, padding counted: T, or pieces * longest where packs are ``padded``; int64[K]."""
         if not self.rules.padded or not len(self):

@@ -434,11 +434,7 @@ class LaidOrder:
 
 
 class EpochOrder(LaidOrder):
-    """The order of one pass over one data set.
-
-    Attributes:
-        sample_starts: int64[C+1], data-set id of the first sample of each chunk, in data-set order.
-    """
+    """The order of one pass over one data set."""
 
     def __init__(self, chunk_samples: npt.ArrayLike, settings: OrderSettings, epoch: int) -> None:
         """Permute the chunks.
@@ -455,7 +451,6 @@ class EpochOrder(LaidOrder):
         checked_int("epoch", epoch, 0, 2**62)
         chunk_order = _permuted(sizes, settings, epoch) if settings.shuffle else np.arange(len(sizes), dtype=np.int64)
         super().__init__(chunk_order, sizes[chunk_order], None, settings, epoch)
-        self.sample_starts = _starts(sizes)
 
     @cached_property
     def chunk_ranks(self) -> Int64Array:
@@ -469,37 +464,6 @@ class EpochOrder(LaidOrder):
         place = int(self.chunk_ranks[chunk_id])
         for back in range(1, len(self.chunk_order)):
             yield int(self.chunk_order[place - back])
-
-    def samples(self, positions: npt.ArrayLike) -> Int64Array:
-        """Data-set sample ids at global positions.
-
-        A data-set sample id counts the samples in data-set chunk order. Contiguous positions cost least: each
-        lane's covering range is evaluated once; far-apart positions are evaluated one by one.
-
-        Args:
-            positions: int64[n] in ``[0, D)``, any order, repeats allowed.
-
-        Raises:
-            ConfigError: If a position is outside ``[0, D)``.
-        """
-        wanted = np.asarray(positions, dtype=np.int64)
-        if not len(wanted):
-            return np.empty(0, np.int64)
-        if wanted.min() < 0 or wanted.max() >= self.num_samples:
-            raise ConfigError(f"positions: expected [0, {self.num_samples}), got {wanted.min()}..{wanted.max()}")
-        places, lanes = np.divmod(wanted, self.settings.lanes)
-        by_lane = np.lexsort((places, lanes))
-        places, lanes = places[by_lane], lanes[by_lane]
-        # A group is a run in one lane without a gap that would cost more than starting anew.
-        gap = np.diff(places) > 2 * self.settings.window + 1024
-        edges = np.flatnonzero((np.diff(lanes) != 0) | gap) + 1
-        result = np.empty_like(wanted)
-        for group in np.split(np.arange(len(wanted)), edges):
-            low, high = int(places[group[0]]), int(places[group[-1]]) + 1
-            linear = self.lane_slice(int(lanes[group[0]]), low, high)[places[group] - low]
-            chunk_ids, offsets = self.locate(linear)
-            result[by_lane[group]] = self.sample_starts[chunk_ids] + offsets
-        return result
 
 
 def _permuted(sizes: Int64Array, settings: OrderSettings, epoch: int) -> Int64Array:

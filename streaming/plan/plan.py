@@ -298,18 +298,6 @@ class Plan:
         live = self._joined(self._look(looked_at, dp_rank)).live_bytes(sizes)
         return live if is_all else min(live + -(-live // 9), int(sizes.sum()))
 
-    def read_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
-        """Bytes that this rank fetches for the remaining batches, each chunk once per live interval.
-
-        Raises:
-            ConfigError: The epoch has no end.
-        """
-        self._check_ends()
-        sizes = self._chunk_bytes(chunk_bytes)
-        if self.orders.is_endless:
-            return int(sizes[self.chunk_intervals(dp_rank).chunk_ids].sum())
-        return sum(int(sizes[live.chunk_ids].sum()) for live in self.intervals_by_pass(dp_rank))
-
     # --- batches ---
 
     def _check_ends(self) -> None:
