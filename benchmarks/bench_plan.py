@@ -2,7 +2,7 @@
 
 Prints the time to plan, the time to seek, the time per row in blocks of batches, and the memory of it all; and what the
 keys of one step cost (``shard_tools plan --who``).
-Pure NumPy on one core, no data::
+NumPy on one core, no data; of the keys, sample files that are one, linked::
 
     python benchmarks/bench_plan.py [--chunks 1000000] [--chunk-samples 1000] [--batch 256] [--ranks 8]
 """
@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import argparse
 import resource
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
+from bench_where import CHUNK_ROWS, SHARD_ROWS, write_index
 
-from streaming.index.columns import KEY, read_sample_columns
-from streaming.index.sample_table import SampleTable
+from shard_tools.plan.keys import keys_at
+from shard_tools.plan.sources import OpenedSet
 from streaming.plan.order import OrderSettings, default_lanes, default_window
 from streaming.plan.plan import Plan
+from streaming.storage import Storage
 
 
 def main() -> None:
@@ -73,33 +77,29 @@ def main() -> None:
     rows_s = time.perf_counter() - began
 
     grown = _peak_bytes() - before_bytes
-    whole_s, needed_s = keys_of_a_step()
+    keys_s, keys_cpu_s = keys_of_a_step()
     print(f"samples          {num_samples:,} in {args.chunks:,} chunks")
     print(f"lanes, window    {settings.lanes}, {settings.window}; {args.ranks} ranks of {args.batch}")
     print(f"plan one epoch   {planned_s:.3f} s")
     print(f"live_bytes       {live_s:.3f} s  (rank 0: {live / 2**20:,.0f} MiB live of 8 MiB chunks)")
     print(f"seek, one batch  {np.median(seeks) * 1e3:.1f} ms median, {max(seeks) * 1e3:.1f} ms worst")
     print(f"rank_batches     {rows_s / num_rows * 1e9:.0f} ns per row in blocks of 64 batches")
-    print(f"keys of a step   {needed_s:.2f} s of CPU: 512 rows of 512 shards of 100,000 keys; all keys {whole_s:.2f} s")
+    print(f"keys of a step   {keys_s:.2f} s ({keys_cpu_s:.2f} s of CPU): 512 rows of 512 shards of {SHARD_ROWS:,} keys")
     print(f"peak memory      {grown / 2**20:.0f} MiB beyond the input: {grown / args.chunks:.0f} B per chunk")
 
 
-def keys_of_a_step(num_shards: int = 512, num_keys: int = 100_000) -> tuple[float, float]:
-    """Seconds of CPU to unpack what tells the keys of a row of each of so many shards: all keys, and those up to it."""
-    starts = np.arange(num_keys + 1, dtype=np.int64) * 1024
-    data = SampleTable.build(
-        name="000.tar", size_bytes=num_keys * 1024 + 1024, keys=[f"{number:012d}" for number in range(num_keys)],
-        record_starts=starts, fields={"txt": (starts[:-1] + 512, np.full(num_keys, 300))},
-        chunk_bounds=np.append(np.arange(0, num_keys, 256), num_keys), crc32c=np.zeros(-(-num_keys // 256), np.uint32),
-    ).to_parquet()  # fmt: skip
-    rows = np.random.default_rng(0).integers(0, num_keys, num_shards).tolist()
-    found = []
-    for is_whole in (True, False):
-        began = time.process_time()
-        for row in rows:
-            read_sample_columns(data, [KEY], "000.tar", first_rows=None if is_whole else row + 1)
-        found.append(time.process_time() - began)
-    return found[0], found[1]
+def keys_of_a_step(num_shards: int = 512) -> tuple[float, float]:
+    """Seconds, and those of CPU, to find the keys of a sample of each of so many shards, from their sample files."""
+    draw = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        write_index(Path(folder), num_shards, linked=True)
+        for shard in range(num_shards):
+            (Path(folder) / f"{shard:06d}.tar").touch()  # the listing finds them; nobody looks inside
+        dataset = OpenedSet(folder, storage=Storage())
+        rows = np.arange(num_shards) * SHARD_ROWS + draw.integers(0, SHARD_ROWS, num_shards)
+        began, cpu_began = time.perf_counter(), time.process_time()
+        keys_at(dataset, rows // CHUNK_ROWS, rows % CHUNK_ROWS)
+        return time.perf_counter() - began, time.process_time() - cpu_began
 
 
 def _peak_bytes() -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +15,11 @@ import pyarrow.compute as pc
 from shard_tools.running.engine import map_ordered
 from streaming.catalog.source import ChunkSource
 from streaming.errors import IndexMissingError
-from streaming.filters.select import key_column
+from streaming.filters.select import key_column, reading_threads
+from streaming.platforms import num_cores
 from streaming.types import Int64Array
 
-_THREADS = 16
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +40,17 @@ def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) ->
     behind = np.zeros(len(distinct), np.int64)  # of each shard: one past the last row that is asked for
     np.maximum.at(behind, which, rows + 1)
 
-    def read(number: int) -> Any:
+    def read(number: int, turns: AbstractContextManager[Any]) -> list[Any]:
+        at = np.flatnonzero(which == number)
         try:
-            return key_column(dataset.storage, dataset.shards, int(distinct[number]), int(behind[number]))
+            column = key_column(dataset.storage, dataset.shards, int(distinct[number]), int(behind[number]), turns)
         except IndexMissingError:
-            return None
+            return []
+        return list(zip(at.tolist(), column.take(pa.array(rows[at])).to_pylist(), strict=True))
 
-    for number, column in enumerate(map_ordered(read, range(len(distinct)), _THREADS)):
-        if column is not None:
-            at = np.flatnonzero(which == number)
-            for place, key in zip(at.tolist(), column.take(pa.array(rows[at])).to_pylist(), strict=True):
-                keys[place] = key if isinstance(key, str) else key.decode("utf-8", "surrogateescape")
+    for found in _mapped(dataset, read, range(len(distinct))):
+        for place, key in found:
+            keys[place] = key if isinstance(key, str) else key.decode("utf-8", "surrogateescape")
     return keys
 
 
@@ -71,8 +74,18 @@ def all_places(dataset: ChunkSource, key: str) -> list[Place]:
         IndexMissingError: A shard has no sample table.
     """
     wanted = key.encode("utf-8", "surrogateescape")
-    found = map_ordered(lambda shard: _rows_in(dataset, shard, wanted), range(len(dataset.shards.urls)), _THREADS)
+    found = _mapped(
+        dataset, lambda shard, turns: _rows_in(dataset, shard, wanted, turns), range(len(dataset.shards.urls))
+    )
     return [place for shard, rows in enumerate(found) for place in _given(dataset, shard, rows)]
+
+
+def _mapped(
+    dataset: ChunkSource, function: Callable[[int, AbstractContextManager[Any]], list[_T]], numbers: range
+) -> Iterator[list[_T]]:
+    """Call a function with each number and the turns in which keys are unpacked; results in order."""
+    turns = threading.Semaphore(num_cores())
+    return map_ordered(lambda number: function(number, turns), numbers, reading_threads(dataset.shards))
 
 
 def _by_order(dataset: ChunkSource, wanted: bytes) -> int | None:
@@ -90,8 +103,10 @@ def _bytes(keys: Any) -> Any:
     return keys.cast(pa.large_binary() if pa.types.is_large_string(keys.type) else pa.binary())
 
 
-def _rows_in(dataset: ChunkSource, shard: int, wanted: bytes) -> list[int]:
-    keys = _bytes(key_column(dataset.storage, dataset.shards, shard))
+def _rows_in(
+    dataset: ChunkSource, shard: int, wanted: bytes, turns: AbstractContextManager[Any] | None = None
+) -> list[int]:
+    keys = _bytes(key_column(dataset.storage, dataset.shards, shard, turns=turns))
     rows: list[int] = pc.indices_nonzero(pc.equal(keys, pa.scalar(wanted, keys.type))).to_pylist()
     return rows
 

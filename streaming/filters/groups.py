@@ -21,7 +21,7 @@ import numpy.typing as npt
 from streaming.catalog.open import OpenShards, digest_of
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.late_columns import LateColumn
-from streaming.filters.select import column_reader, late_columns_of, late_names
+from streaming.filters.select import column_reader, late_columns_of, late_names, reading_threads
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import (
     Values,
@@ -55,7 +55,6 @@ __all__ = [
 ]
 
 MAX_GROUPS = 2**16 - 1
-_REQUESTS = 16
 Codes = npt.NDArray[np.uint16]
 """The group of each sample."""
 
@@ -170,7 +169,7 @@ class _OnePass:
 
     def values(self, rank: int, world_size: int) -> bytes:
         """What one rank's shards hold of each column: see :meth:`joined`."""
-        with ThreadPoolExecutor(_REQUESTS, "shardstream-groups") as threads:
+        with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-groups") as threads:
             found = list(threads.map(self._shard, self._range(rank, world_size)))
         head: dict[str, object] = {"there": sorted({name for _, there in found for name in there})}
         body = []

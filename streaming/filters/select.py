@@ -364,13 +364,30 @@ def _late_names(storage: Storage, homes: Sequence[str]) -> list[str]:
         return []
 
 
-def key_column(storage: Storage, shards: OpenShards, shard: int, first_rows: int | None = None) -> Values:
+def key_column(
+    storage: Storage, shards: OpenShards, shard: int, first_rows: int | None = None,
+    turns: AbstractContextManager[Any] | None = None,
+) -> Values:  # fmt: skip
     """The keys of one shard's samples, in its order; with ``first_rows``, perhaps so many of the first ones alone.
+
+    Args:
+        storage: Reads them.
+        shards: The data set's.
+        shard: Number of the one.
+        first_rows: See above; None: all.
+        turns: Held while keys are unpacked (see :class:`_Work`).
 
     Raises:
         IndexMissingError: The shard has no sample table.
     """
-    return _Lifted(storage, shards, shard).columns([KEY], first_rows=first_rows)[0][KEY]
+    return _Lifted(storage, shards, shard, turns).columns([KEY], first_rows=first_rows)[0][KEY]
+
+
+def reading_threads(shards: OpenShards) -> int:
+    """How many threads read sample tables: files need no more than cores, and each thread has a heap of its own."""
+    homes = shards.urls if shards.index is None else (shards.index,)
+    is_local = all(scheme_of(url) == "file" for url in homes)
+    return min(_REQUESTS, num_cores() + 1) if is_local else _REQUESTS
 
 
 class _Lifted:
@@ -462,10 +479,7 @@ class _Work:
     def part(self, rank: int, world_size: int) -> bytes:
         """The bits of the ``rank``-th run of shards, and which columns were found in them."""
         mine = self._range(rank, world_size)
-        is_local = all(scheme_of(url) == "file" for url in self._homes())
-        # Files need no more threads than cores, and each has a heap of its own.
-        num_threads = min(_REQUESTS, num_cores() + 1) if is_local else _REQUESTS
-        with ThreadPoolExecutor(num_threads, "shardstream-filter") as threads:
+        with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-filter") as threads:
             found = list(threads.map(self._shard, mine))
         head = {
             "found": sorted({name for _, names, _ in found for name in names}),
