@@ -43,6 +43,7 @@ def serve(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(128)
+        gc.disable()  # as in forked.py
         for name in _IMPORTS:
             import_module(name)
         check_that_nothing_runs_beside()
@@ -50,6 +51,7 @@ def serve(path: str) -> None:
         os.write(1, b"ready\n")
         gc.collect()
         gc.freeze()
+        gc.enable()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody here asks how they ended
         while True:
             ready, _, _ = select.select([0, listener], [], [])
