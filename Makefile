@@ -19,6 +19,10 @@ PYTEST_ARGS ?=
 PEERS_ARGS ?= --publish
 GPU_ARGS ?=
 
+# Compiled files are kept even where the environment says otherwise (container images do): tests start a hundred
+# interpreters, and to compile all of ours takes each half a second.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help venv demo test lint types pytest format bench gpu peers fuzz torture matrix differential clean
 .DEFAULT_GOAL := help
 
