@@ -43,7 +43,7 @@ _GRACE_S = 0.5
 _EXIT_WAIT_S = 2.0
 """For a worker whose socket has ended to end itself, with its own exit status."""
 _START = (
-    "import gc, sys; gc.disable(); sys.path[:] = sys.argv[3:]; "  # a sixth of the time of imports, which leave no garbage
+    "import gc, sys; gc.disable(); sys.path[:] = sys.argv[3:]; "  # to look for garbage takes a sixth of imports' time
     "from streaming.engine.workers.fork_server import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
