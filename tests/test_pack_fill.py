@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise, product
 from typing import Any
 
@@ -38,6 +39,12 @@ def test_counts_labels(shift: bool, across: bool, multiple: int, masked: bool) -
     count = filler.labels(input_ids, tokens.nbytes + before if masked else None, labels)
     assert count == np.count_nonzero(labels != IGNORED)
     assert 0 < count <= available.sum()
+
+
+def test_packs_that_are_kept_say_what_they_take() -> None:
+    kept = packs_of(list(range(301)), [0] * 300, [1] * 300, [1] * 300).kept()
+    taken = kept.pieces.nbytes + sys.getsizeof(kept.splits) + sum(map(sys.getsizeof, kept.splits))
+    assert taken <= kept.num_bytes <= 1.2 * taken
 
 
 WRITTEN = {

@@ -17,9 +17,9 @@ from streaming.engine.workers.transport import rows_from_wire, rows_to_wire
 from streaming.errors import DecodeError
 
 
-def rows_of(*samples: tuple[int, dict[str, bytes]]) -> Rows:
-    """Rows of (source, fields), their bytes end to end in blocks of 512."""
-    data, starts, sizes = bytearray(), {}, {}
+def rows_of(*samples: tuple[int, dict[str, bytes]], before: int = 0) -> Rows:
+    """Rows of (source, fields), their bytes end to end in blocks of 512, after some others."""
+    data, starts, sizes = bytearray(before), {}, {}
     names = sorted({name for _, fields in samples for name in fields})
     for name in names:
         starts[name], sizes[name] = [], []
@@ -35,13 +35,13 @@ def rows_of(*samples: tuple[int, dict[str, bytes]]) -> Rows:
     )  # fmt: skip
 
 
-def built(recipe: Recipe, rows: Rows, reported: list[BadSample] | None = None) -> dict[str, Any]:
+def built(recipe: Recipe, rows: Rows, reported: list[BadSample] | None = None, valid: Any = None) -> dict[str, Any]:
     def stand_ins(row: int) -> Iterator[Rows]:
         while True:
             yield rows_of((int(rows.sources[row]), {"cls": b"9"}))  # type: ignore[index]
 
     batch: dict[str, Any] = BatchBuilder(recipe, stand_ins, (reported if reported is not None else []).append).build(
-        recipe.narrowed(rows), None
+        recipe.narrowed(rows), valid
     )
     return batch
 
@@ -77,6 +77,67 @@ def test_each_source_has_its_own_decoders(through: str) -> None:
     assert torch.equal(alike["cls"], torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
 
 
+@pytest.mark.parametrize(
+    ("decode", "sizes"),
+    [
+        ("array:uint16", (6, 4, 6)),
+        ("array:uint16", (6, 6, None)),
+        ("array:uint16", (0, 6, 6)),
+        ("array:uint16", (0, 0, 0)),
+        ("array:uint16->int64", (6, 6, 6)),
+        ("array:uint16->int64:3", (1024, 1024, 1024)),
+        ("array:uint16->int64", (1024, 1024, 1024)),
+        ("array:uint16", (1024, 1024, 1024)),
+        ("array:uint16", (1022, 1022, 1022)),
+        ("array:uint16", (9000, 9000, 9000)),
+        ("array:uint16", (7, 7, 7)),
+        ("raw", (6, 700, 0)),
+        ("raw", (6, None, 2000)),
+        ("raw", (3000, 10, 0)),
+    ],
+)
+@pytest.mark.parametrize("before", [0, 2])  # fields alone are read without the headers that stand before them
+def test_columns_are_what_rows_give_one_by_one(decode: str, sizes: tuple[int | None, ...], before: int) -> None:
+    """Whichever way they are gathered."""
+    fields = [{} if size is None else {"x": bytes((i + n) % 251 for n in range(size))} for i, size in enumerate(sizes)]
+    rows = rows_of(*((0, {"cls": b"1", **one}) for one in fields), before=before)
+    outcomes = []
+    for more in ({}, {"transform": dict}):
+        recipe = Recipe(parts=(part("", {"x": decode}, on_error="raise", **more),))
+        try:
+            outcomes.append(built(recipe, rows).get("x"))
+        except DecodeError as error:
+            outcomes.append(str(error))
+    columns, alone = outcomes
+    assert type(columns) is type(alone)
+    if isinstance(alone, torch.Tensor):
+        assert (columns.dtype, columns.shape) == (alone.dtype, alone.shape)
+        assert torch.equal(columns, alone)
+    else:
+        assert repr(columns) == repr(alone)
+
+
+def test_who_asks_is_told_which_row_is_decoded() -> None:
+    place, seen = [-1], list[int]()
+
+    def web(_: bytes) -> int:
+        seen.append(place[0])
+        return 1
+
+    def code(data: bytes) -> int:
+        return web(data)
+
+    rows = rows_of(*((n % 2, {"cls": b"1"}) for n in range(4)))
+    for recipe in (
+        Recipe(parts=(part("web", {"cls": web}), part("code", {"cls": code}))),
+        Recipe(parts=(part("web", {"cls": web}), part("code", {"cls": web}))),
+        Recipe(parts=(part("web", {"cls": web}), part("code", {"cls": code}, transform=dict))),
+    ):
+        BatchBuilder(recipe, lambda _: iter(()), lambda _: None, place=place).build(rows, None)
+        assert (seen, place) == ([0, 1, 2, 3], [-1])
+        seen.clear()
+
+
 def test_a_source_need_not_decode_what_its_samples_lack() -> None:
     recipe = Recipe(parts=(part("web"), part("code", {"cls": int, "txt": lambda data: 1 / 0})))
     assert built(recipe, ROWS)["txt"] == ["a", None, "b"]
@@ -105,6 +166,15 @@ def test_each_source_has_its_own_transform_and_policy() -> None:
     assert batch["__valid__"].tolist() == [False, True, True]  # only web's are marked
     assert batch["cls"].tolist() == [9, 9, 5]
     assert [(one.source, one.stage) for one in reported] == [("web", "decode"), ("code", "decode")]
+
+
+def test_rows_are_marked_in_a_mask_of_the_batch_alone() -> None:
+    """A batch is built twice where its functions draw, from the same mask of the plan."""
+    recipe = Recipe(parts=(part("", {"cls": "json"}, on_error="skip"),))
+    planned = np.array([True, True, False])
+    batch = built(recipe, rows_of((0, {"cls": b"{"}), (0, {"cls": b"2"}), (0, {"cls": b"3"})), valid=planned)
+    assert batch["__valid__"].tolist() == [False, True, False]
+    assert planned.tolist() == [True, True, False]
 
 
 def test_what_is_only_cut_out_of_memory_is_known_for_all_sources() -> None:

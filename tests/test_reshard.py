@@ -406,6 +406,23 @@ def test_other_work_is_not_gone_on_with(data: Path, tmp_path: Path) -> None:
     assert len(samples(tmp_path / "out")) == COUNT - 1
 
 
+def test_all_that_changes_the_bytes_is_part_of_the_work() -> None:
+    plain: dict[str, Any] = {"sort": "number", "max_samples": 20}
+    others = (
+        {"sort": None},
+        {"descending": True},
+        {"where": "number = 1"},
+        {"fields": ("txt",)},
+        {"dedupe": True},
+        {"key_prefix": "x"},
+        {"max_samples": 21},
+        {"max_bytes": 9},
+        {"sort": None, "shuffle_seed": 1},
+    )
+    works = [ReshardOptions(**{**plain, **other}).identity() for other in ({}, *others)]
+    assert all(one not in works[:number] for number, one in enumerate(works))
+
+
 def test_a_target_that_fails_leaves_whole_shards_and_is_gone_on_with(
     data: Path, tmp_path: Path, mini_s3: MiniS3Server
 ) -> None:
