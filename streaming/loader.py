@@ -298,7 +298,8 @@ class DeviceMeshFetcher:
         at which step the others begin.
 
         Args:
-            weights: Share of each source, as ``Mixture(weights=…)`` takes it. They replace a ``Schedule``, too.
+            weights: Share of each source, as ``Mixture(weights=…)`` takes it. They replace a ``Schedule``, too, but
+                not those of mixtures and curricula within.
             at: The row (sample of the run, over all ranks) from which they apply; none may have been planned.
             timeout: Seconds to wait for the other ranks.
 

@@ -7,6 +7,7 @@ import json
 import linecache
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from shard_tools.columns import join
 from streaming import DataLoader, Mixture, StreamingDataset
-from streaming.errors import ConfigError, IndexFormatError, IndexMismatchError, StateError
+from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StateError
+from streaming.index.sample_table import SampleTable
 
 NUM = 90
 
@@ -214,7 +216,13 @@ def test_a_column_newer_than_the_run_is_an_error_by_name(tmp_path: Path) -> None
         ),
     ):
         loader.load_state_dict(state)
-    with pytest.raises(IndexMismatchError, match=r"column 'score' is newer than view \"good\""):
+    with pytest.raises(IndexMismatchError, match=r"column 'score' is newer than view \"good\".*: version \w{16}, "):
+        StreamingDataset(data, view="good")
+    assert run("column", "drop", data, "score").exit_code == 0
+    for path in Path(data).glob("_shardstream/samples/*.parquet"):  # nothing stands in for it
+        table = SampleTable.from_parquet(path.read_bytes(), "table")
+        path.write_bytes(replace(table, columns={"score": pa.array(range(table.num_samples))}).to_parquet())
+    with pytest.raises(IndexMismatchError, match=r"newer than view \"good\".*: it is no late column any more"):
         StreamingDataset(data, view="good")
 
 
@@ -292,10 +300,16 @@ def test_hashes_that_meet_are_told_apart_by_their_keys(tmp_path: Path, monkeypat
 
 def test_a_late_column_with_a_lifted_name_is_refused(tmp_path: Path) -> None:
     with ShardWriter(f"{tmp_path}/{{:06d}}.tar", columns={"n": "json.n"}) as writer:
-        writer.write({"__key__": "a", "json": {"n": 1}})
+        writer.write({"__key__": "a", "json": {"n": 1, "m": 2}})
     refused = run("column", "add", f"{tmp_path}/", "n", "--lift", "json.n")
     assert refused.exit_code == 2
     assert "the sample tables have a column of this name" in refused.output
+    added(f"{tmp_path}/", "m", "--lift", "json.m")
+    path = tmp_path / "_shardstream/samples/000000.tar.parquet"  # lifted later
+    table = SampleTable.from_parquet(path.read_bytes(), "table")
+    path.write_bytes(replace(table, columns={**table.columns, "m": table.columns["n"]}).to_parquet())
+    with pytest.raises(DataError, match="'m' is both a late column and one of the sample table"):
+        kept(f"{tmp_path}/", "m > 1")
 
 
 def test_a_mixture_by_tokens_takes_a_late_column(tmp_path: Path) -> None:

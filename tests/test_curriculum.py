@@ -28,6 +28,7 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Curriculum, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, OptionError, StateError
+from streaming.plan.state import LoaderState
 
 NUM = 240
 DRAW = random.Random(5)
@@ -318,6 +319,36 @@ def test_within_a_mixture_it_is_one_source(data: StreamingDataset, url: str) -> 
     named = Curriculum(data, "tokens", STEPS, buckets=4, name_sources=True)
     with DataLoader(Mixture({"web": named}, weights={"web": 1}), batch_size=12) as loader:
         assert {one.partition("<=")[0] for one in next(iter(loader))["__source__"]} == {"web/tokens"}
+
+
+def keys_of_mixture(loader: DataLoader, count: int) -> list[list[str]]:
+    return [list(batch["__key__"]) for _, batch in zip(range(count), loader, strict=False)]
+
+
+@pytest.mark.parametrize("quotas", ["chunks", "exact"])
+def test_other_weights_of_a_mixture_let_the_curriculum_within_go_on(
+    data: StreamingDataset, url: str, quotas: Any
+) -> None:
+    steps = Schedule.steps({0: 0.25, 10_000: 0.5, 40_000: 1})
+    curriculum = Curriculum(data, "tokens", steps, buckets=4)
+    sources: dict[str, Any] = {"web": curriculum, "all": StreamingDataset(url)}
+    mix = Mixture(sources, weights={"web": 1, "all": 9}, shuffle=FEW_LANES, quotas=quotas)
+    with DataLoader(mix, batch_size=12, num_threads=0) as loader:
+        loader.load_state_dict({**loader.state_dict(), "samples_seen": 15_000})
+        row = loader.set_weights({"web": 3, "all": 1})
+        assert 15_000 <= row < 40_000
+        state = loader.state_dict()
+        segments = [(at, found) for at, found in LoaderState.from_dict(state).ledger.segments() if at >= row]
+        assert [at for at, _ in segments] == [row, 40_000]
+        for at, found in segments:
+            pool = {f"web/{name}": size for name, size in curriculum.pool(at).items()}
+            shares = {name: 0.75 * size / sum(pool.values()) for name, size in pool.items()}
+            assert {name: weight for name, weight in found.items() if weight} == pytest.approx({**shares, "all": 0.25})
+        loader.load_state_dict({**state, "samples_seen": 45_000})
+        batches = keys_of_mixture(loader, 3)
+    with DataLoader(mix, batch_size=12, num_threads=0) as loader:  # what was laid meanwhile is what the ledger says
+        loader.load_state_dict({**state, "samples_seen": 45_000})
+        assert keys_of_mixture(loader, 3) == batches
 
 
 def test_shares_by_tokens_count_those_of_the_open_buckets(tmp_path: Path) -> None:

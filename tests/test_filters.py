@@ -37,6 +37,8 @@ from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.index.cutter import ChunkRule
 from streaming.index.kept import Kept, Selected
 from streaming.index.sample_table import SampleTable
+from streaming.job import once
+from streaming.plan.state import filter_fingerprint, why_differs
 from streaming.storage import Storage
 
 NUM = 170
@@ -196,6 +198,8 @@ def test_a_state_of_another_filter_is_refused_by_name(data: str) -> None:
         pytest.raises(StateError, match="this data set has none"),
     ):
         plain.load_state_dict(state_of(where=CONDITION))
+    odd = [filter_fingerprint("shards", {"where": text}) for text in ("a ; b", "a %3B b")]
+    assert why_differs(*odd) == "where: the state was saved with 'a ; b', this data set has 'a %3B b'"
 
 
 # ----------------------------------------------------------------------------------------------- what is asked for
@@ -343,6 +347,23 @@ def test_ranks_share_the_work(data: str, monkeypatch: pytest.MonkeyPatch, join_j
     assert sorted(looked) == list(range(5))  # each shard by one rank
     errors = on_ranks(lambda: StreamingDataset(data, where="m > 3"), 4)
     assert all(isinstance(error, ConfigError) and "no column 'm'" in str(error) for error in errors), errors
+
+
+def test_keys_to_leave_out_are_those_of_each_rank(
+    data: str, monkeypatch: pytest.MonkeyPatch, join_job: Callable[[Any], None]
+) -> None:
+    """Those of a set that rank 0 alone opens are not taken for them."""
+    wanted = StreamingDataset(data, exclude=KEYS[1:2]).fingerprint
+    monkeypatch.setattr(once, "PEER_WAIT_S", 0.1)
+    peers = ThreadPeers(2)
+    join_job(peers)
+
+    def fingerprint() -> str:
+        if peers.rank == 0:
+            StreamingDataset(data, exclude=KEYS[:1])
+        return StreamingDataset(data, exclude=KEYS[1:2]).fingerprint
+
+    assert on_ranks(fingerprint, 2) == [wanted] * 2
 
 
 def test_the_same_filter_is_worked_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,22 +74,20 @@ def test_who_and_when_are_what_ranks_got(shards: str, tmp_path: Path, last_batch
         assert (1 in when["left_out"]) == (not expected)
 
 
-def test_a_seed_changed_for_the_next_epoch_counts_from_there(shards: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("received", [1, 0])  # the seed waits for epoch 1; or for epoch 0, which has not begun
+def test_a_seed_changed_for_the_next_epoch_counts_from_there(shards: str, tmp_path: Path, received: int) -> None:
     path = tmp_path / "state.json"
-    loader = DataLoader(StreamingDataset(shards, seed=5), batch_size=G)
-    batches = iter(loader)
-    first = next(batches)["__key__"]
-    loader.seed(77)
-    path.write_text(json.dumps(loader.state_dict()))
-    loader.close()
-    other = DataLoader(StreamingDataset(shards, seed=77), batch_size=G)
-    other.set_epoch(1)
-    expected = [key for batch in other for key in batch["__key__"]]
-    other.close()
+    with DataLoader(StreamingDataset(shards, seed=5), batch_size=G) as loader:
+        first = [key for _, batch in zip(range(received), loader, strict=False) for key in batch["__key__"]]
+        loader.seed(77)
+        path.write_text(json.dumps(loader.state_dict()))
+    with DataLoader(StreamingDataset(shards, seed=77), batch_size=G) as other:
+        other.set_epoch(received)
+        expected = [key for batch in other for key in batch["__key__"]]
     command = ["plan", shards, "--batch-size", str(G), "--state", str(path), "--step", "0..20", "--who", "--json"]
-    rows = json.loads(CliRunner().invoke(cli, command).stdout)["rows"]
-    assert [row["key"] for row in rows[:G]] == first
-    assert [row["key"] for row in rows[10 * G :]] == expected
+    rows = [row["key"] for row in json.loads(CliRunner().invoke(cli, command).stdout)["rows"]]
+    assert rows[: len(first)] == first
+    assert rows[10 * G * received :][: len(expected)] == expected
 
 
 def test_wrong_usage_and_foreign_states_are_named(shards: str, tmp_path: Path) -> None:

@@ -447,6 +447,9 @@ def test_a_number_of_batches_counts_whole_epochs(samples: SampleSet) -> None:
         loader.remesh(0, 1, at=size)
         state = loader.state_dict()
         loader.seed(9)
+        for number in (size + 1, 2 * size + 1):  # epoch 1 is the next to begin, with that seed
+            with pytest.raises(ConfigError, match=r"behind the beginning of an epoch to which seed\(\) gives another"):
+                loader.remesh(0, 1, at=number)
         next(iter(loader))
         with pytest.raises(ConfigError, match=r"before epoch 1, from which on seed\(\) gave .* Give the state_dict"):
             loader.remesh(0, 1, at=size - 1)

@@ -76,7 +76,7 @@ class Run:
 
     Attributes:
         planned: What the run reads.
-        state: Says the order; a changed seed counts from the epoch after the state's.
+        state: Says the order; a changed seed counts from the next epoch that begins.
         global_batch_size: G.
         num_ranks: R, the data ranks.
         last_batch: What becomes of the tail.
@@ -122,7 +122,8 @@ class Run:
         if epoch not in self._plans:
             order, seed = self.state.order, self.state.next_seed
             orders = self._orders
-            if seed is not None and epoch > self.state.epoch:
+            # It waits for the next epoch that begins: the state's own, where nothing of that was read.
+            if seed is not None and epoch >= self.state.epoch + bool(self.state.samples_seen):
                 order = replace(order, seed=seed)
                 orders = None if orders is None else orders.under(order)
             self._plans[epoch] = Plan(

@@ -449,11 +449,16 @@ class Mixture(JoinedSource):
         return found
 
     def changed(self, ledger: Ledger, weights: Mapping[str, float], row: int) -> Ledger:
-        """The ledger with other weights from a row on; they are as this mixture's ``weights``."""
+        """The ledger with other weights from a row on; they are as this mixture's ``weights``.
+
+        Mixtures within go on by their own schedules, which count the rows of the run.
+        """
         blend = self._by_weight(_schedule_of(weights, self.sources))
-        return ledger.appended(
-            replace(ledger.last, start=row, weights=dict(blend.segments()[0][1]), schedule=None, why=CHANGED)
-        )
+        steps = [(max(start, row), shares) for start, shares in blend.segments()]
+        later = {start: shares for start, shares in steps if start > row}
+        now = [shares for start, shares in steps if start == row][-1]
+        schedule = Schedule.steps({0: now, **later}) if later else None
+        return ledger.appended(replace(ledger.last, start=row, weights=dict(now), schedule=schedule, why=CHANGED))
 
     @property
     def memory_cure(self) -> str:

@@ -307,10 +307,11 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
         late.update(find_columns(storage, homes, names - late.keys() - {KEY}))
     _check_once(storage, shards, sorted(late))
     for name, version in asked.versions.items():
-        if name in late and late[name].version != version:
+        now = f"version {late[name].version}" if name in late else "it is no late column any more"
+        if name not in late or late[name].version != version:
             raise IndexMismatchError(
-                f"column {name!r} is newer than {asked.words}: version {late[name].version}, the view was saved with "
-                f"{version}. Save the view again under a new name: shard_tools view save"
+                f"column {name!r} is newer than {asked.words}: {now}, the view was saved with version {version}. Save "
+                "the view again under a new name: shard_tools view save"
             )
     return {"names": sorted(names), "columns": documents_as_json(late)}
 
@@ -527,7 +528,7 @@ class _Work:
             return np.zeros(-(-count // 8), np.uint8), [], []
         first, (low, high) = self._firsts[shard], self._samples
         inside = np.zeros(count, np.bool_)
-        inside[max(0, low - first) : max(0, high - first)] = True
+        inside[max(0, low - first) : high - first] = True  # which ends behind the shard's first, or nobody asks for it
         if self.seen:
             bits, names, there = _kept.of((self.seen, self.shards.urls[shard]), lambda: self._fitting(shard))
         else:

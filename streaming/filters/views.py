@@ -151,22 +151,24 @@ def asked_filter(
     Raises:
         ConfigError: One of them cannot work, or both a view and ``subset`` name a range.
     """
-    own = Filter(where=as_where(where), subset=checked_subset(subset))
-    if view is None and exclude is None:
-        return None if own.where is None and own.subset is None else own
+    path = exclude if isinstance(exclude, (str, PathLike)) else None
+    # Keys that each rank has at hand are its own: those of another data set that rank 0 alone opens must not be taken.
+    keys = excluded_keys(storage, exclude) if exclude is not None and path is None else ()
+    own = Filter(where=as_where(where), subset=checked_subset(subset), excluded=keys)
+    if view is None and path is None:
+        return None if own.keeps_all else own
     if view is not None and not isinstance(view, str):
         raise ConfigError(f"view: expected the name of a saved view, got {view!r}")
 
     def look() -> bytes:
-        keys = [] if exclude is None else list(excluded_keys(storage, exclude))
+        read = [] if path is None else list(excluded_keys(storage, path))
         saved = None if view is None else load_view(storage, homes_of(shards.urls, shards.index)[0], view)
-        return json.dumps([keys, None if saved is None else saved.to_bytes().decode()]).encode()
+        return json.dumps([read, None if saved is None else saved.to_bytes().decode()]).encode()
 
-    listed = str(exclude) if isinstance(exclude, (str, PathLike)) else ""
-    name = digest_of([list(shards.urls), shards.index, view, listed])
-    keys, saved = json.loads(look() if peers is None else shared(peers, f"view/{name}", look))
+    name = digest_of([list(shards.urls), shards.index, view, str(path or "")])
+    read, saved = json.loads(look() if peers is None else shared(peers, f"view/{name}", look))
     if saved is None:
-        return replace(own, excluded=tuple(keys))
+        return replace(own, excluded=tuple(read))
     found = View.from_bytes(saved.encode(), str(view)).filter()
     if found.subset is not None and own.subset is not None:
         raise ConfigError(
@@ -174,5 +176,5 @@ def asked_filter(
             f"what the view keeps with dataset[a:b]"
         )
     both = found.where if own.where is None else own.where if found.where is None else found.where.also(own.where)
-    excluded = tuple(sorted({*found.excluded, *keys}))
+    excluded = tuple(sorted({*found.excluded, *keys, *read}))
     return replace(found, where=both, subset=found.subset or own.subset, excluded=excluded)

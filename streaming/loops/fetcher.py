@@ -317,13 +317,19 @@ class EpochLoop(BaseLoop):
             why = "batches change their size in this run"
         elif seeded is not None and epoch < seeded.epoch:
             why = f"it lies before epoch {seeded.epoch}, from which on seed() gave another order"
-        elif self.position.next_seed is not None and epoch > self.epoch and number:
+        elif self.position.next_seed is not None and number and epoch >= self._seeded_from:
             why = "it lies behind the beginning of an epoch to which seed() gives another order"
         elif loaded is not None and loaded.epoch == epoch and loaded.samples_seen % size:
             why = f"batches of epoch {epoch} begin at sample {loaded.samples_seen}, as the state that was loaded says"
         if why:
             raise ConfigError(f"remesh: at={num_batches}: {why}. Give the state_dict() of that batch")
         return replace(self.state(), epoch=epoch, samples_seen=number * size)
+
+    @property
+    def _seeded_from(self) -> int:
+        """The epoch from which on a seed that waits gives another order."""
+        position = self.position
+        return position.epoch if position.is_due and not position.samples_seen else position.epoch + 1
 
     def _check_state(self, state: LoaderState) -> None:
         """Refuse a state of another data set, epoch size or kind of order.

@@ -127,7 +127,7 @@ class Shares:
                     "leave it out"
                 )
             ledger = self._mixture.changed(self.ledger, weights, start)
-            orders.append(Weights(start=-(-start // lanes), weights=ledger.segments()[-1][1]))
+            orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
             # The orders hold what the ledger says, from the same row on.
             self.ledger = ledger
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"

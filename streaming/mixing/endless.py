@@ -122,20 +122,21 @@ class Endless(ABC):
         with self._lock:
             yield self._frontier
 
-    def append(self, weights: Weights) -> None:
-        """Let other weights apply from a time on, in place of all that were to apply from then on.
+    def append(self, *weights: Weights) -> None:
+        """Let other weights apply, the first from a time on, in place of all that were to apply from then on.
 
         Raises:
             ConfigError: Something is planned there already, or the weights are none.
         """
         with self._lock:
-            if weights.start < self._frontier:
+            start = weights[0].start
+            if start < self._frontier:
                 raise ConfigError(
-                    f"weights from {weights.start} on: planned up to {self._frontier}; give a start that is not before"
+                    f"weights from {start} on: planned up to {self._frontier}; give a start that is not before"
                 )
-            kept = [entry for entry in self.schedule if entry.start < weights.start]
+            kept = [entry for entry in self.schedule if entry.start < start]
             # Nothing stamped at or behind the start was given to anybody, and what comes before does not depend on it.
-            self.schedule = checked_schedule(self.sources.every_name, (*kept, weights))
+            self.schedule = checked_schedule(self.sources.every_name, (*kept, *weights))
             self._weigh()
 
 

@@ -209,6 +209,12 @@ class Ledger:
                     found.append((row, whole))
         return found
 
+    def segments_from(self, row: int) -> list[Segment]:
+        """Those from a row on; the first begins there. Of a mixture without end."""
+        segments = self.segments()
+        here = [weights for start, weights in segments if start <= row][-1]
+        return [(row, here), *((start, weights) for start, weights in segments if start > row)]
+
     def to_list(self) -> list[dict[str, Any]]:
         """Its form in a state."""
         return [entry.to_dict() for entry in self.entries]

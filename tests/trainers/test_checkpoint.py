@@ -54,6 +54,9 @@ def test_a_ledger_that_grew_comes_back(sources: dict[str, SampleSet], tmp_path: 
 def test_a_ledger_that_was_edited_is_refused(sources: dict[str, SampleSet]) -> None:
     with mixture(sources) as loader, mixture(sources) as new:
         state = changed(loader)
+        longer = {**state, "ledger": [*state["ledger"], {**state["ledger"][-1], "from": 10**6}]}
+        with pytest.raises(StateError, match=r"ledger and ledger_text say different things"):
+            new.load_state_dict(longer)
         state["ledger"][1]["weights"]["web"] = 9
         with pytest.raises(StateError, match=r"ledger and ledger_text say different things.*removing ledger_text"):
             new.load_state_dict(state)
