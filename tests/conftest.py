@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import socket
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from itertools import count
+from pathlib import Path
 
 import fsspec.asyn
 import pytest
@@ -32,8 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--differential-cases",
         type=int,
-        default=300,
-        help="cases that test_differential.py plays, and a fifth as streams",
+        help="cases that test_differential.py plays, and a fifth as streams: 100, under --matrix 300",
     )
     parser.addoption("--differential-first", type=int, default=0, help="number of the first of them")
     parser.addoption(
@@ -46,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     In CI they are the same in each run.
     """
+    if config.option.differential_cases is None:
+        config.option.differential_cases = 300 if config.getoption("--matrix") else 100
     settings.register_profile("here", max_examples=400 if config.getoption("--matrix") else 40)
     settings.load_profile("here")
 
@@ -57,6 +61,18 @@ LONGEST_FIRST = (
     "test_dispatch", "test_shutdown", "test_unindexed", "test_promises", "test_scale", "test_tar_parse",
     "test_mixture_exact", "test_loader", "test_curriculum", "test_remesh",
 )  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Each process of xdist begins with other files: what one has compiled, which takes 6 s in all, others find."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or not any(os.path.isdir(one) for one in session.config.args):
+        return
+    names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+    for name in names[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        with suppress(Exception, pytest.skip.Exception):  # pytest imports it once more, and tells
+            importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,7 +76,39 @@ def write_set(
     indexed: bool = True,
     first: int = 0,
 ) -> SampleSet:
-    """Shards of so many samples each, cut into chunks of ``chunk_samples`` (the last of a shard may be smaller)."""
+    """Shards of so many samples each, cut into chunks of ``chunk_samples`` (the last of a shard may be smaller).
+
+    To write 200 samples takes a tenth of a second, so the bytes of a set that was written to disk are kept.
+    """
+    keys = tuple(f"{number:05d}" for number in range(first, first + sum(shard_sizes)))
+    found = SampleSet(url=f"{os.fspath(directory)}/", keys=keys, storage_options=storage_options)
+    if storage_options is None:
+        for name, data in _files_of(tuple(shard_sizes), chunk_samples, indexed, first).items():
+            path = Path(directory, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    else:
+        _write_anew(directory, shard_sizes, chunk_samples, storage_options, indexed, first)
+    return found
+
+
+@cache
+def _files_of(shard_sizes: tuple[int, ...], chunk_samples: int, indexed: bool, first: int) -> dict[str, bytes]:
+    """Bytes by relative path."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write_anew(folder, shard_sizes, chunk_samples, None, indexed, first)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def _write_anew(
+    directory: str | os.PathLike[str],
+    shard_sizes: Sequence[int],
+    chunk_samples: int,
+    storage_options: Mapping[str, Any] | None,
+    indexed: bool,
+    first: int,
+) -> None:
     number = first
     for shard, size in enumerate(shard_sizes):
         pattern = f"{os.fspath(directory)}/{{:06d}}.tar"
@@ -85,8 +120,6 @@ def write_set(
         storage = Storage(storage_options)
         urls = expand_urls(f"{os.fspath(directory)}/", storage)
         index_shards(storage, urls, rule=ChunkRule(min_bytes=1, min_samples=chunk_samples))
-    keys = tuple(f"{number:05d}" for number in range(first, first + sum(shard_sizes)))
-    return SampleSet(url=f"{os.fspath(directory)}/", keys=keys, storage_options=storage_options)
 
 
 def check_batch(batch: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,12 @@ def data(url: str) -> StreamingDataset:
     return StreamingDataset(url, shuffle=FEW_LANES)
 
 
-def members(dataset: StreamingDataset) -> set[int]:
-    """Numbers of the samples in a data set."""
+@lru_cache(maxsize=64)
+def members(dataset: StreamingDataset) -> frozenset[int]:
+    """Numbers of the samples in a data set, which never change."""
     table = dataset.shards.table
     assert table is not None
-    return set(np.flatnonzero(np.concatenate([dataset.keeps(shard) for shard in range(len(table.shards))])).tolist())
+    return frozenset(np.flatnonzero(np.concatenate([dataset.keeps(shard) for shard in range(len(table.shards))])).tolist())
 
 
 def pool_of(curriculum: Curriculum, row: int) -> set[int]:

@@ -1,7 +1,8 @@
 """Random small sets, options, ranks and resumes, against what Python's own ``tarfile`` reads of the same files.
 
 Every case is drawn from a seed and its number alone; a failure names both, and how to run that case by itself. The
-normal run plays 300 cases; ``--differential-cases`` (``make differential``) makes them as many as you like.
+normal run plays 100 cases, ``make matrix`` 300; ``--differential-cases`` (``make differential``) makes them as many as
+you like.
 
 Of each case: the order in which samples are due is checked against the promises (each once, the same batches on any
 ranks); then the set is damaged, transforms drop and raise, and everything received is compared row by row with what
@@ -38,7 +39,7 @@ from streaming.index.spans import SPAN_BYTES
 from streaming.storage import Storage
 
 NUM_PARTS = 6
-WORKERS_EVERY = 60
+WORKERS_EVERY = 50
 """Cases of which one is played with worker processes, which take a second to start."""
 MOST_LOST = 0.5
 """Share of the samples: far from where the loader stops because most of its stand-ins are lost too."""

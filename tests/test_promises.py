@@ -54,7 +54,17 @@ def ordered(samples: SampleSet) -> StreamingDataset:
     return samples.open(shuffle=False)
 
 
-@pytest.fixture(params=["shuffled", "ordered"])
+ORDERS = ("shuffled", "ordered")
+
+
+def turns(request: pytest.FixtureRequest, *halves: Any) -> Any:
+    """What the order in use plays of choices whose arithmetic test_plan.py has exactly; ``--matrix``: all of them."""
+    if request.config.getoption("--matrix"):
+        return tuple(itertools.chain.from_iterable(halves))
+    return halves[ORDERS.index(request.node.callspec.params["dataset"])]
+
+
+@pytest.fixture(params=ORDERS)
 def dataset(request: pytest.FixtureRequest) -> StreamingDataset:
     found: StreamingDataset = request.getfixturevalue(request.param)
     return found
@@ -80,7 +90,9 @@ def pairs(sizes: tuple[int, ...], *, whole: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(("size", "last_batch"), pairs((8, 13, 24, 64), whole=24))
-def test_exactly_once_same_end_and_elastic(dataset: StreamingDataset, size: int, last_batch: str) -> None:
+def test_exactly_once_same_end_and_elastic(
+    dataset: StreamingDataset, size: int, last_batch: str, request: pytest.FixtureRequest
+) -> None:
     options: dict[str, Any] = {"global_batch_size": size, "last_batch": last_batch, "epochs": 2}
     reference = merged(play(dataset, 1, **options))
     sizes = tail_size(len(dataset), size, last_batch)
@@ -90,7 +102,7 @@ def test_exactly_once_same_end_and_elastic(dataset: StreamingDataset, size: int,
         assert set(counts.values()) == {1}
         assert counts.total() == (len(dataset) if last_batch != "drop" else len(dataset) // size * size)
     # All of them at one size: test_plan.py has the shares of any number of ranks and any size, exactly.
-    for world_size in WORLD_SIZES[1:] if size == 24 else (3, 8):
+    for world_size in turns(request, (2, 4, 8), (3, 6)) if size == 24 else turns(request, (3,), (8,)):
         ranks = play(dataset, world_size, **options)
         assert merged(ranks) == reference, world_size
         for batch, batch_size in enumerate(sizes):
@@ -115,15 +127,17 @@ def test_epochs_differ_when_shuffled_and_repeat_when_not(
 
 
 @pytest.mark.parametrize("last_batch", LAST_BATCH)
-def test_batch_size_is_per_rank(dataset: StreamingDataset, last_batch: str) -> None:
-    for world_size in (1, 3, 8):
+def test_batch_size_is_per_rank(dataset: StreamingDataset, last_batch: str, request: pytest.FixtureRequest) -> None:
+    for world_size in turns(request, (1, 8), (3,)):
         by_rank = play(dataset, world_size, batch_size=5, last_batch=last_batch)
         assert by_rank == play(dataset, world_size, global_batch_size=5 * world_size, last_batch=last_batch)
         assert {len(rank[0]) for rank in by_rank} == {5}
 
 
 @pytest.mark.parametrize(("epoch_size", "last_batch"), pairs((50, 150, 202, 500), whole=150))
-def test_virtual_epochs(dataset: StreamingDataset, epoch_size: int, last_batch: str) -> None:
+def test_virtual_epochs(
+    dataset: StreamingDataset, epoch_size: int, last_batch: str, request: pytest.FixtureRequest
+) -> None:
     options: dict[str, Any] = {"global_batch_size": 24, "last_batch": last_batch, "epoch_size": epoch_size, "epochs": 3}
     reference = merged(play(dataset, 1, **options))
     assert [batch.total() for batch in reference] == tail_size(epoch_size, 24, last_batch) * 3
@@ -135,19 +149,21 @@ def test_virtual_epochs(dataset: StreamingDataset, epoch_size: int, last_batch: 
         assert max(seen) - min(seen) <= 1
         assert sum(seen) == 3 * epoch_size
     # All of them where a pass ends within an epoch and an epoch within a pass: test_plan.py has the rest, exactly.
-    for world_size in (2, 3, 8) if epoch_size == 150 else (3,):
+    for world_size in turns(request, (3, 8), (2,)) if epoch_size == 150 else (3,):
         assert merged(play(dataset, world_size, **options)) == reference, world_size
 
 
-@pytest.mark.parametrize("options", [
-    {"num_workers": 1}, {"num_workers": 3}, {"num_workers": 3, "prefetch_factor": 5}, {"prefetch_factor": 1},
-    {"num_workers": 1, "prefetch_factor": 1},
-])  # fmt: skip
-def test_threads_and_prefetching_change_nothing(dataset: StreamingDataset, options: dict[str, Any]) -> None:
-    plain = {"global_batch_size": 24, "last_batch": "partial"}
+def test_threads_and_prefetching_change_nothing(dataset: StreamingDataset, request: pytest.FixtureRequest) -> None:
+    plain: dict[str, Any] = {"global_batch_size": 24, "last_batch": "partial"}
+    one, three = {"num_workers": 1}, {"num_workers": 3}
+    short, long = {"prefetch_factor": 1}, {"prefetch_factor": 5}
+    means = turns(
+        request, [(1, one), (3, three | long), (3, short)], [(3, one | short), (1, three), (1, short), (3, three)]
+    )
     for world_size in (1, 3):
         expected = play(dataset, world_size, **plain)
-        assert play(dataset, world_size, **plain, **options) == expected  # rank by rank and row by row
+        for _, options in (one for one in means if one[0] == world_size):
+            assert play(dataset, world_size, **plain, **options) == expected, options  # rank by rank and row by row
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
@@ -161,7 +177,9 @@ def test_timing_changes_nothing(samples: SampleSet, num_workers: int) -> None:
             assert play(dataset, world_size, num_workers=num_workers, **options) == ranks
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "world_size", [size if size in {1, 3, 8} else pytest.param(size, marks=pytest.mark.matrix) for size in WORLD_SIZES]
+)
 def test_the_memory_limit_changes_nothing_and_holds(samples: SampleSet, world_size: int) -> None:
     """At the least that the plan says it needs it runs and keeps to it; below that it refuses at the start."""
     shuffled = samples.open(seed=5, shuffle=ShuffleConfig(lanes=24, window=4))
@@ -197,9 +215,9 @@ def test_the_fetcher_hands_out_what_the_loader_does(dataset: StreamingDataset) -
 # The tail
 
 
-def test_pad_marks_exactly_the_real_samples(dataset: StreamingDataset) -> None:
+def test_pad_marks_exactly_the_real_samples(dataset: StreamingDataset, request: pytest.FixtureRequest) -> None:
     # Pairs: test_plan.py has the padding of any number of ranks and any size, exactly.
-    for world_size, size in ((1, 25), (2, 64), (3, 24), (3, 25), (4, 25), (6, 24), (8, 24), (8, 25), (8, 64)):
+    for world_size, size in turns(request, ((1, 25), (3, 24), (4, 25), (8, 64)), ((2, 64), (3, 25), (8, 25))):
         counts: Counter[str] = Counter()
         per_rank = -(-size // world_size)
         for loader in loaders(dataset, world_size, global_batch_size=size, last_batch="pad"):
@@ -229,7 +247,7 @@ def test_partial_gives_empty_batches_where_there_are_fewer_samples_than_ranks(sa
 
 
 def test_unshuffled_batches_are_slices_of_the_data_set(samples: SampleSet, ordered: StreamingDataset) -> None:
-    for world_size, size in itertools.product((1, 3, 8), (8, 13, 64)):
+    for world_size, size in ((1, 64), (3, 8), (3, 13), (8, 13)):
         for number, batch in enumerate(merged(play(ordered, world_size, global_batch_size=size, last_batch="partial"))):
             assert batch == Counter(samples.keys[number * size : (number + 1) * size])
 
@@ -280,8 +298,9 @@ def check_replicas(dataset: StreamingDataset, meshes: list[DeviceMesh]) -> None:
 
 
 @pytest.mark.parametrize("order", [
-    ("pp", "dp", "fsdp", "cp", "tp"), ("tp", "cp", "pp", "fsdp", "dp"), ("dp", "tp", "fsdp", "pp", "cp"),
-    ("cp", "fsdp", "tp", "dp", "pp"),
+    ("pp", "dp", "fsdp", "cp", "tp"), ("tp", "cp", "pp", "fsdp", "dp"),
+    *(pytest.param(order, marks=pytest.mark.matrix)  # test_infra.py has the coordinates of any order, exactly
+      for order in (("dp", "tp", "fsdp", "pp", "cp"), ("cp", "fsdp", "tp", "dp", "pp"))),
 ])  # fmt: skip
 def test_replicas_agree(shuffled: StreamingDataset, order: tuple[str, ...]) -> None:
     sizes = {"dp_size": 2, "tp_size": 2, "pp_size": 2, "cp_size": 2}
@@ -290,7 +309,7 @@ def test_replicas_agree(shuffled: StreamingDataset, order: tuple[str, ...]) -> N
 
 
 def test_replicas_agree_with_two_data_axes(shuffled: StreamingDataset) -> None:
-    for order in (("dp", "tp", "fsdp"), ("fsdp", "dp", "tp"), ("tp", "dp", "fsdp")):
+    for order in (("dp", "tp", "fsdp"), ("fsdp", "dp", "tp")):
         sizes = {"dp_size": 3, "fsdp_size": 2, "tp_size": 2}
         check_replicas(
             shuffled, [DeviceMesh.from_sizes(**sizes, order=order, rank=rank, environ={}) for rank in range(12)]

@@ -22,6 +22,8 @@ _FIRST = 8
 """Members that are looked at one by one, to see how it goes on."""
 _LARGE_BYTES = 8 << 10
 """From this mean size on, following the headers one by one costs less than anything that looks at all blocks."""
+_FEW = 64
+"""Members up to which it costs less, too: NumPy's calls take a quarter of a millisecond for however few."""
 _HEADER = Struct("<100s24x11sc20xc100x5s83xc")  # name, size and the byte after it, kind, magic, first of the prefix
 _PLAIN = [[closed, kind, b"ustar", b"\0"] for closed in (b"\0", b" ") for kind in (b"0", b"\0")]
 _WEIGHTS = 8.0 ** np.arange(10, -1, -1)
@@ -33,7 +35,7 @@ def read_plain(raw: NDArray[np.uint8]) -> Members | None:
     walk = _Walk(raw.data)
     if raw.size % BLOCK_BYTES or not walk.go(_FIRST):
         return None
-    if walk.at >= _LARGE_BYTES * _FIRST:
+    if walk.at >= min(_LARGE_BYTES, raw.size // _FEW) * _FIRST:
         walk.go(raw.size)
     if walk.at == raw.size:
         return walk.members()

@@ -35,11 +35,13 @@ class RowTable:
             for name in layout.fields:
                 if name not in self._fields:
                     self._fields[name] = self._column()
+            columns = {name: column for column, name in enumerate(layout.fields)}
+            all_starts = layout.starts + base
+            all_sizes = np.where(layout.starts < 0, -1, layout.sizes)
             for name, (starts, sizes) in self._fields.items():
-                if name in layout.fields:
-                    column = layout.fields.index(name)
-                    starts[rows] = layout.starts[:, column] + base
-                    sizes[rows] = np.where(layout.starts[:, column] < 0, -1, layout.sizes[:, column])
+                if name in columns:
+                    starts[rows] = all_starts[:, columns[name]]
+                    sizes[rows] = all_sizes[:, columns[name]]
                 else:
                     sizes[rows] = -1
             self._damage.update((first + number, error) for number, error in layout.damage.items())
