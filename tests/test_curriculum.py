@@ -65,7 +65,9 @@ def members(dataset: StreamingDataset) -> frozenset[int]:
     """Numbers of the samples in a data set, which never change."""
     table = dataset.shards.table
     assert table is not None
-    return frozenset(np.flatnonzero(np.concatenate([dataset.keeps(shard) for shard in range(len(table.shards))])).tolist())
+    return frozenset(
+        np.flatnonzero(np.concatenate([dataset.keeps(shard) for shard in range(len(table.shards))])).tolist()
+    )
 
 
 def pool_of(curriculum: Curriculum, row: int) -> set[int]:
