@@ -15,6 +15,7 @@ from test_curriculum import FEW_LANES, plain_world
 
 from shard_tools import ShardWriter
 from streaming import Balanced, DataLoader, Mixture, Schedule, StreamingDataset
+from streaming.datasets import balanced as classes
 from streaming.errors import ConfigError, OptionError, StateError
 
 CLASSES = ["cat"] * 100 + ["dog"] * 60 + ["a/b"] * 10 + [""] * 4
@@ -112,6 +113,11 @@ def test_samples_without_a_class(data: StreamingDataset) -> None:
     with pytest.raises(ConfigError, match="no value for 58 samples"):
         Balanced(data, "some")
     assert sum(Balanced(data, "some", nulls="drop").sizes.values()) == 116
+
+
+def test_no_two_classes_have_one_name() -> None:
+    labels = ["", '""', "a/b", "a%2Fb", "\n", "%0A"]
+    assert len(set(map(classes._name, labels))) == len(labels)
 
 
 def test_hundreds_of_classes_of_few_samples(tmp_path: Path) -> None:

@@ -376,13 +376,15 @@ def test_computing_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pyt
     assert calls.count("00000") == 1
     assert calls.count("00050") == 2
     assert len(kept(data, "size = 5")) == NUM
-    # A function that was changed computes another column: nothing of the old one stays.
-    (tmp_path / f"{name}.py").write_text(body.replace("len(sample['__key__'])", "7"))
-    sys.modules.pop(name)
-    importlib.invalidate_caches()
-    linecache.checkcache()
-    added(data, "size", "--compute", f"{name}:once", "--overwrite")
-    assert len(kept(data, "size = 7")) == NUM
+    # A function that was changed computes another column, so may one whose text stayed: nothing of the old one stays.
+    text = body.replace("len(sample['__key__'])", "SIZE")
+    for size in (7, 8):
+        (tmp_path / f"{name}.py").write_text(f"SIZE = {size}\n{text}")
+        sys.modules.pop(name)
+        importlib.invalidate_caches()
+        linecache.checkcache()
+        added(data, "size", "--compute", f"{name}:once", "--overwrite")
+        assert len(kept(data, f"size = {size}")) == NUM
 
 
 def test_tokens_are_counted_by_size(tmp_path: Path) -> None:

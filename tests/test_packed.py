@@ -240,6 +240,12 @@ def test_groups_that_two_passes_share_are_packed_alike_in_both(sources: dict[str
     _, times = np.unique(tokens, return_counts=True)
     web, code = sets["web"].num_tokens, sets["code"].num_tokens
     assert times.tolist() == [5] * web + [4] * code
+    # So it is where whole batches of one source leave some of a pass to the next epoch.
+    size = 2 * min(map(len, sets.values())) // 3
+    with loader_of(Mixture(sets, batches="one_source"), size=size) as loader:
+        tokens = np.concatenate([real_tokens(batch) for _ in range(2) for batch in loader])
+    _, times = np.unique(tokens, return_counts=True)
+    assert (len(times), set(times.tolist())) == (web + code, {1, 2})
 
 
 def test_short_documents_are_packed_first_as_the_message_of_a_curriculum_says(folder: Path) -> None:

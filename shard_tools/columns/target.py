@@ -163,9 +163,12 @@ class ColumnTarget:
             arrays: Gives the values of a shard by its number; called on ``workers`` threads.
             workers: Shards at a time.
             progress: Told of every shard.
-            again: False: what was written of this version before a stop is not asked for again.
+            again: False: what was written of this version before a stop is not asked for again. Of a finished column,
+                which is overwritten, nothing is taken over.
         """
         self.begin()
+        if not again:  # a finished column may hold what another helper, or another module, made the function compute
+            list(map_ordered(self.storage.delete, _files_of(self.storage, self._taken, self.name), THREADS))
         progress.start(total_bytes=None, total=len(self.urls))
 
         def one(shard: int) -> Filled:
@@ -257,8 +260,7 @@ def drop_column(urls: Sequence[str], name: str, *, storage: Storage, index_url: 
     shards = open_set(urls, storage, index_url)
     homes = homes_of(shards.urls, index_url)
     document = [join_url(home, column_document_path(checked_name(name, "column"))) for home in homes]
-    below = [join_url(home, f"{columns_directory()}/{name}") for home in homes]
-    files = [info.url for folder in below for info in storage.list(folder)]
+    files = _files_of(storage, homes, name)
     if not files:
         there = sorted({column.name for home in homes for column in list_columns(storage, home)})
         raise ConfigError(f"column {name!r}: there is no such late column; there are: {', '.join(there) or 'none'}")
@@ -266,3 +268,9 @@ def drop_column(urls: Sequence[str], name: str, *, storage: Storage, index_url: 
         storage.delete(url)
     list(map_ordered(storage.delete, [url for url in files if url not in document], THREADS))
     return DropReport(name=name, num_files=len(files))
+
+
+def _files_of(storage: Storage, homes: Sequence[str], name: str) -> list[str]:
+    """List all files of a late column."""
+    below = [join_url(home, f"{columns_directory()}/{name}") for home in homes]
+    return [info.url for folder in below for info in storage.list(folder)]

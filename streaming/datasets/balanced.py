@@ -184,7 +184,7 @@ class _Classes:
 def _name(label: Any) -> str:
     """Of a class, as sources are named: they hold no slash, and what is not printable is escaped."""
     shown = "".join(one if one.isprintable() and one not in "/%" else quote(one, safe="") for one in str(label))
-    return shown or '""'
+    return {"": '""', '""': "%22%22"}.get(shown, shown)
 
 
 def _listed(names: Sequence[str]) -> str:
