@@ -209,6 +209,20 @@ def test_lengths_that_no_longer_hold_never_shift_the_plan(tmp_path: Path, caplog
     )
 
 
+def test_packs_of_other_lengths_are_told_apart(tmp_path: Path) -> None:
+    """Though there are as many of them: a state must not go on in packs of other documents."""
+    columns = {"a": lambda one: one["a"], "b": lambda one: one["b"]}
+    with ShardWriter(str(tmp_path / "{:d}.tar"), columns=columns) as writer:
+        for number, length in enumerate([30, 20, 40]):
+            other = [20, 30, 40][number]
+            writer.write({"__key__": f"{number}", "tok": bytes(2 * length), "a": length, "b": other})
+    by_a, again, by_b = (
+        Packed(StreamingDataset(tmp_path), LENGTH, column=name, dtype="uint16") for name in ("a", "a", "b")
+    )
+    assert len(by_a) == len(by_b)
+    assert by_a.fingerprint == again.fingerprint != by_b.fingerprint
+
+
 def test_documents_without_tokens_or_masks_are_named(tmp_path: Path) -> None:
     with ShardWriter(str(tmp_path / "{:d}.tar"), columns={"tokens": lambda one: 4}) as writer:
         for number in range(6):
