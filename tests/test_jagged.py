@@ -262,6 +262,9 @@ def test_rows_are_the_values(lengths: list[int], trailing: list[int], kind: str)
     assert batch.nested().values().data_ptr() == batch.values.data_ptr()
     assert tensor_bytes({"x": batch}) >= batch.values.nbytes + batch.offsets.nbytes
     assert weigh({"x": batch}) >= tensor_bytes({"x": batch})
+    some = batch.first(len(lengths) - 1)
+    assert all(one.equal(v) for one, v in zip(some.rows(), wanted[:-1], strict=True))
+    assert not some.values.numel() or some.values.data_ptr() != batch.values.data_ptr(), "a copy"
     none = empty_like({"x": batch, "n": batch.nested()})
     assert (none["x"].num_rows, none["x"].values.shape) == (0, (0, *trailing))
     assert none["n"].shape[0] == 0

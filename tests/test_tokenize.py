@@ -37,6 +37,7 @@ from shard_tools.convert import TargetNotEmptyError
 from shard_tools.sets.copy import copy
 from shard_tools.tokens import TokenizeOptions, TokenizeReport, tokenize
 from shard_tools.tokens.adapters import ENCODINGS
+from shard_tools.tokens.chat import ChatTemplate, Conversation
 from shard_tools.tokens.documents import parse_shares
 from shard_tools.tokens.encode import open_processes
 from shard_tools.tokens.tokenizer import TokenizerFile, open_tokenizer
@@ -685,6 +686,13 @@ def test_conversations_that_have_no_exact_mask_are_rejected(
     if reason != "empty":
         with pytest.raises(DataError, match=f"document 0: {reason}"):
             chat_set(tmp_path / "strict", "bytes", template, chats)
+
+
+def test_json_in_templates_is_written_as_transformers_does() -> None:
+    source = "{{ tools | tojson }}{{ tools | tojson(indent=1) }}{% generation %}x{% endgeneration %}"
+    chat = Conversation(messages=[{"role": "assistant"}], tools=["<Grüße>"])
+    text = ChatTemplate(source=source, bos_token="", eos_token="").pieces(chat)[0][0]
+    assert text == '["<Grüße>"][\n "<Grüße>"\n]'
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ x"])
