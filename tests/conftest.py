@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.differential_cases is None:
         config.option.differential_cases = 300 if config.getoption("--matrix") else 100
-    settings.register_profile("here", max_examples=400 if config.getoption("--matrix") else 40)
+    settings.register_profile("here", max_examples=400 if config.getoption("--matrix") else 40, deadline=None)
     settings.load_profile("here")
 
 

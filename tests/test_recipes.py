@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
+from streaming.batches.columns import as_planned
 from streaming.batches.rows import FieldRange, Rows
 from streaming.decode import resolve_decoders
 from streaming.engine.builders import is_trivial
 from streaming.engine.workers.transport import rows_from_wire, rows_to_wire
-from streaming.errors import DecodeError
+from streaming.errors import ChecksumError, DecodeError
+from streaming.packing.layout import PackRows, PackShape
 
 
 def rows_of(*samples: tuple[int, dict[str, bytes]], before: int = 0) -> Rows:
@@ -166,6 +169,31 @@ def test_each_source_has_its_own_transform_and_policy() -> None:
     assert batch["__valid__"].tolist() == [False, True, True]  # only web's are marked
     assert batch["cls"].tolist() == [9, 9, 5]
     assert [(one.source, one.stage) for one in reported] == [("web", "decode"), ("code", "decode")]
+
+
+def packs_of_one(lengths: list[int]) -> PackRows:
+    """One pack of whole documents."""
+    numbers, stops = np.arange(len(lengths)), np.array(lengths)
+    return PackRows(
+        splits=np.array([0, len(lengths)]), samples=numbers, starts=0 * numbers, stops=stops, lengths=stops
+    )  # fmt: skip
+
+
+def test_packs_are_as_planned_only_if_tokens_and_masks_are() -> None:
+    shape = PackShape(length=8, field="tok", dtype="<u2", mask_field="mask")
+    whole = {"tok": b"1234", "mask": b"11"}
+    for other, planned in (({}, True), ({"tok": b"12"}, False), ({"mask": b"1"}, False), ({"mask": b"111"}, False)):
+        assert as_planned(rows_of((0, whole), (0, whole | other)), packs_of_one([2, 2]), shape) == planned
+    assert not as_planned(rows_of((0, {"tok": b"1234"})), packs_of_one([2]), shape)
+
+
+def test_another_sample_of_a_batch_of_like_ones_stands_in_if_it_can_be_read() -> None:
+    recipe = Recipe(parts=(part("", {"cls": "int"}, budget=9),))
+    damage = {row: ChecksumError(f"row {row}") for row in (0, 1, 3)}
+    rows = replace(
+        rows_of(*((0, {"cls": b"%d" % n}) for n in range(4))), damage=damage, packs=packs_of_one([1, 1, 1, 1])
+    )  # fmt: skip
+    assert built(recipe, rows)["cls"].tolist() == [2, 2, 2, 2]
 
 
 def test_rows_are_marked_in_a_mask_of_the_batch_alone() -> None:

@@ -31,6 +31,8 @@ def test_the_drawn_example() -> None:
     peers = [SequencePeer(ring=ring, ring_size=2) for ring in range(2)]
     assert [places(8, peer, "contiguous") for peer in peers] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [places(8, peer, "zigzag") for peer in peers] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert places(7, SequencePeer(), "zigzag") == list(range(7)), "one peer divides any length"
+    assert places_of_documents(np.array([0, 7]), SequencePeer(), "zigzag").tolist() == list(range(7))
 
 
 def test_zigzag_with_ulysses_is_that_of_unified_sequence_parallelism() -> None:
@@ -103,6 +105,7 @@ def test_borders_must_be_those_of_the_rows() -> None:
     assert cut_sequence(flat, along, peer)["at"].tolist() == [0, 1, 4, 5, 8, 9, 10, 11]
     for ends, said in (
         ([0, 4, 14], "they end at 14"),
+        ([0, 8, 16, 24], "they end at 24"),
         ([0, 12, 16], "lie within its rows"),
         ([0, 3, 16], "multiple=2"),
     ):

@@ -14,6 +14,7 @@ from servers import MiniS3Server
 
 from infra import DeviceMesh
 from streaming import DataLoader, SequenceSlice, StageFields, StreamingDataset
+from streaming.batches.portion import Portion
 from streaming.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -45,6 +46,16 @@ def run(dataset: StreamingDataset, mesh: DeviceMesh, **options: Any) -> tuple[li
 
 def mesh(rank: int, **sizes: int) -> DeviceMesh:
     return DeviceMesh.from_sizes(**sizes, rank=rank, environ={})  # type: ignore[arg-type]
+
+
+def test_a_portion_is_what_it_says() -> None:
+    batch = {"x": [1, 2], "y": [3, 4], "__key__": ["a", "b"], "__valid__": [True, False]}
+    assert Portion()(batch, 2) is batch
+    assert Portion(counts=True)(batch, 2) == batch | {"__num_samples__": 2}
+    assert Portion(fields=("x",))(batch, 2) == {name: batch[name] for name in ("x", "__key__", "__valid__")} | {
+        "__num_samples__": 2
+    }
+    assert Portion(fields=())(batch, 2) == {"__num_samples__": 2, "__valid__": [True, False]}
 
 
 @pytest.mark.parametrize("last_batch", TAILS)
