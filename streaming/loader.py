@@ -27,7 +27,7 @@ from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Batches
 from streaming.epochs.watch import STALL_REPORT_S, Watchdog, checked_stall_report_s
 from streaming.errors import ConfigError
-from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_timeout
+from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_seconds, checked_timeout
 from streaming.job.store import tell_of_going_on
 from streaming.loops.base import BaseLoop
 from streaming.loops.fetcher import EpochLoop, LoopConfig
@@ -45,9 +45,10 @@ from streaming.loops.ordinary_options import OrdinaryDataset
 from streaming.loops.streamed import StreamedLoop
 from streaming.loops.words import Announcer, what_is_read
 from streaming.packing.balance import Balance, Cost
+from streaming.plan.order import ENDLESS
 from streaming.plan.ramp import Ramp
 from streaming.plan.schedule import Schedule
-from streaming.plan.settings import MAX_COUNT, Shape
+from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 from streaming.remote import RemoteGroup, RemoteLoop, open_remote
 from streaming.replicas.options import Broadcast, Replicas
@@ -241,12 +242,12 @@ class DeviceMeshFetcher:
 
         Raises:
             AgreementError: Ranks differ; names them and their values. Or some did not come within ``timeout`` seconds.
-            ConfigError: torch.distributed is not set up, or this is an ordinary data set.
+            ConfigError: torch.distributed is not set up, this is an ordinary data set, or ``timeout`` is no number.
         """
         self._look_again()
         if self._check is None:
             raise ConfigError("check_agreement: for a StreamingDataset only")
-        self._check.now(timeout)
+        self._check.now(checked_seconds("check_agreement: timeout", timeout))
 
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
@@ -307,13 +308,15 @@ class DeviceMeshFetcher:
             The row.
 
         Raises:
-            ConfigError: This is no mixture without end, the weights are none, or ``at`` is planned already.
+            ConfigError: This is no mixture without end, the weights are none, ``at`` is planned already or no row of
+                a run, or ``timeout`` is no number of seconds.
             AgreementError: Ranks gave other weights, or did not come.
         """
         self._look_again()
         if not isinstance(self._loop, EpochLoop):
             raise ConfigError("set_weights: for a loader over a Mixture")
-        return self._loop.set_weights(weights, at=at, timeout_s=timeout)
+        seconds = checked_seconds("set_weights: timeout", timeout)
+        return self._loop.set_weights(weights, at=at, timeout_s=seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch received last: small, JSON-able, the same on every rank.
@@ -376,7 +379,7 @@ class DeviceMeshFetcher:
         if isinstance(at, Mapping):
             position = LoaderState.from_dict(at)
         elif is_whole(at):
-            position = checked_int("remesh: at", at, 0, MAX_COUNT)
+            position = checked_int("remesh: at", at, 0, ENDLESS // size)
         else:
             raise ConfigError(f"remesh: at: expected a state_dict(), or a number of global batches, got {at!r}")
         came_to, number = loop.row_of(loop.position.place), self._generation + 1

@@ -252,8 +252,9 @@ def test_on_request_it_needs_torch_distributed(samples: SampleSet) -> None:
         pytest.raises(ConfigError, match=r"check_agreement\(\) needs torch.distributed"),
     ):
         loader.check_agreement()
-    with pytest.raises(ConfigError, match="agreement_timeout: expected seconds above 0"):
-        DataLoader(samples.open(), 8, device_mesh=mesh(0), agreement_timeout=0)
+    for seconds in (0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="agreement_timeout: expected seconds above 0"):
+            DataLoader(samples.open(), 8, device_mesh=mesh(0), agreement_timeout=seconds)
 
 
 def test_the_verdict_is_small() -> None:

@@ -259,10 +259,12 @@ def test_a_split_by_hash_crosses_no_group(data: str) -> None:
         ({"subset": (0.5, 0.2)}, "expected two rising shares"),
         ({"subset": (True, 3)}, "expected two rising shares"),
         ({"subset": "0:3"}, "expected two rising shares"),
+        *(({"exclude": wrong}, "exclude: expected keys .str., or the path of a file of them, got")
+          for wrong in (3, np.array(0.5), b"ab", {"a": 1}, [None])),
         ({"view": "gone"}, "no view 'gone'.*there are: none"),
         ({"view": "../up"}, "expected letters, digits"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_work_is_refused_at_the_start(data: str, filters: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){problem}"):
         StreamingDataset(data, **filters)

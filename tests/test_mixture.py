@@ -364,6 +364,25 @@ def test_set_weights_refuses_what_it_cannot(
         loader.set_weights(weights)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        *(({"timeout": seconds}, "set_weights: timeout: expected seconds above 0, got")
+          for seconds in ("x", None, 0, -1, True, float("nan"), float("inf"), [5])),
+        ({"at": 10**18}, r"set_weights: at: expected an integer in \[0, 1125899906842624\], got 10{18}"),
+        ({"at": 5.0}, r"set_weights: at: expected an integer, got 5.0 .*write 5"),
+    ],
+)  # fmt: skip
+def test_set_weights_refuses_rows_and_waits_that_cannot_be(
+    sets: dict[str, SampleSet], given: dict[str, Any], words: str
+) -> None:
+    with DataLoader(mixture(sets, "web code", weights={"web": 1, "code": 1}), batch_size=4) as loader:
+        state = loader.state_dict()
+        with pytest.raises(ConfigError, match=words):
+            loader.set_weights({"web": 1, "code": 2}, **given)
+        assert loader.state_dict() == state
+
+
 def test_states_of_other_makes_are_refused(sets: dict[str, SampleSet], tmp_path: Path) -> None:
     endless = mixture(sets, "web code", weights={"web": 1, "code": 1})
     _, state = world(endless, 1, 5)

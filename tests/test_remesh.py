@@ -363,6 +363,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(samples: SampleSet, tmp_p
             ("dp_size", ConfigError, {"dp_rank": 0, "dp_size": 0}),
             ("4 samples cannot be dealt to 5", ConfigError, {"dp_rank": 0, "dp_size": 5}),
             ("at: expected", ConfigError, {"at": -1}),
+            (r"at: expected an integer in \[0, 281474976710656\]", ConfigError, {"at": 10**18}),
             (r"at: expected a state_dict\(\), or a number", ConfigError, {"at": "12"}),
             ("state", StateError, {"at": {"epoch": 0}}),
             ("another data set", StateError, {"at": {**state, "fingerprint": "other"}}),

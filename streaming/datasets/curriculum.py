@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import checked_int, checks_names, is_whole
+from streaming.arguments import checked_int, checks_names, is_list, is_whole
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import (
     ELSEWHERE,
@@ -324,7 +324,7 @@ def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
         if isinstance(given, Mapping) and set(given) != set(schedules):
             raise ConfigError(
                 f"Curriculum: {what}: expected a dict of {', '.join(map(str, schedules))}, as metric=, got one of "
-                f"{', '.join(map(str, given))}"
+                f"{', '.join(map(str, given)) or 'none'}"
             )
     asked = []
     for name, own in schedules.items():
@@ -359,9 +359,10 @@ def _checked_buckets(given: Any, by: By) -> Buckets:
         if not 1 <= given <= MAX_CELLS:
             raise ConfigError(f"Curriculum: buckets: expected 1 to {MAX_CELLS}, got {given}")
         return int(given)
-    if not isinstance(given, (Sequence, np.ndarray)) or isinstance(given, str) or not 1 <= len(given) < MAX_CELLS:
+    borders = given.tolist() if isinstance(given, np.ndarray) and given.ndim == 1 else given
+    if not is_list(borders) or not 1 <= len(borders) < MAX_CELLS:
         raise ConfigError(f"Curriculum: buckets: expected a number of them, or a list of borders, got {given!r}")
-    borders = list(given)
+    borders = list(borders)
     numbers = all(isinstance(one, (int, float, np.number)) and not isinstance(one, bool) for one in borders)
     if not numbers or not all(map(math.isfinite, borders)) or any(low >= high for low, high in pairwise(borders)):
         raise ConfigError(f"Curriculum: buckets: expected borders that rise, got {borders}")

@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike, fspath
@@ -206,9 +206,10 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
         NotFoundError: There is no such file.
     """
     if not isinstance(exclude, (str, PathLike)):
-        if not isinstance(exclude, Iterable):
-            raise ConfigError(f"exclude: expected keys (str), or the path of a file of them, got {exclude!r}")
-        keys = list(exclude)
+        keys: list[Any] = [exclude]
+        if not isinstance(exclude, (bytes, Mapping)):
+            with suppress(TypeError):  # no iterable, though an array without a dimension looks like one
+                keys = list(exclude)
         odd = [key for key in keys if not isinstance(key, str)]
         if odd:
             raise ConfigError(f"exclude: expected keys (str), or the path of a file of them, got {odd[0]!r}")

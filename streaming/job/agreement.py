@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -199,8 +200,15 @@ def checked_timeout(timeout_s: float | None) -> float | None:
     Raises:
         ConfigError: It is no positive number, and not None.
     """
-    if timeout_s is None:
-        return None
-    if not is_number(timeout_s) or timeout_s <= 0:
-        raise ConfigError(f"agreement_timeout: expected seconds above 0, or None for no check, got {timeout_s!r}")
-    return float(timeout_s)
+    return None if timeout_s is None else checked_seconds("agreement_timeout", timeout_s, ", or None for no check")
+
+
+def checked_seconds(name: str, seconds: object, otherwise: str = "") -> float:
+    """Return how long to wait, as a float; ``otherwise`` says in the message what may be given in its place.
+
+    Raises:
+        ConfigError: It is no number above 0, or endless.
+    """
+    if not is_number(seconds) or not 0 < seconds < math.inf:
+        raise ConfigError(f"{name}: expected seconds above 0{otherwise}, got {seconds!r}")
+    return float(seconds)

@@ -16,7 +16,6 @@ from streaming.mixing.lanes import drawn_before
 from streaming.mixing.passes import Weights
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
-from streaming.plan.schedule import MAX_ROW
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 
@@ -120,7 +119,7 @@ class Shares:
         # Nobody plans behind the frontier while it is held: what all ranks agree on is free on each of them.
         with orders.held() as frontier:
             free = self._agreed(max(frontier * lanes, row, self.ledger.last.start), weights, at, mesh, timeout_s)
-            start = free if at is None else checked_int("set_weights: at", at, 0, MAX_ROW)
+            start = free if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
             if start < free:
                 raise ConfigError(
                     f"set_weights: at={start}: rows up to {free} are planned already; give one from there on, or "
