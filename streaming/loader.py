@@ -154,6 +154,7 @@ class DeviceMeshFetcher:
     def _resolve(self, dataset: Any) -> Any:
         """The data set itself, where it was given as a function that makes it."""
         made = dataset if isinstance(dataset, _STREAMED) else resolve_dataset(dataset)
+        _refuse_what_deals(made)
         self._given = self.dataset = made
         return made
 
@@ -521,7 +522,7 @@ class DataLoader(DeviceMeshFetcher):
             they are not decoded, come end to end in one tensor with their borders, as a ``Jagged``. A mapping says the
             form: ``{"audio": "nested"}`` is torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along
             several axes. Without, such arrays stay a list.
-        prefetch_factor: Batches built ahead, per worker process or thread.
+        prefetch_factor: Batches built ahead, per worker process or thread; None, as in torch: 2.
         pin_memory: Page-lock the batch's tensors (needs CUDA).
         memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
         stall_report_s: Where no batch comes for that long, a warning on the logger ``streaming.epochs.watch`` says what
@@ -572,7 +573,7 @@ class DataLoader(DeviceMeshFetcher):
         epoch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         jagged: Sequence[str] | Mapping[str, Form] | None = None,
-        prefetch_factor: int = 2,
+        prefetch_factor: int | None = 2,
         pin_memory: bool = False,
         memory_limit: int | str = "4GiB",
         stall_report_s: float | None = STALL_REPORT_S,
@@ -597,6 +598,12 @@ class DataLoader(DeviceMeshFetcher):
     ) -> None:
         options = _options(locals())
         refuse_torch_names(options)
+        if prefetch_factor is None:  # torch's own default
+            options["prefetch_factor"] = 2
+        if (
+            not num_workers and persistent_workers is False
+        ):  # of no workers none stays: `persistent_workers=workers > 0`
+            options["persistent_workers"] = None
         agreement_timeout = checked_timeout(agreement_timeout) if remote_group is None else agreement_timeout
         mesh = self._begin(dataset, as_device_mesh(device_mesh) if remote_group is not None else device_mesh, options)
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
@@ -661,7 +668,7 @@ class DataLoader(DeviceMeshFetcher):
     @property
     def drop_last(self) -> bool:
         """Whether samples that do not fill a global batch are left out."""
-        return bool(self._options["last_batch"] == "drop")
+        return self._shape.last_batch == "drop"
 
 
 class EpochSampler:
@@ -745,6 +752,25 @@ def _no_dataset(given: object) -> ConfigError:
         url = redact(given)
         return ConfigError(f"{what}, got the string {url!r}; write StreamingDataset({url!r})")
     return ConfigError(f"{what}, got {given!r}")
+
+
+def _refuse_what_deals(made: Any) -> None:
+    """Refuse loaders, which have dealt their samples out already, and several data sets at once.
+
+    Raises:
+        ConfigError: It is one of these; the message says what to give.
+    """
+    what = "dataset: expected one data set, got"
+    if hasattr(made, "batch_sampler") or hasattr(made, "describe_stage"):  # torch's, ours, what wraps ours
+        raise ConfigError(
+            f"{what} a {type(made).__name__}, whose batches are shares of the ranks already: they would be cut into "
+            "shares once more. Give its data set: DataLoader(loader.dataset, …), or iterate it as it is"
+        )
+    if isinstance(made, (list, tuple)) and made and isinstance(made[0], _STREAMED):
+        raise ConfigError(
+            f"{what} a {type(made).__name__} of {len(made)}; name them, and they are one: "
+            'Mixture({"web": web, "code": code}), by size or weights='
+        )
 
 
 def _pin(batch: Any) -> Any:

@@ -13,6 +13,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import checked_int, checks_names
 from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.mixture import Mixture
+from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError, StateError
 from streaming.loader import DeviceMeshFetcher
 from streaming.plan.settings import Shape
@@ -66,8 +68,13 @@ class TorchIterable(IterableDataset[Sample]):
     ) -> None:
         if not isinstance(dataset, StreamingDataset):
             raise ConfigError(
-                f"TorchIterable: expected a StreamingDataset, got a {type(dataset).__name__}; torch's DataLoader takes "
-                "other data sets as they are, with DeviceMeshSampler as batch_sampler="
+                f"TorchIterable: expected a StreamingDataset, got a {type(dataset).__name__}; "
+                + (
+                    "streaming.DataLoader deals it out, and makes its batches"
+                    if isinstance(dataset, (Mixture, Packed))
+                    else "torch's DataLoader takes other data sets as they are, with DeviceMeshSampler as "
+                    "batch_sampler="
+                )
             )
         self.dataset = dataset
         self.last_batch = Shape.chosen(1, None, 1, last_batch=last_batch).last_batch

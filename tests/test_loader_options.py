@@ -128,7 +128,7 @@ def test_a_streaming_dataset_explains_what_is_chosen_elsewhere(
     dataset: StreamingDataset, option: str, value: Any, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{option}: .*{words}"):
-        DataLoader(dataset, 2, **{option: value})
+        DataLoader(dataset, 2, num_workers=1, **{option: value})
 
 
 def test_torchs_names_pass_where_they_say_what_holds_anyway(dataset: StreamingDataset) -> None:

@@ -102,7 +102,7 @@ def test_what_is_no_state_is_refused(change: dict[str, Any], words: str) -> None
 def test_no_key_may_be_missing(name: str) -> None:
     data = STATE.to_dict()
     del data[name]
-    with pytest.raises(StateError, match=r"got None" if name == "version" else rf"missing \['{name}'\]"):
+    with pytest.raises(StateError, match=r"checkpoint\[" if name == "version" else rf"missing \['{name}'\]"):
         LoaderState.from_dict(data)
 
 

@@ -6,7 +6,7 @@ The state is the same on every rank, so it may be saved by one of them and loade
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,12 @@ class LoaderState:
         if not isinstance(data, Mapping):
             raise StateError(f"state: expected the dict of state_dict(), got {type(data).__name__}")
         version = data.get("version")
+        if "version" not in data:
+            found = ", ".join(map(repr, list(data)[:5])) or "nothing"
+            raise StateError(
+                f"state: expected what state_dict() of a loader gave, got a dict of {found}; where it was saved beside "
+                'other states, give its own: loader.load_state_dict(checkpoint["loader"])'
+            )
         if isinstance(version, bool) or version not in range(1, STATE_VERSION + 1):
             raise StateError(
                 f"state version: this release reads versions 1 to {STATE_VERSION}, got {version!r}; "
@@ -149,12 +155,21 @@ def _whole_ledger(entries: Any, text: str | None) -> Any:
         return entries
     try:
         whole = json.loads(text)
-        entries = json.loads(json.dumps(entries))
+        entries = json.loads(json.dumps(_plain(entries)))
     except (TypeError, ValueError) as error:
         raise StateError(f"state: {_TEXT}: expected the ledger's JSON: {error}") from error
     if not _is_part(entries, whole):
         raise StateError(f"state: ledger and {_TEXT} say different things; change a ledger only after removing {_TEXT}")
     return whole
+
+
+def _plain(value: Any) -> Any:
+    """Return dicts and lists of configuration programs, such as OmegaConf's, as JSON takes them."""
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(one) for one in value]
+    return value
 
 
 def _is_part(some: Any, whole: Any) -> bool:

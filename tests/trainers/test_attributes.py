@@ -9,8 +9,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import BatchSampler, default_collate
 
 from infra import DeviceMesh
-from streaming import DataLoader
+from streaming import DataLoader, DevicePrefetcher
 from streaming.errors import ConfigError
+from streaming.integrations.lightning import ReadAhead
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,10 @@ def test_torchs_attributes_by_torchs_names(samples: SampleSet) -> None:
         assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, None, False)
         assert (loader.collate_fn, loader.drop_last) == (None, False)
         assert isinstance(loader, Stateful)
+    assert DataLoader(dataset, 4, drop_last=False).drop_last is False
+    assert DataLoader(dataset, 4, drop_last=False).sampler.drop_last is False
+    as_torch_has_them = {"prefetch_factor": None, "persistent_workers": False, "timeout": 0, "worker_init_fn": None}
+    assert DataLoader(dataset, 4, **as_torch_has_them, multiprocessing_context=None).prefetch_factor is None
     ordinary = DataLoader(list(range(10)), 4, num_workers=2, collate_fn=default_collate)
     assert (ordinary.batch_size, ordinary.num_workers, ordinary.drop_last) == (4, 2, True)
     assert ordinary.prefetch_factor == 2
@@ -44,6 +49,20 @@ def test_the_sampler_passes_the_epoch_on_and_gives_no_indices(samples: SampleSet
     )  # as programs do that deal samples out themselves
     with pytest.raises(ConfigError, match="shares of the ranks"):
         next(iter(again))
+
+
+def test_what_has_dealt_its_samples_out_is_no_data_set(samples: SampleSet) -> None:
+    """It was taken for an iterable data set: on several ranks, whose shares were cut into shares once more."""
+    loader = DataLoader(samples.open(), 4)
+    of_torch = torch.utils.data.DataLoader(list(range(8)), 4)
+    for wrong in (loader, DevicePrefetcher(loader, device="cpu"), ReadAhead(loader), of_torch, lambda: loader):
+        with pytest.raises(
+            ConfigError, match=r"cut into shares once more. Give its data set: DataLoader\(loader.dataset"
+        ):
+            DataLoader(wrong, 4)
+    for several in ([samples.open(), samples.open()], (samples.open(),)):
+        with pytest.raises(ConfigError, match=r"name them, and they are one: Mixture\("):
+            DataLoader(several, 4)
 
 
 def test_a_loader_without_a_batch_size_says_what_to_give(samples: SampleSet) -> None:

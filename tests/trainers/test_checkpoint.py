@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict, UserList
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ def test_a_ledger_that_grew_comes_back(sources: dict[str, SampleSet], tmp_path: 
         dcp.load({"loader": new}, checkpoint_id=tmp_path, no_dist=True)
         assert new.state_dict() == state
         assert keys(new, 30) == keys(loader, 30)
+
+
+def test_a_state_that_went_through_a_configuration(sources: dict[str, SampleSet]) -> None:
+    """OmegaConf has dicts and lists of its own, which are none of Python's."""
+    with mixture(sources) as loader, mixture(sources) as new:
+        state = changed(loader)
+        new.load_state_dict(UserDict({**state, "ledger": UserList(map(UserDict, state["ledger"]))}))
+        assert new.state_dict() == state
 
 
 def test_a_ledger_that_was_edited_is_refused(sources: dict[str, SampleSet]) -> None:
