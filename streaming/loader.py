@@ -40,6 +40,7 @@ from streaming.loops.options import (
     given,
     refuse_torch_names,
     streaming_config,
+    without_torchs_defaults,
 )  # fmt: skip
 from streaming.loops.ordinary_options import OrdinaryDataset
 from streaming.loops.streamed import StreamedLoop
@@ -596,14 +597,8 @@ class DataLoader(DeviceMeshFetcher):
         pin_memory_device: str = "",
         in_order: bool = True,
     ) -> None:
-        options = _options(locals())
+        options = without_torchs_defaults(_options(locals()))
         refuse_torch_names(options)
-        if prefetch_factor is None:  # torch's own default
-            options["prefetch_factor"] = 2
-        if (
-            not num_workers and persistent_workers is False
-        ):  # of no workers none stays: `persistent_workers=workers > 0`
-            options["persistent_workers"] = None
         agreement_timeout = checked_timeout(agreement_timeout) if remote_group is None else agreement_timeout
         mesh = self._begin(dataset, as_device_mesh(device_mesh) if remote_group is not None else device_mesh, options)
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}

@@ -91,6 +91,15 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def without_torchs_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options, with ours where torch's own default, passed on by a program, asks for nothing."""
+    if options["prefetch_factor"] is None:
+        options["prefetch_factor"] = 2
+    if not options["num_workers"] and options["persistent_workers"] is False:  # as `persistent_workers=workers > 0`
+        options["persistent_workers"] = None
+    return options
+
+
 def refuse_torch_names(options: Mapping[str, Any]) -> None:
     """Explain torch's options that this loader cannot have, whatever the data set.
 
