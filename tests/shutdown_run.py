@@ -38,16 +38,16 @@ kept: list[Iterator[Any]] = []
 
 def train(
     *, url: str, folder: str, transform: str = "", storage: dict[str, Any] | None = None, prefetch: bool = False,
-    streamed: bool = False, end: str = "", **options: Any,
+    streamed: bool = False, end: str = "", ready: bool = True, **options: Any,
 ) -> None:  # fmt: skip
     """Ask for batch after batch or, where there is an ``end``, for one only; then the pipe ``go`` says when to.
 
-    ``folder`` has the pipes of a ``Hung``, too.
+    ``folder`` has the pipes of a ``Hung``, too. Not ``ready``: the fork server is an interpreter of its own.
     """
     with open(f"{folder}/output", "w") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
-    if transform and options.get("num_workers"):  # those without a transform start a true one
+    if ready and options.get("num_workers"):
         have_a_server()
     if streamed:
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start

@@ -188,7 +188,7 @@ def check_afterwards(directory: Path, limit_bytes: int, log: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_reads", "num_kills"), [(200, 10), pytest.param(600, 25, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("num_reads", "num_kills"), [(120, 8), pytest.param(600, 25, marks=pytest.mark.matrix)])
 def test_eight_processes_a_tenth_of_the_data_and_random_kills(tmp_path: Path, num_reads: int, num_kills: int) -> None:
     limit_bytes = DATA_BYTES // 10
     directory, log = tmp_path / "cache", tmp_path / "log"

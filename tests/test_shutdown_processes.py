@@ -29,6 +29,8 @@ ROOT = Path(__file__).parent.parent
 LIMIT_S = 25.0
 """From the signal, or the call, to the end of the last process. The engine takes 3 s at most (grace.py and two waits of
 a second), the rest is for a machine that does other things; a store that is silent is not given up for 30 s."""
+TRUE_SERVERS = {"SIGINT", "SIGKILL"}
+"""How processes with the state "workers" end whose fork server is an interpreter of its own; others fork it."""
 ENDED_BY = {"return": 0, "sys.exit": 3, "os._exit": 4, "SIGINT": -signal.SIGINT, "SIGKILL": -signal.SIGKILL}
 
 
@@ -175,6 +177,7 @@ class Play:
         pid = self.trainer.start(
             url=sets["streamed" not in state.options].url, storage=self.silent_store.options,
             folder=str(self.folder), end="" if state.waits else end, **state.options,
+            ready=state is not BETWEEN["workers"] or end not in TRUE_SERVERS,
         )  # fmt: skip
         try:
             self._end(pid, hung, state, end)

@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from data_sets import write_set
 from forked import Forked
 from PIL import Image
 
@@ -444,7 +445,8 @@ def test_workers_that_do_not_start_are_not_blamed_on_the_batch(monkeypatch: Any)
     arena.close()
 
 
-def test_idle_workers_and_their_server_may_be_killed_too() -> None:
+def test_idle_workers_and_their_server_may_be_killed_and_a_forgotten_pool_ends_its_processes() -> None:
+    before = descendants()
     ring, arena = BatchRing(2), Arena(1 << 20)
     bench = Bench.__new__(Bench)
     bench.arena = arena
@@ -462,7 +464,9 @@ def test_idle_workers_and_their_server_may_be_killed_too() -> None:
     wait_gone([worker])
     assert_same(pool.build(rows, None, no_substitutes, no_report), first)
     assert pool.server_pid != old
-    pool.close()
+    assert descendants() > before
+    del pool
+    assert descendants() == before
     ring.close()
     arena.close()
 
@@ -518,20 +522,6 @@ def test_close_leaves_no_process_and_no_descriptor_in_any_state(tmp_path: Path) 
     assert num_fds() == fds
 
 
-def test_a_forgotten_pool_ends_its_processes() -> None:
-    before = descendants()
-    arena, ring = Arena(1 << 20), BatchRing(2)
-    bench = Bench.__new__(Bench)
-    bench.arena = arena
-    pool = WorkerPool(1, recipe_of(), arena, ring=ring)
-    pool.build(numbers(bench), None, no_substitutes, no_report)
-    assert descendants() > before
-    del pool
-    assert descendants() == before
-    ring.close()
-    arena.close()
-
-
 SCRIPT = """
 import os, signal, sys
 import numpy as np
@@ -581,11 +571,16 @@ def wait_gone(pids: list[int]) -> None:
 
 
 def test_a_script_without_a_guard_works_and_ends_in_silence(tmp_path: Path) -> None:
-    tail = """
+    """In the middle of a loop, too, with workers that are at work."""
+    url = write_set(tmp_path / "set", (80,)).url
+    tail = f"""
 try:
     pool.build(rows(b"9"), None, lambda i: iter(()), print)
 except Exception as error:
     assert type(error.__cause__) is Own, error.__cause__
+from streaming import DataLoader, StreamingDataset
+batches = iter(DataLoader(StreamingDataset({url!r}, transform=dict), batch_size=8, num_workers=2))
+next(batches)
 """
     with run_script(tmp_path, tail) as script:
         out, err = script.communicate(timeout=100)
@@ -605,25 +600,10 @@ def named_files(pid: int) -> list[str]:
     ]
 
 
-def test_a_killed_parent_leaves_nothing(tmp_path: Path, forked: Forked) -> None:
-    said = tmp_path / "said"
-    os.mkfifo(said)
-    program = SCRIPT + "import threading; threading.Event().wait()"
-    with open(os.open(said, os.O_RDONLY | os.O_NONBLOCK)) as lines:
-        script = forked.start(program, output=said)
-        try:
-            assert select.select([lines], [], [], 100)[0], "the script says nothing"
-            pids = [int(pid) for pid in lines.readline().split("]")[1].split()]
-            named = [name for pid in (script.pid, *pids) for name in named_files(pid)]
-        finally:
-            script.kill()
-            script.wait(30)
-        wait_gone(pids)
-    assert [name for name in named if name != str(said)] == []
-
-
-def test_ctrl_c_reaches_the_training_loop_alone(tmp_path: Path, forked: Forked) -> None:
-    """A terminal signals the whole process group; the pool still works in the handler, and ends cleanly."""
+def test_ctrl_c_reaches_the_training_loop_alone_and_a_killed_parent_leaves_nothing(
+    tmp_path: Path, forked: Forked
+) -> None:
+    """A terminal signals the whole process group; the pool still works in the handler. SIGKILL ends all of it."""
     tail = """
 import threading
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -632,12 +612,27 @@ try:
     threading.Event().wait(60)
 except KeyboardInterrupt:
     before = sorted(pool.pids)
-    print(pool.build(rows(b"45"), None, lambda i: iter(()), print)["more"].tolist(), sorted(pool.pids) == before)
+    built = pool.build(rows(b"45"), None, lambda i: iter(()), print)
+    print(built["more"].tolist(), sorted(pool.pids) == before, flush=True)
+threading.Event().wait()
 """
-    output = tmp_path / "output"
-    assert forked.start(SCRIPT + tail, output=output, leads=True).wait(100) == 0, output.read_text()
-    _, told = output.read_text().splitlines()
-    assert told == "[14, 15] True"
+    said = tmp_path / "said"
+    os.mkfifo(said)
+    with open(os.open(said, os.O_RDONLY | os.O_NONBLOCK)) as lines:
+        script = forked.start(SCRIPT + tail, output=said, leads=True)
+        try:
+            told = ""
+            while told.count("\n") < 2:
+                assert select.select([lines], [], [], 100)[0], f"the script says no more than {told!r}"
+                told += lines.read()
+            pids = [int(pid) for pid in told.splitlines()[0].split("]")[1].split()]
+            named = [name for pid in (script.pid, *pids) for name in named_files(pid)]
+        finally:
+            script.kill()
+            script.wait(30)
+        wait_gone(pids)
+    assert told.splitlines()[1:] == ["[14, 15] True"]
+    assert [name for name in named if name != str(said)] == []
 
 
 def test_an_interrupt_in_the_middle_of_a_batch_replaces_the_worker(bench: Bench, tmp_path: Path) -> None:

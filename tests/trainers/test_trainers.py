@@ -39,7 +39,7 @@ import functools
 import torch.multiprocessing as mp
 mp.spawn = functools.partial(mp.start_processes, start_method="fork")
 """
-"""Put before a program that spawns, where new interpreters were shown to do."""
+"""Put before a program that spawns; that new interpreters do, too, shows ``make matrix``."""
 
 Launcher = Literal["fork", "torchrun", "itself", "itself, by forking"]
 
@@ -83,7 +83,7 @@ NO_LOGS = {
 NO_REPORTS = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
 PROGRAMS = (
     Program("torchrun", legs("fork")),
-    Program("torch.multiprocessing.spawn", (Leg(2, 13, "itself, by forking"), Leg(1, None, "itself"))),
+    Program("torch.multiprocessing.spawn", (Leg(2, 13, "itself, by forking"), Leg(1, None, "itself, by forking"))),
     Program("Lightning", legs("itself"), quiet=NO_LOGS),
     Program("transformers.Trainer", legs("fork"), quiet=NO_REPORTS),
     Program("Accelerate", legs("fork")),
@@ -210,10 +210,16 @@ def play_leg(
 
 # What torchrun adds to its variables and store shows test_distributed.py: two interpreters of three seconds.
 BY_TORCHRUN = pytest.param(Program("torchrun", legs("torchrun")), marks=pytest.mark.matrix, id="by-torchrun")
+# What an interpreter that spawn starts adds to a forked process shows test_portable.py: seven seconds, most of imports.
+BY_SPAWN = pytest.param(
+    Program("torch.multiprocessing.spawn", (Leg(2, 13, "itself"), Leg(1, None, "itself"))),
+    marks=pytest.mark.matrix,
+    id="by-spawn",
+)
 
 
 @pytest.mark.parametrize(
-    "program", [*(pytest.param(one, id=one.heading.replace(" ", "-")) for one in PROGRAMS), BY_TORCHRUN]
+    "program", [*(pytest.param(one, id=one.heading.replace(" ", "-")) for one in PROGRAMS), BY_TORCHRUN, BY_SPAWN]
 )
 def test_killed_and_resumed(
     running: Ranks, samples: SampleSet, expected: list[Counter[str]], tmp_path: Path, program: Program
