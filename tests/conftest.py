@@ -55,11 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST_FIRST = (
-    "test_ray", "test_memory", "test_remesh_processes", "test_trainers", "test_hosts", "test_demo", "test_differential",
-    "test_examples", "test_distributed", "test_restarting_server", "test_cache_processes", "test_torture",
-    "test_shutdown_processes", "test_resume", "test_ordinary", "test_mixture", "test_portable", "test_kills",
-    "test_dispatch", "test_shutdown", "test_unindexed", "test_promises", "test_scale", "test_tar_parse",
-    "test_mixture_exact", "test_loader", "test_curriculum", "test_remesh",
+    "test_memory", "test_ray", "test_trainers", "test_shutdown_processes", "test_demo", "test_differential",
+    "test_hosts", "test_distributed", "test_examples", "test_remesh_processes", "test_workers", "test_ordinary",
+    "test_promises", "test_differential_streamed", "test_cache_processes", "test_portable", "test_kills", "test_resume",
+    "test_torture", "test_mixture", "test_scale", "test_shutdown", "test_dispatch", "test_restarting_server",
+    "test_unindexed", "test_imports", "test_readme", "test_tar_parse", "test_reshard", "test_loader", "test_lanes",
+    "test_mixture_exact", "test_curriculum", "test_remesh", "test_epochs",
 )  # fmt: skip
 
 
