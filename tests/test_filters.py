@@ -351,19 +351,24 @@ def test_ranks_share_the_work(data: str, monkeypatch: pytest.MonkeyPatch, join_j
     assert all(isinstance(error, ConfigError) and "no column 'm'" in str(error) for error in errors), errors
 
 
+@pytest.mark.parametrize("as_file", [False, True])
 def test_keys_to_leave_out_are_those_of_each_rank(
-    data: str, monkeypatch: pytest.MonkeyPatch, join_job: Callable[[Any], None]
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join_job: Callable[[Any], None], as_file: bool
 ) -> None:
     """Those of a set that rank 0 alone opens are not taken for them."""
-    wanted = StreamingDataset(data, exclude=KEYS[1:2]).fingerprint
+    files = [tmp_path / key for key in KEYS[:2]]
+    for file in files:
+        file.write_text(file.name)
+    other, mine = files if as_file else ([key] for key in KEYS[:2])
+    wanted = StreamingDataset(data, exclude=mine).fingerprint
     monkeypatch.setattr(once, "PEER_WAIT_S", 0.1)
     peers = ThreadPeers(2)
     join_job(peers)
 
     def fingerprint() -> str:
         if peers.rank == 0:
-            StreamingDataset(data, exclude=KEYS[:1])
-        return StreamingDataset(data, exclude=KEYS[1:2]).fingerprint
+            StreamingDataset(data, exclude=other)
+        return StreamingDataset(data, exclude=mine).fingerprint
 
     assert on_ranks(fingerprint, 2) == [wanted] * 2
 

@@ -158,6 +158,7 @@ def test_workers_len_and_what_the_loader_says(
     caplog.set_level(logging.INFO, "streaming")
     expected, _ = world(data, 1, 12)
     with DataLoader(data, batch_size=RAMP, num_workers=num_workers, device_mesh=mesh_of(1, 0)) as loader:
+        assert loader.state_dict()["order"]["lanes"] == 3  # which divide all sizes
         found = []
         for epoch in range(2):
             assert len(loader) == len(sizes_of(RAMP, epoch))

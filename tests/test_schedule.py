@@ -49,7 +49,8 @@ def test_a_ramp_has_the_shares_of_the_smooth_curve(shape: str, mean: float) -> N
 def test_schedules_go_through_json_and_pickle(shape: str, over: int, segments: int, weights: list[float]) -> None:
     start = {str(i): weight for i, weight in enumerate(weights)} | {"more": 1.0}
     end = {str(i): weight for i, weight in enumerate(reversed(weights))} | {"more": 2}
-    schedule = SHAPES[shape](start, end, over=over, segments=segments)
+    more = {"degree": 3} if shape == "root" else {}
+    schedule = SHAPES[shape](start, end, over=over, segments=segments, **more)
     again = Schedule.from_dict(json.loads(json.dumps(schedule.to_dict())))
     assert again == schedule == pickle.loads(pickle.dumps(schedule))
     assert again.segments() == schedule.segments()
@@ -74,6 +75,7 @@ def test_steps_and_functions() -> None:
     assert sampled.segments() == [(0, 6.0), (25, 18.5), (50, 31.0), (75, 43.5), (100, 50.0)]
     assert Schedule.from_dict(json.loads(json.dumps(sampled.to_dict()))) == sampled  # without calling it again
     assert len(asked) == 5
+    assert [row for row, _ in Schedule.linear(0, 1, over=10, segments=4).segments()] == [0, 2, 5, 7, 10]
 
 
 def test_numbers_of_numpy_are_plain_in_a_state() -> None:

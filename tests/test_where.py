@@ -6,6 +6,7 @@ import contextlib
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,13 @@ def test_a_column_without_values_fits_nothing() -> None:
     for text in ("t = 'a'", "t = 3", "not t = 'a'", "t like '%'", "b", "t in ('a')"):
         assert selected(text, rows) == []
     assert selected("t is null and n = 2", rows) == [1]
+
+
+def test_bits_are_those_of_the_rows_alone() -> None:
+    values = [number % 3 == 0 for number in range(40)]
+    for start, stop in pairwise((0, 3, 8, 11, 27, 40)):
+        found = fitting(parse_where("b"), {"b": pa.array(values)[start:stop]}, stop - start)
+        assert found.tolist() == np.packbits(values[start:stop], bitorder="little").tolist()
 
 
 def test_no_rows() -> None:

@@ -749,7 +749,10 @@ def _rounded(number: Fraction) -> int:
 
 
 def _mean_bytes(name: str, dataset: StreamingDataset | Packed) -> float:  # noqa: ARG001  as _mean_tokens
-    return float(dataset.chunk_bytes.sum() / dataset.chunk_samples.sum())
+    """Take the mean of the chunk table: chunks hold what a filter leaves out, too."""
+    stored = dataset.documents if isinstance(dataset, Packed) else dataset
+    kept = stored.chunk_samples.sum() / stored.stored_samples.sum()
+    return float(dataset.chunk_bytes.sum() * kept / dataset.chunk_samples.sum())
 
 
 def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
