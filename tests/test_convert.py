@@ -421,6 +421,11 @@ def test_stopped_after_the_last_shard(tmp_path: Path) -> None:
     journal.write_text(journal.read_text().replace('"complete": true', '"complete": false'))
     assert convert(str(source), str(tmp_path / "out"), options=options).num_resumed_samples == 40
     assert tree(tmp_path / "out") == calm
+    journal.write_text(journal.read_text().replace('"complete": true', '"complete": false'))
+    cut = tmp_path / "out" / "000001.tar"
+    cut.write_bytes(cut.read_bytes()[:-512])
+    assert convert(str(source), str(tmp_path / "out"), options=options).num_resumed_samples == 0, "of another size"
+    assert tree(tmp_path / "out") == calm
 
 
 def test_duplicate_key_across_a_stop(tmp_path: Path) -> None:

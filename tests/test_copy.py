@@ -22,7 +22,14 @@ from shard_tools.convert import TargetNotEmptyError
 from shard_tools.sets.copy import CopyReport, copy
 from shard_tools.sets.reindex import index
 from streaming import StreamingDataset
-from streaming.errors import AccessDeniedError, ChecksumError, ConfigError, IndexMismatchError, IndexMissingError
+from streaming.errors import (
+    AccessDeniedError,
+    ChecksumError,
+    ConfigError,
+    DataError,
+    IndexMismatchError,
+    IndexMissingError,
+)  # fmt: skip
 from streaming.storage import Storage
 
 COUNT = 60
@@ -148,6 +155,12 @@ def test_damage_is_an_error_by_name_and_nothing_of_it_is_copied(data: Path, tmp_
     assert "000002.tar" not in tree(tmp_path / "out")
     assert not (tmp_path / "out" / "_shardstream").exists()
     (data / "000002.tar").write_bytes(body)
+    table, other = (data / "_shardstream" / "samples" / f"00000{n}.tar.parquet" for n in (2, 3))
+    right = table.read_bytes()
+    table.write_bytes(other.read_bytes())
+    with pytest.raises(DataError, match="the sample table and the chunk table disagree"):
+        run(data, tmp_path / "out")
+    table.write_bytes(right)
     run(data, tmp_path / "out")
     assert tree(tmp_path / "out") == tree(data)
 

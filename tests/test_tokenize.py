@@ -174,6 +174,17 @@ def test_beginning_and_end(tmp_path: Path, bpe: Path) -> None:
         (bpe.parent / "tokenizer_config.json").unlink()
 
 
+def test_padding_and_truncation_that_a_tokenizer_asks_for_are_left_out(tmp_path: Path, bpe: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(bpe))
+    tokenizer.enable_padding(length=40)
+    tokenizer.enable_truncation(50)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = jsonl(tmp_path / "a.jsonl", [{"text": "short"}, {"text": "a longer text " * 30}])
+    for name, used in (("asked", tmp_path / "tokenizer.json"), ("plain", bpe)):
+        run(source, tmp_path / name, used)
+    assert members(tmp_path / "asked") == members(tmp_path / "plain")
+
+
 def test_sentencepiece(tmp_path: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
@@ -428,6 +439,31 @@ def test_stopped_anywhere_and_gone_on_with_gives_the_same_bytes(
         run(source, tmp_path / "whole", **options, eos="none")
 
 
+def test_all_that_changes_the_bytes_is_part_of_the_work(tmp_path: Path) -> None:
+    rows = [{"text": f"one {n}", "other": f"two {n}", "chat": CHAT, "talk": CHAT} for n in range(16)]
+    sources = {"rows": jsonl(tmp_path / "a.jsonl", rows), "text": tmp_path / "a.txt"}
+    sources["text"].write_text("a\n\nb\n")
+    for name in ("here", "there"):
+        (tmp_path / name).write_text(name + CHATML)
+    chat = {"messages_field": "chat", "chat_template": str(tmp_path / "here")}
+    split = {"split": ("val=1/2",)}
+    works = []
+    for source, options in (
+        ("rows", {}), ("rows", {"text_field": "other"}), ("rows", {"keep": ("other",)}), ("rows", {"on_error": "skip"}),
+        ("rows", {"bos": "none"}), ("rows", {"eos": "none"}), ("rows", {"columns": ("other",)}),
+        ("rows", {"key_field": "other"}), ("rows", {"max_samples": 3}), ("rows", {"fields": (("other", "txt"),)}),
+        ("rows", chat), ("rows", {**chat, "messages_field": "talk"}),
+        ("rows", {**chat, "chat_template": str(tmp_path / "there")}),
+        ("rows", split), ("rows", {"split": ("val=1/3",)}), ("rows", {**split, "group_field": "other"}),
+        ("text", {"documents": "blank-line"}), ("text", {"documents": "file"}),
+    ):  # fmt: skip
+        out = tmp_path / "out" / str(len(works))
+        run(sources[source], out, "bytes", **options)
+        home = out / "train" if "split" in options else out
+        works.append(json.loads((home / "_shardstream" / "convert.json").read_text())["options"])
+    assert [(number, works.index(one)) for number, one in enumerate(works) if one in works[:number]] == []
+
+
 def test_processes_and_threads_give_the_same_bytes(tmp_path: Path, bpe: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", [{"text": text * 3} for text in TEXTS * 5])
     run(source, tmp_path / "here", bpe)
@@ -655,6 +691,8 @@ def test_bytes_know_their_special_tokens_in_templates(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% generation %}!<eos>{% endgeneration %}{% endfor %}"
     chat_set(tmp_path / "a", "bytes", template, [[{"role": "assistant", "content": "a"}]])
     assert said(tmp_path / "a") == ([97, 33, 257], [0, 1, 1])
+    chat_set(tmp_path / "b", "bytes", template, [[{"role": "assistant", "content": "a"}]], bos="<bos>", eos="<eos>")
+    assert said(tmp_path / "b") == ([256, 97, 33, 257, 257], [0, 0, 1, 1, 0]), "nobody said the first and the last"
 
 
 @pytest.mark.parametrize(
@@ -680,6 +718,8 @@ def test_conversations_that_have_no_exact_mask_are_rejected(
         report = chat_set(tmp_path / "a", "bytes", template, chats, on_error="skip")
         assert report.sets[0].rejected == {reason: 1}
         assert report.sets[0].num_documents == 1
+        chat_set(tmp_path / "alone", "bytes", template, chats[1:])
+        assert said(tmp_path / "a", 1) == said(tmp_path / "alone"), "the others have their own tokens"
     else:
         with pytest.raises(DataError, match=f"left out: {reason} 2"):
             chat_set(tmp_path / "a", "bytes", template, chats, on_error="skip")

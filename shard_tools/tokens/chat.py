@@ -133,8 +133,6 @@ def _marked(text: str) -> Pieces:
                 "template", "{% generation %} blocks lie in each other, or a message holds U+FDD0 or U+FDD1"
             )
         pieces += [(said, True), (other, False)]
-    if _STOP in first:
-        raise RejectedError("template", "a message holds U+FDD1")
     return pieces
 
 
