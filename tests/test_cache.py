@@ -832,5 +832,5 @@ class CacheMachine(RuleBasedStateMachine):
             assert counted is None or counted >= used_bytes(self.directory)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None)
 TestCacheMachine = CacheMachine.TestCase

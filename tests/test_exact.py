@@ -256,10 +256,11 @@ def test_appended_weights_are_those_that_were_there_from_the_start(
     # What was told before the change, and what is told behind it, cover every use.
     told += list(stretches)
     batch = np.repeat(np.arange(40), size)
-    for chunk, at in set(zip(got.chunk_ids.tolist(), batch.tolist(), strict=True)):
-        assert any(
-            np.any((live.chunk_ids == chunk) & (live.first_batches <= at) & (live.last_batches >= at)) for live in told
-        )
+    chunks, at = np.unique([got.chunk_ids, batch], axis=1)[:, :, None]
+    held = np.zeros(len(chunks), bool)
+    for live in told:
+        held |= ((live.chunk_ids == chunks) & (live.first_batches <= at) & (live.last_batches >= at)).any(1)
+    assert held.all()
 
 
 def test_chunks_of_a_rare_source_are_held_from_stretch_to_stretch() -> None:

@@ -28,7 +28,7 @@ from streaming.storage import Storage
 SIZES = [0, 1, 511, 512, 70_000, LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 512, 300_001]
 FIELDS = ["a", "b.bin", "c"]
 samples_strategy = st.lists(
-    st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(SIZES), min_size=1), min_size=1, max_size=12
+    st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(SIZES), min_size=1), min_size=1, max_size=6
 )
 
 

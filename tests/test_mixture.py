@@ -110,7 +110,7 @@ def test_repeats_list_sources_so_often_over_epochs(sets: dict[str, SampleSet]) -
 def test_stopped_anywhere_and_resumed_on_another_world(
     sets: dict[str, SampleSet], weights: dict[str, int], ranks: int, others: int, stop: int, nested: bool
 ) -> None:
-    mix = mixture(sets, weights=weights)
+    mix = mixture(sets, weights=weights, shuffle=FEW_LANES)
     if nested:
         mix = Mixture({"all": mix}, weights={"all": 1})
         assert mix.names == ("all/code", "all/math", "all/web")

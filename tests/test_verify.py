@@ -70,7 +70,7 @@ def test_verify_writes_nothing(data: Path) -> None:
 
 
 @given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-@settings(max_examples=80, deadline=None)
+@settings(deadline=None)
 def test_any_flipped_bit_is_found(
     sound: Path, tmp_path_factory: pytest.TempPathFactory, position: float, bit: int
 ) -> None:

@@ -127,8 +127,8 @@ class Loads:
             )
 
     def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
+        live_bytes = self.plan.live_bytes(self.room_bytes, dp_rank)  # as training counts it, of intervals that it keeps
         live = self.intervals(dp_rank)
-        live_bytes = self.plan.live_bytes(self.room_bytes, dp_rank)  # as training counts it
         different, first_seen = np.unique(live.chunk_ids, return_index=True)
         held = min(budget.chunks_bytes(self.memory_limit_bytes, live_bytes), int(self.room_bytes[live.chunk_ids].sum()))
         # As the loop decides it: with room for all its chunks, a rank fetches each of them once.
