@@ -175,7 +175,7 @@ def test_loads_agree_with_the_plan_for_any_topology(
     assert fits == (not any("refuse" in warning for warning in report.warnings))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     chunks=chunk_lists,
     ranks=st.integers(2, 9),

@@ -153,7 +153,7 @@ def test_every_token_is_in_one_pack_or_counted(
         assert rules.max_docs is None or np.diff(packs.splits).max(initial=0) <= rules.max_docs
 
 
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 @given(groups(), st.integers(0, 2**64 - 1), st.integers(0, 9))
 def test_another_epoch_has_the_same_packs_of_lengths(
     group: tuple[np.ndarray, PackRules], seed: int, epoch: int
@@ -177,7 +177,7 @@ def test_windows_overlap_by_length_less_stride() -> None:
     assert (packs.num_split, packs.num_tokens) == (2, 22)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 2), st.integers(0, 1)), max_size=40),
     st.sampled_from([None, 1, 3]),

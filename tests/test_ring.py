@@ -141,7 +141,7 @@ def test_kept_batches_outlive_the_ring() -> None:
 
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["lease", "drop"]), st.integers(0, 7)), max_size=60))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 def test_nobody_sees_another_batch(steps: list[tuple[str, int]]) -> None:
     ring = BatchRing(2, SPAN)
     kept: dict[int, tuple[int, torch.Tensor]] = {}

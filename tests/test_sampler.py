@@ -167,7 +167,7 @@ def test_exactly_once_equal_ends_and_elastic(shuffle: bool, last_batch: str, epo
 
 
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 8), st.integers(1, 8), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 def test_resume_anywhere_on_any_world_size(size: int, batch: int, before: int, after: int, data: st.DataObject) -> None:
     options = {"global_batch_size": max(batch, before, after), "last_batch": "pad", "seed": size}
     stop = data.draw(st.integers(0, len(samplers(size, 1, **options)[0])))

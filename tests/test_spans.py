@@ -63,7 +63,7 @@ def test_one_by_one_as_all_at_once(sizes: list[int]) -> None:
     assert found == spans_by_the_rule(sizes)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=5000), st.booleans()), max_size=20))
 def test_checksums_of_spans_out_of_running_ones(parts: list[tuple[bytes, bool]]) -> None:
     running, crc = [], 0
@@ -140,7 +140,7 @@ def test_the_index_has_the_checksum_of_every_span(shard: Path) -> None:
     assert table.span_crc32c.tolist() == [crc32c.crc32c(data[low:high]) for low, high in pairwise(borders)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_a_slice_is_the_fewest_spans_of_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     dataset, table = _shared(tmp_path_factory)
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused_at_the_start_by_every_rank(tmp_path: Path,
     assert [first(rank, cure) for rank in range(4)] == [400] * 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_no_batch_takes_more_than_the_bound_that_is_checked(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -369,7 +369,7 @@ def test_rejected_documents_are_counted_once(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=4))
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 def test_shares_tile_the_hashes(parts: list[int]) -> None:
     specs = [f"s{i}={part}/2000" for i, part in enumerate(parts)]
     shares = parse_shares(specs)
