@@ -29,6 +29,7 @@ from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Curriculum, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import ConfigError, OptionError, StateError
+from streaming.index.columns import count_values, plain_values
 from streaming.plan.state import LoaderState
 
 NUM = 240
@@ -320,6 +321,8 @@ def test_within_a_mixture_it_is_one_source(data: StreamingDataset, url: str) -> 
     assert abs(found["web"] - 900) <= 2 * 5 * 6
     assert sum(one["samples"] for name, one in seen.items() if name.startswith("web/tokens<=")) == found["web"]
     assert mix[NUM + 3]["__source__"] == "web"
+    assert data.max_bad_samples == 0.001
+    assert mix.bad_limits(mix.begun(), 0, 121_000) == {"web": 91, "all": 31}  # of all buckets together
     named = Curriculum(data, "tokens", STEPS, buckets=4, name_sources=True)
     with DataLoader(Mixture({"web": named}, weights={"web": 1}), batch_size=12) as loader:
         assert {one.partition("<=")[0] for one in next(iter(loader))["__source__"]} == {"web/tokens"}
@@ -376,6 +379,14 @@ def test_samples_without_a_value(data: StreamingDataset, caplog: pytest.LogCaptu
     assert any("24 samples without a value of 'maybe' are left out" in message for message in caplog.messages)
     both = {"maybe": Schedule.steps({0: 1}), "tokens": Schedule.steps({0: 1})}
     assert len(pool_of(Curriculum(data, both, buckets=2, nulls="drop"), 0)) == 216
+
+
+def test_values_of_several_types_are_counted_as_numbers() -> None:
+    large = plain_values(pa.array([2**63 + 2**20, None], pa.uint64())).drop_null()
+    values, counts = count_values([(pa.array([3, 5]), None), (pa.array([0.5, 3.0]), None), (large, None)], "n")
+    assert values.to_pylist() == [0.5, 3.0, 5.0, float(2**63 + 2**20)]
+    assert counts.tolist() == [1, 2, 1, 1]
+    assert plain_values(pa.array([0.5, float("nan")])).null_count == 1
 
 
 def test_a_late_column(tmp_path: Path) -> None:

@@ -214,6 +214,27 @@ def test_a_schedule_changes_shares_and_resumes(sets: dict[str, SampleSet]) -> No
     assert before + after == whole
 
 
+@pytest.mark.parametrize(
+    ("seed", "quotas", "at"), [(7, "chunks", None), (1, "chunks", None), (1, "exact", 60_011)],
+    ids=["order", "weights", "weights-from-a-row"],
+)  # fmt: skip
+def test_a_loader_that_has_begun_takes_what_a_state_says(
+    sets: dict[str, SampleSet], seed: int, quotas: Any, at: int | None
+) -> None:
+    options: dict[str, Any] = {"weights": {"web": 1, "code": 0}, "shuffle": FEW_LANES, "quotas": quotas}
+    with DataLoader(mixture(sets, "web code", seed=seed, **options), batch_size=12) as other:
+        if seed == 1:
+            row = other.set_weights({"web": 0, "code": 1}, at=at)
+            assert other.set_weights({"web": 0, "code": 1}) == row  # not before what is to apply already
+        state = {**other.state_dict(), "samples_seen": 60_000}
+        other.load_state_dict(state)
+        expected = take(other, 3)
+    with DataLoader(mixture(sets, "web code", seed=1, **options), batch_size=12) as loader:
+        take(loader, 1)
+        loader.load_state_dict(state)
+        assert take(loader, 3) == expected
+
+
 def take_on(loader: DataLoader, count: int) -> list[list[str]]:
     """Go on, in a new iterator, where the last one was left."""
     loader.load_state_dict(loader.state_dict())
@@ -247,9 +268,12 @@ def test_set_weights_in_the_middle_of_an_iteration(sets: dict[str, SampleSet]) -
     with DataLoader(mix, batch_size=12) as loader:
         batches = iter(loader)
         before = [check_batch(next(batches)) for _ in range(5)]
+        assert loader.seen()["web"]["samples"] == 60
         row = loader.set_weights({"web": 0, "code": 1})
         after = [check_batch(next(batches)) for _ in range(row // 12 + 50)]
         state = loader.state_dict()
+        seen = {name: one["samples"] for name, one in loader.seen().items()}
+        assert seen == Counter(source_of(key) for keys in before + after for key in keys)
     assert {source_of(key) for keys in after[-10:] for key in keys} == {"code"}
     again, _ = world(mix, 3, len(before) + len(after), {**state, "samples_seen": 0})
     assert again == merged([before + after])
@@ -497,6 +521,13 @@ def test_bad_samples_are_replaced_by_their_own_source_and_counted_by_it(tmp_path
         pytest.raises(TooManyBadSamplesError, match=r"of the source 'bad'.*allows 0"),
     ):
         list(loader)
+    later = Schedule.steps({0: {"good": 1, "bad": 0}, 12_000: {"good": 0, "bad": 1}})
+    growing = Mixture({"good": good.open(), "bad": bad.open(max_bad_samples=0.5)}, weights=later, shuffle=FEW_LANES)
+    with DataLoader(growing, batch_size=10) as loader:  # a share of what is drawn from where the run goes on
+        loader.load_state_dict({**loader.state_dict(), "samples_seen": 24_000})
+        for _ in zip(range(20), loader, strict=False):
+            pass
+        assert loader.metrics()["bad"]
 
 
 def test_it_is_a_data_set_like_any_other(sets: dict[str, SampleSet]) -> None:
