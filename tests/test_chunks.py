@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from itertools import pairwise, permutations
 
+import numpy as np
 import pytest
 
-from streaming.engine.memory.arena import Arena
-from streaming.engine.memory.chunk_store import ChunkStore
-from streaming.errors import StorageError
+from streaming.engine.memory.arena import Arena, Extents
+from streaming.engine.memory.chunk_store import ChunkStore, Unit
+from streaming.errors import ChecksumError, StorageError
 from streaming.fetch.layout import UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.metrics import Metrics
@@ -45,6 +47,20 @@ class Store:
         for _ in range(number):
             assert self.asked.acquire(timeout=60)
         assert not self.asked.acquire(timeout=0.2)
+
+
+def test_all_that_is_given_back_is_one_range_again() -> None:
+    for order in permutations(range(4)):
+        extents = Extents(40)
+        starts = [extents.take(10) for _ in range(4)]
+        assert extents.take(1) is None
+        for number, one in enumerate(order, 1):
+            extents.give(starts[one] or 0, 10)
+            free = extents.free_ranges()
+            assert sum(stop - start for start, stop in free) == 10 * number == 40 - extents.used
+            assert all(before < after for (_, before), (after, _) in pairwise(free)), "neighbours are merged"
+        assert free == [(0, 40)]
+        assert extents.top == 0
 
 
 def test_pages_of_an_arena_in_pieces_keep_to_its_budget() -> None:
@@ -85,4 +101,53 @@ def test_bytes_on_their_way_at_once(mib: int, at_once: int) -> None:
         assert changed.wait_for(lambda: all(unit is not None and unit.ready for unit in units), 60)
     assert store.num_asked == 80
     assert [str(unit.failure) for unit in units if unit] == [f"nothing at {i * mib * MIB}" for i in range(80)]
+    chunks.close()
+
+
+def test_units_in_use_stay_and_rows_go_with_their_unit() -> None:
+    """Of two units that there is room for; those that nobody needs are kept, and give way to others."""
+    damage = ChecksumError("damaged")
+
+    def fetch(wanted: FetchRange, _: memoryview) -> UnitLayout:
+        where = np.zeros((1, 1), np.int64)
+        return UnitLayout(
+            keys=[str(wanted.first_sample)], fields=("x",), starts=where, sizes=where + 1,
+            num_bytes=wanted.num_bytes // (2 if wanted.first_sample == 1 else 1),
+            damage={0: damage} if wanted.first_sample == 0 else {},
+        )  # fmt: skip
+
+    changed = threading.Condition()
+    chunks = ChunkStore(fetch=fetch, arena=Arena(2 * MIB), num_threads=1, metrics=Metrics(), changed=changed)
+    chunks.retain = True
+
+    def get(number: int) -> Unit | None:
+        with changed:
+            unit = chunks.admit(wanted(number, MIB))
+            assert changed.wait_for(lambda: unit is None or unit.ready, 60)
+            return unit
+
+    def release(unit: Unit | None) -> None:
+        assert unit is not None
+        with changed:
+            chunks.release(unit)
+
+    first, second = get(0), get(1)
+    assert first is not None
+    assert second is not None
+    assert get(2) is None, "both are in use"
+    assert chunks.arena.used_bytes == MIB + MIB // 2, "what was not read is given back"
+    release(first)
+    assert get(0) is first, "kept"
+    assert get(2) is None, "in use again"
+    assert get(0) is first
+    release(first)
+    assert get(2) is None, "in use by one of two"
+    assert chunks.rows.damage(np.array([first.first_row])) == {0: damage}
+    release(first)
+    third = get(2)
+    assert third is not None
+    assert third.start == first.start
+    assert chunks.rows.damage(np.arange(2)) == {}, "its rows went with it"
+    assert {second.first_row, third.first_row} == {0, 1}
+    assert chunks.rows.select(np.array([third.first_row]), None)[0] == ["2"]
     chunks.close()

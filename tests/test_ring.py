@@ -113,6 +113,22 @@ def test_a_slot_costs_what_is_used_of_it() -> None:
     assert ring.resident_bytes == 0
 
 
+def test_free_slots_give_back_what_goes_beyond_the_limit() -> None:
+    """Those idle longest first; what is kept may go beyond it."""
+    mib = 1 << 20
+    ring = BatchRing(3, limit_bytes=2 * mib)
+    kept = [leased(ring, number, (1 << 18,)) for number in range(3)]
+    assert ring.held_bytes == 3 * mib
+    del kept[0]
+    assert ring.held_bytes == 2 * mib
+    kept.clear()
+    assert ring.held_bytes == 2 * mib
+    assert ring.num_free == 3
+    assert leased(ring, 7, (1 << 18,)).eq(7).all()
+    assert ring.held_bytes <= 2 * mib
+    ring.close()
+
+
 def test_wrap_copies_when_crowded() -> None:
     ring = BatchRing(1, SPAN)
     kept = []
