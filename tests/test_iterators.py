@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,23 @@ def test_a_look_at_a_batch_in_the_loop_raises(kind: str, loader: Any) -> None:
     assert rows_of(next(peek)) != rows, "the second one goes on"
     del batches
     assert len(list(peek)) == NUM_BATCHES - 2, "the end of the first does not disturb it"
+
+
+def test_threads_that_share_an_iterator_get_each_batch_once(samples: SampleSet) -> None:
+    """As pools and executors of asyncio programs ask: two used to begin the epoch, each for itself."""
+    loader = DataLoader(samples.open(), SIZE)
+    before, loader = [rows_of(batch) for batch in loader], DataLoader(samples.open(), SIZE)
+    batches, together = iter(loader), threading.Barrier(4)
+
+    def ask(_: int) -> list[Any]:
+        together.wait(10)
+        return [rows_of(batch) for batch in batches]
+
+    with ThreadPoolExecutor(4) as pool:
+        shares = list(pool.map(ask, range(4)))
+    got = [rows for share in shares for rows in share]
+    assert sorted(map(str, got)) == sorted(map(str, before))
+    assert loader.epoch == 1
 
 
 @every_closable

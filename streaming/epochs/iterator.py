@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -155,7 +156,7 @@ class Loop(ABC):
 class Batches:
     """Iterate the rest of one epoch. After its last batch it raises ``StopIteration``, always again.
 
-    For one thread of the process that made it.
+    For one thread at a time of the process that made it: where several ask, each batch goes to one of them.
 
     It begins when the first batch is asked for: until then ``set_epoch`` and ``load_state_dict`` say where. When it is
     dropped or closed, its threads end and its memory goes back. One that the interpreter's end finds is closed before
@@ -176,6 +177,7 @@ class Batches:
         self._run: Run | None = None
         self._is_over = False
         self._failure: str | None = None
+        self._asked = threading.RLock()
         self._turn = loop.position.open()
         loop.stop()
         weakref.finalize(self, _close_at_exit, weakref.ref(self))
@@ -186,6 +188,10 @@ class Batches:
     def __next__(self) -> Any:
         """The next batch; the position moves on before it is handed out."""
         self._maker.check()
+        with self._asked:  # held until the position is behind the batch: no two threads begin, or take the same one
+            return self._answer()
+
+    def _answer(self) -> Any:
         if self._is_over:
             self._let_go()
             raise StopIteration
