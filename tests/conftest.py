@@ -180,7 +180,8 @@ def azure_container(azurite: AzuriteServer) -> str:
 def forked() -> Iterator[Forked]:
     """Starts processes that have imported what we have."""
     names = ("streaming.loader", "streaming.datasets.dataset", "shard_tools.convert", "shard_tools.cli", "data_sets")
-    with Forked(*names, "torch.distributed.tensor") as origin:
+    # pyarrow imports pandas as soon as somebody makes an array of a list: three tenths of a second in each that writes.
+    with Forked(*names, "torch.distributed.tensor", "pandas") as origin:
         yield origin
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 from leftovers import leftovers
+from ready_server import have_a_server
 from torch.utils.data import IterableDataset
 
 from infra import DeviceMesh
+from streaming.engine.workers.fork_server import SHARED
 from streaming.loops.map_style import OrdinaryConfig, open_ordinary
 from streaming.plan.settings import Shape
 
@@ -43,6 +45,9 @@ def ids(batch: Any) -> list[int]:
 
 def main() -> None:
     folder, num_workers = Path(sys.argv[1]), int(sys.argv[2])
+    if num_workers:
+        have_a_server()
+        SHARED.linger = True  # both loops share it
     dist.init_process_group("gloo")
     mesh = DeviceMesh.from_sizes()
     found: dict[str, Any] = {}

@@ -485,8 +485,15 @@ def test_ranks_with_uneven_data_end_together(tmp_path: Path, forked: Forked, num
     assert ranks[0]["leftovers"] == ranks[1]["leftovers"] == {}
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [Squares, Stream])
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        (Squares, "fork"),
+        pytest.param(Stream, "forkserver", marks=pytest.mark.slow),
+        pytest.param(Squares, "forkserver", marks=pytest.mark.matrix),
+        pytest.param(Stream, "fork", marks=pytest.mark.matrix),
+    ],
+)
 def test_workers_start_either_way(make: Any, method: str) -> None:
     loop = open_ordinary(make(40), config(num_workers=1, multiprocessing_context=method, epoch_size=40))
     assert sorted(i for batch in loop.run() for i in ids(batch)) == list(range(40))

@@ -583,7 +583,10 @@ batches = iter(DataLoader(StreamingDataset({url!r}, transform=dict), batch_size=
 next(batches)
 """
     with run_script(tmp_path, tail) as script:
-        out, err = script.communicate(timeout=100)
+        try:
+            out, err = script.communicate(timeout=100)
+        finally:
+            script.kill()  # or leaving it would wait, too
     assert (script.returncode, err) == (0, "")
     values, pids = out.strip().split("]")
     assert values == "[11, 12, 13"
