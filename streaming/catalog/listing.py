@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from streaming.index.chunk_table import ChunkTable, shard_rows, shards_of_rows
+from streaming.job.once import framed, unframed
 from streaming.storage import ObjectInfo, ReadBuffer, Storage
 
 _COLUMNS = ("shard", "first_sample", "num_samples", "byte_start", "byte_end", "crc32c")
@@ -46,14 +46,12 @@ class Found:
             head["chunks"] = self.table.num_chunks
             columns = [np.ascontiguousarray(getattr(self.table, name)) for name in _COLUMNS]
             head["dtypes"] = [column.dtype.str for column in columns]
-        text = json.dumps(head).encode()
-        return b"".join([len(text).to_bytes(8, "little"), text, *(column.tobytes() for column in columns)])
+        return framed(head, *(column.tobytes() for column in columns))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Found:
         """The inverse."""
-        start = 8 + int.from_bytes(data[:8], "little")
-        head = json.loads(data[8:start])
+        head, start = unframed(data)
         table = None
         if "shards" in head:
             columns = {}

@@ -89,7 +89,7 @@ def open_shards(
         IndexMismatchError: The index does not cover or describe these shards.
     """
     if peers is None:
-        found = _find(storage, urls, index)
+        found = _find(storage, urls, index)  # as it is: a large table takes a second to become bytes and a table again
     else:
         name = digest_of([str(urls) if isinstance(urls, (str, PathLike)) else list(map(str, urls)), index])
         data = shared(peers, f"open/{name}", lambda: _find(storage, urls, index).to_bytes())
@@ -246,10 +246,7 @@ def check_fields(storage: Storage, shards: OpenShards, fields: Sequence[str], pe
         _look_for(storage, shards, fields)
         return b""
 
-    if peers is None:
-        look()
-    else:
-        shared(peers, f"fields/{digest_of([shards.urls, shards.index, list(fields)])}", look)
+    shared(peers, f"fields/{digest_of([shards.urls, shards.index, list(fields)])}", look)
 
 
 def check_decoded(
@@ -278,10 +275,7 @@ def check_decoded(
                 )
         return b""
 
-    if peers is None or not plain:
-        look()
-    else:
-        shared(peers, f"decode/{digest_of([shards.urls, shards.index, plain])}", look)
+    shared(peers if plain else None, f"decode/{digest_of([shards.urls, shards.index, plain])}", look)
 
 
 def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> None:

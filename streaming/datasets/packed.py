@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import copy
 import hashlib
-import json
 import logging
 import operator
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from streaming.decode import DecodeSpec, FieldDecoder, RawFields
 from streaming.errors import ConfigError, IndexMissingError
 from streaming.filters.lengths import UNKNOWN, Lengths
 from streaming.filters.select import late_columns_of
-from streaming.job.once import Peers, shared, shared_parts
+from streaming.job.once import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.job.store import job_peers
 from streaming.packing.fit import Fit, fit, pack
 from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
@@ -227,10 +226,10 @@ class Packed(PackedSource):
         if not whole:
             read.fields, read.decoders = fields, RawFields()
         work = _Work(read, lengths, rules, columns, fits := kept_fits())
-        opened = work.joined(work.parts(peers))
         self.column, self.alike, self.is_whole = column, kinds, whole
-        self.counts: PackCounts = opened.counts
-        super().__init__(read, opened.groups, lengths, rules, fits)
+        self.counts: PackCounts
+        groups, self.counts = work.of_all(peers)
+        super().__init__(read, groups, lengths, rules, fits)
         told = "" if field is None else self._told_dtype(field, dtype, peers)
         self.shape = PackShape(
             length=rules.length, field=field or "", dtype=told,
@@ -373,7 +372,7 @@ class Packed(PackedSource):
             return b"0"
 
         name = digest_of([list(self.urls), field])
-        found = float(look() if peers is None else shared(peers, f"tokens/{name}", look))
+        found = float(shared(peers, f"tokens/{name}", look))
         for one in _DTYPES.values():
             if found == np.dtype(one).itemsize:
                 return one
@@ -448,14 +447,6 @@ def _ignored(bad: BadSample) -> None:
     """A document of another length is shown as it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Opened:
-    """What is known of all groups."""
-
-    groups: Groups
-    counts: PackCounts
-
-
 class _Work:
     """Cuts shards into groups and counts their packs; what a rank finds of its shards travels as bytes."""
 
@@ -465,27 +456,20 @@ class _Work:
         self._documents, self._lengths, self._rules, self._columns = documents, lengths, rules, columns
         self._fits = fits
 
-    def parts(self, peers: Peers | None) -> list[bytes]:
-        """What is found of all shards; with peers, each rank looks at a run of them."""
-        if peers is None:
-            return [self._part(0, 1)]
-        name = digest_of([self._documents.fingerprint, asdict(self._rules), list(self._columns)])
-        return shared_parts(peers, f"packs/{name}", lambda rank: self._part(rank, peers.world_size))
-
-    def joined(self, parts: list[bytes]) -> _Opened:
-        """All parts as one.
+    def of_all(self, peers: Peers | None) -> tuple[Groups, PackCounts]:
+        """All groups, and what became of the documents; with peers, each rank looks at a run of the shards.
 
         Raises:
             ConfigError: There is nothing to pack.
         """
+        name = digest_of([self._documents.fingerprint, asdict(self._rules), list(self._columns)])
         totals, digest, rows = np.zeros(len(_COUNTS), np.int64), hashlib.sha256(), []
-        for part in parts:
-            size = int.from_bytes(part[:8], "little")
-            head = json.loads(part[8 : 8 + size])
+        for part in shared_parts(peers, f"packs/{name}", self._part):
+            head, start = unframed(part)
             totals += head["counts"]
             for one in head["digests"]:
                 digest.update(bytes.fromhex(one))
-            rows.append(np.frombuffer(part, "<i8", offset=8 + size).reshape(-1, 3))
+            rows.append(np.frombuffer(part, "<i8", offset=start).reshape(-1, 3))
         firsts, stops, packs = np.concatenate(rows).astype(np.int64).T
         counts = PackCounts(**dict(zip(_COUNTS, totals.tolist(), strict=True)))
         if not packs.sum():
@@ -494,20 +478,17 @@ class _Work:
                 f"Packed: nothing to pack: of {counts.documents:,} documents {counts.empty:,} have no tokens by column "
                 f"{self._columns[0]!r}, and {left_out}"
             )
-        groups = Groups(firsts=firsts, stops=stops, packs=packs, digest=digest.hexdigest())
-        return _Opened(groups=groups, counts=counts)
+        return Groups(firsts=firsts, stops=stops, packs=packs, digest=digest.hexdigest()), counts
 
     def _part(self, rank: int, world_size: int) -> bytes:
-        num_shards = len(self._documents.urls)
-        mine = range(num_shards * rank // world_size, num_shards * (rank + 1) // world_size)
         with ThreadPoolExecutor(_REQUESTS, "shardstream-packs") as threads:
-            found = list(threads.map(self._shard, mine))
+            found = list(threads.map(self._shard, part_of(len(self._documents.urls), rank, world_size)))
         counts = (
             np.sum([one[1] for one in found], axis=0, dtype=np.int64) if found else np.zeros(len(_COUNTS), np.int64)
         )
-        head = json.dumps({"counts": counts.tolist(), "digests": [one[2] for one in found]}).encode()
+        head = {"counts": counts.tolist(), "digests": [one[2] for one in found]}
         rows = np.concatenate([np.empty((0, 3), np.int64), *(one[0] for one in found)]).astype("<i8")
-        return len(head).to_bytes(8, "little") + head + rows.tobytes()
+        return framed(head, rows.tobytes())
 
     def _shard(self, shard: int) -> tuple[Int64Array, list[int], str]:
         """Groups of a shard (first chunk, one past the last, packs), the counts of ``PackCounts``, and a digest."""

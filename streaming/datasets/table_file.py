@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -76,11 +77,8 @@ class TableDataset:
         peers = job_peers(agent_store())
         self._files: list[RecordStarts] = []
         for url, one in zip(self.urls, self._kinds, strict=True):
-            if peers is None:
-                self._files.append(self._scan(url, one))
-            else:
-                data = shared(peers, f"rows/{digest_of([url, one])}", lambda u=url, k=one: self._scan(u, k).to_bytes())  # type: ignore[misc]
-                self._files.append(RecordStarts.from_bytes(data))
+            data = shared(peers, f"rows/{digest_of([url, one])}", partial(self._scan, url, one))
+            self._files.append(RecordStarts.from_bytes(data))
         self._headers = [None if one == "jsonl" else self._header(number) for number, one in enumerate(self._kinds)]
         rows = [len(starts) - (header is not None) for starts, header in zip(self._files, self._headers, strict=True)]
         self._firsts = np.cumsum([0, *rows])
@@ -157,14 +155,14 @@ class TableDataset:
             raise DataError(f"{url}: expected a header of distinct column names, got {header}")
         return header
 
-    def _scan(self, url: str, kind: str) -> RecordStarts:
+    def _scan(self, url: str, kind: str) -> bytes:
         size_bytes = self.storage.info(url).size_bytes
 
         def blocks() -> Iterator[memoryview]:
             for begin in range(0, size_bytes, _BLOCK_BYTES):
                 yield memoryview(self.storage.read(url, begin, min(begin + _BLOCK_BYTES, size_bytes)))
 
-        return RecordStarts.of(scan_lines(blocks(), redact(url), quoted=kind != "jsonl"))
+        return RecordStarts.of(scan_lines(blocks(), redact(url), quoted=kind != "jsonl")).to_bytes()
 
 
 def _kind_of(url: str, kind: str | None) -> str:

@@ -7,10 +7,10 @@ byte or two a sample.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Protocol
@@ -36,7 +36,7 @@ from streaming.index.columns import (
 )  # fmt: skip
 from streaming.index.kept import Groups, Selected
 from streaming.index.where import unknown_column
-from streaming.job.once import Peers, shared_parts
+from streaming.job.once import Peers, framed, part_of, shared_parts, unframed
 from streaming.plan.state import filter_fingerprint
 from streaming.storage import Storage, redact
 from streaming.types import Int64Array
@@ -135,17 +135,11 @@ def group_samples(
     late = late_columns_of(storage, shards, names, peers)
     once = _OnePass(storage, shards, table, tuple(names), late, keeps)
     place = digest_of([list(shards.urls), shards.index, option, list(names)])
-
-    def told(what: str, make: Callable[[int, int], bytes]) -> list[bytes]:
-        if peers is None:
-            return [make(0, 1)]
-        return shared_parts(peers, f"{what}/{place}", lambda rank: make(rank, peers.world_size))
-
-    counted = once.joined(told("values", once.values), option)
+    counted = once.joined(shared_parts(peers, f"values/{place}", once.values), option)
     chosen = coding(counted)
     if chosen.num_groups > MAX_GROUPS:
         raise ConfigError(f"{option}: {chosen.num_groups:,} groups; there can be {MAX_GROUPS:,}")
-    parts = told("codes", lambda rank, world_size: once.codes(rank, world_size, chosen))
+    parts = shared_parts(peers, f"codes/{place}", partial(once.codes, coding=chosen))
     codes = np.concatenate([np.frombuffer(part, "<u2") for part in parts]).astype(np.uint16)
     groups = Groups(table, codes, chosen.num_groups)
     return Grouping(groups=groups, versions={name: column.version for name, column in late.items()})
@@ -169,14 +163,15 @@ class _OnePass:
 
     def values(self, rank: int, world_size: int) -> bytes:
         """What one rank's shards hold of each column: see :meth:`joined`."""
+        mine = part_of(len(self.table.shards), rank, world_size)
         with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-groups") as threads:
-            found = list(threads.map(self._shard, self._range(rank, world_size)))
+            found = list(threads.map(self._shard, mine))
         head: dict[str, object] = {"there": sorted({name for _, there in found for name in there})}
         body = []
         for name in self.names:
             is_there = any(name in columns for columns, _ in found)
             kept, lacking, num_missing = [], "", 0
-            for shard, (columns, _) in zip(self._range(rank, world_size), found, strict=True):
+            for shard, (columns, _) in zip(mine, found, strict=True):
                 mask = self.keeps(shard)
                 values = there_of(columns.get(name, no_values(len(mask))), mask)
                 missing = int(mask.sum()) - len(values)
@@ -185,8 +180,7 @@ class _OnePass:
                 kept.append(values)
             head[name] = {"found": is_there, "missing": num_missing, "lacking": lacking}
             body.append(pack_counts(*count_values([(one, None) for one in kept], name)))
-        text = json.dumps({**head, "sizes": [len(one) for one in body]}).encode()
-        return len(text).to_bytes(8, "little") + text + b"".join(body)
+        return framed({**head, "sizes": [len(one) for one in body]}, *body)
 
     def joined(self, parts: Sequence[bytes], option: str) -> dict[str, Counted]:
         """What all ranks' shards hold.
@@ -196,8 +190,7 @@ class _OnePass:
         """
         heads, bodies = [], []
         for part in parts:
-            size = int.from_bytes(part[:8], "little")
-            head, at = json.loads(part[8 : 8 + size]), 8 + size
+            head, at = unframed(part)
             ends = np.cumsum([at, *head["sizes"]]).tolist()
             heads.append(head)
             bodies.append([part[low:high] for low, high in pairwise(ends)])
@@ -218,17 +211,13 @@ class _OnePass:
     def codes(self, rank: int, world_size: int, coding: Coding) -> bytes:
         """The groups of the samples of one rank's shards, as little-endian uint16."""
         found = []
-        for shard in self._range(rank, world_size):
+        for shard in part_of(len(self.table.shards), rank, world_size):
             columns, _ = self._shard(shard)
             num_rows = self.table.shards[shard].num_samples
             given = {name: columns.get(name, no_values(num_rows)) for name in self.names}
             codes = np.where(self.keeps(shard), coding.codes(given, num_rows), coding.num_groups)
             found.append(np.minimum(codes, coding.num_groups).astype("<u2").tobytes())
         return b"".join(found)
-
-    def _range(self, rank: int, world_size: int) -> range:
-        count = len(self.table.shards)
-        return range(count * rank // world_size, count * (rank + 1) // world_size)
 
     def _shard(self, shard: int) -> tuple[dict[str, Values], list[str]]:
         known: dict[int, tuple[dict[str, Values], list[str]]] = self._known  # type: ignore[attr-defined]

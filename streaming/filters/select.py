@@ -53,7 +53,7 @@ from streaming.index.kept import Kept, Selected
 from streaming.index.keys import key_array
 from streaming.index.layout import samples_directory
 from streaming.index.where import Condition, Where, unknown_column
-from streaming.job.once import Peers, shared, shared_parts
+from streaming.job.once import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.plan.state import filter_fingerprint
 from streaming.platforms import num_cores
 from streaming.storage import Storage, join_url, redact, scheme_of
@@ -263,14 +263,11 @@ def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | N
         return json.dumps({**_needed(storage, shards, asked), "seen": _seen(storage, shards, asked)}).encode()
 
     name = digest_of([list(shards.urls), shards.index, asked.words, list(asked.excluded)])
-    needed = json.loads(look() if peers is None else shared(peers, f"filter/{name}", look))
+    needed = json.loads(shared(peers, f"filter/{name}", look))
     columns = documents_of_json(needed["columns"])
     seen = needed["seen"] and digest_of([needed, table.fingerprint, str(asked.where), list(asked.excluded)])
     work = _Work(storage, shards, table, asked, frozenset(needed["names"]), columns, seen)
-    parts = [work.part(0, 1)] if peers is None else shared_parts(
-        peers, f"kept/{name}", lambda rank: work.part(rank, peers.world_size)
-    )  # fmt: skip
-    kept = work.joined(parts)
+    kept = work.joined(shared_parts(peers, f"kept/{name}", work.part))
     selected = Selected.of(table, kept, filter_fingerprint(table.fingerprint, asked.parts(columns, kept)))
     if not kept.total:
         raise ConfigError(
@@ -480,15 +477,14 @@ class _Work:
 
     def part(self, rank: int, world_size: int) -> bytes:
         """The bits of the ``rank``-th run of shards, and which columns were found in them."""
-        mine = self._range(rank, world_size)
+        mine = part_of(len(self._sizes), rank, world_size)
         with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-filter") as threads:
             found = list(threads.map(self._shard, mine))
         head = {
             "found": sorted({name for _, names, _ in found for name in names}),
             "there": sorted({name for _, _, there in found for name in there}),
         }
-        text = json.dumps(head).encode()
-        return len(text).to_bytes(8, "little") + text + b"".join(bits.tobytes() for bits, _, _ in found)
+        return framed(head, *(bits.tobytes() for bits, _, _ in found))
 
     def joined(self, parts: Sequence[bytes]) -> Kept:
         """All parts as one.
@@ -498,10 +494,9 @@ class _Work:
         """
         found, there, bits = set[str](), set[str](), list[Bits]()
         for rank, part in enumerate(parts):
-            size = int.from_bytes(part[:8], "little")
-            head = json.loads(part[8 : 8 + size])
-            found, there, at = found | set(head["found"]), there | set(head["there"]), 8 + size
-            for shard in self._range(rank, len(parts)):
+            head, at = unframed(part)
+            found, there = found | set(head["found"]), there | set(head["there"])
+            for shard in part_of(len(self._sizes), rank, len(parts)):
                 num_bytes = -(-self._sizes[shard] // 8)
                 bits.append(np.frombuffer(part, np.uint8, num_bytes, at))
                 at += num_bytes
@@ -512,10 +507,6 @@ class _Work:
 
     def _homes(self) -> list[str]:
         return homes_of(self.shards.urls, self.shards.index)
-
-    def _range(self, rank: int, world_size: int) -> range:
-        count = len(self._sizes)
-        return range(count * rank // world_size, count * (rank + 1) // world_size)
 
     def _is_asked(self, shard: int) -> bool:
         """Whether a shard has samples in the subset."""
@@ -613,7 +604,7 @@ def late_columns_of(
         return json.dumps(documents_as_json(late)).encode()
 
     place = f"columns/{digest_of([list(shards.urls), shards.index, sorted(names)])}"
-    return documents_of_json(json.loads(look() if peers is None else shared(peers, place, look)))
+    return documents_of_json(json.loads(shared(peers, place, look)))
 
 
 def column_reader(

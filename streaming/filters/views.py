@@ -166,7 +166,7 @@ def asked_filter(
         return json.dumps([read, None if saved is None else saved.to_bytes().decode()]).encode()
 
     name = digest_of([list(shards.urls), shards.index, view, str(path or "")])
-    read, saved = json.loads(look() if peers is None else shared(peers, f"view/{name}", look))
+    read, saved = json.loads(shared(peers, f"view/{name}", look))
     if saved is None:
         return replace(own, excluded=tuple(read))
     found = View.from_bytes(saved.encode(), str(view)).filter()

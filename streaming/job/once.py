@@ -6,8 +6,8 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from streaming.job.error_codec import error_from_json, error_to_json
 
@@ -50,8 +50,8 @@ class Peers(Protocol):
         """Return what somebody left, or None if nobody did in time; 0: if nobody has."""
 
 
-def shared(peers: Peers, name: str, make: Callable[[], bytes]) -> bytes:
-    """Return what ``make`` returns: called on rank 0, whose result all others get.
+def shared(peers: Peers | None, name: str, make: Callable[[], bytes]) -> bytes:
+    """Return what ``make`` returns: called on rank 0, whose result all others get; without peers, here.
 
     The n-th call for a name meets the n-th of the others. Where rank 0 does not begin in time (this process works
     alone), or the result is too large to be handed to all (more than ``MOST_BYTES`` together), ``make`` is called here.
@@ -59,6 +59,8 @@ def shared(peers: Peers, name: str, make: Callable[[], bytes]) -> bytes:
     Raises:
         Exception: What ``make`` raised, here or on rank 0.
     """
+    if peers is None:
+        return make()
     place = f"{name}/{peers.turn(name)}"
     if peers.rank == 0:
         return _made(peers, place, make)
@@ -68,25 +70,45 @@ def shared(peers: Peers, name: str, make: Callable[[], bytes]) -> bytes:
     return make() if data is None else data
 
 
-def shared_parts(peers: Peers, name: str, make: Callable[[int], bytes]) -> list[bytes]:
-    """Return what ``make`` returns for each rank: called here for this rank, the others' results come from them.
+def shared_parts(peers: Peers | None, name: str, make: Callable[[int, int], bytes]) -> list[bytes]:
+    """Return what ``make`` returns for each rank of so many: called here for this one, the others tell theirs.
 
+    Without peers, this is the only rank.
     What a rank has not begun in time is made here, and so is what comes after it, unless it is there already.
 
     Raises:
         Exception: What ``make`` raised, here or on the rank whose part it was.
     """
-    place = f"{name}/{peers.turn(name)}"
-    parts = {peers.rank: _made(peers, f"{place}/{peers.rank}", lambda: make(peers.rank))}
+    if peers is None:
+        return [make(0, 1)]
+    place, world_size = f"{name}/{peers.turn(name)}", peers.world_size
+    parts = {peers.rank: _made(peers, f"{place}/{peers.rank}", lambda: make(peers.rank, world_size))}
     wait_s = PEER_WAIT_S
-    for rank in range(peers.world_size):
+    for rank in range(world_size):
         if rank in parts:
             continue
         begun = _begins(peers, rank, f"{place}/{rank}", wait_s)
         wait_s = wait_s if begun else 0.0
         data = _told(peers, f"{place}/{rank}", f"raised on rank {rank}") if begun else None
-        parts[rank] = make(rank) if data is None else data
-    return [parts[rank] for rank in range(peers.world_size)]
+        parts[rank] = make(rank, world_size) if data is None else data
+    return [parts[rank] for rank in range(world_size)]
+
+
+def part_of(count: int, rank: int, world_size: int) -> range:
+    """Return which of so many things are a rank's part."""
+    return range(count * rank // world_size, count * (rank + 1) // world_size)
+
+
+def framed(head: Mapping[str, Any], *body: bytes) -> bytes:
+    """Put a JSON-able head before bytes, for ``unframed``."""
+    text = json.dumps(head).encode()
+    return b"".join([len(text).to_bytes(8, "little"), text, *body])
+
+
+def unframed(data: bytes) -> tuple[Any, int]:
+    """Return the head, and where the bytes behind it begin."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:start]), start
 
 
 def go_on(peers: Peers) -> None:
