@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.catalog.packed import PackedSource
-from streaming.catalog.source import ChunkSource
+from streaming.catalog.source import ChunkSource, OneOrder
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
@@ -23,7 +23,7 @@ from streaming.storage import ActiveRequest, Storage
 from streaming.types import Int64Array
 
 
-class JoinedSource:
+class JoinedSource(OneOrder):
     """Read several data sets chunk by chunk: their chunks stand one set after the other, in the order of their names.
 
     What it is asked of a chunk it asks of the chunk's set, with that set's storage, cache and fields. It is a
@@ -33,21 +33,18 @@ class JoinedSource:
         sets: The data sets by name.
     """
 
+    indexed = True
+
     def __init__(self, sets: Mapping[str, ChunkSource | PackedSource]) -> None:
         self._sets = [sets[name] for name in sorted(sets)]
         self._joined = _sharing_storages(self._sets)
-        self._names = tuple(sorted(sets))
+        self.names = tuple(sorted(sets))
         self._starts: Int64Array = np.cumsum([0, *(len(one.chunk_samples) for one in self._joined)])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The sources, sorted."""
-        return self._names
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """The fingerprint of each source."""
-        return {name: one.fingerprint for name, one in zip(self._names, self._joined, strict=True)}
+        return {name: one.fingerprint for name, one in zip(self.names, self._joined, strict=True)}
 
     @property
     def fingerprint(self) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from streaming.catalog.open import sample_records
 from streaming.catalog.recent import Recent
-from streaming.catalog.source import ChunkSource
+from streaming.catalog.source import ChunkSource, OneOrder
 from streaming.errors import DataError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange, apart_later, layout_by_records
@@ -22,8 +22,6 @@ from streaming.index.sample_table import Records, SampleLocation
 from streaming.packing.fit import Fit, fit, other_company, pack
 from streaming.packing.layout import KeptPacks, PackRows
 from streaming.packing.rules import PackRules
-from streaming.plan.order import EpochOrders, Orders, OrderSettings
-from streaming.plan.settings import order_settings
 from streaming.storage import ActiveRequest
 from streaming.types import Int64Array
 
@@ -61,7 +59,7 @@ class Groups:
     digest: str
 
 
-class PackedSource:
+class PackedSource(OneOrder):
     """Deal out the documents of a data set in packs: groups are its chunks, packs its samples.
 
     It is a ``streaming.engine.source.Source``. How many packs a group has depends on the documents' lengths alone;
@@ -75,9 +73,8 @@ class PackedSource:
         fits: What is known of groups that were counted here.
     """
 
-    is_packed = True
+    is_packed = indexed = True
     can_grow = has_gaps = False
-    names: tuple[str, ...] = ()
     fields: tuple[str, ...] | None
 
     def __init__(
@@ -86,6 +83,7 @@ class PackedSource:
         self.documents = documents
         self.rules = rules
         self.storage, self.cache = documents.storage, documents.cache
+        self.shuffle, self.shuffle_config, self.seed = documents.shuffle, documents.shuffle_config, documents.seed
         self._groups = groups
         self._lengths_of = lengths_of
         self._fits = fits
@@ -187,27 +185,9 @@ class PackedSource:
         """Whether groups can be mapped where they lie."""
         return self.documents.can_be_mapped
 
-    def source_of(self, chunk_ids: Int64Array) -> Int64Array:
-        """See ``Source``: zeros."""
-        return np.zeros(len(chunk_ids), np.int64)
-
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:  # noqa: ARG002  as Source has it
         """See ``Source``: what stands at an offset is no sample; the offsets."""
         return offsets
-
-    def order_settings(self, global_batch_size: int) -> OrderSettings:
-        """The order under a loader with batches of this size: that of the data set, over groups and packs."""
-        documents = self.documents
-        chosen = documents.shuffle_config
-        return order_settings(
-            shuffle=documents.shuffle, seed=documents.seed, lanes=chosen.lanes, window=chosen.window,
-            scope=chosen.scope, global_batch_size=global_batch_size, num_samples=int(self.chunk_samples.sum()),
-            num_chunks=len(self.chunk_samples),
-        )  # fmt: skip
-
-    def orders(self, settings: OrderSettings) -> Orders:
-        """The order of each pass."""
-        return EpochOrders(self.chunk_samples, settings)
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """URL of the shard of each group, as samples and messages show it."""

@@ -70,7 +70,45 @@ class Window:
         return cls(first=first, stop=stop, first_chunk=first_chunk, table=table)
 
 
-class ChunkSource:
+class OneOrder:
+    """Say the order of a set: passes over its chunks under the settings that the user chose.
+
+    Attributes:
+        shuffle: Whether epochs are shuffled.
+        shuffle_config: How.
+        seed: Seed of the order.
+        names: See ``Source``: a single set has none.
+    """
+
+    shuffle: bool
+    shuffle_config: ShuffleConfig
+    seed: int
+    names: tuple[str, ...] = ()
+
+    @property
+    def chunk_samples(self) -> Int64Array:
+        """int64[C], samples of each chunk."""
+        raise NotImplementedError
+
+    def source_of(self, chunk_ids: Int64Array) -> Int64Array:
+        """See ``Source``: zeros."""
+        return np.zeros(len(chunk_ids), np.int64)
+
+    def order_settings(self, global_batch_size: int) -> OrderSettings:
+        """The order under a loader with batches of this size."""
+        chosen = self.shuffle_config
+        return order_settings(
+            shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
+            global_batch_size=global_batch_size, num_samples=int(self.chunk_samples.sum()),
+            num_chunks=len(self.chunk_samples),
+        )  # fmt: skip
+
+    def orders(self, settings: OrderSettings) -> Orders:
+        """The order of each pass."""
+        return EpochOrders(self.chunk_samples, settings)
+
+
+class ChunkSource(OneOrder):
     """Read shards with a chunk table, or a range of their samples: what a ``StreamingDataset`` is to the engine.
 
     It is a ``streaming.engine.source.Source``. Thread-safe.
@@ -80,9 +118,6 @@ class ChunkSource:
         shards: The shards, and their chunk table if they have one.
         cache: What keeps fetched chunks, or None.
         fields: Fields to read; None: all.
-        shuffle: Whether epochs are shuffled.
-        shuffle_config: How.
-        seed: Seed of the order.
     """
 
     is_packed = False
@@ -91,9 +126,6 @@ class ChunkSource:
     cache: NodeCache | None
     fields: tuple[str, ...] | None
     decoders: FieldDecoder
-    shuffle: bool
-    shuffle_config: ShuffleConfig
-    seed: int
     _window: Window | None
     _selected: Selected | None
     _versions: Versions
@@ -154,11 +186,6 @@ class ChunkSource:
         return None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """See ``Source``: none."""
-        return ()
-
-    @property
     def chunk_samples(self) -> Int64Array:
         """int64[C], samples of each chunk."""
         return self.table.num_samples
@@ -195,10 +222,6 @@ class ChunkSource:
         """Whether a filter leaves samples out: those at an offset and inside a chunk's bytes have other numbers."""
         return self._selected is not None
 
-    def source_of(self, chunk_ids: Int64Array) -> Int64Array:
-        """See ``Source``: zeros."""
-        return np.zeros(len(chunk_ids), np.int64)
-
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
         """See ``Source``: the offsets, but where a filter keeps less than all."""
         return offsets if self._selected is None else self._selected.inside(chunk_ids, offsets)
@@ -214,14 +237,6 @@ class ChunkSource:
     def keep_at_most(self, num_bytes: int) -> None:
         """See ``Source``: nothing is kept."""
 
-    def order_settings(self, global_batch_size: int) -> OrderSettings:
-        """The order under a loader with batches of this size."""
-        chosen = self.shuffle_config
-        return order_settings(
-            shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
-            global_batch_size=global_batch_size, num_samples=self.table.total_samples, num_chunks=self.table.num_chunks,
-        )  # fmt: skip
-
     def keeps(self, shard: int) -> npt.NDArray[np.bool_]:
         """Which samples of a shard are in the set, bool[n]."""
         whole = self.shards.table
@@ -234,10 +249,6 @@ class ChunkSource:
         low, high = (0, count) if self._window is None else (self._window.first - before, self._window.stop - before)
         places = np.arange(count)
         return (places >= low) & (places < high)
-
-    def orders(self, settings: OrderSettings) -> Orders:
-        """The order of each pass."""
-        return EpochOrders(self.chunk_samples, settings)
 
     def counters(self) -> dict[str, float]:
         """What storage and cache counted since the set was opened; all its loaders count there."""

@@ -22,7 +22,7 @@ from streaming.datasets.grouped import (
     grouped,
     resharding,
 )
-from streaming.datasets.mixture import Quotas
+from streaming.datasets.mixture import Quotas, listed
 from streaming.errors import ConfigError
 from streaming.filters.groups import Codes, Counted, Values, labels_of
 from streaming.plan.schedule import Schedule
@@ -173,10 +173,10 @@ class _Classes:
         given = {_name(label): weight for label, weight in weights.items()}
         unknown, missing = [sorted(some) for some in (given.keys() - set(self.names), set(self.names) - given.keys())]
         if unknown or missing:
-            said = [f"{_listed(unknown)}: no such class"] if unknown else []
-            said += [f"{_listed(missing)} missing: give 0 to a class that is not to be read"] if missing else []
+            said = [f"{listed(unknown)}: no such class"] if unknown else []
+            said += [f"{listed(missing)} missing: give 0 to a class that is not to be read"] if missing else []
             raise ConfigError(
-                f"Balanced: weights: {'; '.join(said)}. The classes are {_listed(self.names)}, from column {self.by!r}"
+                f"Balanced: weights: {'; '.join(said)}. The classes are {listed(self.names)}, from column {self.by!r}"
             )
         return given
 
@@ -185,11 +185,6 @@ def _name(label: Any) -> str:
     """Of a class, as sources are named: they hold no slash, and what is not printable is escaped."""
     shown = "".join(one if one.isprintable() and one not in "/%" else quote(one, safe="") for one in str(label))
     return {"": '""', '""': "%22%22"}.get(shown, shown)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _check_choice(weights: Any, power: Any) -> None:

@@ -32,9 +32,9 @@ from streaming.mixing.passes import MixedPasses, Passes, Sources, Weights, eras_
 from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
 from streaming.plan.ledger import CHANGED, START, Dealt, Entry, Ledger, Segment
-from streaming.plan.order import Orders, OrderSettings, default_lanes
+from streaming.plan.order import Orders, OrderSettings
 from streaming.plan.schedule import Schedule, checked_weights
-from streaming.plan.settings import ShuffleConfig, order_settings
+from streaming.plan.settings import ShuffleConfig
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
@@ -192,7 +192,7 @@ class Mixture(JoinedSource):
         made = cls._described(read_description(path, options), "", options)
         unknown = sorted(set(transforms or {}) - set(made.leaves))
         if unknown:
-            raise ConfigError(f"transforms: {unknown[0]!r} is no source; they are {_listed(sorted(made.leaves))}")
+            raise ConfigError(f"transforms: {unknown[0]!r} is no source; they are {listed(sorted(made.leaves))}")
         return made._with_transforms(transforms or {}, "")
 
     @classmethod
@@ -286,7 +286,7 @@ class Mixture(JoinedSource):
         return self
 
     def __repr__(self) -> str:
-        parts = [f"{len(self.names)} sources: {_listed(self.names)}"]
+        parts = [f"{len(self.names)} sources: {listed(self.names)}"]
         parts += [f"{sum(self.sizes.values())} samples", format_bytes(int(self.chunk_bytes.sum()))]
         parts.append(self._shares_in_words())
         parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
@@ -299,14 +299,9 @@ class Mixture(JoinedSource):
         total = sum(first.values())
         shown = [f"{name} {share / total:.1%}" for name, share in sorted(first.items()) if share]
         changing = "" if self._blend.weights is None or len(self._blend.segments()) == 1 else " at first, by a schedule"
-        return f"without end, {_listed(shown)} of samples{changing}"
+        return f"without end, {listed(shown)} of samples{changing}"
 
     # --- what the engine needs (streaming.engine.source.Source) ---
-
-    @property
-    def indexed(self) -> bool:
-        """Whether there are chunk tables: always."""
-        return True
 
     def _take_over(self) -> None:
         """What the sources' options are as a whole, for those who do not ask for each source's.
@@ -363,16 +358,11 @@ class Mixture(JoinedSource):
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
         """The order under a loader with batches of this size."""
-        chosen = self.shuffle_config
-        lanes = chosen.lanes
-        if self.batches == "one_source" and lanes is None:  # each lane gives as many samples to every batch
-            most = default_lanes(global_batch_size)
-            lanes = next(lanes for lanes in range(most, 0, -1) if global_batch_size % lanes == 0)
-        return order_settings(
-            shuffle=self.shuffle, seed=self.seed, lanes=lanes, window=chosen.window, scope=chosen.scope,
-            global_batch_size=global_batch_size, num_samples=int(self.chunk_samples.sum()),
-            num_chunks=len(self.chunk_samples),
-        )  # fmt: skip
+        found = super().order_settings(global_batch_size)
+        if self.batches == "one_source" and self.shuffle_config.lanes is None:
+            # Each lane gives as many samples to every batch.
+            found = replace(found, lanes=next(n for n in range(found.lanes, 0, -1) if global_batch_size % n == 0))
+        return found
 
     # --- shares, and how they change ---
 
@@ -427,7 +417,7 @@ class Mixture(JoinedSource):
         missing = sorted(set(ledger.sources) - set(self.names))
         if missing and ledger.last.dealt == "chunks":
             raise StateError(
-                f"this state drew from {_listed(list(map(repr, missing)))}, which this mixture lacks. Where the others "
+                f"this state drew from {listed(list(map(repr, missing)))}, which this mixture lacks. Where the others "
                 "stand follows from the chunks that were drawn beside theirs: keep it in the mixture, with the weight "
                 "0 (weights or the Schedule at a resume); its shards are not read any more, but must still lie "
                 "there when it is opened"
@@ -568,7 +558,7 @@ class Mixture(JoinedSource):
         for (_, before), (start, weights) in pairwise(segments):
             opened = [name for name in self.names if weights[name] and not before[name]]
             if opened and start > row:
-                found.append((start, _listed(opened)))
+                found.append((start, listed(opened)))
         return found
 
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
@@ -678,7 +668,7 @@ class Mixture(JoinedSource):
             return dict.fromkeys(self.names, 1.0)
         mean = _mean_tokens if self.unit == "tokens" else _mean_bytes
         found = {name: mean(name, self.leaves[name]) for name in self.names}
-        shown = _listed([f"{name} {count:.1f}" for name, count in found.items()])
+        shown = listed([f"{name} {count:.1f}" for name, count in found.items()])
         _log.info("unit=%r: a sample has on average %s %s; weights are divided by it", self.unit, shown, self.unit)
         return found
 
@@ -738,7 +728,7 @@ def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, 
     exact = {name: weight for name, weight in checked_weights(weights).items() if weight}
     unread = sorted(set(sizes) - set(exact))
     if unread and ends == "all":
-        raise ConfigError(f'ends="all": {_listed(unread)} with the weight 0 would never come to an end; leave them out')
+        raise ConfigError(f'ends="all": {listed(unread)} with the weight 0 would never come to an end; leave them out')
     lengths = [sizes[name] / weight for name, weight in exact.items()]
     length = min(lengths) if ends == "first" else max(lengths)
     return {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
@@ -806,11 +796,11 @@ def _check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
         )
     unknown, missing = sorted(set(given) - set(sources), key=str), sorted(set(sources) - set(given))
     if unknown or missing:
-        hint = "" if not missing else f"; missing: {_listed(missing)} (give 0 where a source is not to be read)"
+        hint = "" if not missing else f"; missing: {listed(missing)} (give 0 where a source is not to be read)"
         if any(str(name).partition("/")[0] in sources for name in unknown):
             hint += "; shares within a mixture are its own weights="
-        known = f"{what}: the sources are {_listed(sorted(sources))}"
-        raise ConfigError(known + (f", got {_listed(list(map(repr, unknown)))}" if unknown else "") + hint)
+        known = f"{what}: the sources are {listed(sorted(sources))}"
+        raise ConfigError(known + (f", got {listed(list(map(repr, unknown)))}" if unknown else "") + hint)
     if isinstance(given, Mapping):
         checked_weights(given, what)
 
@@ -855,7 +845,7 @@ def _check_packs(leaves: Mapping[str, StreamingDataset | Packed]) -> None:
     others = sorted(leaves.keys() - packed.keys())
     if others:
         raise ConfigError(
-            f"sources: {_listed(sorted(packed))} are Packed and {_listed(others)} are not; pack all of them, "
+            f"sources: {listed(sorted(packed))} are Packed and {listed(others)} are not; pack all of them, "
             f"Packed(…, length={next(iter(packed.values())).length}), or none"
         )
     first, shape = next(iter(packed.items()))
@@ -883,5 +873,6 @@ def _kind(given: object) -> str:
     return shown if len(shown) < _SHORT and not callable(given) else f"a {type(given).__name__}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, SupportsIndex, overload
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -262,12 +262,6 @@ class Packed(PackedSource):
         """Part of all places that holds tokens, 0 to 1."""
         return self.num_tokens / self.counts.places
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Sample: ...
-
-    @overload
-    def __getitem__(self, index: builtins.slice) -> Sample: ...
-
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
         """Pack number ``index`` in storage order, as epoch 0 of the set's own seed has it; tensors [T], or a batch.
 
@@ -329,11 +323,6 @@ class Packed(PackedSource):
     # --- what the engine needs ---
 
     @property
-    def indexed(self) -> bool:
-        """Whether there is a chunk table: always."""
-        return True
-
-    @property
     def recipe_parts(self) -> tuple[Part, ...]:
         """How documents become packs, for loops."""
         if self.is_whole:
@@ -393,7 +382,6 @@ class Packed(PackedSource):
         self.max_bad_samples = limit if isinstance(limit, int) or limit >= 1 else int(
             np.ceil(limit * self.counts.documents)
         )  # fmt: skip
-        self.shuffle, self.shuffle_config, self.seed = documents.shuffle, documents.shuffle_config, documents.seed
 
     def _tell(self) -> None:
         """Say in the log what became of the documents, and where groups are too small to be filled well."""
