@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
 from streaming.packing.layout import KeptPacks, PackRows
+from streaming.plan.order import rows_by
 from streaming.storage import ActiveRequest, Storage
 from streaming.types import Int64Array
 
@@ -91,7 +91,7 @@ class JoinedSource(OneOrder):
         if not self._have_gaps.any():
             return offsets
         found = offsets.copy()
-        for source, rows in self._by_source(chunk_ids):
+        for source, rows in rows_by(self.source_of(chunk_ids)):
             if self._have_gaps[source]:
                 within = chunk_ids[rows] - self._starts[source]
                 found[rows] = self._joined[source].samples_of(within, offsets[rows])
@@ -101,20 +101,12 @@ class JoinedSource(OneOrder):
     def _have_gaps(self) -> npt.NDArray[np.bool_]:
         return np.array([one.has_gaps for one in self._joined])
 
-    def _by_source(self, chunk_ids: Int64Array) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-        """The sources of some chunks, and which of these are of each, ascending."""
-        sources = self.source_of(chunk_ids)
-        order = np.argsort(sources, kind="stable")
-        borders = np.flatnonzero(np.diff(sources[order], prepend=-1, append=-1))
-        for low, high in pairwise(borders.tolist()):
-            yield int(sources[order[low]]), order[low:high]
-
     def packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array, seed: int) -> PackRows:
         """See ``Source``."""
         sources = self.source_of(chunk_ids)
         within = chunk_ids - self._starts[sources]
         parts: dict[int, tuple[KeptPacks, int]] = {}
-        for source, rows in self._by_source(chunk_ids):
+        for source, rows in rows_by(self.source_of(chunk_ids)):
             found = self._joined[source].packs(within[rows], offsets[rows], passes[rows], seed).kept()
             parts |= {row: (found, pack) for pack, row in enumerate(rows.tolist())}
         return replace(PackRows.chosen([parts[row] for row in range(len(sources))]), sources=sources)
@@ -123,7 +115,7 @@ class JoinedSource(OneOrder):
         """See ``Source``."""
         return all(
             self._joined[source].has_packs(chunk_ids[rows] - self._starts[source], passes[rows], seed)
-            for source, rows in self._by_source(chunk_ids)
+            for source, rows in rows_by(self.source_of(chunk_ids))
         )
 
     def keep_at_most(self, num_bytes: int) -> None:
@@ -176,7 +168,7 @@ class JoinedSource(OneOrder):
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
         """Bytes that each chunk takes with its source's ``fields``."""
         found = np.empty(len(chunk_ids), np.int64)
-        for source, rows in self._by_source(chunk_ids):
+        for source, rows in rows_by(self.source_of(chunk_ids)):
             found[rows] = self._joined[source].unit_bytes(chunk_ids[rows] - self._starts[source])
         return found
 

@@ -36,6 +36,7 @@ from streaming.packing.fit import Fit, fit, pack
 from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
 from streaming.packing.layout import PackShape
 from streaming.packing.rules import MAX_LENGTH, Overlong, PackRules, cut
+from streaming.plan.order import rows_by
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
@@ -334,8 +335,7 @@ class Packed(PackedSource):
         if not self.is_whole:
             return offsets
         found = np.empty_like(offsets)
-        for group in np.unique(chunk_ids).tolist():
-            rows = chunk_ids == group
+        for group, rows in rows_by(chunk_ids):
             found[rows] = self.samples_in(group)[1][offsets[rows]] - self.chunk(group).first_sample
         return found
 

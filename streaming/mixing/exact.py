@@ -27,7 +27,7 @@ from streaming.mixing.endless import Endless
 from streaming.mixing.lanes import SourceLanes
 from streaming.mixing.passes import Listing, Sources, Weights, keyed_number
 from streaming.mixing.shares import BatchShares, Shares, ShareTree
-from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
+from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, rows_by, window_place, window_slice
 from streaming.types import Int64Array
 
 _Int32s = npt.NDArray[np.int32]
@@ -94,9 +94,7 @@ class SourceOrder:
 
     def _located(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         places = window_slice(self.settings, 0, lane, start, stop, self._lane_size)
-        runs = self.lanes.runs(lane, lane + 1, int(places.min()), int(places.max()) + 1)
-        row = np.searchsorted(runs.begins, places, side="right") - 1
-        return runs.chunk_ids[row], places - (runs.begins - runs.firsts)[row]
+        return self.lanes.runs(lane, lane + 1, int(places.min()), int(places.max()) + 1).at(places)
 
 
 class ExactLanes(Endless):
@@ -260,14 +258,7 @@ def located(
         draws_of: Gives chunk ids and offsets of draws ``[first, last)`` of a source.
     """
     chunk_ids, offsets = np.empty_like(sources), np.empty_like(sources)
-    for source, rows in _by_source(sources):
+    for source, rows in rows_by(sources):
         first = int(draws[rows[0]])
         chunk_ids[rows], offsets[rows] = draws_of(source, first, first + len(rows))
     return chunk_ids, offsets
-
-
-def _by_source(sources: Int64Array) -> list[tuple[int, Int64Array]]:
-    """The rows of each source that occurs, in their order."""
-    order = np.argsort(sources, kind="stable")
-    edges = np.flatnonzero(np.diff(sources[order], prepend=-1))
-    return [(int(sources[rows[0]]), rows) for rows in np.split(order, edges[1:])] if len(order) else []

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from streaming.errors import ConfigError
 from streaming.mixing.endless import Endless
-from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, keyed_number
+from streaming.mixing.passes import Columns, Listing, MixedPasses, Sources, Weights, keyed_number
 from streaming.plan.order import LaneParts, OrderSettings, window_place, window_slice
 from streaming.plan.permutation import hash_table, permutations
 from streaming.plan.schedule import checked_weights
@@ -93,7 +93,7 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Runs:
+class Runs(Columns):
     """Runs of samples of one chunk each, in lanes; int64[n] each, sorted by lane, then as they follow one another.
 
     Attributes:
@@ -110,24 +110,10 @@ class Runs:
     sizes: Int64Array
     begins: Int64Array
 
-    def taken(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_] | slice) -> Runs:
-        """Some of the runs."""
-        return Runs(
-            lanes=self.lanes[rows], chunk_ids=self.chunk_ids[rows], firsts=self.firsts[rows], sizes=self.sizes[rows],
-            begins=self.begins[rows],
-        )  # fmt: skip
-
-    @classmethod
-    def joined(cls, some: Sequence[Runs]) -> Runs:
-        """Several lists as one, in any order."""
-        empty = np.empty(0, np.int64)
-        return cls(
-            lanes=np.concatenate([empty, *(each.lanes for each in some)]),
-            chunk_ids=np.concatenate([empty, *(each.chunk_ids for each in some)]),
-            firsts=np.concatenate([empty, *(each.firsts for each in some)]),
-            sizes=np.concatenate([empty, *(each.sizes for each in some)]),
-            begins=np.concatenate([empty, *(each.begins for each in some)]),
-        )
+    def at(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Chunk ids and offsets inside them of the samples at places of a lane, whose runs these are; int64[n] each."""
+        row = np.searchsorted(self.begins, places, side="right") - 1
+        return self.chunk_ids[row], places - (self.begins - self.firsts)[row]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,9 +449,7 @@ class MixedLanes(Endless):
         if start == stop:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         places = window_slice(self.settings, 0, lane, start, stop, self.lane_size(lane))
-        runs = self.laid(lane, int(places.min()), int(places.max()) + 1)
-        row = np.searchsorted(runs.begins, places, side="right") - 1
-        return runs.chunk_ids[row], places - (runs.begins - runs.firsts)[row]
+        return self.laid(lane, int(places.min()), int(places.max()) + 1).at(places)
 
     def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
         """See ``Order``."""
@@ -619,10 +603,13 @@ class MixedLanes(Endless):
         ends = np.concatenate([[0], np.cumsum(runs.sizes)])
         sizes = np.diff(ends[splits])
         begins = ends[:-1] + np.repeat(before - ends[splits[:-1]], np.diff(splits))
-        placed = Runs(
-            lanes=runs.lanes, chunk_ids=runs.chunk_ids, firsts=runs.firsts, sizes=runs.sizes, begins=begins
-        )  # fmt: skip
-        return _Block(runs=placed, stamps=stamps[by_lane], splits=splits, starts=before, stops=before + sizes)
+        return _Block(
+            runs=replace(runs, begins=begins),
+            stamps=stamps[by_lane],
+            splits=splits,
+            starts=before,
+            stops=before + sizes,
+        )
 
     def _drawn(self, group: int, start: int, stop: int) -> tuple[_Drawn, npt.NDArray[np.bool_]]:
         """The runs of all sources that may be stamped in ``[start, stop]``, and others; which sources have given any.

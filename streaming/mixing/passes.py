@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,23 @@ _KEPT_FROM = 2**14  # chunks: permutations of fewer cost less than a millisecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
+class Columns:
+    """Rows of numbers, as columns: each field of a class below is int64[n]."""
+
+    def taken(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_] | slice) -> Self:
+        """Some of the rows, perhaps in another order."""
+        return type(self)(**{one.name: getattr(self, one.name)[rows] for one in fields(self)})
+
+    @classmethod
+    def joined(cls, some: Sequence[Self]) -> Self:
+        """The rows of several, one after the other."""
+        empty = np.empty(0, np.int64)
+        names = [one.name for one in fields(cls)]
+        return cls(**{name: np.concatenate([empty, *(getattr(each, name) for each in some)]) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts(Columns):
     """Chunks, or parts of chunks, in the order in which they are laid; int64[n] each.
 
     Attributes:
@@ -47,29 +63,6 @@ class Parts:
     firsts: Int64Array
     sizes: Int64Array
     passes: Int64Array
-
-    def __len__(self) -> int:
-        return len(self.chunk_ids)
-
-    def taken(self, rows: npt.NDArray[np.intp] | slice) -> Parts:
-        """Some of the parts, in another order."""
-        return Parts(
-            chunk_ids=self.chunk_ids[rows],
-            firsts=self.firsts[rows],
-            sizes=self.sizes[rows],
-            passes=self.passes[rows],
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence[Parts]) -> Parts:
-        """The parts of several lists, one after the other."""
-        empty = np.empty(0, np.int64)
-        return cls(
-            chunk_ids=np.concatenate([empty, *(each.chunk_ids for each in parts)]),
-            firsts=np.concatenate([empty, *(each.firsts for each in parts)]),
-            sizes=np.concatenate([empty, *(each.sizes for each in parts)]),
-            passes=np.concatenate([empty, *(each.passes for each in parts)]),
-        )
 
 
 class Listing:

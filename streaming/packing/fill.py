@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
 from streaming.packing.rules import rounded
+from streaming.plan.order import sums
 from streaming.types import Int64Array
 
 _LONG = 128
@@ -84,10 +85,10 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
     taken -= rows.starts
     np.maximum(taken, 0, out=taken)
     there = taken > 0  # a document that could not be read has no run, and so needs no number
-    before = _sums(there)
+    before = sums(there)
     numbers = before[:-1] - before[rows.splits[:-1]][packs]
     rooms = rounded(taken, shape.multiple)
-    used = _sums(rooms)[rows.splits]
+    used = sums(rooms)[rows.splits]
     # A run for each piece, one for the gap up to its room where there can be any, and one for the rest of each row, in
     # order of places.
     step = 1 if shape.multiple == 1 else 2
@@ -104,24 +105,17 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
     runs = np.flatnonzero(counts)
     counts, documents, heads = counts[runs], documents[runs], heads[runs]
     begins = np.cumsum(counts) - counts
-    places = _sums(widths)
+    places = sums(widths)
     run_splits = np.searchsorted(begins, places)
     head_begins = begins[heads]
-    head_splits = _sums(heads)[run_splits]
+    head_splits = sums(heads)[run_splits]
     sizes = np.diff(head_begins, append=places[-1:])
     longest = np.maximum.reduceat(sizes, head_splits[:-1]).tolist() if num_packs else []
     return Segments(
         counts=counts, begins=begins, documents=documents, there=there, runs=run_splits.tolist(),
-        places=places.tolist(), tokens=_sums(taken)[rows.splits].tolist(), pieces=before[rows.splits].tolist(),
-        filled=_sums(np.diff(used) > 0).tolist(), heads=head_begins, head_splits=head_splits.tolist(), longest=longest,
+        places=places.tolist(), tokens=sums(taken)[rows.splits].tolist(), pieces=before[rows.splits].tolist(),
+        filled=sums(np.diff(used) > 0).tolist(), heads=head_begins, head_splits=head_splits.tolist(), longest=longest,
     )  # fmt: skip
-
-
-def _sums(values: npt.NDArray[Any]) -> Int64Array:
-    """Sum of all values before each, and of all; int64[n + 1]."""
-    sums = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=sums[1:])
-    return sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -313,7 +314,7 @@ class LaidOrder:
         self.settings = settings
         self.epoch = checked_int("epoch", epoch, 0, 2**62)
         self.chunk_order = chunk_ids
-        self.chunk_starts = _starts(sizes)
+        self.chunk_starts = sums(sizes)
         self.num_samples = int(self.chunk_starts[-1])
         self._firsts = firsts
         self._lane_size, self._long_lanes = divmod(self.num_samples, settings.lanes)
@@ -556,8 +557,16 @@ def deal_by_lane(
     return lanes, row[batch] + (lanes < enter[batch]) + within
 
 
-def _starts(sizes: Int64Array) -> Int64Array:
-    """Exclusive prefix sums with the total at the end: int64[n] to int64[n+1]."""
-    starts = np.zeros(len(sizes) + 1, dtype=np.int64)
-    np.cumsum(sizes, out=starts[1:])
-    return starts
+def rows_by(values: Int64Array) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """Yield each value that occurs, ascending, and where it does, ascending."""
+    order = np.argsort(values, kind="stable")
+    borders = np.flatnonzero(np.diff(values[order], prepend=-1, append=-1))
+    for low, high in pairwise(borders.tolist()):
+        yield int(values[order[low]]), order[low:high]
+
+
+def sums(values: npt.NDArray[Any]) -> Int64Array:
+    """Sum all values before each, and all: int64[n + 1]."""
+    found = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=found[1:])
+    return found

@@ -28,7 +28,7 @@ from infra import DeviceMesh, MeshFinder
 from streaming.arguments import checked_int, checks_names, is_whole
 from streaming.epochs.position import Lasting, Place, Position, Turn
 from streaming.errors import ConfigError, StateError
-from streaming.plan.order import OrderSettings
+from streaming.plan.order import OrderSettings, rows_by
 from streaming.plan.permutation import Permutation, substitutes
 from streaming.plan.plan import Plan, RankBatches
 from streaming.plan.settings import Shape
@@ -300,8 +300,7 @@ class DeviceMeshSampler(Sampler[Any]):
         if not order.shuffle:
             return places
         indices = np.empty_like(places)
-        for pass_number in np.unique(block.passes).tolist():
-            rows = block.passes == pass_number
+        for pass_number, rows in rows_by(block.passes):
             indices[rows] = self._permutation(order.seed, pass_number)(places[rows])
         return indices
 
