@@ -29,8 +29,8 @@ from streaming.epochs.watch import STALL_REPORT_S, Watchdog, checked_stall_repor
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_seconds, checked_timeout
 from streaming.job.store import tell_of_going_on
-from streaming.loops.base import BaseLoop
-from streaming.loops.fetcher import EpochLoop, LoopConfig
+from streaming.loops.base import BaseLoop, LoopConfig
+from streaming.loops.fetcher import EpochLoop
 from streaming.loops.map_style import OrdinaryLoop, is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
     ELSEWHERE,

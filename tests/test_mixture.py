@@ -658,7 +658,7 @@ def test_sets_with_the_same_options_are_read_through_one_storage(tmp_path: Path)
     for name in "abc":
         chunk = mixture.source_of(np.arange(len(mixture.chunk_samples))).tolist().index("abc".index(name))
         wanted = mixture.chunk(chunk)
-        mixture.fetch(wanted, memoryview(bytearray(wanted.num_bytes)))
+        mixture.fetch_unit(wanted, memoryview(bytearray(wanted.num_bytes)))
     grown = [storage.metrics.get("requests") - was for storage, was in zip(own, before, strict=True)]
     assert grown[0] == 2 * grown[2] > 0
     assert grown[1] == 0

@@ -18,7 +18,7 @@ from streaming import DataLoader, StreamingDataset
 from streaming.batches.build import Part, Recipe
 from streaming.batches.draw_watch import generator_states
 from streaming.decode import resolve_decoders
-from streaming.loops.fetcher import LoopConfig, open_sharing
+from streaming.loops.base import LoopConfig, open_sharing
 from streaming.plan.settings import Shape
 from streaming.replicas.options import Replicas
 

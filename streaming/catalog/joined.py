@@ -149,10 +149,6 @@ class JoinedSource(OneOrder):
         source, within = self._place(chunk_id)
         return replace(self._joined[source].slice(within, first, stop), source=source)
 
-    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
-        """Fill ``out`` and take it apart."""
-        return self._joined[wanted.source].fetch(wanted, out)
-
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart may be left to the caller."""
         return self._joined[wanted.source].fetch_unit(wanted, out)

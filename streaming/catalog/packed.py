@@ -201,10 +201,6 @@ class PackedSource(OneOrder):
         """See ``Source``: there are none."""
         raise AssertionError("packs have no slices")
 
-    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
-        """Fill ``out`` and take it apart."""
-        return self.documents.fetch(wanted, out)
-
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart may be left to the caller. The lengths of its shard are at hand then, too."""
         self._lengths_of(self._shard_of_url[wanted.url])

@@ -17,7 +17,7 @@ from streaming.catalog.recent import Recent
 from streaming.decode import decode_field, raw
 from streaming.decode.registry import FieldDecoder
 from streaming.errors import IndexMissingError
-from streaming.fetch.layout import UnitLayout
+from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.read import FetchRange
 from streaming.forks import in_children
 from streaming.index.chunk_table import ChunkTable
@@ -58,8 +58,8 @@ class Readable(Protocol):
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
         """The bytes of samples ``[first, stop)`` of a chunk."""
 
-    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
-        """Fill ``out`` and take it apart."""
+    def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
+        """Fill ``out``; taking it apart may be left to the caller."""
 
 
 class Versions:
@@ -166,7 +166,7 @@ class RandomAccess:
     def _read(self, wanted: FetchRange) -> tuple[bytes, UnitLayout]:
         buffer = bytearray(wanted.num_bytes)
         with memoryview(buffer) as out:
-            layout = self._dataset.fetch(wanted, out)
+            layout = taken_apart(self._dataset.fetch_unit(wanted, out), out)
         return bytes(buffer), layout
 
     def _decode(self, url: str, key: str, fields: Mapping[str, bytes]) -> Sample:

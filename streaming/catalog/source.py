@@ -21,7 +21,6 @@ from streaming.fetch.read import (
     FetchRange,
     FieldsOf,
     apart_later,
-    fetch_range,
     fetch_unit,
     reads_whole,
     size_of_unit,
@@ -342,10 +341,6 @@ class ChunkSource(OneOrder):
             spans=spans,
             lead=lead,
         )
-
-    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
-        """Fill ``out`` and take it apart."""
-        return fetch_range(self.storage, wanted, out, self.cache, self._fields_of(wanted.url))
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview, apart: Apart = apart_later) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart, as ``apart`` says, may be left to the caller."""

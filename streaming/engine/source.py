@@ -119,9 +119,6 @@ class Source(ShardSet, Protocol):
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
         """Describe the bytes of samples ``[first, stop)`` inside a chunk; the range may be wider."""
 
-    def fetch(self, wanted: FetchRange, out: memoryview) -> UnitLayout:
-        """Fill ``out`` and take it apart."""
-
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart may be left to the caller."""
 

@@ -17,6 +17,7 @@ from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.memory.row_table import RowTable
 from streaming.engine.source import Source
 from streaming.errors import DataError
+from streaming.fetch.layout import taken_apart
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
@@ -135,7 +136,7 @@ class Substitutes:
         rows = RowTable()
         try:
             with memoryview(memory) as out:
-                first_row = rows.add(self._source.fetch(wanted, out), 0)
+                first_row = rows.add(taken_apart(self._source.fetch_unit(wanted, out), out), 0)
         except DataError:
             return None
         return _Apart(bytes(memory), rows, first_row)

@@ -37,3 +37,8 @@ TakeApart: TypeAlias = Callable[[memoryview], UnitLayout]
 It costs Python, and no waiting. So the thread that needs it does it: fetching threads would take the interpreter from
 that thread dozens of times a unit.
 """
+
+
+def taken_apart(found: UnitLayout | TakeApart, data: memoryview) -> UnitLayout:
+    """Say where samples lie in ``data``, of which that is known, or can be found out now."""
+    return found if isinstance(found, UnitLayout) else found(data)

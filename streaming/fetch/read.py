@@ -15,7 +15,7 @@ import numpy.typing as npt
 from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
 from streaming.fetch.damage import checksum_error, layout_by_table, narrowed
-from streaming.fetch.layout import TakeApart, UnitLayout
+from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
 from streaming.fetch.pieces import Pieces, pieces_of
 from streaming.fetch.sums import Sum, sums_of
 from streaming.index.large import LARGE_BYTES
@@ -130,8 +130,7 @@ def fetch_range(
         TarError: The bytes match no checksum (there is none) and are not whole samples.
         ChecksumError, IndexMismatchError, StorageError: As :func:`fetch_unit`.
     """
-    found = fetch_unit(storage, wanted, out, cache, known)
-    return found if isinstance(found, UnitLayout) else found(out)
+    return taken_apart(fetch_unit(storage, wanted, out, cache, known), out)
 
 
 def fetch_unit(
@@ -169,8 +168,7 @@ def fetch_unit(
 
     def layout() -> UnitLayout:
         if part is None:
-            found = known.apart(wanted) if wanted.sums else apart_later(wanted)
-            return found if isinstance(found, UnitLayout) else found(out)
+            return taken_apart(known.apart(wanted) if wanted.sums else apart_later(wanted), out)
         return layout_by_table(part.samples, rows, part.pieces, known.fields, {})
 
     try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infra import DeviceMesh
 from streaming.batches.bad_samples import BadSamples
+from streaming.batches.build import Recipe
+from streaming.batches.draw_watch import named_draw
 from streaming.engine.builders import Crew
 from streaming.engine.source import ShardSet
 from streaming.engine.standing import request_line
@@ -19,8 +22,83 @@ from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.job.store import ProcessGroup
 from streaming.job.tally import Tally, open_tally
+from streaming.metrics import Metrics
+from streaming.packing.balance import BalanceRules
+from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
+from streaming.replicas.broadcast import Sharing
+from streaming.replicas.options import Replicas
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """The choices behind a loop, checked.
+
+    Attributes:
+        shape: Of the batches.
+        mesh: Where this process is.
+        memory_limit_bytes: For everything that is buffered on this rank.
+        num_workers: Processes that build batches; 0: threads of this one.
+        num_threads: Threads that do, without processes; 0: the thread that asks for a batch builds it.
+        depth: Batches built ahead.
+        recipe: Decode, transform, collate.
+        replicas: Who of the ranks of one share reads, and what each gets.
+        balance: How packs of a global batch are balanced; None: they stay as they are dealt.
+    """
+
+    shape: Shape
+    mesh: DeviceMesh
+    memory_limit_bytes: int
+    num_workers: int
+    num_threads: int
+    depth: int
+    recipe: Recipe
+    replicas: Replicas = Replicas()  # noqa: RUF009  frozen
+    balance: BalanceRules | None = None
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether packs of a global batch are dealt anew over its ranks."""
+        return self.balance is not None and self.balance.how == "exchange"
+
+
+def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
+    """Those who build the batches of a loop, over an arena of so many bytes."""
+    return Crew(
+        config.num_workers,
+        config.recipe,
+        arena_bytes=arena_bytes,
+        depth=config.depth,
+        batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes, is_packed=config.recipe.packs is not None),
+        metrics=metrics,
+    )
+
+
+def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
+    """The choices for the reading side, and how one rank of a data share reads for the others, if it does.
+
+    Batches are page-locked after their portions are cut, so not where they are built. A rank that exchanges packs does
+    so in the thread that asks for batches, and reads there: all such ranks are then equally far when their loops end.
+    """
+    broadcast = config.replicas.broadcast(config.mesh)
+    if broadcast is None:
+        return config, None
+    pin, recipe = config.recipe.finish, replace(config.recipe, finish=None)
+    drawing = "" if config.num_workers else named_draw(recipe.functions_of_user)
+    if drawing:  # the thread that reads for others runs beside the training, which draws from the same generators
+        _log.warning(
+            "transform, decode or collate_fn draws from generators of the whole process (%s); with "
+            "replicate='broadcast' it is called in a worker process (num_workers=1), so that it does not disturb what "
+            "the training draws. "
+            "Without: let it take a second argument, transform(sample, rng), and draw from rng alone", drawing,
+        )  # fmt: skip
+        config = replace(config, num_workers=1)
+    return replace(config, recipe=recipe), Sharing.of_replicas(
+        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.exchanges
+    )
 
 
 class BaseLoop(Loop):
@@ -31,10 +109,11 @@ class BaseLoop(Loop):
     """
 
     def __init__(
-        self, dataset: ShardSet, order: OrderSettings, shape: Shape, mesh: DeviceMesh,
+        self, dataset: ShardSet, order: OrderSettings, config: LoopConfig,
         sample_in_shard: Callable[[int], int] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(shape)
+        super().__init__(config.shape)
+        self.config, self._sharing = open_sharing(config)
         self._read_set = dataset
         self.order = order
         self._crew: Crew | None = None
@@ -44,12 +123,11 @@ class BaseLoop(Loop):
             self.metrics,
             sample_in_shard=sample_in_shard,
             file=dataset.bad_samples_file,
-            rank=mesh.rank,
+            rank=config.mesh.rank,
             on_error=dataset.on_error,
             packed=dataset.is_packed and dataset.recipe_parts[0].packs is not None,
         )
         self._earlier = dataset.counters()
-        self._mesh = mesh
         self._tally: Tally | None = None
         self._counted_in: ProcessGroup | None = None
         self._left: ProcessGroup | None = None  # that of an older world, of which nobody may be left
@@ -68,7 +146,11 @@ class BaseLoop(Loop):
         """See ``Loop``."""
         if seed is not None:
             self.order = replace(self.order, seed=seed)
-        return _Accounted(self._start(place), self._bad, self.shape.rows_of(self._mesh.data_rank))
+        return _Accounted(self._start(place), self._bad, self.shape.rows_of(self.config.mesh.data_rank))
+
+    def _shared(self, read: Callable[[], Run], place: Place) -> Run:
+        """What ``read`` begins to read, on the rank of a data share that reads; on the others what that one sends."""
+        return read() if self._sharing is None else self._sharing.run(read, place)
 
     def report(self) -> dict[str, Any]:
         """All metrics, and this epoch's bad samples by name."""
@@ -96,8 +178,8 @@ class BaseLoop(Loop):
 
         In the process group of the older world some ranks may be gone: nobody counts with it any more.
         """
-        self._mesh = mesh
         self.shape = replace(self.shape, num_ranks=mesh.data_world_size)
+        self.config = replace(self.config, shape=self.shape, mesh=mesh)
         self._tally, self._left = None, self._counted_in
 
     def close(self) -> None:
@@ -117,7 +199,7 @@ class BaseLoop(Loop):
 
     def _begin_account(self, num_samples: int, epoch: int, allowed_of: Mapping[str, int] | None = None) -> None:
         """Begin the account of bad samples of an epoch of so many, shared with the other ranks if they are known."""
-        mesh = self._mesh
+        mesh = self.config.mesh
         if self._tally is None and not (self._left is not None and self._left.is_current):
             self._counted_in = ProcessGroup()
             subject = "\n".join(["bad samples", *self._read_set.urls])
@@ -147,6 +229,8 @@ class BaseLoop(Loop):
 
     def _drop_machinery(self) -> None:
         """Give back what outlives a run."""
+        if self._sharing is not None:
+            self._sharing.drop()
         self._note_ring_peak()
         crew, self._crew = self._crew, None
         if crew is not None:

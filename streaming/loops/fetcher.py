@@ -6,15 +6,13 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from infra import DeviceMesh
-from streaming.batches.build import Recipe
-from streaming.batches.draw_watch import named_draw
 from streaming.batches.portion import Portion
 from streaming.datasets.mixture import Mixture
 from streaming.engine.builders import Crew, is_surely_trivial
@@ -29,18 +27,16 @@ from streaming.epochs.iterator import Run, RunOver
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.fetch.read import FetchRange, UnitKey
-from streaming.loops.base import BaseLoop
+from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.shares import Shares
 from streaming.metrics import Metrics
-from streaming.packing.balance import BalanceRules
 from streaming.plan import memory as budget
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState, why_differs
-from streaming.replicas.broadcast import Sharing
 from streaming.replicas.exchange import PackExchange
-from streaming.replicas.options import CountedRun, Replicas
+from streaming.replicas.options import CountedRun
 from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
@@ -48,74 +44,6 @@ _log = logging.getLogger(__name__)
 FETCH_THREADS = 64
 """Ranged GETs under way at once; files: one per core. Eight saturated any server near by (docs/design/0002); of one far
 away the first batch's chunks should cost one round trip."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopConfig:
-    """The choices behind a loop, checked.
-
-    Attributes:
-        shape: Of the batches.
-        mesh: Where this process is.
-        memory_limit_bytes: For everything that is buffered on this rank.
-        num_workers: Processes that build batches; 0: threads of this one.
-        num_threads: Threads that do, without processes; 0: the thread that asks for a batch builds it.
-        depth: Batches built ahead.
-        recipe: Decode, transform, collate.
-        replicas: Who of the ranks of one share reads, and what each gets.
-        balance: How packs of a global batch are balanced; None: they stay as they are dealt.
-    """
-
-    shape: Shape
-    mesh: DeviceMesh
-    memory_limit_bytes: int
-    num_workers: int
-    num_threads: int
-    depth: int
-    recipe: Recipe
-    replicas: Replicas = Replicas()  # noqa: RUF009  frozen
-    balance: BalanceRules | None = None
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether packs of a global batch are dealt anew over its ranks."""
-        return self.balance is not None and self.balance.how == "exchange"
-
-
-def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
-    """Those who build the batches of a loop, over an arena of so many bytes."""
-    return Crew(
-        config.num_workers,
-        config.recipe,
-        arena_bytes=arena_bytes,
-        depth=config.depth,
-        batch_bytes=budget.batches_limit_bytes(config.memory_limit_bytes, is_packed=config.recipe.packs is not None),
-        metrics=metrics,
-    )
-
-
-def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
-    """The choices for the reading side, and how one rank of a data share reads for the others, if it does.
-
-    Batches are page-locked after their portions are cut, so not where they are built. A rank that exchanges packs does
-    so in the thread that asks for batches, and reads there: all such ranks are then equally far when their loops end.
-    """
-    broadcast = config.replicas.broadcast(config.mesh)
-    if broadcast is None:
-        return config, None
-    pin, recipe = config.recipe.finish, replace(config.recipe, finish=None)
-    drawing = "" if config.num_workers else named_draw(recipe.functions_of_user)
-    if drawing:  # the thread that reads for others runs beside the training, which draws from the same generators
-        _log.warning(
-            "transform, decode or collate_fn draws from generators of the whole process (%s); with "
-            "replicate='broadcast' it is called in a worker process (num_workers=1), so that it does not disturb what "
-            "the training draws. "
-            "Without: let it take a second argument, transform(sample, rng), and draw from rng alone", drawing,
-        )  # fmt: skip
-        config = replace(config, num_workers=1)
-    return replace(config, recipe=recipe), Sharing.of_replicas(
-        config.replicas, broadcast, config.mesh, pin=pin, reads_inline=config.exchanges
-    )
 
 
 def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, PackExchange | None]:
@@ -150,11 +78,10 @@ class EpochLoop(BaseLoop):
                 'replicate="read" (with cache_dir= a node fetches once)'
             )
         order = dataset.order_settings(config.shape.global_batch_size if ramp is None else ramp.size_for_lanes)
-        super().__init__(dataset, order, config.shape, config.mesh, self._sample_in_shard)
         if is_surely_trivial(config.recipe, dataset.fields):
             config = replace(config, num_workers=0)  # they would have nothing to do
-        config, self._sharing = open_sharing(config)
-        self.config, self._peers = open_exchange(config, self.metrics)
+        super().__init__(dataset, order, config, self._sample_in_shard)
+        self.config, self._peers = open_exchange(self.config, self.metrics)
         if dataset.is_packed:
             dataset.keep_at_most(budget.packs_limit_bytes(config.memory_limit_bytes))
         self._store: ChunkStore | None = None
@@ -301,7 +228,6 @@ class EpochLoop(BaseLoop):
         self.become(mesh)
         if self._peers is not None:
             self._peers.become(mesh)
-        self.config = replace(self.config, shape=self.shape, mesh=mesh)
 
     def _state_at(self, num_batches: int) -> LoaderState:
         """The state behind so many global batches of the run, counted in whole epochs.
@@ -355,9 +281,8 @@ class EpochLoop(BaseLoop):
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
 
     def _drop_machinery(self) -> None:
-        for others in (self._sharing, self._peers):
-            if others is not None:
-                others.drop()
+        if self._peers is not None:
+            self._peers.drop()
         self._store = None
         super()._drop_machinery()
 
@@ -390,11 +315,9 @@ class EpochLoop(BaseLoop):
         return run, plan.num_batches, behind
 
     def _start_plan(self, plan: Plan, place: Place) -> Run:
-        if self._sharing is not None:
-            return self._sharing.run(lambda: self._exchanged(plan, place), place)
-        if self.config.recipe.portion.is_count:
+        if self._sharing is None and self.config.recipe.portion.is_count:
             return CountedRun(plan, self.config.mesh.data_rank)
-        return self._exchanged(plan, place)
+        return self._shared(lambda: self._exchanged(plan, place), place)
 
     def _exchanged(self, plan: Plan, place: Place) -> Run:
         """Begin to read this rank's share; packs of it are exchanged where that was asked for."""

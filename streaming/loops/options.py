@@ -18,7 +18,7 @@ from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
-from streaming.loops.fetcher import LoopConfig
+from streaming.loops.base import LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders

@@ -15,8 +15,7 @@ from streaming.engine.unindexed.samples import StreamSettings
 from streaming.epochs.iterator import Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
-from streaming.loops.base import BaseLoop
-from streaming.loops.fetcher import LoopConfig, open_crew, open_sharing
+from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.plan import memory as budget
 from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
@@ -53,9 +52,8 @@ class StreamedLoop(BaseLoop):
             window=(DEFAULT_WINDOW if window is None else window) if dataset.shuffle else 0,
             shuffle=dataset.shuffle,
         )
-        super().__init__(dataset, order, config.shape, config.mesh)
+        super().__init__(dataset, order, config)
         self.dataset = dataset
-        self.config, self._sharing = open_sharing(config)
         self._size = config.shape.epoch_size
         if config.recipe.portion.fields is not None:
             raise ConfigError(
@@ -113,14 +111,7 @@ class StreamedLoop(BaseLoop):
         self.go_to(Place(epoch=state.epoch, samples_seen=state.samples_seen), state.next_seed)
 
     def _start(self, place: Place) -> Run:
-        if self._sharing is not None:
-            return self._sharing.run(lambda: self._read(place), place)
-        return self._read(place)
-
-    def _drop_machinery(self) -> None:
-        if self._sharing is not None:
-            self._sharing.drop()
-        super()._drop_machinery()
+        return self._shared(lambda: self._read(place), place)
 
     def _read(self, place: Place) -> ShardStream:
         config = self.config
