@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from os import PathLike
@@ -60,6 +60,48 @@ def checked_ratio(name: str, value: object) -> float:
     if not is_number(value) or float(value) < 1:
         raise ConfigError(f"{name}: expected a number of at least 1, got {value!r}")
     return float(value)
+
+
+def checked_flag(name: str, value: object) -> bool:
+    """Return ``value`` itself, True or False.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}: expected True or False, got {value!r}")
+    return value
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Refuse what is none of the choices.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    known = tuple(choices)
+    if value not in known:
+        raise ConfigError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
+
+
+def checked_seconds(name: str, seconds: object, otherwise: str = "") -> float:
+    """Return how long to wait, as a float; ``otherwise`` says in the message what may be given in its place.
+
+    Raises:
+        ConfigError: It is no number above 0, or endless.
+    """
+    if not is_number(seconds) or not 0 < seconds < math.inf:
+        raise ConfigError(f"{name}: expected seconds above 0{otherwise}, got {seconds!r}")
+    return float(seconds)
+
+
+def seconds_or_none(name: str, seconds: object, without: str) -> float | None:
+    """Return how long to wait, as a float, or None, which stands for what ``without`` says.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    return None if seconds is None else checked_seconds(name, seconds, f", or None for {without}")
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -152,9 +194,7 @@ def merged_last_batch(last_batch: str, *, drop_last: bool | None) -> str:
     """
     if drop_last is None:
         return last_batch
-    if not isinstance(drop_last, bool):
-        raise ConfigError(f"drop_last: expected True or False, got {drop_last!r}")
-    if drop_last and last_batch != "drop":
+    if checked_flag("drop_last", drop_last) and last_batch != "drop":
         raise ConfigError(f"drop_last=True and last_batch={last_batch!r} contradict each other; give one of them")
     return "partial" if last_batch == "drop" and not drop_last else last_batch
 
@@ -165,8 +205,7 @@ def checked_last_batch(last_batch: str) -> LastBatch:
     Raises:
         ConfigError: It is none of the three.
     """
-    if last_batch not in get_args(LastBatch):
-        raise ConfigError(f"last_batch: expected one of {', '.join(get_args(LastBatch))}, got {last_batch!r}")
+    check_choice("last_batch", last_batch, get_args(LastBatch))
     return last_batch  # type: ignore[return-value]
 
 

@@ -15,7 +15,14 @@ from typing import Any, Literal, Self, TypeAlias
 import torch
 
 from infra import DeviceMesh, MeshFinder, as_device_mesh
-from streaming.arguments import checked_int, checks_names, is_whole, resolve_batch_size
+from streaming.arguments import (
+    checked_int,
+    checked_seconds,
+    checks_names,
+    is_whole,
+    resolve_batch_size,
+    seconds_or_none,
+)  # fmt: skip
 from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
@@ -25,9 +32,9 @@ from streaming.datasets.packed import Packed
 from streaming.device.copiers import map_tensors
 from streaming.engine.workers.ring import PageLocker
 from streaming.epochs.iterator import Batches
-from streaming.epochs.watch import STALL_REPORT_S, Watchdog, checked_stall_report_s
+from streaming.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.errors import ConfigError
-from streaming.job.agreement import DEFAULT_TIMEOUT_S, checked_seconds, checked_timeout
+from streaming.job.agreement import DEFAULT_TIMEOUT_S
 from streaming.job.store import tell_of_going_on
 from streaming.loops.base import BaseLoop, LoopConfig
 from streaming.loops.fetcher import EpochLoop
@@ -68,6 +75,7 @@ _IN_ACTORS = (
 )
 _OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout", "worker_init_fn")
 """What programs for torch's loader give, which here belongs to an ``OrdinaryDataset``."""
+_NO_CHECK = "no check"
 _NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "__class__"})
 
 
@@ -113,7 +121,7 @@ class DeviceMeshFetcher:
         agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         mesh = self._begin(dataset, device_mesh, _options(locals()))
-        timeout_s = checked_timeout(agreement_timeout)
+        timeout_s = seconds_or_none("agreement_timeout", agreement_timeout, _NO_CHECK)
         made = self._resolve(dataset)
         if not isinstance(made, _STREAMED):
             raise _no_dataset(made)
@@ -135,7 +143,9 @@ class DeviceMeshFetcher:
         self._loaded: Mapping[str, Any] | None = None
         self._generation = 0
         self._locker: PageLocker | None = None
-        self.stall_report_s = checked_stall_report_s(options.get("stall_report_s", STALL_REPORT_S))
+        self.stall_report_s = seconds_or_none(
+            "stall_report_s", options.get("stall_report_s", STALL_REPORT_S), "no reports"
+        )
         self._stages: _Stages = []
         self._watchdog: Watchdog | None = None
         self._check: StartCheck | None = None
@@ -599,7 +609,8 @@ class DataLoader(DeviceMeshFetcher):
     ) -> None:
         options = without_torchs_defaults(_options(locals()))
         refuse_torch_names(options)
-        agreement_timeout = checked_timeout(agreement_timeout) if remote_group is None else agreement_timeout
+        if remote_group is None:
+            agreement_timeout = seconds_or_none("agreement_timeout", agreement_timeout, _NO_CHECK)
         mesh = self._begin(dataset, as_device_mesh(device_mesh) if remote_group is not None else device_mesh, options)
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
         ordinary = given(**{name: options[name] for name in _OF_TORCH})

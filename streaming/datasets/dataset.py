@@ -15,6 +15,7 @@ import numpy as np
 from infra import MeshError, MeshFinder, agent_store
 from streaming.arguments import (
     Urls,
+    check_choice,
     checked_fields,
     checked_index,
     checked_int,
@@ -336,10 +337,8 @@ def _check_given(
     """
     checked_urls(urls)
     as_chain(transform)
-    if on_error not in get_args(OnError):
-        raise ConfigError(f"on_error: expected one of {', '.join(get_args(OnError))}, got {on_error!r}")
-    if duplicate_keys not in get_args(DuplicateKeys):
-        raise ConfigError(f"duplicate_keys: expected one of error, keep, got {duplicate_keys!r}")
+    check_choice("on_error", on_error, get_args(OnError))
+    check_choice("duplicate_keys", duplicate_keys, get_args(DuplicateKeys))
     if not is_limit(max_bad_samples):
         raise ConfigError(
             f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), got "

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import option_names
+from streaming.arguments import checked_flag, option_names
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture, Quotas
 from streaming.errors import ConfigError, StateError
@@ -206,17 +206,6 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
             )
         if column.num_missing:
             _log.info("%s: %d samples without a value of %r are left out", owner, column.num_missing, name)
-
-
-def checked_flag(name: str, value: object) -> bool:
-    """``value`` itself, True or False.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}: expected True or False, got {value!r}")
-    return value
 
 
 def resharding(dataset: StreamingDataset, column: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import checked_int, checks_names, is_list, option_names
+from streaming.arguments import checked_flag, checked_int, checks_names, is_list, option_names
 from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
 from streaming.batches.collate import default_collate
 from streaming.batches.draws import Chain
@@ -606,7 +606,6 @@ def _check_choices(names: Mapping[str, Any], flags: Mapping[str, Any], dtype: An
         if not (isinstance(name, str) and name) and not absent:
             raise ConfigError(f"{option}: expected a name, got {name!r}")
     for option, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ConfigError(f"{option}: expected True or False, got {flag!r}")
+        checked_flag(option, flag)
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(map(repr, _DTYPES))}, or None, got {dtype!r}")

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from streaming.arguments import is_number
-from streaming.errors import ConfigError
 from streaming.forks import in_children
 
 STALL_REPORT_S = 60.0
@@ -90,16 +88,3 @@ class Watchdog:
             _log.exception("%s for %.1f s; describing what it waits for failed", self._what, waited_s)
         else:
             _log.warning("%s for %.1f s\n%s", self._what, waited_s, text)
-
-
-def checked_stall_report_s(value: object) -> float | None:
-    """``value`` itself.
-
-    Raises:
-        ConfigError: It is neither None nor a positive number.
-    """
-    if value is None:
-        return None
-    if not is_number(value) or not value > 0:
-        raise ConfigError(f"stall_report_s: expected a positive number of seconds, or None: no reports; got {value!r}")
-    return float(value)

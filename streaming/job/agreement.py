@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from streaming.arguments import is_number
-from streaming.errors import AgreementError, ConfigError
+from streaming.errors import AgreementError
 
 DEFAULT_TIMEOUT_S = 60.0
 """How long the first iteration waits for ranks that do not come, before it warns and goes on without them."""
@@ -192,23 +190,3 @@ def _absent(missing: Sequence[int], timeout_s: float, *, required: bool) -> None
         "dp_size=1, rank=0, world_size=1)), which also gives it all the data, or agreement_timeout=None",
         what,
     )
-
-
-def checked_timeout(timeout_s: float | None) -> float | None:
-    """Check ``agreement_timeout``, and return it.
-
-    Raises:
-        ConfigError: It is no positive number, and not None.
-    """
-    return None if timeout_s is None else checked_seconds("agreement_timeout", timeout_s, ", or None for no check")
-
-
-def checked_seconds(name: str, seconds: object, otherwise: str = "") -> float:
-    """Return how long to wait, as a float; ``otherwise`` says in the message what may be given in its place.
-
-    Raises:
-        ConfigError: It is no number above 0, or endless.
-    """
-    if not is_number(seconds) or not 0 < seconds < math.inf:
-        raise ConfigError(f"{name}: expected seconds above 0{otherwise}, got {seconds!r}")
-    return float(seconds)

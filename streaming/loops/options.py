@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import checked_memory_limit, is_whole, option_names
+from streaming.arguments import checked_flag, checked_memory_limit, is_whole, option_names
 from streaming.batches.build import Recipe
 from streaming.batches.jagged import checked_jagged
 from streaming.batches.sequence import find_peer
@@ -229,8 +229,7 @@ def streaming_config(
     """Check the choices of a loop over a ``StreamingDataset``; ``pin`` page-locks a batch."""
     if collate_fn is not None and not callable(collate_fn):
         raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
-    if not isinstance(pin_memory, bool):
-        raise ConfigError(f"pin_memory: expected True or False, got {pin_memory!r}")
+    checked_flag("pin_memory", pin_memory)
     num_workers, num_threads = possible_builders(_checked_count("num_workers", num_workers, 0), num_threads)
     prefetch_factor = _checked_count("prefetch_factor", prefetch_factor, 1)
     threads = min(4, os.cpu_count() or 1) if num_threads is None else _checked_count("num_threads", num_threads, 0)

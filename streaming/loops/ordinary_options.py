@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate as torch_collate
 
 from infra import DeviceMesh
-from streaming.arguments import checked_int, checks_names, is_number
+from streaming.arguments import check_choice, checked_flag, checked_int, checks_names, is_number
 from streaming.batches.collate import default_collate, without_rows
 from streaming.batches.jagged import Form, checked_jagged
 from streaming.engine.workers.context import ServerContext
@@ -160,10 +160,8 @@ class OrdinaryConfig:
             raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")
         self._check_together()
         for name in ("shuffle", "pin_memory", "persistent_workers"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        if self.sharding not in get_args(Sharding):
-            raise ConfigError(f"sharding: expected one of {', '.join(get_args(Sharding))}, got {self.sharding!r}")
+            checked_flag(name, getattr(self, name))
+        check_choice("sharding", self.sharding, get_args(Sharding))
         methods, how = multiprocessing.get_all_start_methods(), self.multiprocessing_context
         if how not in {None, *methods} and not isinstance(how, multiprocessing.context.BaseContext):
             raise ConfigError(f"multiprocessing_context: expected None or one of {', '.join(methods)}, got {how!r}")

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from streaming.arguments import checked_int
+from streaming.arguments import check_choice, checked_flag, checked_int
 from streaming.errors import ConfigError
 from streaming.types import Int64Array
 
@@ -64,10 +64,8 @@ class PackRules:
         set_(self, "multiple", checked_int("multiple", self.multiple, 1, MAX_LENGTH))
         if self.max_docs is not None:
             set_(self, "max_docs", checked_int("max_docs", self.max_docs, 1, MAX_LENGTH))
-        if self.overlong not in get_args(Overlong):
-            raise ConfigError(f"overlong: expected one of {', '.join(get_args(Overlong))}, got {self.overlong!r}")
-        if not isinstance(self.padded, bool):
-            raise ConfigError(f"padded: expected True or False, got {self.padded!r}")
+        check_choice("overlong", self.overlong, get_args(Overlong))
+        checked_flag("padded", self.padded)
         if self.stride is not None:
             set_(self, "stride", checked_int("stride", self.stride, 1, self.length))
             if self.overlong != "split":

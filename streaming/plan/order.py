@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import checked_int
+from streaming.arguments import check_choice, checked_flag, checked_int
 from streaming.errors import ConfigError, StateError
 from streaming.plan.permutation import CHUNKS, UInt64Array, hash_range, stream_key
 from streaming.types import Int64Array
@@ -84,15 +84,12 @@ class OrderSettings:
     scope: Scope = "global"
 
     def __post_init__(self) -> None:
-        if self.scope not in get_args(Scope):
-            raise ConfigError(f"scope: expected one of {', '.join(get_args(Scope))}, got {self.scope!r}")
+        check_choice("scope", self.scope, get_args(Scope))
         set_ = object.__setattr__
         set_(self, "seed", checked_int("seed", self.seed, 0, _MASK))
         set_(self, "lanes", checked_int("lanes", self.lanes, 1, MAX_LANES))
         set_(self, "window", checked_int("window", self.window, 0, MAX_WINDOW))
-        if not isinstance(self.shuffle, bool):
-            raise ConfigError(f"shuffle: expected True or False, got {self.shuffle!r}")
-        if not self.shuffle and (self.lanes, self.window) != (1, 0):
+        if not checked_flag("shuffle", self.shuffle) and (self.lanes, self.window) != (1, 0):
             raise ConfigError(
                 f"shuffle=False reads in data-set order and needs lanes=1 and window=0, "
                 f"got lanes={self.lanes} and window={self.window}; use OrderSettings.unshuffled()"

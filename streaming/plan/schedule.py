@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from streaming.arguments import checked_int
+from streaming.arguments import check_choice, checked_int
 from streaming.errors import ConfigError, StateError
 
 Value: TypeAlias = Mapping[str, float] | float
@@ -53,8 +53,7 @@ class Schedule:
     listed: tuple[tuple[int, Value], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.shape not in get_args(Shape):
-            raise ConfigError(f"Schedule: expected one of {', '.join(get_args(Shape))}, got {self.shape!r}")
+        check_choice("Schedule", self.shape, get_args(Shape))
         if self.shape == "steps":
             _check_steps(self.listed)
         else:

@@ -7,7 +7,14 @@ from typing import Self, TypeVar, get_args
 
 import numpy as np
 
-from streaming.arguments import checked_int, checked_last_batch, checks_names, merged_last_batch, resolve_batch_size
+from streaming.arguments import (
+    check_choice,
+    checked_int,
+    checked_last_batch,
+    checks_names,
+    merged_last_batch,
+    resolve_batch_size,
+)
 from streaming.errors import ConfigError
 from streaming.plan.order import (
     MAX_LANES,
@@ -51,8 +58,7 @@ class ShuffleConfig:
     scope: Scope = "global"
 
     def __post_init__(self) -> None:
-        if self.scope not in get_args(Scope):
-            raise ConfigError(f"ShuffleConfig: scope: expected one of {', '.join(get_args(Scope))}, got {self.scope!r}")
+        check_choice("ShuffleConfig: scope", self.scope, get_args(Scope))
         for name, low, high in (("seed", 0, MAX_SEED), ("window", 0, MAX_WINDOW), ("lanes", 1, MAX_LANES)):
             value = getattr(self, name)
             if value is not None:

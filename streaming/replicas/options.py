@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import checks_names, is_number
+from streaming.arguments import checked_seconds, checks_names
 from streaming.batches.portion import Portion, StageFields, count_only
 from streaming.batches.sequence import SequenceSlice, find_peer
 from streaming.errors import ConfigError
@@ -42,8 +42,7 @@ class Broadcast:
     decode: Callable[[Any], Any] = _as_it_is
 
     def __post_init__(self) -> None:
-        if not is_number(self.timeout_s) or self.timeout_s <= 0:
-            raise ConfigError(f"Broadcast: timeout_s: expected seconds above 0, got {self.timeout_s!r}")
+        checked_seconds("Broadcast: timeout_s", self.timeout_s)
         for name in ("encode", "decode"):
             if not callable(getattr(self, name)):
                 raise ConfigError(f"Broadcast: {name}: expected a function of a batch, got {getattr(self, name)!r}")

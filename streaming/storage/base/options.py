@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from streaming.arguments import is_number
+from streaming.arguments import checked_flag, is_number
 from streaming.errors import ConfigError
 from streaming.storage.base.mirrors import Mirror, parse_mirrors
 
@@ -72,8 +72,7 @@ class HedgePolicy:
     hedge_share: float = 0.05
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hedge, bool):
-            raise ConfigError(f"storage option hedge: expected True or False, got {self.hedge!r}")
+        checked_flag("storage option hedge", self.hedge)
         for name, most in (("hedge_quantile", 1.0), ("hedge_least_s", math.inf), ("hedge_share", 1.0)):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= most:
