@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -31,7 +30,7 @@ from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.device.copiers import map_tensors
 from streaming.engine.workers.ring import PageLocker
-from streaming.epochs.iterator import Batches
+from streaming.epochs.iterator import Batches, Closable
 from streaming.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
@@ -80,7 +79,7 @@ _NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "__class__"})
 
 
 @checks_names()
-class DeviceMeshFetcher:
+class DeviceMeshFetcher(Closable):
     """Fetch what one rank of a mesh is to get, batch by batch, as lists of sample dicts.
 
     It maps chunks to the rank, buffers and shuffles them, retries, and substitutes what is unreadable, exactly as a
@@ -486,14 +485,6 @@ class DeviceMeshFetcher:
         if state.next_seed is not None:
             self._loop.set_seed(state.next_seed)
         self.page_lock(locker)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @checks_names(ELSEWHERE)

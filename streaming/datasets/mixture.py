@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 
-from streaming.arguments import checked_int, checked_path, checks_names, format_bytes, is_limit
+from streaming.arguments import check_choice, checked_int, checked_path, checks_names, format_bytes, is_limit
 from streaming.batches.build import OnError, Part
 from streaming.catalog.joined import JoinedSource
 from streaming.datasets.dataset import StreamingDataset
@@ -863,8 +863,7 @@ def _check_choices(quotas: str, unit: str, ends: str | None, batches: str) -> No
         ("quotas", quotas, get_args(Quotas)), ("unit", unit, get_args(Unit)), ("ends", ends, (None, *get_args(Ends))),
         ("batches", batches, get_args(Batches)),
     ):  # fmt: skip
-        if given not in known:
-            raise ConfigError(f"{what}: expected one of {', '.join(map(repr, known))}, got {given!r}")
+        check_choice(what, given, known)
 
 
 def _kind(given: object) -> str:

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -32,7 +31,7 @@ from streaming.arguments import checks_names, is_whole
 from streaming.device.account import Account, HeldBack, Noted
 from streaming.device.copiers import Copied, Copier, CpuCopier, CudaCopier, Event
 from streaming.engine.workers.ring import PageLocker
-from streaming.epochs.iterator import Batches, failed
+from streaming.epochs.iterator import Batches, Closable, close_at_exit, failed
 from streaming.epochs.position import Turn
 from streaming.epochs.watch import STALL_REPORT_S, Watchdog
 from streaming.errors import ConfigError, IteratorEndedError
@@ -194,7 +193,7 @@ class _Flight:
 
 
 @checks_names()
-class DevicePrefetcher:
+class DevicePrefetcher(Closable):
     """The loader's batches with every tensor on ``device``, in order, ``depth`` of them copied ahead.
 
     Tensors are found in dicts, lists, tuples and named tuples, nested as you like; everything else is passed on as it
@@ -344,14 +343,6 @@ class DevicePrefetcher:
             if hasattr(self.loader, "close"):
                 self.loader.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _page_lock(self, locker: PageLocker | None) -> None:
         if hasattr(self.loader, "page_lock"):
             self.loader.page_lock(locker)
@@ -428,7 +419,7 @@ class _DeviceBatches:
         self._prefetcher, self._flight, self._turn = prefetcher, flight, turn
         self._failure: str | None = None
         self._is_over = False
-        weakref.finalize(self, _close_at_exit, weakref.ref(self))  # later, modules that it needs are gone
+        weakref.finalize(self, close_at_exit, weakref.ref(self))
 
     def __iter__(self) -> Self:
         return self
@@ -475,9 +466,3 @@ class _DeviceBatches:
     def _end(self) -> None:
         self._turn.is_open = False
         self._prefetcher._end(self._flight)
-
-
-def _close_at_exit(this: weakref.ref[_DeviceBatches]) -> None:
-    batches = this()
-    if batches is not None:
-        batches.close()

@@ -45,6 +45,20 @@ class RunOver:
         return self._run.describe()
 
 
+class Closable(ABC):
+    """Close at the end of a ``with`` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop threads and processes, free memory."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
 class Loop(ABC):
     """Epochs one after the other, by the rules of ``Position``. For one thread, but for ``close`` and ``describe``.
 
@@ -180,7 +194,7 @@ class Batches:
         self._asked = threading.RLock()
         self._turn = loop.position.open()
         loop.stop()
-        weakref.finalize(self, _close_at_exit, weakref.ref(self))
+        weakref.finalize(self, close_at_exit, weakref.ref(self))
 
     def __iter__(self) -> Self:
         return self
@@ -308,7 +322,8 @@ def failed(error: BaseException) -> str:
     return f"this iterator ended with an error before ({type(error).__name__}: {error}); call iter() again"
 
 
-def _close_at_exit(this: weakref.ref[Batches]) -> None:
+def close_at_exit(this: weakref.ref[Any]) -> None:
+    """Close an iterator that the interpreter's end finds: later, modules that it needs are gone."""
     batches = this()
     if batches is not None:
         batches.close()

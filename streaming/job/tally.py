@@ -12,7 +12,9 @@ import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
+
+from streaming.job.store import job_store, job_world_size
 
 _TIMEOUT_S = 10.0
 LOOK_S = 5.0
@@ -84,13 +86,11 @@ class Tally:
 
 def open_tally(subject: str, rank: int, ranks: Sequence[int], *, adds: bool) -> Tally | None:
     """Open a tally over torch.distributed; None where it is not set up, or numbers its ranks otherwise."""
-    import torch.distributed as dist  # noqa: PLC0415  only where there are ranks
-
-    if not dist.is_available() or not dist.is_initialized():
+    if not 1 < len(ranks) <= job_world_size():
         return None
-    if not 1 < len(ranks) <= dist.get_world_size() or dist.get_rank() != rank:
+    own, store = job_store("")
+    if own != rank:
         return None  # a mesh that is played in one process, or of other processes
-    store: Any = dist.distributed_c10d._get_default_store()
     store = store.clone() if hasattr(store, "clone") else store  # by torch 2.4 and later
     store.set_timeout(timedelta(seconds=_TIMEOUT_S))
     return Tally(store, subject, rank, ranks, adds=adds)

@@ -31,6 +31,8 @@ from streaming.replicas.broadcast import Sharing
 from streaming.replicas.options import Replicas
 
 _log = logging.getLogger(__name__)
+MOST_BUILDERS = 4096
+"""Worker processes, threads, or batches ahead of each: more is a slip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +134,6 @@ class BaseLoop(Loop):
         self._counted_in: ProcessGroup | None = None
         self._left: ProcessGroup | None = None  # that of an older world, of which nobody may be left
         in_children(self, BaseLoop._leave_behind)
-
-    @property
-    @abstractmethod
-    def samples_per_epoch(self) -> int:
-        """Samples of an epoch, over all ranks."""
 
     @abstractmethod
     def _start(self, place: Place) -> Run:

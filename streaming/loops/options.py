@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from infra import DeviceMesh
-from streaming.arguments import checked_flag, checked_memory_limit, is_whole, option_names
+from streaming.arguments import checked_flag, checked_int, checked_memory_limit, option_names
 from streaming.batches.build import Recipe
 from streaming.batches.jagged import checked_jagged
 from streaming.batches.sequence import find_peer
@@ -18,7 +18,7 @@ from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError
-from streaming.loops.base import LoopConfig
+from streaming.loops.base import MOST_BUILDERS, LoopConfig
 from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
@@ -230,9 +230,13 @@ def streaming_config(
     if collate_fn is not None and not callable(collate_fn):
         raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
     checked_flag("pin_memory", pin_memory)
-    num_workers, num_threads = possible_builders(_checked_count("num_workers", num_workers, 0), num_threads)
-    prefetch_factor = _checked_count("prefetch_factor", prefetch_factor, 1)
-    threads = min(4, os.cpu_count() or 1) if num_threads is None else _checked_count("num_threads", num_threads, 0)
+    num_workers, num_threads = possible_builders(checked_int("num_workers", num_workers, 0, MOST_BUILDERS), num_threads)
+    prefetch_factor = checked_int("prefetch_factor", prefetch_factor, 1, MOST_BUILDERS)
+    threads = (
+        min(4, os.cpu_count() or 1)
+        if num_threads is None
+        else checked_int("num_threads", num_threads, 0, MOST_BUILDERS)
+    )
     replicas.check(dataset.on_error)
     # Whole samples are laid end to end within each pack, of which a collate_fn gets the list.
     forms = checked_jagged(jagged, None if dataset.recipe_parts[0].budget is not None else collate_fn)
@@ -253,9 +257,3 @@ def streaming_config(
         recipe=recipe,
         replicas=replicas,
     )
-
-
-def _checked_count(name: str, value: object, minimum: int) -> int:
-    if not is_whole(value) or value < minimum:
-        raise ConfigError(f"{name}: expected an integer of at least {minimum}, got {value!r}")
-    return int(value)

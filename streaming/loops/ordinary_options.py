@@ -21,6 +21,7 @@ from streaming.batches.jagged import Form, checked_jagged
 from streaming.engine.workers.context import ServerContext
 from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.errors import ConfigError
+from streaming.loops.base import MOST_BUILDERS
 from streaming.plan.settings import Shape
 from streaming.replicas.options import Broadcast, Replicas
 from streaming.samplers.retry import NoRow
@@ -153,8 +154,8 @@ class OrdinaryConfig:
     worker_init_fn: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
-        checked_int("num_workers", self.num_workers, 0, 4096)
-        checked_int("prefetch_factor", self.prefetch_factor, 1, 4096)
+        checked_int("num_workers", self.num_workers, 0, MOST_BUILDERS)
+        checked_int("prefetch_factor", self.prefetch_factor, 1, MOST_BUILDERS)
         checked_int("seed", self.seed, 0, 2**64 - 1)
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")

@@ -77,11 +77,6 @@ class StreamedLoop(BaseLoop):
         """See ``Loop``."""
         return self.shape.batches_in(self._size - samples_seen)
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples of an epoch, over all ranks."""
-        return self._size
-
     def state(self) -> LoaderState:
         """The position; the same on every rank."""
         return LoaderState(
