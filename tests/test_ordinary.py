@@ -22,7 +22,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from infra import DeviceMesh
 from streaming.errors import ConfigError, DataError, IteratorEndedError, StateError, TooManyBadSamplesError
 from streaming.loops.iterable import IterableLoop, IterableState
-from streaming.loops.map_style import MapLoop, OrdinaryConfig, open_ordinary
+from streaming.loops.map_style import MapLoop, open_ordinary
+from streaming.loops.ordinary_options import OrdinaryConfig
 from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 

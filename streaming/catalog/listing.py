@@ -24,10 +24,10 @@ class Found:
 
     Attributes:
         urls: The shards.
-        table: Their chunk table, or None if there is no index.
+        table: The chunk table over them; None if there is no index, of a large set for good.
         sizes: Bytes of each shard, where there is no index.
-        missing_index: Why there is none; "" if there is one.
-        types: How fields decode of which something beside the index says so.
+        missing_index: Why there is none, and the cure; "" if there is one.
+        types: How fields decode of which ``tokens.json`` beside the index says so, as ``decode=`` takes it.
     """
 
     urls: tuple[str, ...]

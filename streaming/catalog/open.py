@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from os import PathLike
@@ -46,24 +46,16 @@ the index says shows at its first damaged or failing read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenShards:
-    """Shards in the order of the data set.
+class OpenShards(Found):
+    """Shards as they were found, in the order of the data set, and what was made of those without an index.
 
     Attributes:
-        urls: The shards.
-        table: The chunk table over them; None for a large set without an index.
-        missing_index: Why there is none, and the cure; "" if there is one.
         index: Where the index lies, if not beside the shards.
         scanned: Sample tables of a set that was indexed on the fly, one per shard; else None.
-        types: How fields decode of which ``tokens.json`` beside the index says so, as ``decode=`` takes it.
     """
 
-    urls: tuple[str, ...]
-    table: ChunkTable | None
-    missing_index: str
     index: str | None
     scanned: tuple[SampleTable, ...] | None
-    types: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_shards(

@@ -36,6 +36,7 @@ from streaming.filters.late_columns import (
     list_columns,
     read_values,
 )
+from streaming.index import where as conditions
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import (
     KEY,
@@ -52,27 +53,13 @@ from streaming.index.columns import (
 from streaming.index.kept import Kept, Selected
 from streaming.index.keys import key_array
 from streaming.index.layout import samples_directory
-from streaming.index.where import Condition, Where, unknown_column
+from streaming.index.where import Where, unknown_column
 from streaming.job.once import Peers, framed, part_of, shared, shared_parts, unframed
 from streaming.plan.state import filter_fingerprint
 from streaming.platforms import num_cores
 from streaming.storage import Storage, join_url, redact, scheme_of
 
-__all__ = [
-    "Condition",
-    "Filter",
-    "Subset",
-    "checked_subset",
-    "column_reader",
-    "excluded_keys",
-    "filter_hash",
-    "key_column",
-    "narrowed",
-    "parse_subset",
-    "select",
-    "versions_of",
-]
-
+Condition: TypeAlias = conditions.Condition
 Subset: TypeAlias = tuple[float, float]
 _Found: TypeAlias = tuple[Bits, list[str], list[str]]
 """Bits of a shard, which columns it has of those asked for, and which there are."""

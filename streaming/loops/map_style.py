@@ -27,16 +27,6 @@ from streaming.plan.state import LoaderState
 from streaming.samplers.device_mesh import DeviceMeshSampler, with_substitutes
 from streaming.samplers.retry import RetrySampler
 
-__all__ = [
-    "MapLoop",
-    "OrdinaryConfig",
-    "OrdinaryLoop",
-    "is_iterable",
-    "is_map_style",
-    "open_ordinary",
-    "resolve_dataset",
-]
-
 
 def is_map_style(dataset: object) -> bool:
     """Whether samples can be had by their number."""
