@@ -19,6 +19,7 @@ from streaming import (
     DeviceMeshSampler,
     DevicePrefetcher,
     OrdinaryDataset,
+    RemoteBatch,
     RetrySampler,
     ShuffleConfig,
 )
@@ -109,6 +110,10 @@ def makers(samples: SampleSet, compressed: SampleSet) -> dict[str, Callable[[], 
 
 def rows_of(batch: Any) -> tuple[int, ...]:
     """What tells a batch."""
+    if isinstance(batch, RemoteBatch):
+        return rows_of(batch.get())
+    if isinstance(batch, Mapping) and "input_ids" in batch:
+        return tuple(batch["input_ids"][:, 0].tolist())
     if isinstance(batch, Mapping):
         return tuple(batch["cls"].tolist())
     return tuple(sample["cls"] if isinstance(sample, Mapping) else int(sample) for sample in batch)

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, with real gloo connections between them."""
+"""Ranks and remote readers in this process: threads with real gloo connections between them, actors without Ray."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from infra import DeviceMesh
+from streaming.remote import cluster
+from streaming.remote.reader import Reader
 from streaming.replicas import group as replica_group
 
 Play = Callable[..., list[Any]]
@@ -34,3 +36,19 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Play:
             return [future.result(timeout=120) for future in futures]
 
     return run
+
+
+def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a remote loader's readers work in this process, without Ray: what they return stands for its reference."""
+
+    def end(reader: Reader) -> None:
+        for loader in reader._loaders:
+            loader.close()
+
+    monkeypatch.setattr(cluster, "check_connected", lambda: None)
+    monkeypatch.setattr(cluster, "start", lambda reader, arguments, group: [reader(*given) for given in arguments])
+    monkeypatch.setattr(cluster, "read", lambda reader, step, num_ranks: reader.read(step))
+    monkeypatch.setattr(cluster, "ask", lambda reader, method, *args, **named: getattr(reader, method)(*args, **named))
+    monkeypatch.setattr(cluster, "get", lambda refs, **_: refs)
+    monkeypatch.setattr(cluster, "wait", lambda refs, timeout_s: None)
+    monkeypatch.setattr(cluster, "kill", end)

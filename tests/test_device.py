@@ -508,36 +508,6 @@ def test_state_equals_that_of_the_bare_loader_at_every_step(dataset: StreamingDa
         assert prefetcher.state_dict() == bare.state_dict()
 
 
-@pytest.mark.parametrize("stop", range(11))
-def test_going_on_from_any_batch_equals_the_uninterrupted_epoch(dataset: StreamingDataset, stop: int) -> None:
-    with loader_of(dataset) as bare:
-        whole = labels(bare) + labels(bare)
-    with DevicePrefetcher(loader_of(dataset), "cpu", depth=3) as first:
-        stream = iter(first)
-        begun = [next(stream)["cls"].tolist() for _ in range(stop)]
-        state = json.loads(json.dumps(first.state_dict()))
-    with DevicePrefetcher(loader_of(dataset), "cpu", depth=2) as second:
-        second.load_state_dict(state)
-        assert second.state_dict() == state
-        rest = labels(second)
-        if stop < 10:
-            assert begun + rest == whole[:10]
-            rest = labels(second)
-        assert rest == whole[10:]
-
-
-def test_after_a_loop_left_early_comes_the_next_epoch_as_with_the_bare_loader(dataset: StreamingDataset) -> None:
-    with loader_of(dataset) as bare, DevicePrefetcher(loader_of(dataset), "cpu", depth=40) as prefetcher:
-        for loop in (bare, prefetcher):
-            for count, _ in enumerate(loop, 1):
-                if count == 9:
-                    break
-        assert prefetcher.state_dict() == prefetcher.loader.state_dict() == bare.state_dict()
-        assert prefetcher.epoch == bare.epoch == 0
-        assert labels(prefetcher) == labels(bare)
-        assert prefetcher.epoch == bare.epoch == 2
-
-
 def test_a_foreign_state_is_refused(dataset: StreamingDataset) -> None:
     with DevicePrefetcher(loader_of(dataset), "cpu") as prefetcher:
         stream = iter(prefetcher)

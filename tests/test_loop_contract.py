@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from data_sets import SampleSet, write_set
 from leftovers import leftovers
 from loop_kinds import ALONE, NUM_BATCHES, NUM_SAMPLES, SHARD_SIZES, SIZE, Passes, Squares, compress, rows_of
+from played_ranks import read_here
 
-from streaming import DataLoader, DeviceMeshFetcher, OrdinaryDataset, ShuffleConfig
+from shard_tools import ShardWriter
+from streaming import (
+    DataLoader,
+    DeviceMeshFetcher,
+    DevicePrefetcher,
+    Mixture,
+    OrdinaryDataset,
+    Packed,
+    RemoteBatch,
+    ShuffleConfig,
+    StreamingDataset,
+)
 from streaming.errors import IteratorEndedError, IteratorSupersededError, TooManyBadSamplesError
 
 ROTTEN = 7
@@ -41,27 +56,63 @@ def unlisted(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> Sa
     return compress(samples, tmp_path_factory.mktemp("unlisted"))
 
 
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> StreamingDataset:
+    """Documents that fill a pack each, so that there are as many packs; their tokens are their number."""
+    folder = tmp_path_factory.mktemp("documents")
+    with ShardWriter(f"{folder}/{{:03d}}.tar", max_samples=20, columns={"tokens": lambda _: 4}) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"__key__": str(number), "tok": np.full(4, number, "<u2").tobytes()})
+    return StreamingDataset(folder, seed=5)
+
+
+def mixed(dataset: StreamingDataset) -> Mixture:
+    return Mixture({"first": dataset[: NUM_SAMPLES // 2], "second": dataset[NUM_SAMPLES // 2 :]}, seed=5)
+
+
 @pytest.fixture
-def make(request: pytest.FixtureRequest, samples: SampleSet, unlisted: SampleSet) -> Iterator[Make]:
+def opened(
+    samples: SampleSet, unlisted: SampleSet, documents: StreamingDataset, tmp_path: Path
+) -> Callable[[str, int | None], Any]:
+    """What loaders of a kind read; ``limit``: a sample is rotten, and so many may be."""
+
+    def data(kind: str, limit: int | None) -> Any:
+        chosen: dict[str, Any] = {"seed": 5} | ({} if limit is None else {"transform": rot, "max_bad_samples": limit})
+        rows = Squares() if limit is None else Rotten()
+        makers: dict[str, Callable[[], Any]] = {
+            # Without an index the default window reads all samples a hundred times before the first one leaves it.
+            "unindexed": lambda: unlisted.open(shuffle=ShuffleConfig(window=4), **chosen),
+            "cached": lambda: samples.open(cache_dir=tmp_path, **chosen),
+            "mixture": lambda: mixed(samples.open(**chosen)),
+            "packed": lambda: Packed(documents, 4),
+            "map-style": lambda: OrdinaryDataset(rows, seed=5, max_retries=0, max_bad_samples=limit),
+            "iterable": Passes,
+            "dispatched": lambda: OrdinaryDataset(Passes(), sharding="dispatch"),
+            "remote": lambda: partial(samples.open, **chosen),
+        }
+        return makers.get(kind, lambda: samples.open(**chosen))()
+
+    return data
+
+
+@pytest.fixture
+def make(
+    request: pytest.FixtureRequest, opened: Callable[[str, int | None], Any], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
     """Makes loaders of the kind that the test is about; none leaves anything behind."""
     kind = request.param
+    if kind == "remote":
+        read_here(monkeypatch)
     before, made = leftovers(), []
 
     def loader(*, limit: int | None = None, **options: Any) -> Any:
-        """``limit``: a sample is rotten, and so many may be."""
         options = {"batch_size": SIZE, "device_mesh": ALONE, "last_batch": "partial", **options}
-        if kind in {"map-style", "iterable"}:
-            data: Any = Passes() if kind == "iterable" else OrdinaryDataset(
-                Squares() if limit is None else Rotten(), seed=5, max_retries=0, max_bad_samples=limit
-            )  # fmt: skip
-        else:
-            rotten = {} if limit is None else {"transform": rot, "max_bad_samples": limit}
-            # Without an index the default window reads all samples a hundred times before the first one leaves it.
-            few = {"shuffle": ShuffleConfig(window=4)} if kind == "unindexed" else {}
-            data = (unlisted if kind == "unindexed" else samples).open(seed=5, **rotten, **few)
         if kind == "unindexed":
             options["epoch_size"] = NUM_SAMPLES
-        made.append((DeviceMeshFetcher if kind == "fetcher" else DataLoader)(data, **options))
+        if kind == "remote":
+            options["remote_group"] = "readers"
+        one: Any = (DeviceMeshFetcher if kind == "fetcher" else DataLoader)(opened(kind, limit), **options)
+        made.append(DevicePrefetcher(one, "cpu") if kind == "prefetcher" else one)
         return made[-1]
 
     yield loader
@@ -78,10 +129,16 @@ def taken(loader: Any, count: int | None = None) -> Batches:
 
 def counted(batch: Any) -> int:
     """Rows that are no padding."""
+    batch = batch.get() if isinstance(batch, RemoteBatch) else batch
     return sum(sample["__valid__"] for sample in batch) if isinstance(batch, list) else int(batch["__valid__"].sum())
 
 
-@pytest.mark.parametrize("make", ["indexed", "unindexed", "fetcher", "map-style", "iterable"], indirect=True)
+ASKED_AGAIN = ("indexed", "unindexed", "cached", "mixture", "fetcher", "map-style", "prefetcher", "remote")
+"""Kinds that can ask for another sample; an iterable data set that raises ends the epoch, padding stands for a document
+of a pack."""
+
+
+@pytest.mark.parametrize("make", [*ASKED_AGAIN, "packed", "iterable", "dispatched"], indirect=True)
 class TestEveryLoop:
     @pytest.mark.parametrize("count", [0, 1, NUM_BATCHES])
     def test_closed_it_ends_at_once_and_can_be_used_again(self, make: Make, count: int) -> None:
@@ -112,7 +169,7 @@ class TestEveryLoop:
         expected = [batch for loader in [make()] for _ in range(2) for batch in taken(loader)]
         with make() as loader:
             assert taken(loader, count) == expected[:count]
-            state = loader.state_dict()
+            state = json.loads(json.dumps(loader.state_dict()))
         with make() as other:
             other.load_state_dict(state)
             assert other.epoch == state["epoch"] == (count == NUM_BATCHES)
@@ -143,19 +200,20 @@ class TestEveryLoop:
             assert loader.epoch == 2
 
 
-@pytest.mark.parametrize("make", ["indexed", "unindexed", "fetcher", "map-style"], indirect=True)
+@pytest.mark.parametrize("make", ASKED_AGAIN, indirect=True)
 class TestEveryLoopThatCanAskAgain:
-    """An iterable data set that raises ends the epoch."""
-
     def test_a_bad_sample_is_named_and_another_stands_in(self, make: Make) -> None:
         with make(limit=1) as loader:
             rows = [row for batch in taken(loader) for row in batch]
             found = loader.metrics()
         assert len(rows) == NUM_SAMPLES
         assert ROTTEN not in rows
-        assert found["bad_samples"] == len(found["bad"]) == 1
+        assert sum(one["bad_samples"] for one in found.get("readers", [found])) == len(found["bad"]) == 1
         assert "rotten" in str(found["bad"][0])
 
     def test_one_too_many_stops_it_by_name(self, make: Make) -> None:
-        with make(limit=0) as loader, pytest.raises(TooManyBadSamplesError, match=r"max_bad_samples=0(?s:.*)rotten"):
+        with (
+            make(limit=0) as loader,
+            pytest.raises(TooManyBadSamplesError, match=r"max_bad_samples(=| allows )0(?s:.*)rotten"),
+        ):
             list(loader)

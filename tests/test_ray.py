@@ -24,6 +24,7 @@ import torch
 from click.testing import CliRunner
 from data_sets import SampleSet, mesh_of, play, valid_keys, write_set
 from forked import Forked
+from played_ranks import read_here
 from ray.util import placement_group, remove_placement_group
 from ray_cluster import TwoNodes, locations, wait_for_end
 from test_convert_elsewhere import contents, parquet_source
@@ -187,17 +188,6 @@ def test_packing_keeps_every_value_and_gives_memory_of_its_own() -> None:
     assert found["pair"][1] == ["text", b"bytes"]
     assert wire.num_bytes(packed) == 24 + 4 + 8 + 8 + 9
     assert wire.num_rows(packed) == 4
-
-
-def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have readers work in this process, without Ray: what they return stands for its reference."""
-    monkeypatch.setattr(cluster, "check_connected", lambda: None)
-    monkeypatch.setattr(cluster, "start", lambda reader, arguments, group: [reader(*given) for given in arguments])
-    monkeypatch.setattr(cluster, "read", lambda reader, step, num_ranks: reader.read(step))
-    monkeypatch.setattr(cluster, "ask", lambda reader, method, *args, **named: getattr(reader, method)(*args, **named))
-    monkeypatch.setattr(cluster, "get", lambda refs, **_: refs)
-    monkeypatch.setattr(cluster, "wait", lambda refs, timeout_s: None)
-    monkeypatch.setattr(cluster, "kill", lambda reader: None)
 
 
 class _Counting(IterableDataset[int]):
