@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from data_sets import SampleSet, write_set
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import BatchSampler, default_collate
 
 from infra import DeviceMesh
@@ -21,13 +22,14 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
 
 def test_torchs_attributes_by_torchs_names(samples: SampleSet) -> None:
     dataset = samples.open()
+    stateful = importlib.import_module("torch.distributed.checkpoint.stateful")  # a second, where nothing else needs it
     for rank, share in enumerate((2, 2, 3)):
         mesh = DeviceMesh.from_sizes(dp_size=3, rank=rank)
         loader = DataLoader(dataset, global_batch_size=7, device_mesh=mesh, prefetch_factor=3, last_batch="partial")
         assert (loader.batch_size, len(loader), loader.dataset) == (share, 7, dataset)
         assert (loader.num_workers, loader.prefetch_factor, loader.pin_memory) == (0, None, False)
         assert (loader.collate_fn, loader.drop_last) == (None, False)
-        assert isinstance(loader, Stateful)
+        assert isinstance(loader, stateful.Stateful)
     assert DataLoader(dataset, 4, drop_last=False).drop_last is False
     assert DataLoader(dataset, 4, drop_last=False).sampler.drop_last is False
     as_torch_has_them = {"prefetch_factor": None, "persistent_workers": False, "timeout": 0, "worker_init_fn": None}

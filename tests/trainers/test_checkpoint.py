@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import UserDict, UserList
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.checkpoint as dcp
 from data_sets import SampleSet, write_set
 from torch.utils.data import IterableDataset
 
@@ -16,6 +16,12 @@ from streaming.errors import StateError
 from streaming.integrations.checkpoint import WholeState
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, as meant
+
+
+@pytest.fixture(scope="module")
+def dcp() -> Any:
+    """Imported when it is used: it takes a second, in each process that collects tests."""
+    return importlib.import_module("torch.distributed.checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,7 @@ def changed(loader: DataLoader) -> dict[str, Any]:
     return loader.state_dict()
 
 
-def test_a_ledger_that_grew_comes_back(sources: dict[str, SampleSet], tmp_path: Path) -> None:
+def test_a_ledger_that_grew_comes_back(dcp: Any, sources: dict[str, SampleSet], tmp_path: Path) -> None:
     with mixture(sources) as loader, mixture(sources) as new:
         state = changed(loader)
         assert len(state["ledger"]) == 3
@@ -74,7 +80,7 @@ def test_a_ledger_that_was_edited_is_refused(sources: dict[str, SampleSet]) -> N
         assert new.state_dict()["ledger"] == state["ledger"]
 
 
-def test_other_sources_than_before(sources: dict[str, SampleSet], tmp_path: Path) -> None:
+def test_other_sources_than_before(dcp: Any, sources: dict[str, SampleSet], tmp_path: Path) -> None:
     with mixture(sources) as loader, mixture(sources, "web code math") as new:
         state = changed(loader)
         dcp.save({"loader": WholeState(loader)}, checkpoint_id=tmp_path, no_dist=True)
@@ -101,7 +107,7 @@ class Counting(IterableDataset[dict[str, int]]):
         self.at = state["at"]
 
 
-def test_an_iterable_data_set(tmp_path: Path) -> None:
+def test_an_iterable_data_set(dcp: Any, tmp_path: Path) -> None:
     with DataLoader(Counting(), batch_size=10) as loader, DataLoader(Counting(), batch_size=10) as new:
         batches = iter(loader)
         for _ in range(3):
