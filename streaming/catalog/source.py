@@ -70,7 +70,7 @@ class Window:
 
 
 class OneOrder:
-    """Say the order of a set: passes over its chunks under the settings that the user chose.
+    """Order the chunks of a set, pass after pass, under the settings that the user chose.
 
     Attributes:
         shuffle: Whether epochs are shuffled.

@@ -304,7 +304,7 @@ class Mixture(JoinedSource):
     # --- what the engine needs (streaming.engine.source.Source) ---
 
     def _take_over(self) -> None:
-        """What the sources' options are as a whole, for those who do not ask for each source's.
+        """Set the options of all sources together, for callers that do not ask each source.
 
         ``decode`` and ``transform`` are what ranks compare, ``on_error`` is the mildest.
         """

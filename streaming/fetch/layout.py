@@ -40,5 +40,5 @@ that thread dozens of times a unit.
 
 
 def taken_apart(found: UnitLayout | TakeApart, data: memoryview) -> UnitLayout:
-    """Say where samples lie in ``data``, of which that is known, or can be found out now."""
+    """Return where samples lie in ``data``; what is not known yet is found out now."""
     return found if isinstance(found, UnitLayout) else found(data)

@@ -68,7 +68,7 @@ class LoopConfig:
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
-    """Those who build the batches of a loop, over an arena of so many bytes."""
+    """Return those who build the batches of a loop, over an arena of so many bytes."""
     return Crew(
         config.num_workers,
         config.recipe,
@@ -80,7 +80,7 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
 
 
 def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
-    """The choices for the reading side, and how one rank of a data share reads for the others, if it does.
+    """Return the choices for the reading side, and how one rank of a data share reads for the others, or None.
 
     Batches are page-locked after their portions are cut, so not where they are built. A rank that exchanges packs does
     so in the thread that asks for batches, and reads there: all such ranks are then equally far when their loops end.
@@ -146,7 +146,7 @@ class BaseLoop(Loop):
         return _Accounted(self._start(place), self._bad, self.shape.rows_of(self.config.mesh.data_rank))
 
     def _shared(self, read: Callable[[], Run], place: Place) -> Run:
-        """What ``read`` begins to read, on the rank of a data share that reads; on the others what that one sends."""
+        """Begin to ``read`` where this rank reads; else return the run of what the rank that reads for it sends."""
         return read() if self._sharing is None else self._sharing.run(read, place)
 
     def report(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ away the first batch's chunks should cost one round trip."""
 
 
 def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, PackExchange | None]:
-    """The choices for building batches, and who exchanges packs with this rank, if anybody does.
+    """Return the choices for building batches, and the exchange of packs with other ranks, or None.
 
     Packs are exchanged whole; what this rank uses of a batch is cut out of what came, and page-locked then. A stage
     without payload has nothing to exchange: how many packs a rank has stays as the plan says.
@@ -358,7 +358,7 @@ class EpochLoop(BaseLoop):
         )
 
     def _share_out(self, store: ChunkStore, plan: Plan, ahead: Callable[[], Plan], *, sliced: bool) -> None:
-        """Say what of memory_limit the arena uses, and whether units that nobody needs any more stay in it.
+        """Decide how much of memory_limit the arena uses, and whether units stay in it once nobody needs them.
 
         Raises:
             MemoryLimitError: What is needed at once does not fit.
@@ -374,7 +374,7 @@ class EpochLoop(BaseLoop):
             store.retain = store.limit_bytes >= int(self._room_bytes[ahead().rank_chunks(dp_rank)].sum())
 
     def _ahead(self, plan: Plan, place: Place) -> Plan:
-        """The plan to look far ahead in: without an end in orders apart, where that does not count as planned."""
+        """Return the plan for looking far ahead: of an order without end one over a copy, so that a look is no plan."""
         if self.shares is None or not plan.orders.is_endless:
             return plan
         return self._plan(place, self.shares.apart(self.order))

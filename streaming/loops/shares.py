@@ -73,7 +73,7 @@ class Shares:
         return self._orders
 
     def apart(self, settings: OrderSettings) -> Orders:
-        """The same orders, for a look ahead: what is looked at in ``orders`` counts as planned.
+        """Return the same orders for looking ahead: what is looked at in ``orders`` counts as planned.
 
         The same object while neither settings nor ledger change: after ``remesh`` most of it is laid already.
         """

@@ -48,7 +48,7 @@ class Endless(ABC):
 
     @abstractmethod
     def _weigh(self) -> None:
-        """Make anew what follows from the schedule, of which only what lies behind the frontier is another."""
+        """Rebuild what follows from the schedule, which has changed behind the frontier alone."""
 
     def of_pass(self, number: int) -> Self:
         """The order itself: there is one pass.
@@ -61,7 +61,7 @@ class Endless(ABC):
         return self
 
     def apart(self) -> Self:
-        """The same order for a look ahead, which does not move the frontier of this one; what is laid serves both."""
+        """Return the same order for looking ahead: it leaves this one's frontier alone, and shares what is laid."""
         made = copy.copy(self)
         made._frontier = 0
         return made
@@ -118,12 +118,12 @@ class Endless(ABC):
 
     @contextmanager
     def held(self) -> Iterator[int]:
-        """Keep the frontier where it is, and give it: who plans beyond waits until the end of the ``with`` block."""
+        """Hold the frontier where it is, and yield it; who plans beyond it waits until the ``with`` block ends."""
         with self._lock:
             yield self._frontier
 
     def append(self, *weights: Weights) -> None:
-        """Let other weights apply, the first from a time on, in place of all that were to apply from then on.
+        """Apply other weights, the first from a time on, in place of those that were to apply then or later.
 
         Raises:
             ConfigError: Something is planned there already, or the weights are none.

@@ -386,7 +386,7 @@ class _Drawn:
         return cls(since=nothing, until=nothing, splits=splits, runs=Runs.joined([]), stamps=np.empty(0))
 
     def replaced(self, windows: Mapping[int, tuple[int, int, Runs, _Floats]]) -> _Drawn:
-        """The same with other runs of some sources: positions from, to, the runs, and their stamps."""
+        """Replace the runs of some sources by others: first position, one past the last, runs, and their stamps."""
         since, until = self.since.copy(), self.until.copy()
         parts = [
             windows[source][2:] if source in windows else (self.runs.taken(slice(low, high)), self.stamps[low:high])
@@ -630,7 +630,7 @@ class MixedLanes(Endless):
         return drawn, counted
 
     def _window(self, source: int, group: int, start: int, stop: int, more: int) -> tuple[int, int, Runs, _Floats]:
-        """Runs of one source that hold positions ``[start, stop + more)`` of its streams and some behind; their end."""
+        """Return ``start``, an end of at least ``stop + more``, one source's runs between them, and their stamps."""
         name, low, high = self._names[source], group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
         lanes = self._lanes[name]
         ahead = max(stop + more, start + 4 * lanes.mean_chunk)
