@@ -159,6 +159,10 @@ def test_epoch_size_makes_epochs_of_what_has_no_end(sets: dict[str, SampleSet]) 
     with DataLoader(mix, batch_size=12, epoch_size=60) as loader:
         assert len(loader) == 5
         assert merged([[check_batch(batch) for _ in range(4) for batch in loader]]) == whole
+        state = {**loader.state_dict(), "epoch": 1000}
+    with DataLoader(mixture(sets, weights={"web": 1, "code": 1, "math": 2}), batch_size=12, epoch_size=60) as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict()["ledger"][-1]["from"] >= 60_000  # rows of all epochs before
 
 
 def test_an_epoch_without_an_end_goes_on_in_the_next_loop(sets: dict[str, SampleSet]) -> None:

@@ -246,10 +246,16 @@ def test_who_and_when_of_exact_shares(described: Any, tmp_path: Path, options: d
     saved = tmp_path / "state.json"
     saved.write_text(json.dumps(state))
     more = (path, "--dp", RANKS, "--global-batch-size", G)
-    assert rows_of(told(*more, "--state", saved, "--step", "0..20", "--who")) == got
+    who = told(*more, "--state", saved, "--step", "0..20", "--who")
+    assert rows_of(who) == got
+    sources = Mixture.from_file(path).leaves
+    assert all(sources[row["source"]][row["number"]]["__key__"] == row["key"] for row in who["rows"][:24])
     key = next(row[3] for row in got if row[2] == "code")
     when = told(*more, "--state", saved, "--key", key, "--when", "--step", "0..20")
     assert rows_of(when) == [row for row in got if row[3] == key]
+    # Elsewhere it looks up to the state's step, and as far beyond as gives the 23 samples of code again, twice over.
+    looked_at = told(*more, "--state", saved, "--key", key, "--when")["looked_at"]
+    assert looked_at == [0, 20 + 2 * round(23 / (0.2 * G)) + 1]
     report = told(*more, "--epoch-size", 240)["shares"]
     counts = {name: sum(row[2] == name for row in got) for name in ("web", "code", "math")}
     assert {one["name"]: one["drawn"] for one in report["sources"]} == counts
@@ -278,6 +284,11 @@ def test_who_and_when_of_a_mixture_that_ends(described: Any, tmp_path: Path) -> 
     found = rows_of(told(path, *more, "--key", key, "--when"))
     expected = sorted((row for row in got if row[3] == key and row[0] >= per_epoch), key=str)
     assert [row for row in found if row[0] < 2 * per_epoch] == expected
+    saved.write_text(json.dumps({**state, "next_seed": 9}))  # from the next epoch on
+    with DataLoader(Mixture.from_file(path), global_batch_size=G, device_mesh=mesh_of(1, 0)) as loader:
+        loader.load_state_dict({**state, "next_seed": 9, "epoch": 2, "samples_seen": 0})
+        first = sorted(next(iter(loader))["__key__"])
+    assert sorted(row["key"] for row in told(path, *more, "--step", 2 * per_epoch, "--who")["rows"]) == first
 
 
 def test_another_mixture_than_the_runs_is_refused_by_name(

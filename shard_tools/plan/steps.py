@@ -299,8 +299,6 @@ def _check_mixture(planned: Planned, state: LoaderState) -> None:
             f"--state: of a mixture with the source {missing[0]!r}, which the file lacks; it has "
             f"{', '.join(sorted(there))}"
         )
-    if state.ledger is not None:
-        planned.eras(state.ledger)
     quotas = None if state.ledger is None else state.ledger.last.quotas
     if quotas is not None and set(quotas) != set(there):
         more = ", ".join(sorted(set(there) - set(quotas)))
