@@ -45,6 +45,8 @@ def test_a_batch_of_everything() -> None:
         "__key__": ["a", "ключ", "\ud800", ""],
         **{str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES},
         "transposed": torch.arange(6).reshape(2, 3).T,
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "negative": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
         "scalar": torch.tensor(1.5),
         "none": torch.empty(0, 4),
         "ragged": [torch.arange(n) for n in range(4)],

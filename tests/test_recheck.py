@@ -120,9 +120,11 @@ def test_mended_samples_are_good(data: Path, tmp_path: Path) -> None:
 def test_records_of_other_shards_and_torn_lines_are_counted(data: Path, tmp_path: Path) -> None:
     record = BadRecord(url="/elsewhere/0.tar", key="a", stage="fetch", reason="x")
     file = tmp_path / "bad.jsonl"
-    file.write_bytes(record.to_line() * 2 + b'{"url": "/else')
+    gone = BadRecord(url=f"{data}/000000.tar", sample_in_shard=20, stage="fetch", reason="x")
+    file.write_bytes(record.to_line() * 2 + gone.to_line() + b'{"url": "/else')
     report = check(file, data)
-    assert (report.num_listed, report.num_elsewhere, report.num_unreadable, report.num_samples) == (1, 1, 1, 0)
+    assert (report.num_listed, report.num_elsewhere, report.num_unreadable, report.num_samples) == (2, 1, 1, 0)
+    assert [one.what for one in report.findings] == ["the index has no such sample"]
 
 
 def test_shards_that_are_gone(data: Path, tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from leftovers import leftovers, our_threads
 from streaming.errors import ConfigError, TransferError
 from streaming.storage import Storage
 from streaming.storage.base.active import Call
-from streaming.storage.base.adapter import PassingError, Sink, copy_piece
-from streaming.storage.base.options import RetryPolicy
+from streaming.storage.base.adapter import ChangedError, PassingError, Sink, copy_piece
+from streaming.storage.base.options import RetryPolicy, StorageOptions
 from streaming.storage.requests.retry import TokenBucket, retrying
 from streaming.storage.requests.silences import Patience, Silences
 from streaming.storage.requests.threads import RequestThreads
+from streaming.storage.requests.traffic import Traffic
 from streaming.storage.requests.transfer import Transfer, _Request
 
 MIB = 1 << 20
@@ -296,6 +297,41 @@ class TestRace:
         assert out == b"abcdefghij"
         assert script.asked == [(0, 10, None), (3, 10, '"v"')]
         assert hedging.ended == [True]
+
+    def test_a_request_that_fell_behind_writes_no_more(self) -> None:
+        wrote, out, hedging = threading.Event(), bytearray(10), Eager()
+        stalled = Answer([b"abc", lambda: self.until(wrote), b"DEF"])
+        stalled.num_bytes = 10
+        rival = Answer([b"def", wrote.set, lambda: self.until(stalled.closed), b"ghij"])
+        self.read(Script(stalled, rival), hedging, out)
+        assert out == b"abcdefghij"
+
+    def until(self, event: threading.Event) -> None:
+        assert event.wait(10)
+
+    def test_pieces_of_two_versions_are_never_joined(self) -> None:
+        """Of a store, too, that takes no condition: what it says of the answer is compared."""
+
+        def breaks() -> None:
+            raise PassingError("broke")
+
+        later = Answer([b"def"])
+        later.version = '"w"'
+        transfer = Transfer(Script(Answer([b"abc", breaks, b"def"]), later), "s3://b/x", 0, 6, count=lambda *_: None)  # type: ignore[arg-type]
+        for error in (PassingError, ChangedError):
+            with pytest.raises(error):
+                transfer.attempt(Call("s3://b/x"), None, time.monotonic() + 10)
+
+    def test_second_requests_keep_no_place_among_those_under_way(self) -> None:
+        until_s, told = time.monotonic() + 60, Counter[str]()
+        traffic = Traffic("s3://b", StorageOptions(), RequestThreads(), lambda name, count: told.update({name: count}))
+        with traffic.request(until_s):
+            for _ in range(20):
+                if traffic.begin(until_s):
+                    traffic.end(won=False)
+            assert 0 < told["hedges"] < 20, "as many as were saved"
+            assert traffic._gate._under_way == 1
+        assert traffic._gate._under_way == 0
 
     def test_what_others_teach_counts_for_requests_under_way(self) -> None:
         asked = threading.Event()

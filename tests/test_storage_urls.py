@@ -22,6 +22,7 @@ from streaming.storage.adapters.fsspec_adapter import _translate
 from streaming.storage.base.adapter import PassingError, UnreachableError
 from streaming.storage.base.options import StorageOptions, parse_options
 from streaming.storage.requests.retry import retrying
+from streaming.storage.store import _MOST_PINS, Pins
 
 SEGMENT = st.text(st.characters(codec="utf-8", exclude_characters="/?#:\0{}"), min_size=1, max_size=8).filter(
     lambda text: text not in {".", ".."}
@@ -137,6 +138,15 @@ KEYS = {"AWS_ACCESS_KEY_ID": "env-key", "AWS_SECRET_ACCESS_KEY": "env-secret", "
 BARE = {"AWS_CONFIG_FILE": "/none", "AWS_SHARED_CREDENTIALS_FILE": "/none"}
 
 
+def test_versions_of_the_objects_used_last_are_remembered() -> None:
+    pins = Pins()
+    for number in range(_MOST_PINS):
+        pins.keep(str(number), "v")
+    pins.keep("0", "w")
+    pins.keep("new", "v")
+    assert [pins.get(name) for name in ("0", "1", "2", "new")] == ["v", None, "v", "v"]
+
+
 class TestCredentials:
     def test_given_keys_win_and_do_not_mix_with_the_environments_token(self) -> None:
         access = s3_access(StorageOptions(key="k", secret="s"), KEYS)
@@ -145,6 +155,25 @@ class TestCredentials:
         assert (found["access_key_id"], found["secret_access_key"], found["token"]) == ("k", "s", None)
         assert "env-secret" not in repr(access)
         assert "'s'" not in repr(access)
+
+    def test_what_is_given_comes_first(self) -> None:
+        environ = {**KEYS, "AWS_REGION": "env", "AWS_DEFAULT_REGION": "default"}
+        given = s3_access(StorageOptions(key="k", secret="s", token="t", region="given"), environ)
+        assert given.provider is not None
+        assert (given.provider()["token"], given.region) == ("t", "given")
+        assert s3_access(StorageOptions(), environ).region == "env"
+
+    def test_who_asks_in_other_names_shares_no_client(self) -> None:
+        given = [
+            {"key": "k", "secret": "s"},
+            {"key": "k", "secret": "other"},
+            {"key": "k", "secret": "s", "token": "t"},
+        ]
+        names = [s3_access(StorageOptions(**one), KEYS).identity for one in given]  # type: ignore[arg-type]
+        names += [s3_access(StorageOptions(), {**KEYS, "AWS_SECRET_ACCESS_KEY": name}).identity for name in "ab"]
+        assert len({*names}) == len(names)
+        assert s3_access(StorageOptions(**given[0]), KEYS).identity == names[0]  # type: ignore[arg-type]
+        assert "other" not in "".join(map(str, names))
 
     def test_the_environment(self) -> None:
         access = s3_access(StorageOptions(), {**KEYS, "AWS_DEFAULT_REGION": "r", "AWS_ENDPOINT_URL": "http://e/"})
