@@ -30,8 +30,9 @@ from streaming.engine.workers.fork_server import SHARED
 
 LIMIT_BYTES = 128 << 20
 SAMPLE_BYTES = 256 << 10
-NUM_SAMPLES = 2 * LIMIT_BYTES // SAMPLE_BYTES
-"""What is decoded of them is four times as large as the limit."""
+_TIMES = {"large": 2, "streamed": 2, "mixed": 3}
+NUM_SAMPLES = {name: times * LIMIT_BYTES // SAMPLE_BYTES for name, times in _TIMES.items()}
+"""What is decoded of them is twice as large. Of mixed sizes, fewer rarely have several of the largest at once."""
 BATCH_SIZE = 8
 FIRST_BATCH_BYTES = 3 << 20
 """At least: 3.2 MiB of 8 workers, which share the rest; pages that are its own from then on."""
@@ -142,7 +143,7 @@ def main(found_path: str, folder: str, num_workers: int, name: str = "large") ->
     epoch_size = None
     if name != "large" and not name.startswith("objects"):
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
-        epoch_size = NUM_SAMPLES
+        epoch_size = NUM_SAMPLES[name]
     decoder = Counted(forget if name.startswith("objects") else decode)
     with loader_of(f"{folder}/{name}/", decoder, num_workers, epoch_size) as loader, Sampler(folder) as sampler:
         slow = threading.Event()

@@ -35,9 +35,9 @@ Play = Callable[..., dict[str, float]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set twice as large as the limit, one with samples of any size, and a tiny one."""
+    """A data set twice as large as the limit, a larger one with samples of any size, and a tiny one."""
     folder = tmp_path_factory.mktemp("memory")
-    for name, count, size in (("tiny", 160, 100), ("large", NUM_SAMPLES, SAMPLE_BYTES)):
+    for name, count, size in (("tiny", 160, 100), ("large", NUM_SAMPLES["large"], SAMPLE_BYTES)):
         (folder / name).mkdir()
         data = os.urandom(size)
         with ShardWriter(f"{folder}/{name}/{{:06d}}.tar", max_bytes="64MiB") as writer:
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dice, longest = random.Random(1), os.urandom(2 * SAMPLE_BYTES)
     (folder / "mixed").mkdir()
     with ShardWriter(f"{folder}/mixed/{{:06d}}.tar", max_bytes="64MiB", index=False) as writer:
-        for number in range(NUM_SAMPLES):
+        for number in range(NUM_SAMPLES["mixed"]):
             writer.write({"__key__": f"{number:06d}", "bin": longest[: dice.randrange(2 * SAMPLE_BYTES)]})
     for name, value in OBJECTS.items():
         (folder / name).mkdir()
@@ -123,7 +123,7 @@ def test_batches_that_are_large_for_the_limit_are_told_of_with_the_arithmetic(
 @pytest.mark.parametrize("num_workers", [0, more(2), 8])
 def test_all_processes_together_keep_within_the_limit(play: Play, num_workers: int) -> None:
     found = play(str(num_workers))
-    assert found["batches"] == NUM_SAMPLES // 8
+    assert found["batches"] == NUM_SAMPLES["large"] // 8
     assert found["arena_peak_bytes"] > LIMIT_BYTES / 2, "the limit was really used"
     assert found["arena_peak_bytes"] <= 0.75 * LIMIT_BYTES
     assert found["ring_peak_bytes"] <= 0.25 * LIMIT_BYTES
@@ -138,7 +138,7 @@ def test_all_processes_together_keep_within_the_limit(play: Play, num_workers: i
 def test_so_they_do_without_an_index(play: Play, name: str, num_workers: int) -> None:
     """Samples of one size, and of any: they leave the window at random, and the next ones need other room."""
     found = play(str(num_workers), name)
-    assert found["batches"] == NUM_SAMPLES // 8
+    assert found["batches"] == NUM_SAMPLES[name] // 8
     assert 0 < found["arena_peak_bytes"] <= LIMIT_BYTES / 16
     assert found["ring_peak_bytes"] <= 0.25 * LIMIT_BYTES
     assert found["peak_bytes"] - found["idle_bytes"] <= 1.1 * LIMIT_BYTES, found
