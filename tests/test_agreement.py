@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from data_sets import SampleSet, write_set
 
 import streaming
 from infra import DeviceMesh
-from streaming import DataLoader, SequenceSlice, ShuffleConfig
+from streaming import DataLoader, Mixture, SequenceSlice, ShuffleConfig
 from streaming.errors import AgreementError, ConfigError
 from streaming.job.agreement import agree
 from streaming.replicas.start_check import StartCheck
@@ -239,6 +240,46 @@ def test_only_the_first_iteration_asks_and_others_may_be_alone(samples: SampleSe
         return 0
 
     assert on_ranks(4, train) == [12, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("board")
+def test_a_mesh_of_data_ranks_alone_waits_for_nobody(samples: SampleSet, caplog: pytest.LogCaptureFixture) -> None:
+    """TorchTitan makes loaders by ``dp_rank`` and ``dp_world_size``: process 1 is data rank 0, as its tensor peer 0."""
+
+    def start(rank: int) -> list[str]:
+        two = DeviceMesh.from_sizes(dp_size=2, rank=rank // 2, environ={})
+        with DataLoader(samples.open(), 8, device_mesh=two, num_threads=0, agreement_timeout=25) as loader:
+            keys: list[str] = next(iter(loader))["__key__"]
+            return keys
+
+    begun = time.monotonic()
+    first, second, third, fourth = on_ranks(4, start)
+    assert first == second
+    assert third == fourth
+    assert not set(first) & set(third)
+    assert time.monotonic() - begun < 20, "it waited for a rank 1 of the mesh that is process 2"
+    assert "did not come" not in caplog.text
+
+
+@pytest.mark.parametrize("at", [None, 4_000])
+def test_weights_set_on_a_mesh_of_data_ranks_alone(
+    samples: SampleSet, board: Any, monkeypatch: pytest.MonkeyPatch, at: int | None
+) -> None:
+    """Process 0 waited for 600 s for the others, also where the row was given."""
+    monkeypatch.setattr("streaming.loops.shares.job_store", lambda _: (_rank(), board))
+    monkeypatch.setattr("streaming.loops.shares.job_world_size", lambda: 4)
+
+    def change(rank: int) -> int:
+        two = DeviceMesh.from_sizes(dp_size=2, rank=rank // 2, environ={})
+        mix = Mixture({"a": samples.open(), "b": samples.open()}, weights={"a": 1, "b": 1})
+        with DataLoader(mix, 8, device_mesh=two, num_threads=0) as loader:
+            return loader.set_weights({"a": 1, "b": 3}, at=at, timeout=20)
+
+    got = on_ranks(4, change)
+    if at is None:
+        assert all("give the loader the whole mesh" in str(one) for one in got), got
+    else:
+        assert got == [at] * 4
 
 
 @pytest.mark.usefixtures("board")

@@ -69,9 +69,7 @@ def agree(
     Raises:
         AgreementError: Ranks differ (the same message on all of them), or did not come.
     """
-    digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
-    home = f"shardstream/agree/{digest}"
-    turn = board.add(f"{home}/turn/{rank}", 1)
+    home, turn = _home(board, rank, ranks, subject)
     board.set(f"{home}/{turn}/{rank}", json.dumps(dict(facts)))
     verdict_key = f"{home}/{turn}/verdict"
     if rank == ranks[0]:
@@ -89,6 +87,23 @@ def agree(
         raise AgreementError(_problem(late, len(ranks) - len(verdict["missing"])))
     if verdict["missing"] and rank not in verdict["missing"]:
         _absent(verdict["missing"], timeout_s, required=required)
+
+
+def stand_aside(board: Board, rank: int, ranks: Sequence[int], *, subject: str) -> None:
+    """Tell those who :func:`agree` on ``subject`` that ``ranks`` are not numbers of this job: nothing is compared.
+
+    Where a mesh has the data ranks alone, as programs with tensor peers give it, several processes are one of its
+    ranks, and the process with the number of another one would be waited for in vain.
+    """
+    home, turn = _home(board, rank, ranks, subject)
+    board.set(f"{home}/{turn}/{rank}", json.dumps(None))
+
+
+def _home(board: Board, rank: int, ranks: Sequence[int], subject: str) -> tuple[str, int]:
+    """Return where entries about a subject lie, and which of its calls this is for ``rank``, from 1."""
+    digest = hashlib.sha256(json.dumps([subject, list(ranks)]).encode()).hexdigest()[:32]
+    home = f"shardstream/agree/{digest}"
+    return home, board.add(f"{home}/turn/{rank}", 1)
 
 
 def gathered(
@@ -134,6 +149,8 @@ def _gather(board: Board, home: str, ranks: Sequence[int], timeout_s: float) -> 
     told = {rank: json.loads(board.get(f"{home}/{rank}")) for rank in present}
     for rank in present:
         board.delete_key(f"{home}/{rank}")
+    if None in told.values():  # one stands aside
+        return {"problem": "", "majority": {}, "missing": []}
     majority = majority_of(list(told.values()))
     found = differences(told, majority)
     return {

@@ -172,16 +172,20 @@ class Shares:
         """The first row that is free on all ranks."""
         if mesh.world_size == 1:
             return free
-        if job_world_size() < mesh.world_size or job_store("")[0] != mesh.rank:
-            if at is None:
-                raise ConfigError(
-                    f"set_weights: the {mesh.world_size} ranks have to agree on a row, which needs torch.distributed; "
-                    "call torch.distributed.init_process_group, or give all ranks the same row: set_weights(…, at=row)"
-                )
+        job = job_world_size()
+        rank, board = job_store("set_weights") if job > 1 else (0, None)
+        if (
+            board is None
+            or job < mesh.world_size
+            or (rank != mesh.rank and (job == mesh.world_size or rank not in mesh.ranks))
+        ):
+            _need_row(mesh, at)
             return free
-        rank, board = job_store("set_weights")
-        said = {"free": free, "weights": dict(weights), "at": at}
+        said = {"free": free, "weights": dict(weights), "at": at, "rank": mesh.rank}
         told = gathered(board, rank, mesh.ranks, said, subject="set_weights", timeout_s=timeout_s)
+        if any(one["rank"] != other for other, one in told.items()):  # data ranks alone: several processes are one
+            _need_row(mesh, at)
+            return free
         for other, one in told.items():
             if (one["weights"], one["at"]) != (said["weights"], at):
                 raise AgreementError(
@@ -189,6 +193,16 @@ class Shares:
                     f"at={at}; all ranks have to give the same, at the same step"
                 )
         return int(max(one["free"] for one in told.values()))
+
+
+def _need_row(mesh: DeviceMesh, at: int | None) -> None:
+    """Raise ConfigError where ranks cannot agree on a row, and were not given one."""
+    if at is None:
+        raise ConfigError(
+            f"set_weights: the {mesh.world_size} ranks of the mesh have to agree on a row, for which they must be "
+            "those of torch.distributed; call torch.distributed.init_process_group, give the loader the whole mesh (with "
+            "tensor, pipeline and context ranks), or give all ranks the same row: set_weights(…, at=row)"
+        )
 
 
 def _ordinal(number: int) -> str:

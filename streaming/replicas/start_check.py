@@ -9,7 +9,7 @@ from typing import Any
 from infra import DeviceMesh
 from streaming.batches.draws import Chain
 from streaming.engine.source import ShardSet
-from streaming.job.agreement import agree
+from streaming.job.agreement import agree, stand_aside
 from streaming.job.store import ProcessGroup, job_store, job_world_size
 from streaming.plan.state import LoaderState
 from streaming.replicas.options import Replicas
@@ -57,9 +57,13 @@ class StartCheck:
         is_old, self._met_in = self._met_in is not None and self._met_in.is_current, ProcessGroup()
         if self._is_remeshed and (is_old or job_world_size() != self._mesh.world_size):
             return
-        # A mesh played in one process, or of other processes than torch.distributed's: nobody to ask.
-        if 1 < self._mesh.world_size <= job_world_size() and job_store("")[0] == self._mesh.rank:
-            self._compare(f"start of {self._dataset.urls}", self._timeout_s, required=False)
+        if not 1 < self._mesh.world_size <= job_world_size():
+            return  # a mesh played in one process, or of other processes than torch.distributed's: nobody to ask
+        subject, (rank, board) = f"start of {self._dataset.urls}", job_store("")
+        if rank == self._mesh.rank:
+            self._compare(subject, self._timeout_s, required=False)
+        elif rank in self._mesh.ranks and self._mesh.world_size < job_world_size():
+            stand_aside(board, rank, self._mesh.ranks, subject=subject)
 
     def become(self, mesh: DeviceMesh) -> None:
         """Be a rank of another world: the next iteration compares, if torch.distributed is set up anew for that world.
