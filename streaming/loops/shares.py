@@ -199,9 +199,9 @@ def _need_row(mesh: DeviceMesh, at: int | None) -> None:
     """Raise ConfigError where ranks cannot agree on a row, and were not given one."""
     if at is None:
         raise ConfigError(
-            f"set_weights: the {mesh.world_size} ranks of the mesh have to agree on a row, for which they must be "
-            "those of torch.distributed; call torch.distributed.init_process_group, give the loader the whole mesh (with "
-            "tensor, pipeline and context ranks), or give all ranks the same row: set_weights(…, at=row)"
+            f"set_weights: the {mesh.world_size} ranks have to agree on a row, as ranks of torch.distributed; call "
+            "torch.distributed.init_process_group, give the loader the whole mesh (with tensor, pipeline and context "
+            "ranks), or give all ranks the same row: set_weights(…, at=row)"
         )
 
 
