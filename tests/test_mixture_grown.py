@@ -145,13 +145,15 @@ def test_what_was_seen_of_a_pass_is_not_repeated(
         assert seen == {"samples": len(drawn), "passes": pytest.approx(joins + len(rest) / 110)}
 
 
-def test_a_filtered_source_grows(root: Path) -> None:
-    options: dict[str, Any] = {"weights": {"web": 1}, "where": "hash(__key__) % 3 < 2", "quotas": "exact"}
-    _, state = world(opened(root, "web", **options), 2, 3)
+@pytest.mark.parametrize("where", ["hash(__key__) % 3 < 2", "__key__ >= '00010'"])  # of the first chunks nothing
+def test_a_filtered_source_grows(root: Path, where: str) -> None:
+    options: dict[str, Any] = {"weights": {"web": 1}, "where": where, "quotas": "exact"}
+    before, state = world(opened(root, "web", **options), 2, 3)
     grown = opened(root, "web", more="web", **options)
     after, last = world(grown, 1, 40, state)
     assert last["ledger"][-1]["joins"] == {"web": 1}
     assert any(int(key) >= 71 for keys in after for key in keys)
+    assert world(grown, 1, 3, {**last, "samples_seen": 0})[0] == before
     other = opened(root, "web", more="web", weights={"web": 1}, where="hash(__key__) % 3 < 1", quotas="exact")
     with DataLoader(other, batch_size=12) as loader, pytest.raises(StateError, match="source 'web' is not the one"):
         loader.load_state_dict(state)
@@ -180,10 +182,17 @@ def test_where_a_source_cannot_grow_the_message_says_what_to_do(root: Path, tmp_
     _, last = world(opened(root, "web code", more="web", **grown), 1, 1, state)
     write_set(tmp_path, (9, *SHARDS["web"]), first=FIRST["web"])
     others = {"web": StreamingDataset(f"{tmp_path}/"), "code": StreamingDataset(f"{root}/code/")}
+    where = "__key__ != '00003'"
+    _, filtered = world(opened(root, "web code", where=where, **grown), 1, 1)
+    ranges = [StreamingDataset(f"{root}/web-grown/", where=condition)[2:] for condition in (None, where)]
+    codes = [StreamingDataset(f"{root}/code/", where=condition) for condition in (None, where)]
+    ranged = [Mixture({"web": web, "code": code}, **grown) for web, code in zip(ranges, codes, strict=True)]
     for mix, saved, words in (
         (opened(root, "web code", more="web"), ending, r"'web' has grown from 3 to 5 shards.*until the epoch is over"),
         (Mixture(others, **grown), state, r"'web' is not the one.*stand behind all of these.*web-2"),
         (opened(root, "web code", **grown), last, "'web' is not the one"),  # nor may it shrink
+        (ranged[0], state, "'web' is not the one"),  # nor is a range of it such
+        (ranged[1], filtered, "'web' is not the one"),
     ):
         with DataLoader(mix, batch_size=12) as loader, pytest.raises(StateError, match=words):
             loader.load_state_dict(saved)
