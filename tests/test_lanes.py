@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, StateError
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import MixedLanes, Rounds, Runs, SourceLanes
 from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
@@ -376,6 +376,37 @@ def test_every_round_of_a_source_gives_each_sample_once_a_pass(
     for lane in range(lanes if first else 0):
         old, new = alone.runs(lane, lane + 1, 0, first), source.runs(lane, lane + 1, 0, first)
         assert Counter(inside(old, 0, first)) == Counter(inside(new, 0, first))
+
+
+@unhurried
+@given(cases(endless=True, dealt="chunks"), st.data())
+def test_the_others_stand_where_they_do_when_sources_are_gone(case: Case, data: st.DataObject) -> None:
+    """Positions and counts follow from what the ledger holds of those that were dropped."""
+    names = sorted(case.sources)
+    kept = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    dropped = sorted(set(names) - set(kept))
+    until = case.schedule[-1].start + data.draw(st.integers(1, 300))
+    schedule = [*case.schedule, Weights(start=until, weights=dict.fromkeys(kept, 1))]
+    whole = MixedLanes(Sources(case.sources, case.settings), schedule)
+    laid = {name: json.loads(json.dumps(whole.laid_at_the_end(name).tolist())) for name in dropped}
+    left = {name: case.sources[name] for name in case.sources if name in kept}
+    cut = MixedLanes(Sources(left, case.settings, absent=dropped, laid=laid), schedule)
+    for order in (whole, cut):
+        order._block_time = 16
+    start, lane = until + 250 + data.draw(st.integers(0, 100)), data.draw(st.integers(0, case.settings.lanes - 1))
+    (chunks, offsets), (others, other_offsets) = (one.lane_samples(lane, start, start + 40) for one in (whole, cut))
+    assert named(case.sources, chunks) == named(left, others)
+    assert offsets.tolist() == other_offsets.tolist()
+    counts = [dict(zip(one.sources.every_name, one.drawn(lane, start).tolist(), strict=True)) for one in (whole, cut)]
+    assert counts[0] == counts[1]
+    if any(name in entry.weights and entry.weights[name] for name in dropped for entry in schedule):
+        with pytest.raises(StateError, match="which it lacks"):
+            cut.lane_samples(lane, 0, 1)
+
+
+def named(sources: dict[str, list[int]], chunk_ids: Any) -> list[tuple[str, int]]:
+    """The source of each chunk, and its number in it."""
+    return [[(name, number) for name, sizes in sources.items() for number in range(len(sizes))][i] for i in chunk_ids]
 
 
 def inside(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:

@@ -445,6 +445,76 @@ def test_a_source_dropped_by_the_weight_0_is_read_no_more(sets: dict[str, Sample
     assert before + merged([after]) == world(alone, 2, 7 + len(after), {**last, "samples_seen": 0})[0]
 
 
+def free_row(sets: dict[str, SampleSet], state: Any) -> int:
+    """The row from which on "math" may be left out, as the error of an earlier state tells."""
+    with (
+        DataLoader(mixture(sets, "web code", weights={"web": 1, "code": 2}), batch_size=12) as loader,
+        pytest.raises(StateError, match=r"draws from 'math', which it lacks.*weight 0 up to row [0-9,]+ or so") as told,
+    ):
+        loader.load_state_dict(state)
+    return int(str(told.value).partition("up to row ")[2].partition(" ")[0].replace(",", ""))
+
+
+def test_a_source_that_was_dropped_may_be_gone_when_it_is_read_to_its_end(sets: dict[str, SampleSet]) -> None:
+    """The others go on as if it stood in the mixture with the weight 0, on any world, and it may come back."""
+    even = dict.fromkeys(SIZES, 1)
+    weights = {"web": 1, "code": 2, "math": 0}
+    _, state = world(mixture(sets, weights=even, shuffle=FEW_LANES), 2, 20)
+    zero = mixture(sets, weights=weights)
+    with DataLoader(zero, batch_size=12) as loader:
+        loader.load_state_dict(state)
+        soon = json.loads(json.dumps(loader.state_dict()))
+        take(loader, -(-free_row(sets, soon) // 12) - 20)
+        late = json.loads(json.dumps(loader.state_dict()))
+        drawn = loader.seen()["math"]["samples"]
+        expected = merged([take(loader, 60)])
+        kept = loader.state_dict()
+    laid = late["ledger"][-1]["laid"]["math"]
+    assert (len(laid), sum(laid)) == (2, drawn)
+    assert len(json.dumps(late["ledger"])) < 1000
+
+    without = mixture(sets, "web code", weights={"web": 1, "code": 2})
+    before, halfway = world(without, 3, 25, late)
+    after, last = world(without, 1, 35, json.loads(json.dumps(halfway)))
+    assert before + after == expected
+    assert [sorted(entry["sources"]) for entry in last["ledger"][-2:]] == [["code", "math", "web"], ["code", "web"]]
+    with DataLoader(without, batch_size=12) as loader:
+        loader.load_state_dict(last)
+        assert loader.seen()["math"] == {"samples": drawn}
+        with pytest.raises(StateError, match=r"drew from 'math', which this mixture lacks.*set_weights.*be gone"):
+            loader.load_state_dict(state)
+    back = mixture(sets, weights=even)
+    assert world(back, 1, 20, last)[0] == world(back, 2, 20, kept)[0]
+
+
+def test_weights_of_a_running_job_let_a_source_be_dropped_too(sets: dict[str, SampleSet]) -> None:
+    with DataLoader(mixture(sets, weights=dict.fromkeys(SIZES, 1), shuffle=FEW_LANES), batch_size=12) as loader:
+        take(loader, 5)
+        loader.set_weights({"web": 1, "code": 1, "math": 0})
+        assert sorted(loader.state_dict()["ledger"][-1]["laid"]) == ["math"]
+        take(loader, 190)
+        state = loader.state_dict()
+        expected = merged([take(loader, 30)])
+        loader.set_weights({"web": 1, "code": 1, "math": 1})
+        again = loader.state_dict()
+    without = mixture(sets, "web code", weights={"web": 1, "code": 1})
+    assert world(without, 2, 30, state)[0] == expected
+    with DataLoader(without, batch_size=12) as loader, pytest.raises(StateError, match="drew from 'math'"):
+        loader.load_state_dict(again)  # it was drawn from once more
+
+
+def test_of_sources_that_are_too_many_for_a_state_it_says_that_they_stay(
+    sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streaming.datasets.mixture._MOST_LAID", 1)
+    with DataLoader(mixture(sets, weights=dict.fromkeys(SIZES, 1), shuffle=FEW_LANES), batch_size=12) as loader:
+        take(loader, 5)
+        with caplog.at_level(logging.INFO, "streaming"):
+            loader.set_weights({"web": 1, "code": 1, "math": 0})
+        assert "laid" not in loader.state_dict()["ledger"][-1]
+    assert any("math: without a weight" in line and "has to stay in the mixture" in line for line in caplog.messages)
+
+
 def test_the_line_at_the_start_says_when_passes_begin(
     sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture
 ) -> None:

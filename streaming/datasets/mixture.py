@@ -8,7 +8,7 @@ import logging
 import math
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, cached_property, partial
@@ -44,6 +44,8 @@ Ends: TypeAlias = Literal["first", "all"]
 Batches: TypeAlias = Literal["mixed", "one_source"]
 _MAX_SEED = 2**64 - 1
 _SHORT = 60
+_MOST_LAID = 2**12
+"""Numbers that a state holds of sources that were dropped: one for each lane and source, some 30 KB of JSON at most."""
 _TABLES_READ = 8
 """Shards of a source whose column is read for the mean number of tokens of its samples."""
 _AT_THE_SOURCE = "it is an option of each source; write Mixture({{…: StreamingDataset(…, {}=…)}})"
@@ -415,12 +417,14 @@ class Mixture(JoinedSource):
             return orders, first_free_row(orders, row)
 
         missing = sorted(set(ledger.sources) - set(self.names))
+        if ledger.last.quotas is None:
+            missing = sorted(set(missing) & (ledger.drawn - ledger.laid.keys()))
         if missing and ledger.last.dealt == "chunks":
             raise StateError(
                 f"this state drew from {listed(list(map(repr, missing)))}, which this mixture lacks. Where the others "
                 "stand follows from the chunks that were drawn beside theirs: keep it in the mixture, with the weight "
-                "0 (weights or the Schedule at a resume); its shards are not read any more, but must still lie "
-                "there when it is opened"
+                "0 (weights or the Schedule at a resume, or set_weights). States say from then on what it has laid, "
+                "and when that is read it may be left out, and be gone"
             )
 
         def free_pass(name: str) -> int:
@@ -436,7 +440,31 @@ class Mixture(JoinedSource):
         )  # fmt: skip
         if changes:
             _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
-        return found
+        return self.with_laid(found, lambda: self.orders(settings, found))
+
+    def with_laid(self, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
+        """The ledger, whose last entry says what sources that have no weight any more lay: they may be left out later.
+
+        Args:
+            ledger: Of the run.
+            orders: Gives its orders; called where something is missing.
+        """
+        last = ledger.last
+        if last.dealt != "chunks" or last.quotas is not None:
+            return ledger
+        names = sorted((ledger.drawn - last.drawn - ledger.laid.keys()) & set(self.names))
+        if not names:
+            return ledger
+        made = orders()
+        lanes = made.settings.lanes
+        if len(names) * lanes > _MOST_LAID:
+            _log.info(
+                "%s: without a weight from row %d on. Of what it laid states hold no more than %d numbers, so it has "
+                "to stay in the mixture", _listed(names), last.start, _MOST_LAID,
+            )  # fmt: skip
+            return ledger
+        laid = {name: tuple(made.laid_at_the_end(name).tolist()) for name in names}
+        return Ledger((*ledger.entries[:-1], replace(last, laid={**last.laid, **laid})))
 
     def changed(self, ledger: Ledger, weights: Mapping[str, float], row: int) -> Ledger:
         """The ledger with other weights from a row on; they are as this mixture's ``weights``.
@@ -448,7 +476,8 @@ class Mixture(JoinedSource):
         later = {start: shares for start, shares in steps if start > row}
         now = [shares for start, shares in steps if start == row][-1]
         schedule = Schedule.steps({0: now, **later}) if later else None
-        return ledger.appended(replace(ledger.last, start=row, weights=dict(now), schedule=schedule, why=CHANGED))
+        made = replace(ledger.last, start=row, weights=dict(now), schedule=schedule, why=CHANGED, laid={})
+        return ledger.appended(made)
 
     @property
     def memory_cure(self) -> str:
@@ -579,7 +608,7 @@ class Mixture(JoinedSource):
         bounds = zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True)
         tables = {name: self.chunk_samples[a:b] for name, (a, b) in zip(self.names, bounds, strict=True)}
         absent = sorted(set(ledger.sources) - set(self.names))
-        sources = Sources(tables, settings, absent=absent, eras=self.eras(ledger))
+        sources = Sources(tables, settings, absent=absent, laid=ledger.laid, eras=self.eras(ledger))
         dealt = ledger.last.dealt
         if ledger.last.quotas is not None and dealt == "chunks":
             return MixedPasses(sources, quotas=ledger.last.quotas)

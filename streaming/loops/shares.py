@@ -128,7 +128,7 @@ class Shares:
             ledger = self._mixture.changed(self.ledger, weights, start)
             orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
             # The orders hold what the ledger says, from the same row on.
-            self.ledger = ledger
+            self.ledger = self._mixture.with_laid(ledger, lambda: orders)
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
         _log.info("set_weights: %s from row %d%s on, %d rows from here", dict(weights), start, step, start - row)
         return start

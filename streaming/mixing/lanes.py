@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
 from streaming.mixing.passes import Columns, Listing, MixedPasses, Sources, Weights, keyed_number
 from streaming.plan.order import LaneParts, OrderSettings, window_place, window_slice
@@ -308,6 +308,12 @@ class Growth:
         shares, dues = (np.stack([getattr(one, name) for one in growths], axis=-1) for name in ("shares", "dues"))
         return cls(times=growths[0].times, shares=shares, dues=dues)
 
+    @property
+    def ends_at(self) -> float:
+        """The time from which on the source has no share any more; infinity: it has one; 0: it never had."""
+        given = np.flatnonzero(self.shares)
+        return float(np.append(self.times[1:], np.inf)[given[-1]]) if len(given) else 0.0
+
     def due(self, time: float) -> Any:
         """Samples that the share of the first ``time`` samples of a lane comes to."""
         segment = int(np.searchsorted(self.times, time, side="right")) - 1
@@ -438,9 +444,44 @@ class MixedLanes(Endless):
         """See ``Endless``."""
         self._growths = growths(sorted(self.sources.names), self.schedule)
         self._growth = Growth.of_all(list(self._growths.values()))
+        self._weigh_absent()
         # What is laid behind the frontier was given to nobody; the rest is laid again as it was.
         self._kept: dict[int, _Drawn] = {}  # others than those that a look ahead still has
         self._blocks: dict[tuple[int, int], _Block] = {}
+
+    def _weigh_absent(self) -> None:
+        """Tell from when on absent sources give nothing more, and what of all of them lies in each lane by then."""
+        absent = growths(self.sources.every_name[len(self._names) :], self.schedule)
+        self._absent_until, self._absent_laid, due = 0.0, np.zeros(self.settings.lanes, np.int64), 0.0
+        for name, growth in absent.items():
+            laid = self.sources.laid.get(name)
+            if not growth.ends_at:
+                continue
+            if laid is None or len(laid) != self.settings.lanes:
+                self._absent_until = np.inf
+                continue
+            self._absent_until = max(self._absent_until, growth.ends_at)
+            self._absent_laid = self._absent_laid + laid
+            due += float(growth.dues[-1])
+        self._absent_slack = int(np.ceil(np.abs(self._absent_laid - due).max()))
+
+    def laid_at_the_end(self, name: str) -> Int64Array:
+        """Samples of a source that lie in each lane when all of it is laid, int64[L]; it has no share any more.
+
+        Raises:
+            ConfigError: It has one.
+        """
+        growth, lanes = self._growths[name], self._lanes[name]
+        if growth.ends_at == np.inf:
+            raise ConfigError(f"source {name!r}: it is drawn from without end")
+        laid, due = np.zeros(self.settings.lanes, np.int64), int(growth.dues[-1])
+        if growth.ends_at:
+            runs = lanes.runs(0, self.settings.lanes, max(due - lanes.mean_chunk - 1, 0), due + 2)
+            stamps = growth.stamps(runs.begins + lanes.mean_chunk * self._phases[name][runs.lanes])
+            is_first, is_laid = np.diff(runs.lanes, prepend=-1) != 0, stamps < np.inf
+            np.add.at(laid, runs.lanes[is_first], runs.begins[is_first])
+            np.add.at(laid, runs.lanes[is_laid], runs.sizes[is_laid])
+        return laid
 
     # --- the order ---
 
@@ -477,7 +518,7 @@ class MixedLanes(Endless):
         name = self.sources.names[int(self.sources.source_of(np.array([chunk_id]))[0])]
         growth, lanes, window = self._growths[name], self._lanes[name], self.settings.window
         # Positions and times differ by less than a chunk of each source.
-        slack = sum(each.largest_chunk + each.mean_chunk for each in self._lanes.values())
+        slack = sum(each.largest_chunk + each.mean_chunk for each in self._lanes.values()) + self._absent_slack
         since, until = max(start - window - slack, 0), stop + window + slack
         stream = (
             max(int(growth.due(since)) - lanes.mean_chunk - lanes.largest_chunk, 0),
@@ -524,7 +565,10 @@ class MixedLanes(Endless):
     def given(self, lane: int, place: int) -> Int64Array:
         """Samples of each source on positions ``[0, place)`` of a lane as it is laid, int64[sources]."""
         group, within = lane // _GROUP, lane % _GROUP
-        counts = np.zeros(len(self.sources.names), np.int64)
+        counts = np.zeros(len(self.sources.every_name), np.int64)
+        for number, name in enumerate(self.sources.every_name):
+            if name in self.sources.laid:  # all of it lies before any position that can be asked for
+                counts[number] = self.sources.laid[name][lane]
         with self._lock:
             block = next(self._blocks_of(group, slice(within, within + 1), place, place + 1))
             start = self._block_starts(group, block)
@@ -586,13 +630,19 @@ class MixedLanes(Endless):
             return found
 
     def _lay(self, group: int, start: int, stop: int) -> _Block:
-        """The runs stamped in ``(start, stop]``, by lane and stamp."""
+        """The runs stamped in ``(start, stop]``, by lane and stamp.
+
+        Raises:
+            StateError: Some are of a source that is not there any more.
+        """
+        if start < self._absent_until:
+            raise self._still_needed(start)
         low, high = group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
         drawn, counted = self._drawn(group, start, stop)
         runs, stamps, _, is_first = drawn.of(counted)
         is_before = stamps <= start
         # What a source gave before: all up to its first run here, and of these those that are stamped no later.
-        before = np.zeros(high - low, np.int64)
+        before = self._absent_laid[low:high].copy()
         np.add.at(before, runs.lanes[is_first] - low, runs.begins[is_first])
         np.add.at(before, runs.lanes[is_before] - low, runs.sizes[is_before])
         rows = np.flatnonzero(~is_before & (stamps <= stop))
@@ -609,6 +659,19 @@ class MixedLanes(Endless):
             splits=splits,
             starts=before,
             stops=before + sizes,
+        )
+
+    def _still_needed(self, time: int) -> StateError:
+        """Make the error of a stretch of time in which absent sources may have runs."""
+        settings, until, names = self.settings, self._absent_until, self.sources.every_name[len(self._names) :]
+        advice = "Give it the source"
+        if until < np.inf:
+            # From the block behind on, as far as the window and what counts drawn samples look back.
+            free = -(-int(until) // self._block_time) * self._block_time + 3 * settings.window + self._absent_slack
+            advice += f" with the weight 0 up to row {free * settings.lanes:,} or so; behind that it may be gone"
+        return StateError(
+            f"around row {time * settings.lanes:,} this mixture draws from {', '.join(map(repr, names))}, which it "
+            f"lacks: chunks are laid whole, and what was laid is read to its end. {advice}"
         )
 
     def _drawn(self, group: int, start: int, stop: int) -> tuple[_Drawn, npt.NDArray[np.bool_]]:

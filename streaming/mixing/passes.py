@@ -250,12 +250,14 @@ class Sources:
     Args:
         chunk_samples: int64[C_s], samples of each chunk, by the source's name.
         settings: The order settings.
-        absent: Names of others that were drawn from once, and of which nothing is known any more.
+        absent: Names of others that were drawn from once, and of which no chunk is known any more.
+        laid: Samples of absent ones that lie in each lane, int64[L], by name, where that is known.
         eras: Of each source that grew, from which pass on its first how many chunks are listed; by pass, from 0 on.
 
     Attributes:
         names: Of the sources.
         every_name: Those of the absent ones behind them.
+        laid: Of absent ones.
         chunk_samples: int64[C], of all.
         eras: Of each source, by name: its list of chunks, and where it grew a later one from some pass on.
 
@@ -265,7 +267,7 @@ class Sources:
 
     def __init__(
         self, chunk_samples: Mapping[str, npt.ArrayLike], settings: OrderSettings, *, absent: Sequence[str] = (),
-        eras: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+        laid: Mapping[str, npt.ArrayLike] | None = None, eras: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     ) -> None:  # fmt: skip
         if not chunk_samples:
             raise ConfigError("sources: none are given")
@@ -277,6 +279,7 @@ class Sources:
         self.names = tuple(chunk_samples)
         self._absent = tuple(absent)
         self.every_name = self.names + self._absent
+        self.laid = {name: np.asarray(counts, np.int64) for name, counts in (laid or {}).items() if name in absent}
         self._grown = {name: tuple(found) for name, found in (eras or {}).items()}
         self.eras: dict[str, tuple[Listing, ...]] = {}
         self._tables = {name: np.asarray(given, np.int64) for name, given in chunk_samples.items()}
@@ -324,11 +327,11 @@ class Sources:
         start = max(place - 2 * settings.window, 0)
         behind = window_slice(settings, number, lane, start, place, order.lane_size(lane)) >= laid
         chunk_ids, _ = order.lane_samples(lane, start, place)
-        return order.given(lane, laid) + np.bincount(self.source_of(chunk_ids[behind]), minlength=len(self.names))
+        return order.given(lane, laid) + np.bincount(self.source_of(chunk_ids[behind]), minlength=len(self.every_name))
 
     def under(self, settings: OrderSettings) -> Sources:
         """The same sources under other settings."""
-        return Sources(self._tables, settings, absent=self._absent, eras=self._grown)
+        return Sources(self._tables, settings, absent=self._absent, laid=self.laid, eras=self._grown)
 
 
 class MixedPasses:

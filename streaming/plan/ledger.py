@@ -8,6 +8,9 @@ It is part of every checkpoint of a mixture (``state_dict()["ledger"]``), as a l
 ``from`` counts rows: samples of the run over all ranks and epochs. What was drawn before a row depends on the entries
 up to it alone, so the whole run can be replayed from its last state, and how often each source was read is arithmetic.
 
+``laid`` says, of a source dealt in chunks that has no weight any more, how many samples of it lie in each lane: so the
+others stand where they do without it, once what was laid is read.
+
 ``shards`` says how many shards each source had. An entry under which one has more says in ``joins`` from which pass
 over the source on they are drawn from: ``"joins": {"web": 3}``.
 """
@@ -48,6 +51,7 @@ class Entry:
         batch_size: Samples of such a batch over all ranks; None where others are dealt.
         shards: Shards of each source that can grow; {}: it was not written down.
         joins: Of each source to which shards were appended, the first pass over it that has them.
+        laid: Of sources without a weight from here on, samples in each lane when all is laid.
     """
 
     start: int
@@ -60,6 +64,7 @@ class Entry:
     batch_size: int | None = None
     shards: Mapping[str, int] = field(default_factory=dict)
     joins: Mapping[str, int] = field(default_factory=dict)
+    laid: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         checked_int("from", self.start, 0, MAX_ROW)
@@ -73,9 +78,18 @@ class Entry:
             checked_int("batch_size", self.batch_size, 1, MAX_ROW)
         for name, count in {**self.shards, **self.joins}.items():
             checked_int(f"shards, joins of {name!r}", count, 0, MAX_ROW)
-        unknown = (set(self.weights) | set(self.quotas or {}) | set(self.shards) | set(self.joins)) - set(self.sources)
+        for name, counts in self.laid.items():
+            for count in counts:
+                checked_int(f"laid of {name!r}", count, 0, MAX_ROW)
+        named = (self.weights, self.quotas or {}, self.shards, self.joins, self.laid)
+        unknown = {name for names in named for name in names} - set(self.sources)
         if unknown:
             raise ConfigError(f"weights name {sorted(unknown)}, which are no sources; they are {sorted(self.sources)}")
+
+    @property
+    def drawn(self) -> set[str]:
+        """The sources that have a weight at its row, or behind it while it holds."""
+        return {name for _, weights in _rows_of(self) for name, weight in weights.items() if weight}
 
     @property
     def means(self) -> tuple[Any, ...]:
@@ -96,6 +110,7 @@ class Entry:
         if self.batch_size is not None:
             made["batch_size"] = self.batch_size
         made |= {name: dict(found) for name, found in (("shards", self.shards), ("joins", self.joins)) if found}
+        made |= {"laid": {name: list(counts) for name, counts in self.laid.items()}} if self.laid else {}
         return {**made, "sources": dict(self.sources), "why": self.why}
 
     @classmethod
@@ -118,6 +133,7 @@ class Entry:
                 batch_size=data.get("batch_size"),
                 shards=dict(data.get("shards", {})),
                 joins=dict(data.get("joins", {})),
+                laid={name: tuple(counts) for name, counts in data.get("laid", {}).items()},
             )
         except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"state: an entry of the ledger: {error}, in {data!r}") from error
@@ -171,6 +187,22 @@ class Ledger:
         for entry in self.entries:
             found = {name: count for name, count in found.items() if name not in entry.sources} | dict(entry.shards)
         return found
+
+    @property
+    def laid(self) -> dict[str, tuple[int, ...]]:
+        """Samples in each lane of the sources of which nothing more is laid, by name, as far as they are written down.
+
+        Of one that never had a weight there are none, and nothing is written down.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for entry in self.entries:
+            found = {name: counts for name, counts in found.items() if name not in entry.drawn} | dict(entry.laid)
+        return found
+
+    @property
+    def drawn(self) -> set[str]:
+        """The sources that ever had a weight."""
+        return {name for _, weights in self.segments() for name, weight in weights.items() if weight}
 
     @property
     def sources(self) -> dict[str, str]:
@@ -274,7 +306,7 @@ class Ledger:
         joins = {name: first_pass() for name, first_pass in grown.items()}
         changes += [f"shards that came since join {name!r} with its pass {at + 1:,}" for name, at in joins.items()]
         if planned.means == made.means and set(made.sources) == set(was):  # what set_weights gave meanwhile still holds
-            made, why = replace(self.last, sources=made.sources, shards=made.shards), GROWN
+            made, why = replace(self.last, sources=made.sources, shards=made.shards, laid={}), GROWN
         else:
             why = RESUMED
         entry = replace(made, start=start, weights=_weights_at(made, start), joins=joins, why=why)
