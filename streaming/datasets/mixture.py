@@ -460,7 +460,7 @@ class Mixture(JoinedSource):
         if len(names) * lanes > _MOST_LAID:
             _log.info(
                 "%s: without a weight from row %d on. Of what it laid states hold no more than %d numbers, so it has "
-                "to stay in the mixture", _listed(names), last.start, _MOST_LAID,
+                "to stay in the mixture", listed(names), last.start, _MOST_LAID,
             )  # fmt: skip
             return ledger
         laid = {name: tuple(made.laid_at_the_end(name).tolist()) for name in names}
