@@ -310,7 +310,7 @@ def test_what_damage_costs(damaged: tuple[SampleSet, set[str]]) -> None:
 
         return recorded
 
-    dataset.fetch, dataset.fetch_unit = recording(dataset.fetch), recording(dataset.fetch_unit)  # type: ignore[method-assign]
+    dataset.fetch_unit = recording(dataset.fetch_unit)  # type: ignore[method-assign]
     with DataLoader(dataset, batch_size=24, last_batch="partial", device_mesh=mesh_of(1, 0)) as loader:
         for _ in loader:
             pass
