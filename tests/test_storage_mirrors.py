@@ -18,7 +18,7 @@ from streaming import DataLoader, StreamingDataset
 from streaming.errors import AccessDeniedError, ConfigError, IndexMismatchError, NotFoundError, TransferError
 from streaming.fetch.read import FetchRange, _Read, _whole_of
 from streaming.storage import ChangedError, Storage, mirrors_of
-from streaming.storage.base.mirrors import REST_S, Mirror, Route, parse_mirrors
+from streaming.storage.base.mirrors import REST_S, Mirror, Route, Routes, parse_mirrors
 
 MIB = 1 << 20
 DATA = np.random.default_rng(13).integers(0, 256, MIB, np.uint8).tobytes()
@@ -59,6 +59,12 @@ def place(mini_s3) -> Iterator[Place]:
         for home in (primary, mirror):
             made.direct().put(home + "/a/x.tar", DATA)
         yield made
+
+
+def test_a_prefix_is_a_whole_directory() -> None:
+    routes = Routes({"s3://b/train": (Mirror(url="s3://m"),), "s3://b/train/deep": (Mirror(url="s3://d"),)})
+    found = [routes.of(f"s3://b/{name}") for name in ("train2/x", "train", "train/x", "train/deep/x", "trai")]
+    assert [None if one is None else one.mirrors[0].url for one in found] == [None, "s3://m", "s3://m", "s3://d", None]
 
 
 def test_a_primary_that_works_is_the_only_one_asked(place: Place) -> None:
