@@ -58,8 +58,11 @@ def kept(data: str, where: str, **options: Any) -> list[int]:
     return [int(sample["__key__"]) for sample in StreamingDataset(data, where=where, **options)]
 
 
-@pytest.mark.parametrize("memory", ["1GiB", "3kB"])  # all shards at once, or one by one
-def test_a_file_is_joined_by_key(tmp_path: Path, memory: str) -> None:
+@pytest.mark.parametrize(("memory", "rows_at_once"), [("1GiB", 20), ("3kB", 2**18)])  # one by one
+def test_a_file_is_joined_by_key(
+    tmp_path: Path, memory: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_BATCH_ROWS", rows_at_once)
     data = write(str(tmp_path / "data"))
     tars = {file: file.read_bytes() for file in (tmp_path / "data").glob("*.tar")}
     rows: dict[str, Any] = {f"{number:05d}": number * 2 for number in range(NUM) if number % 3}
@@ -97,7 +100,11 @@ def test_kinds_of_values(tmp_path: Path, values: Any, kind: str, where: str, exp
     assert kept(data, where) == expected
 
 
-def test_keys_that_come_twice_are_an_error_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows_at_once", [2, 1 << 18])
+def test_keys_that_come_twice_are_an_error_by_name(
+    tmp_path: Path, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_BATCH_ROWS", rows_at_once)
     data = write(str(tmp_path / "data"))
     pq.write_table(pa.table({"key": ["00001", "zz", "00002", "zz", "00001"], "score": [1, 2, 3, 4, 5]}), tmp_path / "s")
     for memory in ("1GiB", "1kB"):

@@ -97,7 +97,7 @@ def test_each_token_comes_once_an_epoch(packed: Packed, world: int, workers: int
     assert np.array_equal(tokens, np.arange(1, packed.num_tokens + 1))
 
 
-def test_two_epochs_hold_the_same_tokens_in_other_company(packed: Packed) -> None:
+def test_two_epochs_hold_the_same_tokens_in_other_company(packed: Packed, folder: Path) -> None:
     with loader_of(packed) as loader:
         first, second = (list(loader) for _ in range(2))
     companies = [{tuple(sorted(keys)) for batch in epoch for keys in batch["__key__"]} for epoch in (first, second)]
@@ -105,6 +105,12 @@ def test_two_epochs_hold_the_same_tokens_in_other_company(packed: Packed) -> Non
     assert np.array_equal(*both)
     of_several = [{keys for keys in company if len(set(keys)) > 2} for company in companies]
     assert len(of_several[0] & of_several[1]) < len(of_several[0]) / 10
+    found = []
+    for one in (packed, Packed(StreamingDataset(folder, seed=3), LENGTH)):  # what is kept of a seed is not another's
+        with loader_of(one) as loader:
+            loader.seed(9)
+            found.append(list(loader))
+    assert all(same(*batches) for batches in zip(*found, strict=True))
 
 
 def test_the_global_batch_does_not_depend_on_the_world(packed: Packed) -> None:

@@ -74,7 +74,7 @@ def join_column(
         )
         groups = _groups(target.sizes, max(1, options.memory_bytes // _BYTES_A_SAMPLE))
         progress.start(total_bytes=None, total=len(target.urls))
-        found = _Found(num_batches=rows.num_batches)
+        found = _Found()
         for number, group in enumerate(groups):
             values = _joined(target, group, rows, found, is_last=number == len(groups) - 1)
             if options.missing == "error" and found.missing:
@@ -101,12 +101,10 @@ class _Found:
     """What is known after some groups.
 
     Attributes:
-        num_batches: Batches of the file.
         matched: Of each batch, packed bits: which rows meant a sample of any group so far.
         missing: Samples without a row, by shard.
     """
 
-    num_batches: int
     matched: list[Any] = field(default_factory=list)
     missing: dict[int, int] = field(default_factory=dict)
     first_missing: list[str] = field(default_factory=list)
@@ -135,7 +133,6 @@ class _Rows:
                     f"keys are in --on, the values in --value"
                 )
         self.num_rows = self._parquet.metadata.num_rows
-        self.num_batches = -(-self.num_rows // _BATCH_ROWS)
         self.kind = _plain_type(schema.field(self.value).type)
         if not is_comparable(self.kind) or pa.types.is_binary(self.kind):
             raise ConfigError(
