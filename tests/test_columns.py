@@ -233,6 +233,20 @@ def test_a_column_newer_than_the_run_is_an_error_by_name(tmp_path: Path) -> None
         StreamingDataset(data, view="good")
 
 
+def test_a_column_of_several_directories_is_all_of_them(tmp_path: Path) -> None:
+    urls = [write(str(tmp_path / name), num=30, first=first) for name, first in (("a", 0), ("b", 30))]
+    added(urls[0], "score", "--lift", "json.similarity")
+    with pytest.raises(IndexMismatchError, match=r"'score' is missing in .*/b "):
+        StreamingDataset(urls, where="score > 1")
+    added(urls[1], "score", "--lift", "json.similarity")
+    both = StreamingDataset(urls, where="score > 1")
+    assert [int(sample["__key__"]) for sample in both] == [number for number in range(11, 60) if number % 4]
+    values = {f"{number:05d}": number / 10 if number % 4 else None for number in range(30, 60)}
+    added(urls[1], "score", "--from", scores(tmp_path / "s", values), "--on", "key", "--overwrite")
+    again = StreamingDataset(urls, where="score > 1")  # the same values in another version of the column
+    assert (len(again), again.fingerprint == both.fingerprint) == (len(both), False)
+
+
 def test_views_from_the_command_line(tmp_path: Path) -> None:
     data = write(str(tmp_path / "data"))
     added(data, "score", "--lift", "json.similarity")
