@@ -184,7 +184,6 @@ def test_the_number_of_packs_of_a_group_depends_on_lengths_alone(folder: Path) -
     assert np.array_equal(sets[0].chunk_samples, sets[1].chunk_samples)
     assert sets[0].fingerprint == sets[1].fingerprint
     assert sets[0].fingerprint != Packed(StreamingDataset(folder), LENGTH + 1).fingerprint
-    assert sets[0].fingerprint != Packed(StreamingDataset(folder), LENGTH, overlong="truncate").fingerprint
 
 
 def test_groups_hold_256_packs_and_the_last_one_what_is_left() -> None:
