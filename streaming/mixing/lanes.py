@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -376,6 +376,8 @@ class _Drawn:
         splits: int64[S+1], the first run of each source.
         runs: They; ``begins`` are positions of their source's streams.
         stamps: Of each.
+        sources: Of each, its source.
+        is_first: Of each, whether it is its source's first in a lane.
     """
 
     since: Int64Array
@@ -383,6 +385,15 @@ class _Drawn:
     splits: Int64Array
     runs: Runs
     stamps: _Floats
+    sources: Int64Array = field(init=False)
+    is_first: npt.NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Looked up by each block that is laid of them, dozens of times.
+        sources = np.repeat(np.arange(len(self.since)), np.diff(self.splits))
+        is_first = (np.diff(self.runs.lanes, prepend=-1) != 0) | (np.diff(sources, prepend=-1) != 0)
+        object.__setattr__(self, "sources", sources)
+        object.__setattr__(self, "is_first", is_first)
 
     @classmethod
     def none(cls, num_sources: int) -> _Drawn:
@@ -407,12 +418,10 @@ class _Drawn:
 
     def of(self, counted: npt.NDArray[np.bool_]) -> tuple[Runs, _Floats, Int64Array, npt.NDArray[np.bool_]]:
         """The runs of some sources, bool[S], their stamps and sources, and which are their source's first in a lane."""
-        sources, runs, stamps = np.repeat(np.arange(len(self.since)), np.diff(self.splits)), self.runs, self.stamps
-        if not counted.all():
-            rows = np.flatnonzero(counted[sources])
-            sources, runs, stamps = sources[rows], runs.taken(rows), stamps[rows]
-        is_first = (np.diff(runs.lanes, prepend=-1) != 0) | (np.diff(sources, prepend=-1) != 0)
-        return runs, stamps, sources, is_first
+        if counted.all():
+            return self.runs, self.stamps, self.sources, self.is_first
+        rows = np.flatnonzero(counted[self.sources])
+        return self.runs.taken(rows), self.stamps[rows], self.sources[rows], self.is_first[rows]
 
 
 class MixedLanes(Endless):
