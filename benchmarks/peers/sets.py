@@ -39,6 +39,8 @@ class Set:
     quick_num_shards: int
     decode: bool = False
     large: bool = False
+    read: bool = False
+    """Who takes the batches reads every byte of them, for it could be a view of a file that nobody has read."""
     length: int = 0
     """Documents come packed in rows of so many tokens, and are counted in tokens; 0: samples come as they are."""
 
@@ -66,7 +68,7 @@ _DOCUMENTS: dict[str, Any] = {
 SETS = {
     one.name: one
     for one in (
-        Set(name="images-raw", title="D1 JPEGs of 68 KB with class and JSON, bytes", **_IMAGES),
+        Set(name="images-raw", title="D1 JPEGs of 68 KB with class and JSON, bytes", read=True, **_IMAGES),
         Set(name="images-decoded", title=f"D1 JPEGs 400x400 to {SIDE}x{SIDE} uint8", decode=True, **_IMAGES),
         Set(
             name="records", title="D2 JSON records of 430 B, bytes", data="records", field="json", batch_size=256,
@@ -78,7 +80,7 @@ SETS = {
         ),
         Set(
             name="large", title="D4 samples of 20 MB, bytes", data="large", field="bin", batch_size=2,
-            count=60, num_shards=12, quick_count=8, quick_num_shards=4, large=True,
+            count=60, num_shards=12, quick_count=8, quick_num_shards=4, large=True, read=True,
         ),
         Set(
             name="packs-2k", title="D5 documents of 570 uint16 tokens to packs, int64 [32, 2048]", length=2048,
