@@ -634,7 +634,7 @@ def test_ray_train_killed_and_resumed_as_docs_trainers_has_it(
     for name, value in QUICK_TRAIN.items():
         monkeypatch.setenv(name, value)
     page = Path(__file__).resolve().parent.parent / "docs/trainers.md"
-    (block,) = blocks(page.read_text().split("\n## Ray Train\n")[1])
+    (block,) = blocks(page.read_text().split("\n## Ray Train\n")[1].partition("\n## ")[0])
     names = {"URL": samples.url, "FOLDER": str(tmp_path / "runs"), "CHECKPOINT": str(tmp_path / "state.pt")}
     at = 0
     for number, (launcher, ranks, epochs) in enumerate(legs):
