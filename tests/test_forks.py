@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from children import Child, in_child
@@ -234,6 +236,49 @@ def test_batches_that_a_child_holds_never_change_and_are_its_own() -> None:
     held.clear()
     assert (ring.num_taken, ring.num_free) == (0, 1), "slots from before the fork are not used again"
     ring.close()
+
+
+class CountedLocks:
+    """Stands for CUDA's page locks."""
+
+    def __init__(self) -> None:
+        self.num_locked = 0
+        self.num_unlocked = 0
+
+    def lock(self, memory: npt.NDArray[np.uint8]) -> bool:
+        self.num_locked += len(memory) > 0
+        return True
+
+    def unlock(self, memory: npt.NDArray[np.uint8]) -> None:
+        self.num_unlocked += len(memory) > 0
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError("slots are locked where they lie")
+
+
+def test_a_child_leaves_the_page_locks_to_its_parent() -> None:
+    """CUDA works in no forked child: no batch that goes, no new one and no end of the ring calls it there."""
+    ring, locks = BatchRing(2, 1 << 16), CountedLocks()
+    ring.locker = locks
+    held = [leased(ring, 1)]
+    leased(ring, 2)
+
+    def child() -> tuple[int, int, int]:
+        held.clear()
+        leased(ring, 3)  # in memory of its own: the free slot is its parent's
+        num_free = ring.num_free
+        ring.close()
+        return locks.num_locked, locks.num_unlocked, num_free
+
+    assert (locks.num_locked, ring.num_free) == (2, 1)
+    with Child(child) as forked:
+        assert forked.result() == (2, 0, 0)
+    again = leased(ring, 4)
+    assert again.eq(4).all()
+    del again
+    held.clear()
+    ring.close()
+    assert (locks.num_locked, locks.num_unlocked) == (2, 2)
 
 
 # --- ordinary data sets ---

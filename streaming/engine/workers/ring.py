@@ -130,6 +130,10 @@ class Slot:
         if locked is not None:
             locked[0].unlock(locked[1])
 
+    def leave_locked(self) -> None:
+        """In a forked child: the pages stay locked for the parent, and CUDA, which locked them, works there alone."""
+        self._locked = None
+
     def part(self) -> None:
         """In a forked child: keep what it holds, and what is written here from now on, apart from the parent's."""
         map_privately(_address(self.array()), self.span_bytes, self.fd)
@@ -343,8 +347,14 @@ class BatchRing:
         self._lent |= self._taken.copy()
 
     def _part(self) -> None:
-        """In a forked child: what it writes to its batches does not reach its parent's."""
+        """In a forked child: what it writes to its batches does not reach its parent's; free slots are the parent's."""
+        self.locker = None
+        free, self._free = self._free, deque()
+        for slot in free:
+            slot.leave_locked()
+            slot.close()
         for slot in self._taken.copy():
+            slot.leave_locked()
             if slot.fd >= 0:
                 slot.part()
 
