@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -69,7 +70,7 @@ class Window:
         return cls(first=first, stop=stop, first_chunk=first_chunk, table=table)
 
 
-class OneOrder:
+class OneOrder(ABC):
     """Order the chunks of a set, pass after pass, under the settings that the user chose.
 
     Attributes:
@@ -85,9 +86,9 @@ class OneOrder:
     names: tuple[str, ...] = ()
 
     @property
+    @abstractmethod
     def chunk_samples(self) -> Int64Array:
         """int64[C], samples of each chunk."""
-        raise NotImplementedError
 
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
         """See ``Source``: zeros."""
