@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -648,6 +649,16 @@ def test_no_secret_of_a_source_is_told(tmp_path: Path, caplog: pytest.LogCapture
             with pytest.raises(ShardstreamError) as caught:
                 tokenize(f"{place}/rows.jsonl", str(tmp_path / "e"), options=TokenizeOptions(**option))
             no_secret(caught.value)
+
+
+@pytest.mark.parametrize("path", ["none-*.csv?token=swordfish", "other/", "several/", "none/"])
+def test_no_secret_of_a_source_in_which_nothing_fits_is_told(tmp_path: Path, path: str) -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("other/a.xyz", "several/a.csv", "several/a.jsonl"):
+        memory.pipe(f"/user:hunter2@secrets/{name}", b"{}")
+    with pytest.raises(ShardstreamError, match=r"memory://…@secrets/") as caught:
+        convert(f"memory://user:hunter2@secrets/{path}", str(tmp_path))
+    no_secret(caught.value)
 
 
 def test_decode_workers_get_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
