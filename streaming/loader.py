@@ -455,7 +455,8 @@ class DeviceMeshFetcher(Closable):
         """
         mesh = self._finder.mesh if self._finder.found_by == "given" else None
         state = self.state_dict()
-        is_new = not (state["epoch"] or state["samples_seen"]) and state["next_seed"] is None
+        is_new = not (state["epoch"] or state["samples_seen"]) and state["next_seed"] is None and self._loaded is None
+        is_new = is_new and len(state.get("ledger") or ()) < 2  # else set_weights() was called
         options = {**self._options, "device_mesh": mesh}
         return {"dataset": self._given, "options": options, "state": None if is_new else state}
 
@@ -473,7 +474,7 @@ class DeviceMeshFetcher(Closable):
             "this process is rank %d of %d (found by: %s), other than when the loader was made: planned anew",
             finder.mesh.rank, finder.mesh.world_size, finder.found_by,
         )  # fmt: skip
-        state: Any = old.state()
+        place, seed = old.position.place, old.position.next_seed
         loaded, locker, stages = self._loaded, self._locker, self._stages
         old.close()
         self._make(self._given, **{**self._options, "device_mesh": finder.mesh})
@@ -481,9 +482,12 @@ class DeviceMeshFetcher(Closable):
         self._loop.announce = Announcer(self.dataset, self._loop, finder)
         if loaded is not None:
             self.load_state_dict(loaded)
-        self._loop.set_epoch(state.epoch)
-        if state.next_seed is not None:
-            self._loop.set_seed(state.next_seed)
+        loop = self._loop
+        loop.set_epoch(place.epoch)
+        if seed is not None and (seed, place.has_begun) != (loop.position.next_seed, loop.position.place.has_begun):
+            loop.set_seed(seed)
+        if isinstance(loop, EpochLoop) and isinstance(old, EpochLoop):
+            loop.take_weights(old)
         self.page_lock(locker)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,6 +29,7 @@ from loop_kinds import (
     place_in,
     rows_of,
 )
+from played_ranks import read_here
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.epochs.position import Place, Position
@@ -206,6 +208,23 @@ def test_a_stream_goes_on_after_an_epoch_that_was_left() -> None:
         assert [rows_of(batch)[0] for batch in loader] == [2004]
         assert [rows_of(batch)[0] for batch in loader] == [2014, 2024, 2034]
     assert rest == [2004, 2014, 2024]
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["", "remote"])
+def test_a_stream_under_a_new_seed_begins_anew_from_any_state(remote: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if remote:
+        read_here(monkeypatch)
+    one: dict[str, Any] = {"device_mesh": ALONE, "epoch_size": 30, "remote_group": "readers" if remote else None}
+    with DataLoader(partial(Passes), SIZE, **one) as loader, DataLoader(partial(Passes), SIZE, **one) as other:
+        list(loader)
+        loader.seed(9)
+        batches = iter(loader)
+        first = next(batches)
+        batches.hold_back(1)
+        other.load_state_dict(loader.state_dict())
+        batches.hold_back(-1)
+        found = [rows_of(batch)[0] for batch in (first, *batches)]
+        assert found == [rows_of(batch)[0] for batch in other] == [1000, 1010, 1020]
 
 
 # --- a word in the log ---

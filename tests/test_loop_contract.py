@@ -175,6 +175,28 @@ class TestEveryLoop:
             assert other.epoch == state["epoch"] == (count == NUM_BATCHES)
             assert taken(other) == expected[count : NUM_BATCHES if count < NUM_BATCHES else None]
 
+    @pytest.mark.parametrize("seeds", [(), (8,)], ids=["", "in an epoch with a new seed"])
+    def test_a_seed_given_while_all_batches_are_held_back_is_for_the_next_epoch(
+        self, make: Make, seeds: tuple[int, ...]
+    ) -> None:
+        with make() as loader:
+            inner = getattr(loader, "loader", loader)
+            for seed in seeds:
+                taken(loader)
+                loader.seed(seed)
+            batches = iter(inner)
+            first = rows_of(next(batches))
+            batches.hold_back(1)
+            loader.seed(9)
+            states = [json.loads(json.dumps(inner.state_dict())) for _ in range(2)]
+            batches.hold_back(-1)
+            states[1] |= {"has_begun": False, "next_seed": None}  # as if no seed had been given
+            expected = [[first, *map(rows_of, batches)], taken(loader)]
+        for state, epochs in zip(states, (2, 1), strict=True):
+            with make() as other:
+                other.load_state_dict(state)
+                assert [taken(other) for _ in range(epochs)] == expected[:epochs]
+
     @pytest.mark.parametrize("last_batch", ["drop", "pad", "partial"])
     def test_the_tail_is_what_last_batch_says(self, make: Make, last_batch: str) -> None:
         rest = NUM_SAMPLES % SIZE

@@ -289,6 +289,9 @@ def test_who_and_when_of_a_mixture_that_ends(described: Any, tmp_path: Path) -> 
         loader.load_state_dict({**state, "next_seed": 9, "epoch": 2, "samples_seen": 0})
         first = sorted(next(iter(loader))["__key__"])
     assert sorted(row["key"] for row in told(path, *more, "--step", 2 * per_epoch, "--who")["rows"]) == first
+    saved.write_text(json.dumps({**state, "epoch": 1, "samples_seen": 0, "next_seed": 9, "has_begun": True}))
+    for step, keys in ((per_epoch, {row[3] for row in got if row[0] == per_epoch}), (2 * per_epoch, set(first))):
+        assert {row["key"] for row in told(path, *more, "--step", step, "--who")["rows"]} == keys
 
 
 def test_another_mixture_than_the_runs_is_refused_by_name(

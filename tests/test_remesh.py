@@ -451,6 +451,11 @@ def test_a_number_of_batches_counts_whole_epochs(samples: SampleSet) -> None:
         for number in (size + 1, 2 * size + 1):  # epoch 1 is the next to begin, with that seed
             with pytest.raises(ConfigError, match=r"behind the beginning of an epoch to which seed\(\) gives another"):
                 loader.remesh(0, 1, at=number)
+        loader.load_state_dict({**state, "epoch": 0})
+        next(iter(loader))
+        loader.seed(9)  # which waits for epoch 1
+        loader.remesh(0, 1, at=0)
+        assert [Counter(valid_keys(batch)) for batch in loader] == epochs[0]
         next(iter(loader))
         with pytest.raises(ConfigError, match=r"before epoch 1, from which on seed\(\) gave .* Give the state_dict"):
             loader.remesh(0, 1, at=size - 1)
@@ -482,6 +487,12 @@ def test_the_ledger_goes_along(samples: SampleSet, more: SampleSet) -> None:
     running = iter(replay)
     assert world.committed == [Counter(valid_keys(next(running))) for _ in world.committed]
     assert all(int(key) >= 1000 for key in world.committed[-1])
+    others = {**states[0], "samples_seen": 7, "ledger": [{**states[0]["ledger"][0], "sources": {"a": "x", "b": "y"}}]}
+    with pytest.raises(StateError, match="the source 'a' is not the one of this state"):
+        replay.remesh(0, 1, at={name: value for name, value in others.items() if name != "ledger_text"})
+    next(running)
+    replay.remesh(0, 1, at=1)  # of that state nothing is left
+    assert Counter(valid_keys(next(iter(replay)))) == world.committed[1]
     replay.close()
     world.close()
 

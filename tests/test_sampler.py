@@ -218,6 +218,13 @@ def test_seed_and_epochs_change_the_order_and_left_loops_are_epochs() -> None:
     other.load_state_dict(state)
     other.set_seed(0)
     assert list(other) == second
+    (sampler,) = samplers(50, 1, batch_size=10)
+    first = next(batches := iter(sampler))
+    sampler.set_seed(9)
+    state = sampler.state_dict(num_consumed=0)
+    epoch = [first, *batches]
+    other.load_state_dict(state)
+    assert [list(other), list(other)] == [epoch, list(sampler)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -33,9 +33,10 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
     seed=st.integers(0, 2**64 - 1),
     next_seed=st.none() | st.integers(0, 2**64 - 1),
     epoch_size=st.none() | st.integers(1000, 2**50),
+    has_begun=st.booleans(),
 )
 def test_states_go_through_json(
-    epoch: int, seen: int, seed: int, next_seed: int | None, epoch_size: int | None
+    epoch: int, seen: int, seed: int, next_seed: int | None, epoch_size: int | None, has_begun: bool
 ) -> None:
     state = LoaderState(
         epoch=epoch,
@@ -45,6 +46,7 @@ def test_states_go_through_json(
         fingerprint="f",
         num_samples=1000,
         epoch_size=epoch_size,
+        has_begun=has_begun,
     )
     text = json.dumps(state.to_dict(), sort_keys=True)
     assert LoaderState.from_dict(json.loads(text)) == state
@@ -83,6 +85,7 @@ def test_numpy_integers_become_plain_ones() -> None:
         ({"samples_seen": 1.0}, "samples_seen.*got 1.0"),
         ({"samples_seen": 6, "epoch_size": 5}, "samples_seen.*got 6"),
         ({"next_seed": -1}, "next_seed"),
+        ({"has_begun": 1}, "has_begun"),
         ({"fingerprint": ""}, "fingerprint"),
         ({"fingerprint": 7}, "fingerprint.*got 7"),
         ({"num_samples": 0}, "num_samples"),

@@ -122,8 +122,7 @@ class Run:
         if epoch not in self._plans:
             order, seed = self.state.order, self.state.next_seed
             orders = self._orders
-            # It waits for the next epoch that begins: the state's own, where nothing of that was read.
-            if seed is not None and epoch >= self.state.epoch + bool(self.state.samples_seen):
+            if seed is not None and epoch >= self.state.seeded_from:
                 order = replace(order, seed=seed)
                 orders = None if orders is None else orders.under(order)
             self._plans[epoch] = Plan(

@@ -28,11 +28,14 @@ class Place:
         epoch: The epoch of the batch that comes next.
         samples_seen: Samples of that epoch, over all ranks, that come before it.
         detail: What else the loop needs to go on from here. ``Position`` only keeps it.
+        has_begun: At 0 samples: batches of the epoch are on their way, in the order as it was; a seed that waits is for
+            the one after it.
     """
 
     epoch: int
     samples_seen: int
     detail: Any = None
+    has_begun: bool = False
 
 
 class Turn:
@@ -131,7 +134,8 @@ class Position:
     4. ``set_epoch(e)``: where ``place`` is due in epoch e, it stays as it is, so that a loaded place survives trainers
        that call it first. Where epoch e is in progress, the next ``begin`` starts it again at 0, and an iterator that
        is open goes on as if nothing had happened. From any other epoch it goes to (e, 0).
-    5. ``set_seed`` waits for the next ``begin`` at 0 samples.
+    5. ``set_seed`` waits for the next ``begin`` at 0 samples. An epoch of which batches are held back and none has been
+       received keeps its order, also where it is begun again, here or from a checkpoint (``Place.has_begun``).
     6. One turn at a time: ``open`` ends the turn before. ``set_epoch`` and ``load`` that move the place end the turn in
        progress; an iterator that has not begun yet begins at the new place.
     7. Leaving the rest of an epoch that was loaded in its middle is one WARNING.
@@ -190,7 +194,7 @@ class Position:
 
         Returns:
             Where it begins, and the seed of the order from here on; None: as before. An epoch that begins because the
-            one before was left has the ``detail`` of the place where that was left.
+            one before was left has the ``detail`` of the place where that was left; one under another seed has none.
 
         Raises:
             IteratorEndedError: The turn has ended.
@@ -208,8 +212,10 @@ class Position:
             self._warn_of_the_rest("a new iteration begins with the next epoch")
             self._go_to(replace(place, epoch=place.epoch + 1, samples_seen=0), is_loaded=False)
         seed = None
-        if self._start.samples_seen == 0:
+        if self.next_seed is not None and self._start.samples_seen == 0 and not self._start.has_begun:
             seed, self.next_seed = self.next_seed, None
+            # What the loop went on with was of the older order: a checkpoint, or another begin, must not find it here.
+            self._go_to(replace(self._start, detail=None), is_loaded=False)
         return self._start, seed
 
     def advance(self, place: Place) -> None:
@@ -271,6 +277,9 @@ class Position:
             ConfigError: It is no seed.
         """
         self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+        place, turn = self.place, self._turn
+        is_held = self._num_handed_out > 0 and self._num_received == 0 and turn is not None and turn.is_open
+        self._places[-1 - self._num_held] = replace(place, has_begun=is_held and place.samples_seen == 0)
 
     def load(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> bool:
         """Take over a place and seed that the method ``what`` got; tell whether the turn in progress ends by it."""

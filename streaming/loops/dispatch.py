@@ -85,7 +85,7 @@ class DispatchLoop(IterableLoop):
         if self._sharing is None:
             return super().start(place, seed)
         if seed is not None:
-            self.order, place = OrderSettings(seed=seed, lanes=1, window=0), replace(place, detail=None)
+            self.order = OrderSettings(seed=seed, lanes=1, window=0)
         timed = nullcontext if self._reads else partial(self.metrics.timed, "wait_for_batch_s")
         return _DispatchRun(self._sharing.run(lambda: self._read(place), place), timed)
 

@@ -140,6 +140,15 @@ class EpochLoop(BaseLoop):
         row = self.row_of(self.position.place)
         return self.shares.set_weights(weights, self.order, row, self.config.mesh, at=at, timeout_s=timeout_s)
 
+    def take_weights(self, other: EpochLoop) -> None:
+        """Take over what ``set_weights`` gave to a loop over the same mixture.
+
+        Raises:
+            StateError: Batches of one source have another size here.
+        """
+        if self.shares is not None and other.shares is not None and other.shares.ledger.is_changed:
+            self.shares.load(other.state(), self.row_of(self.position.place))
+
     def batches_left(self, samples_seen: int) -> int:
         """See ``Loop``; where batches change their size, those of the epoch in progress."""
         return self.left_behind(Place(epoch=self.position.epoch, samples_seen=samples_seen))
@@ -171,6 +180,7 @@ class EpochLoop(BaseLoop):
             num_samples=self._num_samples,
             epoch_size=self.shape.epoch_size,
             ledger=None if self.shares is None else self.shares.ledger,
+            has_begun=self.position.place.has_begun,
         )
 
     def load(self, state: LoaderState, what: str = "load_state_dict()") -> None:
@@ -179,12 +189,20 @@ class EpochLoop(BaseLoop):
         Raises:
             StateError: It belongs to another data set, epoch size or kind of order.
         """
+        self.go_to(self._taken_over(state), state.next_seed, what)
+
+    def _taken_over(self, state: LoaderState) -> Place:
+        """Take over all of a state but its place, and return that; where it raises, nothing has changed.
+
+        Raises:
+            StateError: It belongs to another data set, epoch size or kind of order.
+        """
         self._check_state(state)
-        place = self._loaded_at = Place(epoch=state.epoch, samples_seen=state.samples_seen)
+        place = Place(epoch=state.epoch, samples_seen=state.samples_seen, has_begun=state.has_begun)
         if self.shares is not None:
             self.shares.load(state, self.row_of(place))
-        self.order, self._is_resumed = state.order, True
-        self.go_to(place, state.next_seed, what)
+        self._loaded_at, self.order, self._is_resumed = place, state.order, True
+        return place
 
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``."""
@@ -218,13 +236,12 @@ class EpochLoop(BaseLoop):
             )
         replace(self.shape, num_ranks=mesh.data_world_size).check_enough(self.samples_per_epoch)
         state = self._state_at(at) if isinstance(at, int) else at
-        self._check_state(state)
-        store = self._store
+        place, store = self._taken_over(state), self._store
         if store is not None:
             with store.changed:
                 store.retain = True  # what the run in progress gives back stays, until the next one has chosen
         self._keeps_chunks = store is not None
-        self.load(state, what)
+        self.go_to(place, state.next_seed, what)
         self.become(mesh)
         if self._peers is not None:
             self._peers.become(mesh)
@@ -237,25 +254,20 @@ class EpochLoop(BaseLoop):
         """
         size = self.shape.global_batch_size
         epoch, number = divmod(num_batches, self.num_batches)
-        seeded, loaded = self._seeded_at, self._loaded_at
-        why = ""
+        seeded, loaded, now = self._seeded_at, self._loaded_at, self.state()
+        waits, why = now.next_seed is not None, ""
         if self.shape.ramp is not None:
             why = "batches change their size in this run"
         elif seeded is not None and epoch < seeded.epoch:
             why = f"it lies before epoch {seeded.epoch}, from which on seed() gave another order"
-        elif self.position.next_seed is not None and number and epoch >= self._seeded_from:
+        elif waits and number and epoch >= now.seeded_from:
             why = "it lies behind the beginning of an epoch to which seed() gives another order"
         elif loaded is not None and loaded.epoch == epoch and loaded.samples_seen % size:
             why = f"batches of epoch {epoch} begin at sample {loaded.samples_seen}, as the state that was loaded says"
         if why:
             raise ConfigError(f"remesh: at={num_batches}: {why}. Give the state_dict() of that batch")
-        return replace(self.state(), epoch=epoch, samples_seen=number * size)
-
-    @property
-    def _seeded_from(self) -> int:
-        """The epoch from which on a seed that waits gives another order."""
-        position = self.position
-        return position.epoch if position.is_due and not position.samples_seen else position.epoch + 1
+        begun = waits and not number and epoch < now.seeded_from
+        return replace(now, epoch=epoch, samples_seen=number * size, has_begun=begun)
 
     def _check_state(self, state: LoaderState) -> None:
         """Refuse a state of another data set, epoch size or kind of order.

@@ -159,7 +159,7 @@ class IterableLoop(Loop):
         """
         cursors: tuple[Cursor, ...] = place.detail or ()
         if seed is not None:
-            self.order, cursors = OrderSettings(seed=seed, lanes=1, window=0), ()
+            self.order = OrderSettings(seed=seed, lanes=1, window=0)
         if place.samples_seen == 0 and not self.is_counted:
             cursors = ()
         return _IterableRun(self, self._open(place.epoch, cursors))
@@ -180,7 +180,8 @@ class IterableLoop(Loop):
         return IterableState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
             fingerprint=_FINGERPRINT, num_samples=self._epoch_samples(), epoch_size=self.shape.epoch_size,
-            cursors=place.detail or (), data_rank=mesh.data_rank, data_world_size=mesh.data_world_size,
+            has_begun=place.has_begun, cursors=place.detail or (), data_rank=mesh.data_rank,
+            data_world_size=mesh.data_world_size,
         )  # fmt: skip
 
     def load(self, state: LoaderState) -> None:
@@ -200,7 +201,9 @@ class IterableLoop(Loop):
                     "set state_dict and load_state_dict", type(self.dataset).__name__,
                 )  # fmt: skip
         self.order = state.order
-        place = Place(epoch=state.epoch, samples_seen=state.samples_seen, detail=state.cursors)
+        place = Place(
+            epoch=state.epoch, samples_seen=state.samples_seen, detail=state.cursors, has_begun=state.has_begun
+        )
         self.go_to(place, state.next_seed)
 
     def report(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class StreamedLoop(BaseLoop):
         return LoaderState(
             epoch=self.position.epoch, samples_seen=self.position.samples_seen, order=self.order,
             next_seed=self.position.next_seed, fingerprint=self._fingerprint, num_samples=self._size,
-            epoch_size=self._size,
+            epoch_size=self._size, has_begun=self.position.place.has_begun,
         )  # fmt: skip
 
     def load(self, state: LoaderState) -> None:
@@ -103,7 +103,8 @@ class StreamedLoop(BaseLoop):
                 f"{state.epoch + 1}), or index the shards (shard_tools index URL) and start anew"
             )
         self.order = replace(state.order, lanes=self.order.lanes)
-        self.go_to(Place(epoch=state.epoch, samples_seen=state.samples_seen), state.next_seed)
+        place = Place(epoch=state.epoch, samples_seen=state.samples_seen, has_begun=state.has_begun)
+        self.go_to(place, state.next_seed)
 
     def _start(self, place: Place) -> Run:
         return self._shared(lambda: self._read(place), place)

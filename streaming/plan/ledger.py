@@ -172,6 +172,11 @@ class Ledger:
         return any(entry.joins for entry in self.entries)
 
     @property
+    def is_changed(self) -> bool:
+        """Whether ``set_weights`` gave other weights."""
+        return any(entry.why == CHANGED for entry in self.entries)
+
+    @property
     def first_rows(self) -> dict[str, int]:
         """The row from which on each source was known, by name."""
         found: dict[str, int] = {}

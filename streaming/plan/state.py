@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streaming.arguments import checked_int
+from streaming.arguments import checked_flag, checked_int
 from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
@@ -21,6 +21,7 @@ data set. So older releases read what they know."""
 _TEXT = "ledger_text"
 """The ledger as JSON, a single value: torch.distributed.checkpoint takes lists of dicts apart, and gives back of them
 what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
+_BEGUN = "has_begun"  # in a state only where it is so: older releases read all others
 _MAX_COUNT = 2**62
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size",
@@ -40,6 +41,8 @@ class LoaderState:
         num_samples: Samples of the data set, for a message that says more than a fingerprint.
         epoch_size: Samples of a virtual epoch, or None: one pass is one epoch.
         ledger: Of a mixture; None: of one data set.
+        has_begun: No sample of the epoch was received, but it had begun when ``next_seed`` was given: that is for the
+            one after it.
     """
 
     epoch: int
@@ -50,6 +53,7 @@ class LoaderState:
     num_samples: int
     epoch_size: int | None = None
     ledger: Ledger | None = None
+    has_begun: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -60,6 +64,7 @@ class LoaderState:
             if self.epoch_size is not None:
                 checked_int("epoch_size", self.epoch_size, 1, _MAX_COUNT)
             checked_int("samples_seen", self.samples_seen, 0, self._epoch_samples)
+            checked_flag(_BEGUN, self.has_begun)
         except ConfigError as error:
             raise StateError(f"state: {error}; was it edited, or cut short when it was saved?") from error
         if not isinstance(self.order, OrderSettings):
@@ -87,6 +92,11 @@ class LoaderState:
                 raise StateError(f"{name}: the state has {was}, here it is {now}; give the same")
 
     @property
+    def seeded_from(self) -> int:
+        """The first epoch that is in the order of ``next_seed``."""
+        return self.epoch + (self.samples_seen > 0 or self.has_begun)
+
+    @property
     def _epoch_samples(self) -> int:
         if self.epoch_size is not None:
             return self.epoch_size
@@ -106,7 +116,7 @@ class LoaderState:
             "fingerprint": self.fingerprint,
             "num_samples": int(self.num_samples),
             "epoch_size": None if self.epoch_size is None else int(self.epoch_size),
-        }
+        } | ({_BEGUN: True} if self.has_begun else {})
         if self.ledger is None:
             return made
         entries = self.ledger.to_list()
@@ -134,7 +144,7 @@ class LoaderState:
                 "load it with the release that saved it"
             )
         names = _NAMES if version == 1 else (*_NAMES, "ledger")
-        if set(data) - {_TEXT} != set(names):
+        if set(data) - {_TEXT, _BEGUN} != set(names):
             missing, unknown = sorted(set(names) - set(data)), sorted(map(str, set(data) - set(names)))
             raise StateError(f"state: expected the keys {list(names)}; missing {missing}, unknown {unknown}")
         given = {**data, "order": OrderSettings.from_dict(data["order"])}

@@ -191,8 +191,6 @@ class RemoteLoop(Loop):
         base = self._state_at(place, self.position.next_seed)
         if seed is not None:
             base = {**base, "order": {**base["order"], "seed": seed}}
-            if "cursors" in base:  # of an iterable data set: a stream of the old seed does not go on under a new one
-                base["cursors"] = []
         self._known = base
         self._num_runs += 1
         ahead = _Ahead(ask=self._ask_for, run=self._num_runs, base=base)
@@ -216,7 +214,10 @@ class RemoteLoop(Loop):
         """
         values: State = self._asked("adjusted", state.values)
         self._known = values
-        place = Place(epoch=int(values["epoch"]), samples_seen=int(values["samples_seen"]), detail=values)
+        place = Place(
+            epoch=int(values["epoch"]), samples_seen=int(values["samples_seen"]), detail=values,
+            has_begun=bool(values.get("has_begun")),
+        )  # fmt: skip
         self.go_to(place, values["next_seed"])
 
     def report(self) -> dict[str, Any]:
@@ -280,9 +281,11 @@ class RemoteLoop(Loop):
         order = (
             state["order"] if self._known is None else self._known["order"]
         )  # in force since the latest begin or load
-        return {
+        made = {
             **state, "order": order, "epoch": place.epoch, "samples_seen": place.samples_seen, "next_seed": next_seed,
         }  # fmt: skip
+        made.pop("has_begun", None)
+        return made | ({"has_begun": True} if place.has_begun else {})
 
     def num_ahead(self) -> int:
         """Return the steps to be under way or ready: as many as fit, none before the size of one is known."""

@@ -216,10 +216,11 @@ class DeviceMeshSampler(Sampler[Any]):
             run = self._latest
             if run is None or not 0 <= num_consumed <= run.plan.num_batches:
                 raise ConfigError(f"num_consumed: the latest iteration has no {num_consumed} batches")
-            place = run.place(num_consumed)
+            place = run.place(num_consumed, has_begun=self.position.next_seed is not None)
         return LoaderState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
             fingerprint=f"map:{self.num_samples}", num_samples=self.num_samples, epoch_size=self.shape.epoch_size,
+            has_begun=place.has_begun,
         )  # fmt: skip
 
     def state_dict(self, *, num_consumed: int | None = None) -> dict[str, Any]:
@@ -248,7 +249,7 @@ class DeviceMeshSampler(Sampler[Any]):
             )
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         self.order = state.order
-        place = Place(epoch=state.epoch, samples_seen=state.samples_seen)
+        place = Place(epoch=state.epoch, samples_seen=state.samples_seen, has_begun=state.has_begun)
         if not self.batches_left(state.samples_seen):  # a state of an older release, behind the last batch of an epoch
             place = Place(epoch=state.epoch + 1, samples_seen=0)
         return self.position.load(place, state.next_seed)
@@ -346,12 +347,12 @@ class _Run:
         self._start = start
         self._num_done = 0
 
-    def place(self, num_batches: int) -> Place:
-        """Behind so many batches of this iteration."""
+    def place(self, num_batches: int, *, has_begun: bool = False) -> Place:
+        """Behind so many batches of this iteration; at 0 samples, the epoch has perhaps ``has_begun``."""
         epoch, seen = self._start.epoch, self._start.samples_seen + num_batches * self.plan.global_batch_size
         if num_batches == self.plan.num_batches:
             return Place(epoch=epoch + 1, samples_seen=0)
-        return Place(epoch=epoch, samples_seen=seen)
+        return Place(epoch=epoch, samples_seen=seen, has_begun=has_begun and not seen)
 
     @property
     def is_over(self) -> bool:

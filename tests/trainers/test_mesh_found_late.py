@@ -12,7 +12,7 @@ from data_sets import SampleSet, write_set
 
 from infra import MeshError
 from infra.frameworks import ProcessGroup
-from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, OrdinaryDataset
+from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, Mixture, OrdinaryDataset
 
 KINDS = ("indexed", "unindexed", "map-style", "fetcher")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK")
@@ -119,6 +119,29 @@ def test_a_loader_that_is_sent_to_another_process_reads_the_share_of_that(
                 received += [key for batch in loader for key in keys_of(batch)]
         assert len(received) == 48
         assert len(set(received)) == 48
+
+
+def test_weights_and_states_given_before_the_first_batch_go_along(
+    monkeypatch: pytest.MonkeyPatch, sets: dict[str, SampleSet]
+) -> None:
+    """To another process, and to the mesh that is found later."""
+
+    def mixed() -> DataLoader:
+        parts = {"odd": sets["indexed"].open(seed=3), "even": sets["indexed"].open(seed=3)[:30]}
+        return DataLoader(Mixture(parts, weights={"odd": 1, "even": 1}, seed=3), 8, epoch_size=48)
+
+    with mixed() as loader:
+        loader.set_weights({"odd": 1, "even": 0}, at=0)
+        with pickle.loads(pickle.dumps(loader)) as other:
+            assert other.state_dict() == loader.state_dict()
+        initialise(monkeypatch, 1, 2)
+        assert {name for batch in loader for name in batch["__source__"]} == {"odd"}
+        assert loader.global_batch_size == 16
+    initialise(monkeypatch, 0, 1)
+    with make(sets, "indexed") as loader:
+        loader.load_state_dict({**loader.state_dict(), "order": {"seed": 7, "lanes": 4, "window": 9, "shuffle": True}})
+        with pickle.loads(pickle.dumps(loader)) as other:
+            assert other.state_dict() == loader.state_dict()
 
 
 def test_an_iteration_after_the_mesh_has_changed_is_an_error(
