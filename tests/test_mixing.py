@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError
-from streaming.mixing.passes import Listing, Parts, lay_pass
+from streaming.mixing import passes
+from streaming.mixing.passes import Listing, Parts, keyed_number, lay_pass
+from streaming.plan.permutation import permutations
 from streaming.plan.schedule import checked_weights
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,10 +21,10 @@ sources_ = st.dictionaries(st.sampled_from(["web", "code", "math", "chat"]), siz
 seeds = st.integers(0, 2**64 - 1)
 
 
-def listings_of(sources: dict[str, list[int]], seed: int) -> list[Listing]:
+def listings_of(sources: dict[str, list[int]], seed: int, *, shuffle: bool = True) -> list[Listing]:
     first, made = 0, []
     for name, sizes in sources.items():
-        made.append(Listing(name, sizes, first_chunk=first, seed=seed))
+        made.append(Listing(name, sizes, first_chunk=first, seed=seed, shuffle=shuffle))
         first += len(sizes)
     return made
 
@@ -72,6 +74,37 @@ def test_passes_hold_the_quotas_and_follow_one_another(
         expected = Counter(samples_of(listing.samples(0, 4 * quotas[listing.name])))
         got = {sample: n for sample, n in seen.items() if homes(sources)[sample[0]] == listing.name}
         assert got == expected
+
+
+@unhurried
+@given(sources_, seeds, st.integers(0, 9), st.booleans(), st.sampled_from([0, 4, 99]), st.data())
+def test_sources_laid_at_once_are_laid_as_one_after_the_other(
+    sources: dict[str, list[int]], seed: int, number: int, shuffle: bool, kept_from: int, data: st.DataObject
+) -> None:
+    """Chunk by chunk, by the words of the contract; ``kept_from``: all sources count as large, some, or none."""
+    quotas = {name: data.draw(st.integers(0, 3 * sum(sizes))) for name, sizes in sources.items()}
+    quotas[min(quotas)] += 1
+    first, stamped = 0, []
+    for name, sizes in sorted(sources.items()):
+        due, full = quotas[name], [chunk for chunk, size in enumerate(sizes) if size]
+        key, phase = keyed_number(seed, "order", name), keyed_number(seed, "phase of a pass", name, number) >> 11
+        begin = laid = 0
+        for turn in range(due * (number + 1) // sum(sizes) + 1):
+            order = permutations(key, np.array([turn]), len(full))[0].tolist() if shuffle else range(len(full))
+            for chunk in (full[place] for place in order):
+                low, high = max(begin, due * number), min(begin + sizes[chunk], due * (number + 1))
+                if high > low:
+                    stamp = (laid + (high - low) * (phase / 2**53)) / due
+                    stamped.append((stamp, name, laid, (first + chunk, low - begin, high - low, turn)))
+                    laid += high - low
+                begin += sizes[chunk]
+        first += len(sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_KEPT_FROM", kept_from)
+        listings = listings_of(dict(sorted(sources.items())), seed, shuffle=shuffle)
+        parts = lay_pass(listings, quotas, number=number, seed=seed)
+    got = zip(*(column.tolist() for column in (parts.chunk_ids, parts.firsts, parts.sizes, parts.passes)), strict=True)
+    assert list(got) == [row for *_, row in sorted(stamped)]
 
 
 def test_a_source_is_spread_evenly_over_a_pass() -> None:

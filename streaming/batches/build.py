@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from typing import Any, Literal, TypeAlias
 
@@ -96,9 +96,11 @@ class Part:
         return [*functions, self.decoders] if runs_code_of_user(self.decoders) else functions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How bytes become a batch: what users choose about it. Thread-safe as far as the user's functions are.
+
+    What is asked of all parts is asked once: a mixture may have hundreds, and batches come by the thousand.
 
     Attributes:
         parts: How samples are made, for each source; one of a single data set.
@@ -114,7 +116,7 @@ class Recipe:
     finish: Callable[[Any], Any] | None = None
     jagged: Mapping[str, Form] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether a batch is made of columns, each on its own: no function of the user sees whole samples."""
         return self.collate_fn is None and all(part.transform is None for part in self.parts)
@@ -124,7 +126,7 @@ class Recipe:
         """What a batch of packs looks like, the same for all sources; None: samples are its rows."""
         return self.parts[0].packs
 
-    @property
+    @cached_property
     def skips(self) -> bool:
         """Whether samples that stand in are marked, so that every batch has ``__valid__``."""
         return any(part.on_error == "skip" for part in self.parts)

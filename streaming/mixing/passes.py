@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from streaming.errors import ConfigError
 from streaming.plan.order import ENDLESS, LaidOrder, Order, OrderSettings, checked_chunk_samples, window_slice
-from streaming.plan.permutation import permutations
+from streaming.plan.permutation import permutations, permutations_of
 from streaming.types import Int64Array
 
 _KEPT_FROM = 2**14  # chunks: permutations of fewer cost less than a millisecond
@@ -78,6 +78,12 @@ class Listing:
         shuffle: False: every pass in storage order.
         first_pass: Number of the first pass of this list: where a source grew, an earlier list has those before.
 
+    Attributes:
+        chunk_ids: int64[n], numbers in the mixture of the chunks that hold a sample.
+        sizes: int64[n], samples of each.
+        samples_per_pass: Of all.
+        key: Of its orders.
+
     Raises:
         ConfigError: There is no sample.
     """
@@ -92,22 +98,27 @@ class Listing:
             raise ConfigError(f"source {name!r}: {error}") from error
         self.name, self.seed, self.first_pass = name, seed, first_pass
         self.samples_per_pass = int(sizes.sum())
-        self._full = np.flatnonzero(sizes)
-        self._sizes = sizes[self._full]
-        self._first_chunk = first_chunk
-        self._key = keyed_number(seed, "order", name)
+        full = np.flatnonzero(sizes)
+        self.chunk_ids: Int64Array = full + first_chunk
+        self.sizes: Int64Array = sizes[full]
+        self.key = keyed_number(seed, "order", name)
         self._shuffle = shuffle
         self._passes: dict[int, Int64Array] = {}
 
     @property
     def num_chunks(self) -> int:
         """Chunks that hold a sample."""
-        return len(self._full)
+        return len(self.sizes)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is shuffled, and an order takes less than a millisecond."""
+        return self._shuffle and self.num_chunks < _KEPT_FROM
 
     @property
     def largest_chunk(self) -> int:
         """Samples of the largest chunk."""
-        return int(self._sizes.max())
+        return int(self.sizes.max())
 
     @property
     def mean_chunk(self) -> int:
@@ -119,42 +130,87 @@ class Listing:
         passes, places = np.divmod(indices, self.num_chunks)
         passes += self.first_pass
         first, last = (int(passes.min()), int(passes.max())) if len(passes) else (0, -1)
-        chosen = self._orders(np.arange(first, last + 1))[passes - first, places]
+        chosen = self.orders(np.arange(first, last + 1))[passes - first, places]
         return Parts(
-            chunk_ids=self._full[chosen] + self._first_chunk,
+            chunk_ids=self.chunk_ids[chosen],
             firsts=np.zeros_like(indices),
-            sizes=self._sizes[chosen],
+            sizes=self.sizes[chosen],
             passes=passes,
         )
 
     def samples(self, start: int, stop: int) -> Parts:
         """The parts that hold samples ``[start, stop)`` of the list; those at its ends are cut."""
-        numbers = range(start // self.samples_per_pass, -(-stop // self.samples_per_pass))
-        indices = np.arange(numbers.start * self.num_chunks, numbers.stop * self.num_chunks, dtype=np.int64)
-        whole = self.at(indices)
-        ends = np.cumsum(whole.sizes) + numbers.start * self.samples_per_pass
-        begins = ends - whole.sizes
-        kept = (ends > start) & (begins < stop)
-        lows, highs = np.maximum(begins, start), np.minimum(ends, stop)
-        cut = Parts(chunk_ids=whole.chunk_ids, firsts=lows - begins, sizes=highs - lows, passes=whole.passes)
-        return cut.taken(np.flatnonzero(kept))
+        return listed([self], np.array([start]), np.array([stop]))[0]
 
-    def _orders(self, numbers: Int64Array) -> Int64Array:
+    def orders(self, numbers: Int64Array) -> Int64Array:
         """The chunks in the order of each of some passes, int64[n, num_chunks]; those of large sources are kept."""
         if not self._shuffle:
             return np.broadcast_to(np.arange(self.num_chunks), (len(numbers), self.num_chunks))
-        if self.num_chunks < _KEPT_FROM:
-            return permutations(self._key, numbers, self.num_chunks)
+        if self.is_small:
+            return permutations(self.key, numbers, self.num_chunks)
         found = []
         for number in numbers.tolist():
             order = self._passes.get(number)
             if order is None:
-                order = permutations(self._key, np.array([number]), self.num_chunks)[0]
+                order = permutations(self.key, np.array([number]), self.num_chunks)[0]
                 for old in list(self._passes)[: max(len(self._passes) - 1, 0)]:
                     self._passes.pop(old, None)
                 self._passes[number] = order
             found.append(order)
-        return np.stack(found)
+        return np.array(found, np.int64).reshape(len(numbers), self.num_chunks)
+
+
+def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -> tuple[Parts, Int64Array]:
+    """The parts that hold samples ``[starts[i], stops[i])`` of each list, and how many these are; list after list.
+
+    Parts at the ends are cut. All lists at once: one after the other takes a dozen calls into NumPy for each.
+    """
+    per_pass = np.array([one.samples_per_pass for one in listings])
+    chunks = np.array([one.num_chunks for one in listings])
+    low = starts // per_pass
+    num_passes = -(-stops // per_pass) - low
+    # One row for each pass of each list that holds some of them, and then one for each chunk in it.
+    owner = np.repeat(np.arange(len(listings)), num_passes)
+    number = np.arange(len(owner)) + np.repeat(low - np.cumsum(num_passes) + num_passes, num_passes)
+    source = np.repeat(owner, chunks[owner])
+    chosen = _orders_of(listings, owner, number) + (np.cumsum(chunks) - chunks)[source]
+    sizes = np.concatenate([one.sizes for one in listings])[chosen]
+    laid = np.cumsum(sizes)
+    passed = num_passes * per_pass
+    ends = laid + (low * per_pass - np.cumsum(passed) + passed)[source]
+    begins = ends - sizes
+    kept = np.flatnonzero((ends > starts[source]) & (begins < stops[source]))
+    lows, highs = np.maximum(begins, starts[source]), np.minimum(ends, stops[source])
+    passes = number + np.array([one.first_pass for one in listings])[owner]
+    parts = Parts(
+        chunk_ids=np.concatenate([one.chunk_ids for one in listings])[chosen[kept]],
+        firsts=(lows - begins)[kept],
+        sizes=(highs - lows)[kept],
+        passes=np.repeat(passes, chunks[owner])[kept],
+    )
+    return parts, np.bincount(source[kept], minlength=len(listings))
+
+
+def _orders_of(listings: Sequence[Listing], owner: Int64Array, number: Int64Array) -> Int64Array:
+    """Places of the chunks of some passes, each of the list ``owner``, in their orders, end to end.
+
+    Those of small sources are drawn together.
+    """
+    passes = number + np.array([one.first_pass for one in listings])[owner]
+    drawn = np.array([one.is_small for one in listings])[owner]
+    if len(listings) == 1 or not drawn.any():
+        return np.concatenate(
+            [one.orders(passes[owner == place]).ravel() for place, one in enumerate(listings)]
+        ).astype(np.int64, copy=False)
+    chunks = np.array([one.num_chunks for one in listings])[owner]
+    keys = np.array([one.key for one in listings], np.uint64)[owner]
+    found = np.empty(int(chunks.sum()), np.int64)
+    is_drawn = np.repeat(drawn, chunks)
+    found[is_drawn] = permutations_of(keys[drawn], passes[drawn], chunks[drawn])
+    others = np.flatnonzero(~drawn).tolist()
+    if others:
+        found[~is_drawn] = np.concatenate([listings[owner[row]].orders(passes[row : row + 1])[0] for row in others])
+    return found
 
 
 def lay_pass(listings: Sequence[Listing], quotas: Mapping[str, int], *, number: int, seed: int) -> Parts:
@@ -170,16 +226,14 @@ def lay_pass(listings: Sequence[Listing], quotas: Mapping[str, int], *, number: 
     Returns:
         The parts in the order in which they are laid; their sizes sum to the sum of the quotas.
     """
-    drawn, stamps = [], []
-    for listing in sorted(listings, key=lambda listing: listing.name):
-        quota = quotas[listing.name]
-        parts = listing.samples(number * quota, (number + 1) * quota)
-        drawn.append(parts)
-        phase = keyed_number(seed, "phase of a pass", listing.name, number) >> 11
-        before = np.cumsum(parts.sizes) - parts.sizes
-        stamps.append((before + parts.sizes * (phase / 2**53)) / max(quota, 1))
-    order = np.argsort(np.concatenate(stamps), kind="stable")
-    return Parts.joined(drawn).taken(order)
+    by_name = sorted(listings, key=lambda listing: listing.name)
+    due = np.array([quotas[listing.name] for listing in by_name])
+    parts, counts = listed(by_name, number * due, (number + 1) * due)
+    source = np.repeat(np.arange(len(by_name)), counts)
+    phases = [keyed_number(seed, "phase of a pass", listing.name, number) >> 11 for listing in by_name]
+    before = np.cumsum(parts.sizes) - parts.sizes - (np.cumsum(due) - due)[source]
+    stamps = (before + parts.sizes * (np.array(phases) / 2**53)[source]) / np.maximum(due, 1)[source]
+    return parts.taken(np.argsort(stamps, kind="stable"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -69,11 +69,15 @@ def hash_range(key: int, start: int, stop: int) -> UInt64Array:
 
 def hash_table(seed: int, numbers: npt.NDArray[np.int64], purpose: int, stop: int) -> UInt64Array:
     """``hash_range(stream_key(seed, number, purpose), 0, stop)`` of each number, as rows: uint64[n, stop]."""
-    keys = numbers.astype(np.uint64) ^ np.uint64(stream_key(seed))
-    keys = mix_each(keys + np.uint64(_GOLDEN)) ^ np.uint64(purpose)
-    keys = mix_each(keys + np.uint64(_GOLDEN))
+    keys = _stream_keys(np.uint64(stream_key(seed)), numbers, purpose)
     values = np.arange(stop, dtype=np.uint64) * np.uint64(_GOLDEN)
     return mix_each(keys[:, None] + values)
+
+
+def _stream_keys(seeds: UInt64Array | np.uint64, numbers: npt.NDArray[np.int64], purpose: int) -> UInt64Array:
+    """``stream_key(seed, number, purpose)`` of each number: uint64[n]; of ``seeds`` there are the stream keys."""
+    keys = mix_each((numbers.astype(np.uint64) ^ seeds) + np.uint64(_GOLDEN)) ^ np.uint64(purpose)
+    return mix_each(keys + np.uint64(_GOLDEN))
 
 
 def hash_words(*words: int) -> int:
@@ -92,6 +96,18 @@ def hash_each(values: UInt64Array, key: int) -> UInt64Array:
 def permutations(seed: int, passes: Int64Array, size: int) -> Int64Array:
     """A permutation of ``size`` for each of some passes, as rows: int64[n, size], sorted by hashes."""
     return np.argsort(hash_table(seed, passes, CHUNKS, size), axis=1, kind="stable")
+
+
+def permutations_of(seeds: UInt64Array, passes: Int64Array, sizes: Int64Array) -> Int64Array:
+    """What ``permutations(seed, [number], size)`` gives for each seed, pass and size, end to end: int64[sizes.sum()].
+
+    One sort for hundreds of small sources; of a few large ones it takes twice as long as one after the other.
+    """
+    row = np.repeat(np.arange(len(sizes)), sizes)
+    places = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    keys = _stream_keys(mix_each(seeds + np.uint64(_GOLDEN)), passes, CHUNKS)
+    values = mix_each(keys[row] + places.astype(np.uint64) * np.uint64(_GOLDEN))
+    return places[np.lexsort((values, row))]
 
 
 class Permutation:
