@@ -217,8 +217,13 @@ class DeviceMeshFetcher(Closable):
 
     @property
     def batches_left(self) -> int:
-        """Batches of the epoch in progress that have not been received."""
+        """Batches of the epoch in progress that have not been received.
+
+        Raises:
+            TypeError: Nobody knows how long it is, as with ``len(loader)``.
+        """
         self._look_again()
+        self._check_ends()
         return self._loop.left_behind(self._loop.position.place)
 
     @property
@@ -263,12 +268,15 @@ class DeviceMeshFetcher(Closable):
     def __len__(self) -> int:
         """Batches in a whole epoch, the same on every rank."""
         self._look_again()
+        self._check_ends()
+        return self._loop.num_batches
+
+    def _check_ends(self) -> None:
         if getattr(self._loop, "is_endless", False):
             raise TypeError(
                 "this DataLoader has no len(): its Mixture is drawn from without end. Count steps in the training "
                 "loop, or give an epoch_size="
             )
-        return self._loop.num_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``; if it is the one due, a loaded position is kept.

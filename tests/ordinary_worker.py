@@ -59,6 +59,10 @@ def main() -> None:
         )  # fmt: skip
         loop = open_ordinary(Uneven(num_workers), config)
         found[last_batch] = [[ids(batch) for batch in loop.run()] for _ in range(2)]
+        if last_batch == "pad":  # rank 1 has 5 or 6 batches of its own
+            begun = [ids(batch) for _, batch in zip(range(8), loop.run(), strict=False)]
+            loop.load(loop.state())
+            found["resumed"] = [*begun, *(ids(batch) for batch in loop.run())]
         found.setdefault("discarded", loop.metrics.get("discarded_batches"))
         loop.close()
         if last_batch == "drop":  # from here on there is the group that all loops share

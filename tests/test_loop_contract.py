@@ -46,6 +46,13 @@ class Rotten(Squares):
         return rot(super().__getitem__(index))
 
 
+class RottenPasses(Passes):
+    """Rotten in the second batch of the first pass."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (rot({"cls": sample["cls"] - SIZE}) | sample for sample in super().__iter__())
+
+
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
     return write_set(tmp_path_factory.mktemp("contract") / "train", SHARD_SIZES)
@@ -57,13 +64,15 @@ def unlisted(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> Sa
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> StreamingDataset:
-    """Documents that fill a pack each, so that there are as many packs; their tokens are their number."""
-    folder = tmp_path_factory.mktemp("documents")
-    with ShardWriter(f"{folder}/{{:03d}}.tar", max_samples=20, columns={"tokens": lambda _: 4}) as writer:
-        for number in range(NUM_SAMPLES):
-            writer.write({"__key__": str(number), "tok": np.full(4, number, "<u2").tobytes()})
-    return StreamingDataset(folder, seed=5)
+def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Documents that fill a pack each, so that there are as many; tokens are their number. By whether one is rotten."""
+    found = {rotten: tmp_path_factory.mktemp("documents") for rotten in (False, True)}
+    for rotten, folder in found.items():
+        with ShardWriter(f"{folder}/{{:03d}}.tar", max_samples=20, columns={"tokens": lambda _: 4}) as writer:
+            for number in range(NUM_SAMPLES):
+                tokens, is_bad = np.full(4, number, "<u2").tobytes(), rotten and number == ROTTEN
+                writer.write({"__key__": "rotten" if is_bad else str(number), "tok": tokens[is_bad:]})
+    return found
 
 
 def mixed(dataset: StreamingDataset) -> Mixture:
@@ -72,22 +81,24 @@ def mixed(dataset: StreamingDataset) -> Mixture:
 
 @pytest.fixture
 def opened(
-    samples: SampleSet, unlisted: SampleSet, documents: StreamingDataset, tmp_path: Path
+    samples: SampleSet, unlisted: SampleSet, documents: dict[bool, Path], tmp_path: Path
 ) -> Callable[[str, int | None], Any]:
     """What loaders of a kind read; ``limit``: a sample is rotten, and so many may be."""
 
     def data(kind: str, limit: int | None) -> Any:
         chosen: dict[str, Any] = {"seed": 5} | ({} if limit is None else {"transform": rot, "max_bad_samples": limit})
         rows = Squares() if limit is None else Rotten()
+        passes = Passes if limit is None else RottenPasses
+        allowed: dict[str, Any] = {} if limit is None else {"max_bad_samples": limit}
         makers: dict[str, Callable[[], Any]] = {
             # Without an index the default window reads all samples a hundred times before the first one leaves it.
             "unindexed": lambda: unlisted.open(shuffle=ShuffleConfig(window=4), **chosen),
             "cached": lambda: samples.open(cache_dir=tmp_path, **chosen),
             "mixture": lambda: mixed(samples.open(**chosen)),
-            "packed": lambda: Packed(documents, 4),
+            "packed": lambda: Packed(StreamingDataset(documents[limit is not None], seed=5, **allowed), 4),
             "map-style": lambda: OrdinaryDataset(rows, seed=5, max_retries=0, max_bad_samples=limit),
-            "iterable": Passes,
-            "dispatched": lambda: OrdinaryDataset(Passes(), sharding="dispatch"),
+            "iterable": passes,
+            "dispatched": lambda: OrdinaryDataset(passes(), sharding="dispatch"),
             "remote": lambda: partial(samples.open, **chosen),
         }
         return makers.get(kind, lambda: samples.open(**chosen))()
@@ -133,12 +144,13 @@ def counted(batch: Any) -> int:
     return sum(sample["__valid__"] for sample in batch) if isinstance(batch, list) else int(batch["__valid__"].sum())
 
 
-ASKED_AGAIN = ("indexed", "unindexed", "cached", "mixture", "fetcher", "map-style", "prefetcher", "remote")
-"""Kinds that can ask for another sample; an iterable data set that raises ends the epoch, padding stands for a document
-of a pack."""
+GO_ON = ("indexed", "unindexed", "cached", "mixture", "fetcher", "map-style", "prefetcher", "remote", "packed")
+"""Kinds in which another sample stands for a bad one, or padding for a document of a pack."""
+END = ("iterable", "dispatched")
+"""Those whose data set ends the epoch where it raises: nothing of it can be asked for again."""
 
 
-@pytest.mark.parametrize("make", [*ASKED_AGAIN, "packed", "iterable", "dispatched"], indirect=True)
+@pytest.mark.parametrize("make", [*GO_ON, *END], indirect=True)
 class TestEveryLoop:
     @pytest.mark.parametrize("count", [0, 1, NUM_BATCHES])
     def test_closed_it_ends_at_once_and_can_be_used_again(self, make: Make, count: int) -> None:
@@ -173,6 +185,12 @@ class TestEveryLoop:
         with make() as other:
             other.load_state_dict(state)
             assert other.epoch == state["epoch"] == (count == NUM_BATCHES)
+            inner = getattr(other, "loader", other)
+            if isinstance(state.get("cursors"), list):
+                with pytest.raises(TypeError, match="no length"):
+                    inner.batches_left  # noqa: B018
+            else:
+                assert inner.batches_left == (NUM_BATCHES - count or NUM_BATCHES)
             assert taken(other) == expected[count : NUM_BATCHES if count < NUM_BATCHES else None]
 
     @pytest.mark.parametrize("seeds", [(), (8,)], ids=["", "in an epoch with a new seed"])
@@ -222,9 +240,9 @@ class TestEveryLoop:
             assert loader.epoch == 2
 
 
-@pytest.mark.parametrize("make", ASKED_AGAIN, indirect=True)
-class TestEveryLoopThatCanAskAgain:
-    def test_a_bad_sample_is_named_and_another_stands_in(self, make: Make) -> None:
+@pytest.mark.parametrize("make", GO_ON, indirect=True)
+class TestEveryLoopThatGoesOn:
+    def test_a_bad_sample_is_named_and_another_or_padding_stands_in(self, make: Make) -> None:
         with make(limit=1) as loader:
             rows = [row for batch in taken(loader) for row in batch]
             found = loader.metrics()
@@ -239,3 +257,18 @@ class TestEveryLoopThatCanAskAgain:
             pytest.raises(TooManyBadSamplesError, match=r"max_bad_samples(=| allows )0(?s:.*)rotten"),
         ):
             list(loader)
+
+
+@pytest.mark.parametrize("make", END, indirect=True)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_the_data_set_comes_behind_the_batches_before_it(make: Make, num_workers: int) -> None:
+    with make(limit=0, num_workers=num_workers) as loader:
+        batches = iter(loader)
+        assert rows_of(next(batches)) == (*range(SIZE),)
+        with pytest.raises(ValueError, match="rotten"):
+            next(batches)
+        with pytest.raises(IteratorEndedError, match=r"ValueError: (rotten|Caught ValueError)"):
+            next(batches)
+        assert (loader.epoch, loader.state_dict()["samples_seen"]) == (0, SIZE)
+        loader.set_epoch(1)
+        assert [row for batch in taken(loader) for row in batch] == [*range(1000, 1000 + NUM_SAMPLES)]

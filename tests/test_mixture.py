@@ -184,6 +184,8 @@ def test_without_an_end_there_is_no_len(sets: dict[str, SampleSet]) -> None:
     with DataLoader(mix, batch_size=12) as loader:
         with pytest.raises(TypeError, match=r"without end.*epoch_size"):
             len(loader)
+        with pytest.raises(TypeError, match="without end"):
+            loader.batches_left  # noqa: B018
         assert "batches" not in repr(loader)
         with pytest.raises(ConfigError, match="Give the seed to the Mixture"):
             loader.seed(3)

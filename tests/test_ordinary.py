@@ -479,6 +479,8 @@ def test_ranks_with_uneven_data_end_together(tmp_path: Path, forked: Forked, num
         assert {tuple(map(len, one[name])) for one in ranks} == {tuple(map(len, ranks[0][name]))}
     assert len(ranks[0]["drop"][0]) == (5 if num_workers == 0 else 4)  # of 60 samples and of 20, in fours
     assert len(ranks[0]["pad"][0]) == (15 if num_workers == 0 else 16)
+    for one in ranks:  # also where it is resumed when a rank has nothing of its own any more
+        assert one["resumed"] == one["pad"][0]
     for epoch in range(2):  # under "pad" nothing is lost and nothing twice: evaluation is exact
         kept = Counter(i for one in ranks for batch in one["pad"][epoch] for i in batch)
         assert kept == Counter([*range(60), *range(100, 120)])

@@ -172,6 +172,9 @@ def test_packing_keeps_every_value_and_gives_memory_of_its_own() -> None:
     batch = {
         "image": torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4).transpose(0, 2),
         "half": torch.tensor([1.5, -2], dtype=torch.bfloat16),
+        "eighth": torch.tensor([1.5, -2]).to(torch.float8_e4m3fn),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "imaginary": torch.tensor([1 + 2j]).conj().imag,
         "scalar": torch.tensor(3),
         "pair": (torch.ones(2), ["text", b"bytes"]),
         "none": None,
@@ -180,13 +183,14 @@ def test_packing_keeps_every_value_and_gives_memory_of_its_own() -> None:
     for one in (packed["image"], packed["half"], packed["scalar"], packed["pair"][0]):
         one.array.flags.writeable = False  # as it comes out of the object store
     found = wire.unpack(packed)
-    for name in ("image", "half", "scalar"):
+    assert torch.equal(found["eighth"].float(), torch.tensor([1.5, -2]))
+    for name in ("image", "half", "scalar", "conjugate", "imaginary"):
         assert torch.equal(found[name], batch[name])
         assert found[name].dtype == batch[name].dtype
         found[name].zero_()
     assert torch.equal(batch["scalar"], torch.tensor(3))
     assert found["pair"][1] == ["text", b"bytes"]
-    assert wire.num_bytes(packed) == 24 + 4 + 8 + 8 + 9
+    assert wire.num_bytes(packed) == 24 + 4 + 2 + 8 + 4 + 8 + 8 + 9
     assert wire.num_rows(packed) == 4
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from itertools import islice
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -135,19 +136,14 @@ class IterableLoop(Loop):
         in_children(self, IterableLoop._leave_behind)
         self._warn()
 
-    @property
-    def num_batches(self) -> int:
-        """Batches of a whole epoch.
+    def batches_left(self, samples_seen: int) -> int:
+        """See ``Loop``.
 
         Raises:
             TypeError: Nobody knows; give ``epoch_size``.
         """
         if not self.is_counted:
             raise TypeError("an iterable data set has no length; give epoch_size to say how long an epoch is")
-        return self.batches_left(0)
-
-    def batches_left(self, samples_seen: int) -> int:
-        """See ``Loop``; for ``epoch_size`` alone."""
         size = self.shape.global_batch_size
         return max(0, self._epoch_samples() // size - samples_seen // size)
 
@@ -253,26 +249,37 @@ class IterableLoop(Loop):
         if self._packets is not None and self._packets.cursors is not cursors:
             self.close_stream()
         if self._packets is None:
-            config, mesh, workers = self.config, self.config.mesh, max(1, self._num_workers)
-            fresh = tuple(Cursor(worker=number, pass_number=epoch) for number in range(workers))
-            settings = ShareSettings(
-                first_part=mesh.data_rank * workers,
-                num_parts=mesh.data_world_size * workers,
-                batch_size=config.shape.rows_of(mesh.data_rank),
-                last_batch=config.shape.last_batch,
-                endless=self.is_counted,
-                seed=self.order.seed,
-                sharding=config.sharding,
+            config = self.config
+            cursors = cursors or tuple(
+                Cursor(worker=number, pass_number=epoch) for number in range(max(1, self._num_workers))
             )
-            cursors = cursors or fresh
-            stream = SharedStream(self.dataset, settings, cursors, Collate(config))
-            seed = hash_words(self.order.seed, epoch, mesh.data_rank) >> 1
+            stream = self._stream(cursors)
+            seed = hash_words(self.order.seed, epoch, config.mesh.data_rank) >> 1
             loader: DataLoader[Packet] = DataLoader(
                 stream, batch_size=None, collate_fn=_unchanged, generator=torch.Generator().manual_seed(seed),
                 **self._workers.torch_options(self.dataset, config.collate_fn),
             )  # fmt: skip
             self._packets = _Packets(iter(loader), cursors)
         return self._packets
+
+    def _stream(self, cursors: tuple[Cursor, ...]) -> SharedStream:
+        """What this rank's workers read from ``cursors`` on."""
+        config, mesh, workers = self.config, self.config.mesh, max(1, self._num_workers)
+        settings = ShareSettings(
+            first_part=mesh.data_rank * workers,
+            num_parts=mesh.data_world_size * workers,
+            batch_size=config.shape.rows_of(mesh.data_rank),
+            last_batch=config.shape.last_batch,
+            endless=self.is_counted,
+            seed=self.order.seed,
+            sharding=config.sharding,
+        )
+        return SharedStream(self.dataset, settings, cursors, Collate(config))
+
+    def _first_again(self, cursors: tuple[Cursor, ...]) -> Packet | None:
+        """A packet from the beginning of this rank's pass, read here: for one that goes on where its own has ended."""
+        begins = (Cursor(worker=cursor.worker, pass_number=cursor.pass_number) for cursor in cursors)
+        return next((packet for begin in begins for packet in islice(self._stream((begin,)), 1)), None)
 
     def _check_place(self, state: IterableState) -> None:
         mesh, workers = self.config.mesh, max(1, self._num_workers)
@@ -314,7 +321,7 @@ class IterableLoop(Loop):
 
     # --- equal ends ---
 
-    def agreeing(self, packets: Iterator[Packet]) -> Iterator[Packet]:
+    def agreeing(self, packets: _Packets) -> Iterator[Packet]:
         """Packets while every rank has one; under "pad" while any has one, with stand-ins.
 
         All ranks ask the same number of times: the question about batch k is asked before batch k - AHEAD is handed
@@ -334,7 +341,7 @@ class IterableLoop(Loop):
             if not flag.item():
                 break
             if packet is None:
-                packet = _stand_in(last, self.config.mesh)
+                packet = _stand_in(last or self._first_again(packets.cursors), self.config.mesh)
             last = packet
             yield packet
         for one in asked:
@@ -406,6 +413,7 @@ class _IterableRun:
         self._loop, self._packets = loop, packets
         self._stream: Iterator[Packet] = loop.agreeing(packets) if loop.is_agreed else packets
         self._ahead: Packet | None = None
+        self._failure: Exception | None = None  # of reading ahead: it comes in its turn, behind the batch before it
         self._has_begun = False
         self.is_last = False
 
@@ -440,10 +448,17 @@ class _IterableRun:
     def _next(self) -> Packet | None:
         if self._loop.is_counted:
             return next(self._stream, None)
-        packet = self._ahead if self._has_begun else next(self._stream, None)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        packet, self._ahead = self._ahead if self._has_begun else next(self._stream, None), None
         self._has_begun = True
-        self._ahead = None if packet is None else next(self._stream, None)
-        self.is_last = self._ahead is None
+        if packet is not None:
+            try:
+                self._ahead = next(self._stream, None)
+            except Exception as error:  # noqa: BLE001  a user's data set may raise anything
+                self._failure = error
+        self.is_last = self._ahead is None and self._failure is None
         return packet
 
 
@@ -458,7 +473,7 @@ class Again:
 
 
 def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
-    """The last packet again, as padding."""
+    """A packet again, as padding."""
     if last is None:
         raise ConfigError(
             f"rank {mesh.rank} has no sample at all, and so nothing to repeat: the data set has fewer shards or "

@@ -186,6 +186,12 @@ class RemoteLoop(Loop):
             self._num_batches = int(self._asked("length"))
         return self._num_batches
 
+    def left_behind(self, place: Place) -> int:
+        """See ``Loop``."""
+        if not place.samples_seen:
+            return self.num_batches
+        return int(self._asked("left", self._state_at(place, None)))
+
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``."""
         base = self._state_at(place, self.position.next_seed)

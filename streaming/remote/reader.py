@@ -114,6 +114,13 @@ class Reader:
         loader.close()
         return adjusted
 
+    def left(self, state: State) -> int:
+        """Return the batches of an epoch that come behind ``state``."""
+        self._open()
+        with self._make(device_mesh=self._meshes[0]) as loader:
+            loader.load_state_dict(state)
+            return int(loader.batches_left)
+
     def reports(self) -> list[dict[str, Any]]:
         """Return the metrics of each data rank."""
         return [loader.metrics() for loader in self._open()]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-_AS_BITS = {torch.bfloat16: torch.int16}
-"""Types that NumPy lacks, and the type of the same size that carries their bits."""
+_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""What carries the bits of types that NumPy lacks (bfloat16, float8), by bytes of an item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +28,15 @@ class PackedTensor:
 def pack(value: Any) -> Any:
     """Pack the tensors of ``value``, in dicts, lists and tuples, at any depth. Other objects stay as they are."""
     if isinstance(value, torch.Tensor):
-        bits = _AS_BITS.get(value.dtype)
-        if value.layout is not torch.strided or value.device.type != "cpu" or value.requires_grad:
+        is_plain = value.layout is torch.strided and not value.is_quantized
+        if not is_plain or value.device.type != "cpu" or value.requires_grad:
             return value
-        whole = value.contiguous()
-        if bits is None:
+        whole = value.resolve_conj().resolve_neg().contiguous()
+        try:
             return PackedTensor(array=whole.numpy())
-        return PackedTensor(array=whole.view(bits).numpy(), dtype=value.dtype)
+        except TypeError:  # NumPy has none like it
+            bits = _AS_BITS[whole.element_size()]
+            return PackedTensor(array=whole.view(bits).numpy(), dtype=value.dtype)
     return _rebuilt(value, pack)
 
 
