@@ -171,6 +171,18 @@ def test_nobody_waits_for_one_that_goes_on_from_an_older_world(
         threading.current_thread().name = before
 
 
+def test_waiting_for_a_late_rank_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch's store writes two warnings, past Python's logging, for each timed wait that runs out."""
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", kept.port, is_master=False, wait_for_workers=False)
+    late, waiting = store.StorePeers(0, 2, kept), store.StorePeers(1, 2, client)
+    timer = threading.Timer(0.8, shared.shared, (late, "x", lambda: b"one"))
+    timer.daemon = True
+    timer.start()
+    assert shared.shared(waiting, "x", lambda: b"alone") == b"one"
+    assert capfd.readouterr() == ("", "")
+
+
 def test_what_is_too_large_is_looked_up_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "MOST_BYTES", 1000)
     peers, made = ThreadPeers(4), []

@@ -14,8 +14,8 @@ from streaming.job.error_codec import error_from_json, error_to_json
 PEER_WAIT_S = 20.0
 """How long a process waits for a peer to begin what it counts on, before it does that itself."""
 
-LOOK_UP_S = 0.5
-"""How often it looks up whether that peer goes on from an older world, and begins nothing."""
+LOOK_UP_S = 0.25
+"""After how long, at most, it looks again whether that peer has begun, or goes on from an older world instead."""
 
 RESULT_WAIT_S = 600.0
 """How long it waits for one that has begun: listing and reading a large index from far away."""
@@ -117,10 +117,13 @@ def go_on(peers: Peers) -> None:
 
 
 def _begins(peers: Peers, rank: int, place: str, wait_s: float) -> bool:
-    """Wait until ``rank`` begins, or is known to go on from an older world; whether it begins."""
+    """Wait until ``rank`` begins, or is known to go on from an older world; whether it begins.
+
+    It looks, sleeps and looks again: of each timed wait that runs out torch's store writes two warnings.
+    """
     until_s = time.monotonic() + wait_s
-    left_s = wait_s
-    while peers.find(f"{place}/begun", min(left_s, LOOK_UP_S)) is None:
+    pause_s = 0.01
+    while peers.find(f"{place}/begun", 0) is None:
         if peers.find(f"goes on/{rank}", 0) is not None:
             _log.info("rank %d goes on from an older world; rank %d opens this data set alone", rank, peers.rank)
             return False
@@ -130,6 +133,8 @@ def _begins(peers: Peers, rank: int, place: str, wait_s: float) -> bool:
                 told = "rank %d has not begun to open this data set within %g s; rank %d does it in its place"
                 _log.warning(told, rank, wait_s, peers.rank)
             return False
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, LOOK_UP_S)
     return True
 
 
