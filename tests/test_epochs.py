@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from data_sets import SampleSet, write_set
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from leftovers import leftovers
 from loop_kinds import (
@@ -189,6 +189,9 @@ def test_a_seed_waits_for_the_next_epoch_that_begins() -> None:
     position.advance(Place(epoch=3, samples_seen=6))
     assert position.begin(position.open()) == (Place(epoch=4, samples_seen=0), 7)
     assert position.next_seed is None
+    position.set_seed(9)
+    position.load(Place(epoch=0, samples_seen=0), None)
+    assert position.begin(position.open()) == (Place(epoch=0, samples_seen=0), None), "a state has its own, or none"
 
 
 # --- with epoch_size, a stream goes on ---
@@ -207,6 +210,10 @@ def test_a_stream_goes_on_after_an_epoch_that_was_left() -> None:
         loader.load_state_dict(state)
         assert [rows_of(batch)[0] for batch in loader] == [2004]
         assert [rows_of(batch)[0] for batch in loader] == [2014, 2024, 2034]
+        loader.load_state_dict({**state, "samples_seen": 10})
+        assert rows_of(next(iter(loader)))[0] == 2004
+        loader.set_epoch(3)  # where in the stream it began nobody knows
+        assert rows_of(next(iter(loader)))[0] == 3000
     assert rest == [2004, 2014, 2024]
 
 
@@ -251,6 +258,15 @@ def test_leaving_the_rest_of_a_loaded_epoch_is_one_warning(
     loader.set_epoch(0)
     assert len(warnings()) == 2
     assert "is left at sample 10: set_epoch(0) was called (by " in warnings()[1]
+    loader.load_state_dict(first.state_dict())
+    list(loader)
+    loader.set_epoch(3)
+    list(islice(loader, 1))
+    loader.load_state_dict(first.state_dict())
+    list(loader)
+    for _ in range(2):
+        list(islice(loader, 1))
+    assert len(warnings()) == 2, "the loaded one was read to its end"
     for one in (first, loader):
         if kind in CLOSABLE:
             one.close()
@@ -467,6 +483,8 @@ class BareBatches(Iterator[list[int]]):
 
 
 @given(calls)
+@example([("iter", 0), ("next", 0), ("set_epoch", -1), ("next", 0), ("iter", 0), ("next", 0)])
+@example([("iter", 0), ("next", 0), ("drop", 0), ("set_epoch", -1)])
 @settings(deadline=None)
 def test_a_position_obeys_the_rules(told: list[tuple[str, int]]) -> None:
     truth = [[(epoch, number) for number in range(NUM_BATCHES)] for epoch in range(NUM_EPOCHS)]

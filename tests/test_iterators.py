@@ -14,6 +14,7 @@ from leftovers import leftovers
 from loop_kinds import ALONE, CLOSABLE, KINDS, NUM_BATCHES, SHARD_SIZES, SIZE, Squares, compress, makers, rows_of
 
 from streaming import DataLoader, DevicePrefetcher
+from streaming.epochs.position import Turn
 from streaming.errors import IteratorEndedError, IteratorSupersededError, ShardstreamError
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
@@ -110,6 +111,8 @@ def test_a_closed_iterator_is_over(kind: str, loader: Any) -> None:
     batches.close()
     assert next(batches, "over") == "over"
     assert loader.epoch == 0
+    loader.set_epoch(0)  # which no iterator goes on with
+    assert loader.state_dict()["samples_seen"] == 0
 
 
 def no_row(_: Any) -> Any:
@@ -163,3 +166,8 @@ def test_the_errors_are_what_their_names_say() -> None:
     assert issubclass(IteratorEndedError, ShardstreamError)
     assert issubclass(IteratorEndedError, RuntimeError)
     assert not issubclass(IteratorEndedError, StopIteration)
+    turn = Turn()
+    turn.move("set_epoch(1)")
+    turn.close()
+    with pytest.raises(IteratorSupersededError, match=r"set_epoch\(1\) was called"):  # the first reason stays
+        turn.check()

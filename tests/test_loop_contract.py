@@ -235,6 +235,7 @@ class TestEveryLoop:
             for _ in range(2):
                 with pytest.raises(IteratorSupersededError, match=rf"another one was made by .*{Path(__file__).name}"):
                     next(first)
+            assert loader.describe() != "not running"
             assert loader.epoch == 1
             assert len(list(second)) == NUM_BATCHES - 1
             assert loader.epoch == 2

@@ -405,6 +405,8 @@ def test_padding_empty_parts_and_ranks_without_an_end() -> None:
         IterableLoop(Stream(64), config(0, 2))
     with pytest.raises(ConfigError, match="epoch_size"):
         IterableLoop(Stream(64), config(epoch_size=7))
+    empty = open_ordinary(lambda: iter(()), config())
+    assert [list(empty.run()), list(empty.run()), empty.epoch] == [[], [], 2], "an epoch without a batch is one, too"
 
 
 def test_a_function_that_makes_a_generator_is_called_for_every_pass() -> None:

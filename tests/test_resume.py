@@ -241,6 +241,7 @@ def test_loading_in_the_middle_of_an_epoch_ends_that_loop(plain: Case) -> None:
         batches = iter(loader)
         seen = [check_batch(next(batches)) for _ in range(2)]
         loader.load_state_dict(plain.states[6])
+        assert loader.describe() == "not running", "it holds nothing until the next one is made"
         with pytest.raises(IteratorSupersededError, match=r"load_state_dict\(\) was called by .*test_resume\.py"):
             next(batches)
         assert merged([seen]) == plain.epochs[0][:2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -225,6 +226,14 @@ def test_seed_and_epochs_change_the_order_and_left_loops_are_epochs() -> None:
     epoch = [first, *batches]
     other.load_state_dict(state)
     assert [list(other), list(other)] == [epoch, list(sampler)]
+
+
+def test_a_tail_that_is_too_small_for_the_ranks_is_that_behind_the_state() -> None:
+    for seen, is_too_small in ((0, True), (2, False), (48, True), (30, False)):
+        sampler = samplers(50, 4, global_batch_size=16, last_batch="partial")[0]
+        sampler.load_state_dict({**sampler.state_dict(), "samples_seen": seen})
+        with pytest.raises(ConfigError, match="of the last 2 samples") if is_too_small else nullcontext():
+            assert len(list(sampler)) == -(-(50 - seen) // 16)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -293,8 +293,7 @@ class Batches:
         return batch
 
     def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, StopIteration):
-            self._failure = failed(error)
+        self._failure = failed(error)  # of no account where the iterator is over
         if not isinstance(error, Exception):
             self._loop.running = None
             self._loop.clean_up()
