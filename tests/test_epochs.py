@@ -449,7 +449,7 @@ class Bare:
         return {"epoch": self.position.epoch, "samples_seen": self.position.samples_seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position.load(Place(**state), None)
+        self.position.load(Place(epoch=state["epoch"], samples_seen=state["samples_seen"]), None)
 
     def set_epoch(self, epoch: int) -> None:
         self.position.set_epoch(epoch)
