@@ -315,8 +315,49 @@ def test_another_mixture_than_the_runs_is_refused_by_name(
     assert (single.exit_code, "of a mixture of code, math, web" in single.output) == (1, True)
     # One source more, and other weights: the ledger says what was drawn.
     extra = {**urls, "extra": urls["math"]}
-    again = told(described({"sources": extra, "weights": dict.fromkeys(extra, 1)}), *more)
+    path = described({"sources": extra, "weights": dict.fromkeys(extra, 1)})
+    again = told(path, *more)
+    assert told(path, *more[:-3], "--key", again["rows"][0]["key"], "--when")["rows"][0] in again["rows"]
     assert rows_of(again) == rows_of(told(described(weights={"web": 1, "code": 1, "math": 1}), *more))
+
+
+@pytest.mark.parametrize("options", [{}, {"quotas": "exact"}])
+def test_who_and_when_without_a_source_that_was_dropped(
+    sets: dict[str, SampleSet], described: Any, tmp_path: Path, options: dict[str, str]
+) -> None:
+    """From the row on at which what it laid is read, the ledger alone says all; before it, an error says which row."""
+    whole = described(weights={"web": 1, "code": 1, "math": 1}, **options)
+    got, states = [], {}
+    with DataLoader(Mixture.from_file(whole), global_batch_size=G) as loader:
+        batches = iter(loader)
+        for step in range(400):
+            if step == 5:
+                states["drawn"] = loader.state_dict()
+                loader.set_weights({"web": 1, "code": 2, "math": 0})
+            batch = next(batches)
+            got += [(step, 0, *row) for row in zip(batch["__source__"], batch["__key__"], strict=True)]
+        states["dropped"] = loader.state_dict()
+    saved = tmp_path / "state.json"
+    urls = {name: sets[name].url for name in ("web", "code")}
+    content = {"sources": urls, "weights": {"web": 1, "code": 1}, "shuffle": SHUFFLE, "seed": 3, **options}
+    more = (described(content), "--dp", 1, "--global-batch-size", G, "--state", saved)
+
+    saved.write_text(json.dumps(states["dropped"]))
+    key = next(row[3] for row in got if row[2] == "code")
+    when = told(*more, "--key", key, "--when")
+    first = when["looked_at"][0]
+    assert first < 390
+    late = [row for row in got if first <= row[0]]
+    assert rows_of(told(*more, "--step", f"{first}..400", "--who")) == sorted(late, key=str)
+    assert [row for row in rows_of(when) if row[0] < 400] == [row for row in late if row[3] == key]
+    early = run(*more, "--step", 2, "--who")
+    words = "draws from 'math', which"
+    assert (early.exit_code, words in early.output) == (1, True), early.output
+
+    saved.write_text(json.dumps(states["drawn"]))
+    refused = run(*more, "--step", 390, "--who")
+    words = "source 'math', which the file lacks; it has code, web"
+    assert (refused.exit_code, words in refused.output) == (1, True), refused.output
 
 
 @pytest.mark.parametrize("option", [("--where", "n % 3 = 0"), ("--subset", "10%..60%")])

@@ -15,6 +15,7 @@ from shard_tools.plan.keys import Place, all_places, keys_at, places_by_order
 from shard_tools.plan.sources import OpenedSet, Planned, sets_of
 from shard_tools.running.report import Report
 from streaming.errors import ConfigError, NotFoundError, StateError
+from streaming.plan.ledger import Ledger
 from streaming.plan.order import Orders
 from streaming.plan.plan import Plan
 from streaming.plan.state import LoaderState
@@ -97,7 +98,7 @@ class Run:
         if self.state.ledger is None:
             _check_set(self.planned, self.state)
         else:
-            _check_mixture(self.planned, self.state)
+            _check_mixture(self.planned, self.state.ledger)
         if not self.batches_per_epoch:
             raise ConfigError("an epoch does not fill one global batch; give the batch size of the run")
 
@@ -173,7 +174,8 @@ class Run:
         Args:
             key: The key.
             steps: Where to look; default: the state's epoch and the next one, or of a run without end all steps up to
-                the state's, and as many more as give each source that has the key once more.
+                the state's (where sources are gone, those behind what they laid), and as many more as give each source
+                that has the key once more.
             thorough: Read all keys, and do not stop where ascending keys would have this one.
 
         Raises:
@@ -219,7 +221,9 @@ class Run:
         names = {self._sets[number][0] for number, _ in places}
         shares = mixture.drawn(ledger, row, self.global_batch_size)
         ahead = [mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
-        return range(self.at_step + 2 * round(max(ahead, default=0)) + 1)
+        orders: Any = self._orders
+        first = -(-orders.known_from * self.state.order.lanes // self.global_batch_size)
+        return range(first, max(first, self.at_step + 2 * round(max(ahead, default=0)) + 1))
 
     def _steps_with(self, chunk: int, offset: int, steps: range) -> Iterator[tuple[int, int]]:
         """Find the steps that hold a sample, and the rank that gets it."""
@@ -279,26 +283,31 @@ def _check_set(planned: Planned, state: LoaderState) -> None:
         )
 
 
-def _check_mixture(planned: Planned, state: LoaderState) -> None:
-    """Refuse a mixture that lacks a source of the ledger, or has another one of its name; more of them do not matter.
+def _check_mixture(planned: Planned, ledger: Ledger) -> None:
+    """Refuse a mixture that lacks a source of which the ledger says too little; more sources do not matter.
 
     Raises:
         StateError: It does.
     """
-    known = {} if state.ledger is None else state.ledger.sources
     if isinstance(planned, OpenedSet):
         raise StateError(
-            f"--state: of a mixture of {', '.join(known)}: give the JSON file that describes it in place of a URL "
-            "(docs/mixing.md)"
+            f"--state: of a mixture of {', '.join(ledger.sources)}: give the JSON file that describes it in place of a "
+            "URL (docs/mixing.md)"
         )
-    there = planned.names
-    missing = sorted(set(known) - set(there))
+    there, quotas = planned.names, ledger.last.quotas
+    elsewhere = ", or give a state that was saved since it was dropped"
+    missing, why = planned.needed(ledger), f"its chunks say where the others stand. Put it back{elsewhere}"
+    if quotas is None and not missing:
+        last = ledger.segments()[-1][1]
+        missing = sorted(name for name in last if last[name] and name not in there)
+        why = f"it is drawn from to the end of the run. Put it back{elsewhere}"
+    if quotas is not None:
+        missing, why = sorted(set(quotas) - set(there)), "an epoch is laid of all of them. Put it back"
     if missing:
         raise StateError(
             f"--state: of a mixture with the source {missing[0]!r}, which the file lacks; it has "
-            f"{', '.join(sorted(there))}"
+            f"{', '.join(sorted(there))}, and {why}"
         )
-    quotas = None if state.ledger is None else state.ledger.last.quotas
     if quotas is not None and set(quotas) != set(there):
         more = ", ".join(sorted(set(there) - set(quotas)))
         raise StateError(f"--state: of a mixture that ends, which has no source {more}: take it out of the file")

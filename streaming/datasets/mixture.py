@@ -404,6 +404,16 @@ class Mixture(JoinedSource):
         """The ledger of a run that begins now; with ``batches="one_source"`` the global batch size must be given."""
         return Ledger((self.start_entry(global_batch_size),))
 
+    def needed(self, ledger: Ledger) -> list[str]:
+        """Sources that this mixture lacks, and of whose chunks the ledger says too little to do without them.
+
+        Dealt by chunks, where the others stand follows from theirs; unless what they laid is written down.
+        """
+        if ledger.last.dealt != "chunks":
+            return []
+        missing = set(ledger.sources) - set(self.names)
+        return sorted(missing if ledger.last.quotas is not None else missing & (ledger.drawn - ledger.laid.keys()))
+
     def resumed(self, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
         """The ledger of a run that goes on at ``row`` with this mixture; what changes is said once in the log.
 
@@ -416,10 +426,8 @@ class Mixture(JoinedSource):
             orders: Any = self.orders(settings, ledger)
             return orders, first_free_row(orders, row)
 
-        missing = sorted(set(ledger.sources) - set(self.names))
-        if ledger.last.quotas is None:
-            missing = sorted(set(missing) & (ledger.drawn - ledger.laid.keys()))
-        if missing and ledger.last.dealt == "chunks":
+        missing = self.needed(ledger)
+        if missing:
             raise StateError(
                 f"this state drew from {listed(list(map(repr, missing)))}, which this mixture lacks. Where the others "
                 "stand follows from the chunks that were drawn beside theirs: keep it in the mixture, with the weight "
@@ -517,7 +525,7 @@ class Mixture(JoinedSource):
         for (start, weights), stop in zip(segments, stops, strict=True):
             length = max(min(stop, row + num_samples) - max(start, row), 0)
             for name in self.names:
-                found[name] += length * weights[name] / sum(weights.values())
+                found[name] += length * weights.get(name, 0.0) / sum(weights.values())
         return found
 
     def eras(self, ledger: Ledger) -> dict[str, list[tuple[int, int]]]:

@@ -83,6 +83,11 @@ class Endless(ABC):
     def drawn(self, lane: int, place: int) -> Int64Array:
         """Samples of each source that are due at positions ``[0, place)`` of a lane, int64[``Sources.every_name``]."""
 
+    @property
+    @abstractmethod
+    def known_from(self) -> int:
+        """The first time, in samples of a lane, from which on no position needs a source that is absent; or later."""
+
     @abstractmethod
     def free_pass(self, name: str) -> int:
         """The first pass over a source that nothing planned is of: from there on the source may have more chunks."""

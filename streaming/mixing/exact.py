@@ -218,6 +218,14 @@ class ExactLanes(Endless):
         drawn = max(int(self._shares.counts(lane, frontier)[source]) for lane in range(self.settings.lanes))
         return order.lanes.free_pass(drawn + order.settings.window) if drawn else 0
 
+    @property
+    def known_from(self) -> int:
+        """See ``Endless``: where the last weight of an absent source ends."""
+        absent = self.sources.every_name[len(self._orders) :]
+        stops = [*(entry.start for entry in self.schedule[1:]), ENDLESS]
+        spans = zip(self.schedule, stops, strict=True)
+        return max((stop for entry, stop in spans if any(map(entry.weights.get, absent))), default=0)
+
     def _planned(self, stop: int) -> Shares:
         """The shares, from now on the same for ever at positions before ``stop``."""
         with self._lock:

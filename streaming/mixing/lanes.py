@@ -29,7 +29,7 @@ import numpy.typing as npt
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
 from streaming.mixing.passes import Columns, Listing, MixedPasses, Sources, Weights, keyed_number
-from streaming.plan.order import LaneParts, OrderSettings, window_place, window_slice
+from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.plan.permutation import hash_table, permutations
 from streaming.plan.schedule import checked_weights
 from streaming.types import Int64Array
@@ -526,8 +526,7 @@ class MixedLanes(Endless):
         """See ``Order``. Moves the frontier up to what is looked at."""
         name = self.sources.names[int(self.sources.source_of(np.array([chunk_id]))[0])]
         growth, lanes, window = self._growths[name], self._lanes[name], self.settings.window
-        # Positions and times differ by less than a chunk of each source.
-        slack = sum(each.largest_chunk + each.mean_chunk for each in self._lanes.values()) + self._absent_slack
+        slack = self._slack
         since, until = max(start - window - slack, 0), stop + window + slack
         stream = (
             max(int(growth.due(since)) - lanes.mean_chunk - lanes.largest_chunk, 0),
@@ -540,7 +539,7 @@ class MixedLanes(Endless):
         for lane, place in lanes.find(chunk_id, offset, *stream):
             run = lanes.runs(lane, lane + 1, place, place + 1)
             stamp = float(growth.stamps(run.begins + lanes.mean_chunk * self._phases[name][run.lanes])[0])
-            if stamp > until:
+            if stamp > until or (stamp <= self._behind_absent <= start - window - slack):  # or due before the start
                 continue
             number = max(-(-int(np.ceil(stamp)) // self._block_time) - 1, 0)
             block = self._block(lane // _GROUP, number)
@@ -670,16 +669,38 @@ class MixedLanes(Endless):
             stops=before + sizes,
         )
 
+    @property
+    def _behind_absent(self) -> int:
+        """The time from which on no block has runs of an absent source."""
+        return -(-int(min(self._absent_until, ENDLESS)) // self._block_time) * self._block_time
+
+    @property
+    def _slack(self) -> int:
+        """By how much positions and times differ at most: less than a chunk of each source."""
+        return sum(each.largest_chunk + each.mean_chunk for each in self._lanes.values()) + self._absent_slack
+
+    @property
+    def _free(self) -> int:
+        """The time from which on a run goes on without the absent sources.
+
+        From the block behind on, as far as the window and what counts drawn samples look back.
+        """
+        return self._behind_absent + 3 * self.settings.window + self._absent_slack
+
+    @property
+    def known_from(self) -> int:
+        """See ``Endless``. What :meth:`find` looks through lies behind that, too."""
+        looked_at = self._behind_absent + self.settings.window + self._slack
+        return max(self._free, looked_at) if self._absent_until else 0
+
     def _still_needed(self, time: int) -> StateError:
         """Make the error of a stretch of time in which absent sources may have runs."""
-        settings, until, names = self.settings, self._absent_until, self.sources.every_name[len(self._names) :]
+        lanes, names = self.settings.lanes, self.sources.every_name[len(self._names) :]
         advice = "Give it the source"
-        if until < np.inf:
-            # From the block behind on, as far as the window and what counts drawn samples look back.
-            free = -(-int(until) // self._block_time) * self._block_time + 3 * settings.window + self._absent_slack
-            advice += f" with the weight 0 up to row {free * settings.lanes:,} or so; behind that it may be gone"
+        if self._absent_until < np.inf:
+            advice += f" with the weight 0 up to row {self._free * lanes:,} or so; behind that it may be gone"
         return StateError(
-            f"around row {time * settings.lanes:,} this mixture draws from {', '.join(map(repr, names))}, which it "
+            f"around row {time * lanes:,} this mixture draws from {', '.join(map(repr, names))}, which it "
             f"lacks: chunks are laid whole, and what was laid is read to its end. {advice}"
         )
 
