@@ -14,8 +14,10 @@ from leftovers import leftovers
 from loop_kinds import ALONE, CLOSABLE, KINDS, NUM_BATCHES, SHARD_SIZES, SIZE, Squares, compress, makers, rows_of
 
 from streaming import DataLoader, DevicePrefetcher
-from streaming.epochs.position import Turn
+from streaming.epochs.iterator import Loop
+from streaming.epochs.position import Place, Turn
 from streaming.errors import IteratorEndedError, IteratorSupersededError, ShardstreamError
+from streaming.plan.settings import Shape
 
 pytestmark = pytest.mark.usefixtures("one_fork_server")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -171,3 +173,45 @@ def test_the_errors_are_what_their_names_say() -> None:
     turn.close()
     with pytest.raises(IteratorSupersededError, match=r"set_epoch\(1\) was called"):  # the first reason stays
         turn.check()
+
+
+class Played(Loop):
+    """Ten batches; what happens while one is waited for says ``meanwhile``."""
+
+    def __init__(self, meanwhile: Callable[[Played], None]) -> None:
+        super().__init__(Shape(global_batch_size=1, num_ranks=1))
+        self.meanwhile, self.was_cleaned_up = meanwhile, False
+
+    def batches_left(self, samples_seen: int) -> int:
+        return 10 - samples_seen
+
+    def start(self, place: Place, seed: int | None) -> Any:  # noqa: ARG002
+        return self
+
+    def __next__(self) -> str:
+        self.meanwhile(self)
+        return "batch"
+
+    def clean_up(self) -> None:
+        self.was_cleaned_up = True
+
+
+def test_no_batch_comes_from_a_loader_that_was_closed_while_it_was_waited_for() -> None:
+    loop = Played(lambda loop: loop.position.close())  # as ``close`` of another thread begins
+    with pytest.raises(IteratorEndedError, match="the loader was closed by"):
+        next(loop.run())
+    assert loop.position.samples_seen == 0
+
+
+def test_what_an_interrupt_may_have_caught_half_way_is_given_up() -> None:
+    def interrupt(error: BaseException) -> Callable[[Played], None]:
+        def meanwhile(_: Played) -> None:
+            raise error
+
+        return meanwhile
+
+    for error in (KeyboardInterrupt(), SystemExit(), ValueError()):
+        loop = Played(interrupt(error))
+        with pytest.raises(type(error)):
+            next(loop.run())
+        assert (loop.running, loop.was_cleaned_up) == (None, not isinstance(error, Exception))

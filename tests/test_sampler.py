@@ -226,6 +226,10 @@ def test_seed_and_epochs_change_the_order_and_left_loops_are_epochs() -> None:
     epoch = [first, *batches]
     other.load_state_dict(state)
     assert [list(other), list(other)] == [epoch, list(sampler)]
+    next(iter(other))
+    other.set_epoch(2)  # which no iterator goes on with
+    assert (other.epoch, other.samples_seen) == (2, 0)
+    assert list(map(len, samplers(20_000, 1, batch_size=10_000)[0])) == [10_000] * 2
 
 
 def test_a_tail_that_is_too_small_for_the_ranks_is_that_behind_the_state() -> None:

@@ -139,6 +139,31 @@ def test_single_indices_are_resumed_on_other_ranks() -> None:
     assert sorted(taken) == list(range(24))
 
 
+def test_what_torchs_loader_drops_at_the_end_of_an_epoch_begins_none() -> None:
+    def made() -> tuple[DeviceMeshSampler, DataLoader[int]]:
+        sampler = DeviceMeshSampler(20, num_replicas=1, rank=0)
+        return sampler, DataLoader(Flaky(20), batch_size=8, sampler=sampler, drop_last=True)
+
+    sampler, loader = made()
+    batches = sampler.follow(loader)
+    found = [[next(batches).tolist() for _ in range(2)]]
+    state = sampler.state_dict()  # in the body of the last step
+    assert (next(batches, "over"), sampler.epoch, sampler.samples_seen) == ("over", 1, 0)
+    found.append(rows(sampler.follow(loader)))
+    sampler, loader = made()
+    sampler.load_state_dict(state)
+    assert [rows(sampler.follow(loader)) for _ in range(2)] == [[], found[1]]
+    for _ in range(2):  # left early, an epoch is not over
+        next(batches := sampler.follow(loader))
+        batches.close()
+    assert (sampler.epoch, sampler.samples_seen) == (3, 8)
+    assert (len(list(sampler)), sampler.epoch) == (20, 5), "without `follow` what is asked for counts again"
+    kept = rows(sampler.follow(DataLoader(Flaky(20), batch_size=8, sampler=sampler)))
+    assert ([len(batch) for batch in kept], sampler.epoch, sampler.samples_seen) == ([8, 8, 4], 6, 0)
+    with pytest.raises(ConfigError, match="does not use this sampler"):
+        next(sampler.follow(DataLoader(Flaky(20), batch_size=8)))
+
+
 def test_it_retries_single_indices() -> None:
     dataset = Flaky(20, bad=(3,))
     over = DeviceMeshSampler(dataset, num_replicas=1, rank=0, shuffle=False)

@@ -188,6 +188,8 @@ class DeviceMeshSampler(Sampler[Any]):
                 return
             run.turn.check()
             batch = next(batches, _END)
+        if run.is_asked_out:  # the loader has left out what does not fill a batch: the epoch is over all the same
+            run.count(self.position, run.plan.num_batches)
 
     def valid_mask(self, batch: int) -> torch.Tensor:
         """bool[B]: which rows of batch number ``batch`` of the running iteration are real, and not padding.
@@ -340,12 +342,18 @@ class DeviceMeshSampler(Sampler[Any]):
 
 
 class _Run:
-    """One iteration: its plan, and how much of it is known to be done."""
+    """One iteration: its plan, and how much of it is known to be done.
+
+    Attributes:
+        is_followed: What comes of it is counted as it is handed out, not as it is asked for.
+        is_asked_out: All of it was asked for.
+    """
 
     def __init__(self, plan: Plan, start: Place, turn: Turn, *, is_followed: bool) -> None:
         self.plan, self.turn, self.is_followed = plan, turn, is_followed
         self._start = start
         self._num_done = 0
+        self.is_asked_out = False
 
     def place(self, num_batches: int, *, has_begun: bool = False) -> Place:
         """Behind so many batches of this iteration; at 0 samples, the epoch has perhaps ``has_begun``."""
@@ -388,6 +396,7 @@ class _Indices(Iterator[_ITEM]):
             self._rows, self._num_left = self._sampler.rows(run.plan, self._num_substitutes), run.plan.num_batches
         rows, others = next(self._rows)
         self._num_left -= 1
+        run.is_asked_out = not self._num_left
         if not run.is_followed:
             run.count(self._sampler.position, 1)
         return self._make(rows, others)
