@@ -185,7 +185,7 @@ class Played(Loop):
     def batches_left(self, samples_seen: int) -> int:
         return 10 - samples_seen
 
-    def start(self, place: Place, seed: int | None) -> Any:  # noqa: ARG002
+    def start(self, place: Place, seed: int | None) -> Any:
         return self
 
     def __next__(self) -> str:
