@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections import Counter
@@ -21,7 +22,7 @@ from infra import DeviceMesh
 from streaming.errors import ConfigError, StateError, TooManyBadSamplesError, TransferError
 from streaming.plan.permutation import MAX_SORTED, Permutation, substitutes
 from streaming.samplers.device_mesh import DeviceMeshSampler, RetrySampler
-from streaming.samplers.retry import Candidates
+from streaming.samplers.retry import Candidates, SharedLog
 
 WORLD_SIZES = (1, 2, 3, 4, 6, 8)
 
@@ -353,6 +354,38 @@ def test_what_may_pass_is_retried_and_nothing_else() -> None:
     assert reasons[5] == "TimeoutError: slow"
     assert reasons[11] == "DataError: sample 11 is None"
     assert sampler.metrics.get("bad_samples") == 4
+
+
+def test_all_that_was_tried_is_told_once_and_of_its_own_epoch() -> None:
+    dataset = Always(40, {2, 17})
+    sampler = retry(dataset)
+    iter(sampler)
+    for _ in range(2):
+        assert sampler.dataset[Candidates(2, (2, 17, 5))] == 50
+    assert dataset.fetched == {2: 2, 17: 2, 5: 2}
+    assert {one["number"]: one["substitute"] for one in sampler.bad} == {2: 5, 17: None}
+    assert sampler.metrics.get("bad_samples") == 2
+    sampler.dataset[Candidates(17, (5,))]  # a worker that is late
+    iter(sampler)
+    assert sampler.bad == []
+    ((first, *_),) = retry(Always(3, {1}), [[1, 1, 2]])
+    assert first.substitutes == (2,)
+
+
+def test_a_share_of_bad_samples_is_rounded_up() -> None:
+    for bad, is_too_many in (({1, 2}, False), ({1, 2, 3}, True)):
+        sampler = retry(Always(150, bad), SequentialSampler(range(150)), max_bad_samples=0.01)
+        with pytest.raises(TooManyBadSamplesError, match="allows 2") if is_too_many else nullcontext():
+            list(sampler.follow(DataLoader(sampler.dataset, sampler=sampler, batch_size=10)))
+
+
+def test_a_report_is_taken_when_it_is_whole() -> None:
+    log = SharedLog()
+    log.append({"a": 1})
+    os.write(log.open(), b'{"b"')
+    assert log.take() == [{"a": 1}]
+    os.write(log.open(), b": 2}\n")
+    assert log.take() == [{"b": 2}]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

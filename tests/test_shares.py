@@ -142,6 +142,7 @@ def test_batches_are_dealt_as_a_lane_deals_samples(segments: list[Weights], rows
         assert draw == counts[source]
         counts[source] += 1
         assert int(shares.positions(3, source, np.array([draw]))[0]) == place
+    assert (shares.positions(3, 0, np.array([MAX_POSITIONS - 1])) <= MAX_POSITIONS).all()
 
 
 @unhurried
@@ -192,12 +193,19 @@ def test_the_order_of_the_sources_is_the_same_for_ever() -> None:
     ]
     tree = tree_of(segments, lanes=2, seed=7)
     shown = ["".join(tree.names[source][0] for source in tree.draws(lane, 0, 40)[0]) for lane in range(2)]
+    late = [  # what has no weight yet has its place in the tree from there on
+        Weights(start=0, weights={"web": 0.6, "code": 0, "math": 0.4}),
+        Weights(start=8, weights={"web": 0.4, "code": 0.3, "math": 0.3}),
+    ]
+    tree = tree_of(late, lanes=1, seed=7)
+    shown.append("".join(tree.names[source][0] for source in tree.draws(0, 0, 40)[0]))
     assert shown == GOLDEN
 
 
 GOLDEN = [
     "cwwmwcwwcwcwwmwcwwcwmcmwmcmmwcmcmwmcmmwc",
     "wcwwcwcwwmwcwwcwcwwmcwmmcmwcmmcwmmcmwcmm",
+    "wmwmwwmwmwcmwcwmcwmwcmwcwmcwmwcmwcwmcwmw",
 ]
 
 
