@@ -201,6 +201,27 @@ def test_intervals_cover_every_use_and_come_in_order(case: Case) -> None:
         assert live_bytes <= int(sizes.sum()) or not case.schedule  # two passes may hold a chunk twice
 
 
+@unhurried
+@given(cases(endless=True, dealt="chunks"), st.lists(st.integers(0, 9), min_size=2, max_size=8))
+def test_blocks_cut_out_of_sorted_runs_are_those_of_all_runs_looked_through(case: Case, numbers: list[int]) -> None:
+    """In any order, also backwards to before a source was first drawn."""
+    case = replace(case, schedule=[Weights(start=10 * one.start, weights=one.weights) for one in case.schedule])
+    found = []
+    for sorted_from in (1, 10**9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("streaming.mixing.lanes._SORTED_FROM", sorted_from)
+            orders = case.orders()
+            assert isinstance(orders, MixedLanes)
+            blocks = [orders._block(0, number) for number in numbers]
+        found.append([(*vars_of(block.runs), block.stamps.tolist(), block.starts.tolist(), block.stops.tolist(),
+                       block.splits.tolist()) for block in blocks])  # fmt: skip
+    assert found[0] == found[1]
+
+
+def vars_of(runs: Runs) -> list[list[int]]:
+    return [getattr(runs, name).tolist() for name in runs.__dataclass_fields__]
+
+
 def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
     """(chunk, offset) of the first samples of a lane, source by source from the beginning, one chunk at a time."""
     orders = case.orders()
@@ -210,16 +231,15 @@ def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
         listing, lanes, seen = orders.sources.listings[name], case.settings.lanes, 0
         passes = -(-lanes // listing.num_chunks)
         stream: list[tuple[float, int, int, int]] = []
-        draw = 0
+        number = -1
         while seen < stop:
-            parts = listing.at(np.arange(len(stream_key := range(draw, draw + passes * listing.num_chunks))) + draw)
-            draw = stream_key.stop
+            number += 1
+            chunks = listing.orders(np.arange(passes) + number * passes).ravel()
             samples = [
-                (part, int(chunk), offset)
-                for part, (chunk, size) in enumerate(zip(parts.chunk_ids, parts.sizes, strict=True))
-                for offset in range(int(size))
+                (part, int(listing.chunk_ids[chunk]), offset)
+                for part, chunk in enumerate(chunks.tolist())
+                for offset in range(int(listing.sizes[chunk]))
             ]
-            number = draw // (passes * listing.num_chunks) - 1
             dealt = Counter(n % lanes for n in range(number * len(samples), (number + 1) * len(samples)))
             begin = sum(dealt[below] for below in range(lane))
             mine = samples[begin : begin + dealt[lane]]

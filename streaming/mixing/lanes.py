@@ -38,6 +38,7 @@ _Floats = npt.NDArray[np.float64]
 _GROUP = 16  # lanes laid at once: NumPy takes as long for one
 _KEPT_BLOCKS = 256  # laid, of a group of lanes each
 _BLOCKS_AHEAD = 64  # of which a source's runs are drawn at once: one block costs as much
+_SORTED_FROM = 8  # blocks: sorting all runs takes as long as looking through them so often
 _BUNDLED_PARTS = 2**12  # rounds of small sources are laid several at once
 _KEPT_BUNDLES = 3  # of each source
 _LEAST_BLOCK = 1024  # samples of a lane
@@ -71,11 +72,12 @@ class Rounds:
         first_draw: int = 0,
     ) -> None:  # fmt: skip
         self.numbers = numbers
-        chunks = num_passes * listing.num_chunks
         places = np.arange(numbers.start, numbers.stop + 1, dtype=np.int64) - first_round
-        parts = listing.at(np.arange(places[0] * chunks, places[-1] * chunks, dtype=np.int64))
-        self.chunk_ids = parts.chunk_ids
-        self.starts: Int64Array = np.concatenate([[0], np.cumsum(parts.sizes)])
+        passes = np.arange(places[0] * num_passes, places[-1] * num_passes) + listing.first_pass
+        chunks = listing.orders(passes).ravel()
+        self.chunk_ids = listing.chunk_ids[chunks]
+        self.starts: Int64Array = np.zeros(len(chunks) + 1, np.int64)
+        np.cumsum(listing.sizes[chunks], out=self.starts[1:])
         # Of the source's draws, those of each round by lane: draw n belongs to lane n % L.
         size = num_passes * listing.samples_per_pass
         draws = first_draw + places[:, None] * size
@@ -366,9 +368,11 @@ class _Block:
     stops: Int64Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Drawn:
     """Runs of all sources in a group of lanes, one source after the other, by name.
+
+    What blocks look up is kept; whoever asks for blocks holds the lock of the order.
 
     Attributes:
         since: int64[S], of each source, the first position of its streams that the runs hold.
@@ -387,13 +391,12 @@ class _Drawn:
     stamps: _Floats
     sources: Int64Array = field(init=False)
     is_first: npt.NDArray[np.bool_] = field(init=False)
+    _blocks: int = 0
+    _by_time: _ByTime | None = None
 
     def __post_init__(self) -> None:
-        # Looked up by each block that is laid of them, dozens of times.
-        sources = np.repeat(np.arange(len(self.since)), np.diff(self.splits))
-        is_first = (np.diff(self.runs.lanes, prepend=-1) != 0) | (np.diff(sources, prepend=-1) != 0)
-        object.__setattr__(self, "sources", sources)
-        object.__setattr__(self, "is_first", is_first)
+        self.sources = np.repeat(np.arange(len(self.since)), np.diff(self.splits))
+        self.is_first = (np.diff(self.runs.lanes, prepend=-1) != 0) | (np.diff(self.sources, prepend=-1) != 0)
 
     @classmethod
     def none(cls, num_sources: int) -> _Drawn:
@@ -422,6 +425,70 @@ class _Drawn:
             return self.runs, self.stamps, self.sources, self.is_first
         rows = np.flatnonzero(counted[self.sources])
         return self.runs.taken(rows), self.stamps[rows], self.sources[rows], self.is_first[rows]
+
+    def stamped(
+        self, start: int, stop: int, counted: npt.NDArray[np.bool_], lanes: range
+    ) -> tuple[Int64Array, Runs, _Floats]:
+        """What sources gave before ``start``, int64[lanes], and the runs stamped in ``(start, stop]``, with stamps.
+
+        The runs are sorted by lane, then by stamp. What a source gave before is all up to its first run here, and of
+        these those that are stamped no later.
+        """
+        self._blocks += 1
+        if self._blocks >= _SORTED_FROM and not self.until[~counted].any():
+            if self._by_time is None:
+                self._by_time = _ByTime.of(self, lanes)
+            given, rows = self._by_time.between(start, stop)
+            return given, self.runs.taken(rows), self.stamps[rows]
+        runs, stamps, _, is_first = self.of(counted)
+        is_before = stamps <= start
+        given = np.zeros(len(lanes), np.int64)
+        np.add.at(given, runs.lanes[is_first] - lanes.start, runs.begins[is_first])
+        np.add.at(given, runs.lanes[is_before] - lanes.start, runs.sizes[is_before])
+        rows = np.flatnonzero(~is_before & (stamps <= stop))
+        rows = rows[np.lexsort((stamps[rows], runs.lanes[rows]))]
+        return given, runs.taken(rows), stamps[rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ByTime:
+    """Drawn runs by lane, then by stamp, of which a block is a slice of each lane.
+
+    Attributes:
+        order: int64[n], the runs.
+        stamps: Theirs, in this order.
+        splits: int64[lanes+1], the first run of each lane.
+        given: int64[n+1], what sources gave in all lanes up to each run, the runs before it added up.
+        begun: int64[lanes], what they gave up to their first runs.
+    """
+
+    order: Int64Array
+    stamps: _Floats
+    splits: Int64Array
+    given: Int64Array
+    begun: Int64Array
+
+    @classmethod
+    def of(cls, drawn: _Drawn, lanes: range) -> _ByTime:
+        """Sort what was drawn in some lanes."""
+        order = np.lexsort((drawn.stamps, drawn.runs.lanes))
+        begun = np.zeros(len(lanes), np.int64)
+        np.add.at(begun, drawn.runs.lanes[drawn.is_first] - lanes.start, drawn.runs.begins[drawn.is_first])
+        return cls(
+            order=order,
+            stamps=drawn.stamps[order],
+            splits=np.searchsorted(drawn.runs.lanes[order], np.arange(lanes.start, lanes.stop + 1)),
+            given=np.concatenate([[0], np.cumsum(drawn.runs.sizes[order])]),
+            begun=begun,
+        )
+
+    def between(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """What was given before ``start``, int64[lanes]; the runs stamped in ``(start, stop]``, by lane and stamp."""
+        cuts = [low + np.searchsorted(self.stamps[low:high], (start, stop), side="right")
+                for low, high in pairwise(self.splits.tolist())]  # fmt: skip
+        lows = np.array([cut[0] for cut in cuts])
+        rows = np.concatenate([self.order[low:high] for low, high in cuts])
+        return self.begun + self.given[lows] - self.given[self.splits[:-1]], rows
 
 
 class MixedLanes(Endless):
@@ -647,23 +714,15 @@ class MixedLanes(Endless):
             raise self._still_needed(start)
         low, high = group * _GROUP, min((group + 1) * _GROUP, self.settings.lanes)
         drawn, counted = self._drawn(group, start, stop)
-        runs, stamps, _, is_first = drawn.of(counted)
-        is_before = stamps <= start
-        # What a source gave before: all up to its first run here, and of these those that are stamped no later.
-        before = self._absent_laid[low:high].copy()
-        np.add.at(before, runs.lanes[is_first] - low, runs.begins[is_first])
-        np.add.at(before, runs.lanes[is_before] - low, runs.sizes[is_before])
-        rows = np.flatnonzero(~is_before & (stamps <= stop))
-        runs, stamps = runs.taken(rows), stamps[rows]
-        by_lane = np.lexsort((stamps, runs.lanes))
-        runs = runs.taken(by_lane)
+        given, runs, stamps = drawn.stamped(start, stop, counted, range(low, high))
+        before = self._absent_laid[low:high] + given
         splits = np.searchsorted(runs.lanes, np.arange(low, high + 1))
         ends = np.concatenate([[0], np.cumsum(runs.sizes)])
         sizes = np.diff(ends[splits])
         begins = ends[:-1] + np.repeat(before - ends[splits[:-1]], np.diff(splits))
         return _Block(
             runs=replace(runs, begins=begins),
-            stamps=stamps[by_lane],
+            stamps=stamps,
             splits=splits,
             starts=before,
             stops=before + sizes,

@@ -125,19 +125,6 @@ class Listing:
         """Samples of a chunk, on average, rounded up."""
         return -(-self.samples_per_pass // self.num_chunks)
 
-    def at(self, indices: Int64Array) -> Parts:
-        """The chunks at some places of the list, in any order, but near to one another; the list has no end."""
-        passes, places = np.divmod(indices, self.num_chunks)
-        passes += self.first_pass
-        first, last = (int(passes.min()), int(passes.max())) if len(passes) else (0, -1)
-        chosen = self.orders(np.arange(first, last + 1))[passes - first, places]
-        return Parts(
-            chunk_ids=self.chunk_ids[chosen],
-            firsts=np.zeros_like(indices),
-            sizes=self.sizes[chosen],
-            passes=passes,
-        )
-
     def samples(self, start: int, stop: int) -> Parts:
         """The parts that hold samples ``[start, stop)`` of the list; those at its ends are cut."""
         return listed([self], np.array([start]), np.array([stop]))[0]
