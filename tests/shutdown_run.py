@@ -7,6 +7,7 @@ It imports everything once, then forks a process for each line of its standard i
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import logging
 import os
@@ -83,6 +84,8 @@ def tell_when_it_stands(pipe: str) -> None:
 
 
 def main() -> None:
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through for garbage in each process, nor copied to it
     for line in sys.stdin:
         if pid := os.fork():
             print(pid, flush=True)
