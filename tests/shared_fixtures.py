@@ -1,0 +1,164 @@
+"""Fixtures for everybody: servers that start when first asked for, and fresh buckets in them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+import fsspec.asyn
+import pytest
+from forked import Forked
+from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
+
+from streaming.catalog import open as catalog_open
+from streaming.datasets import dataset, grouped, packed, table_file
+from streaming.engine.memory import mapped
+from streaming.engine.workers.fork_server import SHARED
+from streaming.job.once import Peers
+from streaming.storage import Storage
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_disks() -> Iterator[None]:
+    """``os.fsync`` returns at once in this process: no test cuts the power, and thousands of calls take a minute.
+
+    That files are synced, and when, is asserted in test_storage.py.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[MotoServer]:
+    """moto's S3 server."""
+    with MotoServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mini_s3() -> Iterator[MiniS3Server]:
+    """Our own S3 server, which checks signatures and logs requests."""
+    with MiniS3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def moto_bucket(moto: MotoServer) -> str:
+    """URL of a new bucket in moto."""
+    return moto.create_bucket(fresh_name())
+
+
+@pytest.fixture
+def s3_bucket(mini_s3: MiniS3Server) -> str:
+    """URL of a new bucket in our own server."""
+    return mini_s3.create_bucket(fresh_name())
+
+
+@pytest.fixture(scope="session")
+def mini_gcs() -> Iterator[MiniGcsServer]:
+    """Our own Google Cloud Storage server, which checks its token and logs requests."""
+    with MiniGcsServer() as server:
+        yield server
+
+
+@pytest.fixture
+def gcs_bucket(mini_gcs: MiniGcsServer) -> str:
+    """URL of a new bucket in our own Google server."""
+    return mini_gcs.create_bucket(fresh_name())
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[AzuriteServer]:
+    """Microsoft's emulator of Azure's blob storage."""
+    if not AzuriteServer.installed():
+        pytest.skip("azurite-blob is not on PATH; it needs Node: npm install -g azurite")
+    with AzuriteServer() as server:
+        yield server
+
+
+@pytest.fixture
+def azure_container(azurite: AzuriteServer) -> str:
+    """URL of a new container in azurite."""
+    return azurite.create_container(fresh_name())
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Starts processes that have imported what we have."""
+    names = ("streaming.loader", "streaming.datasets.dataset", "shard_tools.convert", "shard_tools.cli", "data_sets")
+    # pyarrow imports pandas as soon as somebody makes an array of a list: three tenths of a second in each that writes.
+    with Forked(*names, "torch.distributed.tensor", "pandas") as origin:
+        yield origin
+
+
+@pytest.fixture
+def s3fs_closed() -> Iterator[Callable[[Storage], Storage]]:
+    """Takes storages whose s3fs sessions are to be closed: left to the garbage collector, they warn."""
+    taken: list[Storage] = []
+
+    def take(storage: Storage) -> Storage:
+        taken.append(storage)
+        return storage
+
+    yield take
+    for storage in taken:
+        for adapter in storage._store._adapters.values():
+            for system in getattr(adapter, "_systems", {}).values():
+                if hasattr(system, "close_session") and system._s3 is not None:
+                    system.close_session(fsspec.asyn.get_loop(), system.s3)
+                    system._s3 = None
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> Iterator[None]:
+    """The session ends the fork server that outlives its users."""
+    yield
+    SHARED.close()
+
+
+@pytest.fixture
+def one_fork_server(_fork_server: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Loaders of this test find a fork server running, which has imported its file: either takes seconds.
+
+    That workers import what functions need is seen where servers are not warm: test_workers.py, test_portable.py.
+    """
+    SHARED.linger = True
+    server = SHARED.borrow()  # a test without this fixture may have ended the one before
+    if (server.pid, request.module.__name__) not in _IMPORTED:
+        _IMPORTED.add((server.pid, request.module.__name__))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            number = server.spawn_process(theirs, request.module.__name__)
+        server.kill(number)  # the server alone is to import it
+    SHARED.give_back(server)
+    yield
+    SHARED.linger = False
+
+
+_IMPORTED: set[tuple[int, str]] = set()
+"""Pids of fork servers, and the files of tests that they have imported."""
+
+
+@pytest.fixture
+def no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local shards are read, not mapped: for tests that count what is read."""
+    monkeypatch.setattr(mapped, "_OWN_DISKS", frozenset())
+
+
+@pytest.fixture
+def not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets without an index are streamed, as if they were too large to be indexed at start."""
+    monkeypatch.setattr(catalog_open, "SCAN_LIMIT_BYTES", 0)
+
+
+@pytest.fixture
+def join_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[Peers | None], None]:
+    """Takes what data sets are to find as the processes of their job."""
+
+    def join(peers: Peers | None) -> None:
+        for module in (dataset, grouped, packed, table_file):
+            monkeypatch.setattr(module, "job_peers", lambda _: peers)
+
+    return join
