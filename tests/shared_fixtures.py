@@ -125,16 +125,21 @@ def one_fork_server(_fork_server: None, request: pytest.FixtureRequest) -> Itera
     That workers import what functions need is seen where servers are not warm: test_workers.py, test_portable.py.
     """
     SHARED.linger = True
-    server = SHARED.borrow()  # a test without this fixture may have ended the one before
-    if (server.pid, request.module.__name__) not in _IMPORTED:
-        _IMPORTED.add((server.pid, request.module.__name__))
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            number = server.spawn_process(theirs, request.module.__name__)
-        server.kill(number)  # the server alone is to import it
-    SHARED.give_back(server)
+    server_imports(request.module.__name__)  # a test without this fixture may have ended the server before
     yield
     SHARED.linger = False
+
+
+def server_imports(name: str) -> None:
+    """Have the fork server import a module, once: else each worker does that needs it."""
+    server = SHARED.borrow()
+    if (server.pid, name) not in _IMPORTED:
+        _IMPORTED.add((server.pid, name))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            number = server.spawn_process(theirs, name)
+        server.kill(number)  # the server alone is to import it
+    SHARED.give_back(server)
 
 
 _IMPORTED: set[tuple[int, str]] = set()

@@ -126,6 +126,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", MESHES)
+@pytest.mark.usefixtures("one_fork_server")
 def test_each_rank_gets_what_the_planner_deals_and_replicas_the_same(
     folder: Path, job: Job, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_each_rank_gets_what_the_planner_deals_and_replicas_the_same(
         assert len(set(exchanged.values())) == 1, "all are equally far when they leave"
 
 
+@pytest.mark.usefixtures("one_fork_server")
 def test_packs_of_a_mixture_keep_their_source(folder: Path, job: Job) -> None:
     wanted = dealt(mixture_of(folder), 2, most=6, last_batch="drop")
 

@@ -262,6 +262,7 @@ class TestEveryLoopThatGoesOn:
 
 @pytest.mark.parametrize("make", END, indirect=True)
 @pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.usefixtures("one_fork_server")
 def test_an_error_of_the_data_set_comes_behind_the_batches_before_it(make: Make, num_workers: int) -> None:
     with make(limit=0, num_workers=num_workers) as loader:
         batches = iter(loader)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from forked import Forked, all_end
 from leftovers import leftovers
+from shared_fixtures import server_imports
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from infra import DeviceMesh
@@ -417,6 +418,8 @@ def test_a_function_that_makes_a_generator_is_called_for_every_pass() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_hugging_face_streams(num_workers: int, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
+    if num_workers:
+        server_imports("datasets")  # which takes each worker a second
     for number in range(8):
         (tmp_path / f"{number}.txt").write_text("".join(f"{number * 10 + line}\n" for line in range(8 + number % 3)))
     expected = sorted(number * 10 + line for number in range(8) for line in range(8 + number % 3))

@@ -29,6 +29,7 @@ def packed_of(folder: Path, cache: Path | None = None) -> Packed:
 
 
 @pytest.mark.parametrize(("workers", "is_cached"), [(0, False), (0, True), (1, False)])
+@pytest.mark.usefixtures("one_fork_server")
 def test_no_header_is_read_of_bytes_that_match_their_checksums(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, *, is_cached: bool
 ) -> None:

@@ -132,6 +132,7 @@ def interleaved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BUDGETS = {"image_tokens": 80, "images": 5}
 
 
+@pytest.mark.usefixtures("one_fork_server")
 def test_packs_keep_every_budget(interleaved: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "streaming"):
         packed = Packed(StreamingDataset(interleaved, seed=2), LENGTH, budgets=BUDGETS)

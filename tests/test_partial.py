@@ -196,7 +196,7 @@ class Numbers(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_map_style_resumed_before_the_tail(num_workers: int) -> None:
+def test_map_style_resumed_before_the_tail(num_workers: int, one_fork_server: None) -> None:
     def open_loader() -> DataLoader:
         return DataLoader(
             OrdinaryDataset(Numbers(), max_bad_samples=10), global_batch_size=16, device_mesh=mesh_of(RANKS, 0),
@@ -235,7 +235,7 @@ def no_samples(path: Path) -> Path:
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_streamed_set_without_samples_is_an_error_after_one_pass(
-    tmp_path: Path, not_scanned: None, zipped: bool, num_workers: int
+    tmp_path: Path, not_scanned: None, zipped: bool, num_workers: int, one_fork_server: None
 ) -> None:
     for number in range(3):
         path = no_samples(tmp_path / f"{number}.tar")

@@ -661,6 +661,7 @@ def test_no_secret_of_a_source_in_which_nothing_fits_is_told(tmp_path: Path, pat
     no_secret(caught.value)
 
 
+@pytest.mark.usefixtures("one_fork_server")
 def test_decode_workers_get_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read from the arena: what is pickled for them holds neither storage options nor URLs with secrets."""
     sent: list[bytes] = []

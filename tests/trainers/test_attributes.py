@@ -20,6 +20,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
     return write_set(tmp_path_factory.mktemp("attributes") / "set", (12, 20, 16))
 
 
+@pytest.mark.usefixtures("one_fork_server")
 def test_torchs_attributes_by_torchs_names(samples: SampleSet) -> None:
     dataset = samples.open()
     stateful = importlib.import_module("torch.distributed.checkpoint.stateful")  # a second, where nothing else needs it
