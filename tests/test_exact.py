@@ -215,6 +215,12 @@ def test_each_global_batch_of_a_pass_that_ends_is_of_one_source(case: Case) -> N
     ]
     counts = Counter(orders.sources.names[one] for (one,) in of)
     assert counts == {name: quota // size for name, quota in orders.quotas.items() if quota}
+    order, again = orders.of_pass(0), orders.under(orders.settings).of_pass(0)
+    stop = min(2 * size // case.settings.lanes, order.lane_size(0))
+    found = order.lane_samples(0, 0, stop)
+    assert [column.tolist() for column in again.lane_samples(0, 0, stop)] == [column.tolist() for column in found]
+    for place, (chunk, offset) in enumerate(zip(*(column.tolist() for column in found), strict=True)):
+        assert (0, place) in order.find(chunk, offset, 0, stop)
 
 
 def test_quotas_of_batches_are_whole_batches() -> None:
