@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_lanes import Case, cases, global_batches, unhurried, weights_
 from test_shares import oracle
 
-from streaming.errors import ConfigError
+from streaming.errors import ConfigError, StateError
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import SourceLanes, drawn_before
 from streaming.mixing.passes import Sources, Weights
@@ -290,6 +290,39 @@ def test_chunks_of_a_rare_source_are_held_from_stretch_to_stretch() -> None:
     joined = plan.chunk_intervals(0)
     assert int((joined.chunk_ids == 50).sum()) == 1
     assert spans[-1][1] <= 512  # the batch from which on it has no weight
+
+
+def test_a_chunk_is_held_over_stretches_in_which_nothing_of_it_is_due() -> None:
+    sources = Sources({"web": [8] * 50, "rare": [40]}, OrderSettings(seed=1, lanes=1, window=0))
+    orders = ExactLanes(sources, [Weights(start=0, weights={"web": 999, "rare": 1})])
+    plan = Plan(
+        orders.chunk_samples, orders.settings, orders=orders, global_batch_size=8, dp_world_size=1, epoch_size=8192
+    )
+    plan.__dict__["stretch_batches"] = 16
+    drawn = np.flatnonzero(orders.sources.source_of(orders.lane_samples(0, 0, 8192)[0])) // 8
+    assert max(np.diff(drawn)) > 3 * 16
+    live = plan.chunk_intervals(0)
+    (row,) = np.flatnonzero(live.chunk_ids == 50)
+    assert (live.first_batches[row], live.last_batches[row]) == (drawn[0], 8192 // 8 - 1)
+
+
+def test_a_source_grows_behind_what_is_planned_in_any_lane() -> None:
+    sources = Sources({"a": [3] * 40, "b": [2] * 8}, OrderSettings(seed=1, lanes=8, window=0))
+    orders = ExactLanes(sources, [Weights(start=0, weights={"a": 3, "b": 1})])
+    for place in range(1, 200):
+        orders.settle(place)
+        samples = 16 * orders.free_pass("b")
+        for lane in range(8):
+            assert -(-(samples - lane) // 8) >= orders.drawn(lane, place)[1]
+
+
+def test_the_row_that_draws_from_a_source_that_is_gone_is_told() -> None:
+    settings, schedule = OrderSettings(seed=1, lanes=4, window=6), [Weights(start=0, weights={"a": 3, "b": 1})]
+    whole = ExactLanes(Sources({"a": [9] * 9, "b": [9] * 9}, settings), schedule)
+    first = 3 + int(np.flatnonzero(whole.lane_samples(1, 3, 60)[0] >= 9)[0])
+    rest = ExactLanes(Sources({"a": [9] * 9}, settings, absent=["b"]), schedule)
+    with pytest.raises(StateError, match=f"row {4 * first + 1} draws from 'b'"):
+        rest.lane_samples(1, 3, 60)
 
 
 def rows_of(live: object, chunk: int) -> dict[str, object]:
