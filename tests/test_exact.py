@@ -314,6 +314,8 @@ def test_a_source_grows_behind_what_is_planned_in_any_lane() -> None:
         samples = 16 * orders.free_pass("b")
         for lane in range(8):
             assert -(-(samples - lane) // 8) >= orders.drawn(lane, place)[1]
+    orders.settle(10)
+    assert orders.frontier == 199, "a look back leaves what is planned as it is"
 
 
 def test_the_row_that_draws_from_a_source_that_is_gone_is_told() -> None:
