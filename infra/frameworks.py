@@ -35,14 +35,14 @@ class TrainWorker:
 
 
 def train_worker() -> TrainWorker | None:
-    """Find this process among the workers of Ray Train; None where it is none, as a driver or another actor."""
+    """Find this process among the workers of Ray Train; None where it is none: a driver, an actor, a Tune trial."""
     train: Any = sys.modules.get("ray.train")
     if train is None or not hasattr(train, "get_context"):
         return None
     try:
         context = train.get_context()
         world_size = context.get_world_size()
-    except RuntimeError:  # "cannot be used outside of a Ray Train training function"
+    except (RuntimeError, DeprecationWarning):  # "cannot be used outside of …"; in a trial of Ray Tune it raises that
         return None
     if world_size is None:  # what Ray's older API says there
         return None

@@ -14,6 +14,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -579,6 +580,14 @@ def test_a_driver_that_knows_ray_train_is_no_worker_of_it(monkeypatch: pytest.Mo
 
     fake_train(monkeypatch, refuse)
     monkeypatch.delenv("RANK", raising=False)
+    assert infra.discover().launcher == "single"
+
+
+def test_a_trial_of_ray_tune_is_no_worker_of_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Ray raises its DeprecationWarning as an error."""
+    monkeypatch.setattr("ray.tune.trainable.trainable_fn_utils._in_tune_session", lambda: True)
+    monkeypatch.delenv("RANK", raising=False)
+    import_module("ray.train")
     assert infra.discover().launcher == "single"
 
 
