@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -148,7 +148,7 @@ def index_shards(
     for home, table in merged.items():
         if table != known[home]:
             storage.put(join_url(home, chunks_path()), table.to_parquet())
-    return _in_order(urls, index_url, merged)
+    return in_order(urls, index_url, merged)
 
 
 def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
@@ -223,21 +223,27 @@ def _gather(
     return tables
 
 
-def _in_order(urls: Sequence[str], index_url: str | None, tables: dict[str, ChunkTable]) -> ChunkTable:
+def in_order(urls: Sequence[str], index_url: str | None, tables: Mapping[str, ChunkTable]) -> ChunkTable:
     """The rows of ``urls``, in their order, from the tables of their homes."""
-    homes = list(tables)
-    position: dict[tuple[str, str], int] = {}
-    offset = 0
-    for home in homes:
-        for shard in tables[home].shards:
-            position[home, shard.name] = offset
-            offset += 1
+    names = [(home, shard.name) for home, table in tables.items() for shard in table.shards]
+    position = {name: place for place, name in enumerate(names)}
     wanted = [position[home_of(url, index_url), shard_name(url, index_url)] for url in urls]
-    return ChunkTable.concat([tables[home] for home in homes]).take(wanted)
+    whole = joined(list(tables.values()))
+    return whole if wanted == list(range(len(names))) else whole.take(wanted)
+
+
+def joined(tables: Sequence[ChunkTable]) -> ChunkTable:
+    """Several tables as one; one alone as it is."""
+    return tables[0] if len(tables) == 1 else ChunkTable.concat(tables)
 
 
 def load_index(storage: Storage, urls: Sequence[str], index_url: str | None = None) -> ChunkTable:
-    """The chunk table of the shards at ``urls``, in this order, from their index files.
+    """The chunk table of the shards at ``urls``, in this order, from their index files: see :func:`load_tables`."""
+    return in_order(urls, index_url, load_tables(storage, urls, index_url))
+
+
+def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = None) -> dict[str, ChunkTable]:
+    """What the index of the shards at ``urls`` knows, by its directory: these shards, and perhaps others.
 
     Each directory's ``chunks.parquet`` is read once. A shard that is not in it, but has a sample file (an unfinished
     writer or indexer), is taken from that file's footer. The shards themselves are not looked at: see
@@ -257,8 +263,8 @@ def load_index(storage: Storage, urls: Sequence[str], index_url: str | None = No
         parts = [known] if known else []
         if rest:
             parts += _footers(storage, home, rest, beside)
-        tables[home] = ChunkTable.concat(parts)
-    return _in_order(urls, index_url, tables)
+        tables[home] = joined(parts)
+    return tables
 
 
 def if_there(ask: Callable[[], _T | None], storage: Storage, shard: str | None, *, tell: bool = False) -> _T | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from os import PathLike
 from typing import Any
 
 from streaming.arguments import format_bytes
-from streaming.catalog.build import check_sizes, if_there, load_index, samples_url, shard_name
+from streaming.catalog.build import check_sizes, if_there, in_order, load_index, load_tables, samples_url, shard_name
 from streaming.catalog.listing import Found, StorageAhead
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.urls import expand_urls
@@ -114,12 +114,13 @@ def _find(lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[
             for url in shards:  # that no listing told of
                 storage.will_ask(url)
         try:
-            table = load_index(storage, shards, index)
+            tables = load_tables(storage, shards, index)
         except IndexMissingError as missing:
             _check_no_index(storage, shards, index, missing)
             return _without_index(lasting, shards, missing)
+        table = in_order(shards, index, tables)
         if index is None and folders:
-            _check_all_listed(storage, folders, shards)
+            _check_all_listed(tables, folders, shards)
         if len(shards) <= CHECKED_AT_OPEN:
             try:
                 check_sizes(storage, shards, table)
@@ -361,18 +362,17 @@ def _folders_of(urls: Any) -> list[str]:
     return [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith(SHARD_SUFFIXES)]
 
 
-def _check_all_listed(storage: Storage, folders: Sequence[str], shards: Sequence[str]) -> None:
+def _check_all_listed(tables: Mapping[str, ChunkTable], folders: Sequence[str], shards: Sequence[str]) -> None:
     """A directory or prefix stands for every shard that its index knows: none may vanish unseen.
 
     Raises:
         IndexMismatchError: One is not there any more.
     """
     found = set(shards)
-    for home in dict.fromkeys(split_url(url)[0] for url in shards):
+    for home, table in tables.items():
         if not any(f"{home}/".startswith(f"{folder}/") for folder in folders):
             continue
-        facts = _footer_facts(storage, join_url(home, chunks_path()), "chunks") or {}
-        gone = [name for name, *_ in facts.get("shards", ()) if join_url(home, name) not in found]
+        gone = [shard.name for shard in table.shards if join_url(home, shard.name) not in found]
         if gone:
             raise IndexMismatchError(
                 f"{redact(join_url(home, gone[0]))}: the index lists this shard ({len(gone)} of its shards are like "

@@ -169,7 +169,8 @@ class StreamingDataset(ChunkSource):
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
         peers = job_peers(agent_store())
-        tell_of_opening_alone(1 if peers is not None else _num_data_ranks())
+        if peers is None:
+            tell_of_opening_alone(_num_data_ranks)
         self.shards: OpenShards = open_shards(
             self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys
         )

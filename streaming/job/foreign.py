@@ -46,11 +46,11 @@ def _module(frame: FrameType | None) -> str:
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
-def tell_of_opening_alone(num_ranks: int) -> None:
+def tell_of_opening_alone(num_ranks: Callable[[], int]) -> None:
     """Log that each of several ranks reads the index of a data set, and what would spare them that."""
-    if num_ranks > 1:
+    if _log.isEnabledFor(logging.INFO) and (ranks := num_ranks()) > 1:  # to look takes as long as to read an index
         _log.info(
             "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet, nor did "
             "torchrun start them; made after init_process_group, rank 0 lists the shards and reads the index for all",
-            num_ranks,
+            ranks,
         )

@@ -221,7 +221,8 @@ class ObjectAdapter:
             region=f"{access.region} (from {access.region_source})",
         )
         make = partial(client().stores.S3Store, bucket, config=config, **common, **provider)
-        return make() if access.identity is None else _shared(make, bucket, config, common, access.identity), place
+        identity = access.identity
+        return make() if identity is None else _shared(make, bucket, config, common, identity), place
 
     def _azure(self, bucket: str, common: dict[str, Any]) -> tuple[Any, Place]:
         config, source = azure_config(self._options)
