@@ -169,8 +169,7 @@ class StreamingDataset(ChunkSource):
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
         self.storage = Storage(storage_options)
         peers = job_peers(agent_store())
-        if peers is None:
-            tell_of_opening_alone(_num_data_ranks)
+        tell_of_opening_alone(peers, _num_data_ranks)
         self.shards: OpenShards = open_shards(
             self.storage, urls, checked_index(index), peers, duplicate_keys=duplicate_keys
         )

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+from streaming.job.once import Peers
+
 _SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 _LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 _log = logging.getLogger(__name__)
@@ -46,9 +48,10 @@ def _module(frame: FrameType | None) -> str:
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
-def tell_of_opening_alone(num_ranks: Callable[[], int]) -> None:
-    """Log that each of several ranks reads the index of a data set, and what would spare them that."""
-    if _log.isEnabledFor(logging.INFO) and (ranks := num_ranks()) > 1:  # to look takes as long as to read an index
+def tell_of_opening_alone(peers: Peers | None, num_ranks: Callable[[], int]) -> None:
+    """Log that each of several ranks, without peers, reads the index of a data set, and what would spare them that."""
+    # Where nobody hears of it nobody looks: that takes half a millisecond.
+    if peers is None and _log.isEnabledFor(logging.INFO) and (ranks := num_ranks()) > 1:
         _log.info(
             "each of %d ranks opens this data set for itself, because torch.distributed is not set up yet, nor did "
             "torchrun start them; made after init_process_group, rank 0 lists the shards and reads the index for all",
