@@ -29,6 +29,7 @@ from streaming.engine.standing import thread_lines
 from streaming.engine.threads.jobs import GRACE_S, LOOK_UP_S, GivenUpError, leave_to_parent, still_alive, tell_of
 from streaming.engine.weigh import tensor_bytes, weigh
 from streaming.metrics import Metrics
+from streaming.monitor import Monitor
 from streaming.plan.memory import enough_for_batches_mib
 
 _log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Delivery(ABC):
 
     def __init__(
         self, builder: Builder, memory: Memory, *, first: int, num_batches: int, num_builders: int, depth: int,
-        batch_bytes: int, metrics: Metrics, report: BadSampleReport, changed: threading.Condition,
+        batch_bytes: int, metrics: Metrics, report: BadSampleReport, changed: Monitor,
     ) -> None:  # fmt: skip
         self._builder = builder
         self._memory = memory
@@ -176,15 +177,16 @@ class Delivery(ABC):
     # --- the consumer ---
 
     def _start(self, *readers: Callable[[], None]) -> None:
-        """Start the builder threads and one thread for each of ``readers``; the reader's state is complete now."""
+        """Have builder threads, and one thread for each of ``readers``, start with the first batch that is asked for.
+
+        The reader's state is complete now; threads would keep a run alive that an interrupt has left to nobody.
+        """
         more = [
             threading.Thread(target=self._run, args=(reader,), name="shardstream-stream", daemon=True)
             for reader in readers
         ]
         self._threads = [*more, *self._builders]
         leave_to_parent(self)
-        for thread in self._threads:
-            thread.start()
 
     def __iter__(self) -> Iterator[Any]:
         """Itself."""
@@ -226,6 +228,9 @@ class Delivery(ABC):
 
     def _take_or_close(self, number: int) -> Any:
         try:
+            if number == self._first:
+                for thread in self._threads:
+                    thread.start()
             return self._take(number)
         except StopIteration as error:  # of a user's function: left alone, it would end the epoch in silence
             self.close()

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
+from streaming.epochs.interrupts import is_interrupt
 from streaming.epochs.position import Place, Position
 from streaming.epochs.watch import Watchdog
 from streaming.errors import IteratorEndedError
@@ -294,7 +295,7 @@ class Batches:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = failed(error)  # of no account where the iterator is over
-        if not isinstance(error, Exception):
+        if not isinstance(error, StopIteration) and is_interrupt(error) and not self._turn.has_ended:
             self._loop.running = None
             self._loop.clean_up()
         self._let_go()

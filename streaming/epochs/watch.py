@@ -65,7 +65,7 @@ class Watchdog:
         thread = self._thread
         if thread is None:
             return
-        if thread is not threading.current_thread():
+        if thread is not threading.current_thread() and thread.is_alive():  # an interrupt may have come before it ran
             thread.join()
         self._thread = None
 

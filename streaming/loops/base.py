@@ -190,9 +190,9 @@ class BaseLoop(Loop):
 
     def _keep(self, crew: Crew, close: Callable[[], object]) -> None:
         """``crew`` serves all runs from now on, until ``close`` ends it together with what needs it."""
-        crew.page_lock(self._locker)
-        self._crew = crew
         self._end_of_crew = weakref.finalize(self, close)
+        self._crew = crew  # from here on the machinery is dropped with this loop, and by an interrupt
+        crew.page_lock(self._locker)
 
     def _begin_account(self, num_samples: int, epoch: int, allowed_of: Mapping[str, int] | None = None) -> None:
         """Begin the account of bad samples of an epoch of so many, shared with the other ranks if they are known."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, cached_property, partial
@@ -30,6 +29,7 @@ from streaming.fetch.read import FetchRange, UnitKey
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
 from streaming.loops.shares import Shares
 from streaming.metrics import Metrics
+from streaming.monitor import Monitor
 from streaming.plan import memory as budget
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
@@ -433,7 +433,7 @@ class EpochLoop(BaseLoop):
                 arena=crew.arena,
                 num_threads=min(FETCH_THREADS, (os.cpu_count() or 1) if self.dataset.is_local else FETCH_THREADS),
                 metrics=self.metrics,
-                changed=threading.Condition(),
+                changed=Monitor(),
                 maps=FileMaps(crew.arena, self.dataset.reads_whole) if self._is_mapped else None,
             )
             self._keep(crew, partial(_close_all, crew, self._store))

@@ -31,6 +31,7 @@ from streaming.epochs.position import Place
 from streaming.errors import ReplicaError, StateError
 from streaming.forks import in_children
 from streaming.job.error_codec import error_from_json, error_to_json
+from streaming.monitor import Monitor
 from streaming.replicas.batch_codec import decode, encode
 from streaming.replicas.group import ReplicaGroup
 from streaming.replicas.options import Broadcast, Replicas
@@ -120,7 +121,7 @@ class _Consumer(ABC):
         self._sharing = sharing
         self._group = group
         self._place = place
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._waiting: deque[Any] = deque()
         self._num_taken = 0
         self._ended = False

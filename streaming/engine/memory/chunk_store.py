@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +17,7 @@ from streaming.errors import DataError, IndexMismatchError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import Apart, FetchRange, UnitKey, apart_later
 from streaming.metrics import Metrics
+from streaming.monitor import Monitor
 
 IN_FLIGHT_BYTES = 128 << 20
 """Of chunks that are being fetched: what 10 Gbit/s bring in 100 ms. With more at once, the first of them come later
@@ -81,7 +81,7 @@ class ChunkStore:
     """
 
     def __init__(
-        self, *, fetch: Fetch, arena: Arena, num_threads: int, metrics: Metrics, changed: threading.Condition,
+        self, *, fetch: Fetch, arena: Arena, num_threads: int, metrics: Metrics, changed: Monitor,
         maps: FileMaps | None = None, apart: Apart = apart_later,
     ) -> None:  # fmt: skip
         self.arena = arena

@@ -11,8 +11,10 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from streaming.engine.threads.stacks import where_is
@@ -34,7 +36,8 @@ class JobThreads:
     """``num_threads`` daemon threads that run jobs in the order given.
 
     A job delivers its own result and its own exception: one that lets an exception out ends up in
-    ``threading.excepthook`` and costs nothing but itself. ``stop`` lets running jobs end and drops the rest.
+    ``threading.excepthook`` and costs nothing but itself. ``stop`` lets running jobs end and drops the rest. Who is
+    forgotten, as by an interrupt while it is made, ends its threads, too.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -45,6 +48,7 @@ class JobThreads:
             threading.Thread(target=_run, args=(self._jobs,), name=f"{name}-{i}", daemon=True)
             for i in range(num_threads)
         ]
+        weakref.finalize(self, _dismiss, self._jobs, num_threads).atexit = False
         for thread in self._threads:
             thread.start()
 
@@ -61,11 +65,16 @@ class JobThreads:
         with self._lock:
             if not self._stopped:
                 self._stopped = True  # jobs go first, so that a thread ends after the one it is at
-                while not self._jobs.empty():
-                    self._jobs.get()
-                for _ in self._threads:
-                    self._jobs.put(None)
+                _dismiss(self._jobs, len(self._threads))
         still_alive(self._threads, timeout_s)
+
+
+def _dismiss(jobs: SimpleQueue[Job | None], num_threads: int) -> None:
+    with suppress(Empty):
+        while True:  # a thread may take the last one at any moment: nobody waits for it
+            jobs.get_nowait()
+    for _ in range(num_threads):
+        jobs.put(None)
 
 
 def _run(jobs: SimpleQueue[Job | None]) -> None:
@@ -84,7 +93,7 @@ class GivenUpError(Exception):
 def still_alive(threads: Iterable[threading.Thread], grace_s: float = GRACE_S) -> list[threading.Thread]:
     """Wait for threads but the calling one; return those that have not ended within ``grace_s``, all together."""
     deadline_s = time.monotonic() + grace_s
-    others = [thread for thread in threads if thread is not threading.current_thread()]
+    others = [thread for thread in threads if thread is not threading.current_thread() and thread.is_alive()]
     for thread in others:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     return [thread for thread in others if thread.is_alive()]

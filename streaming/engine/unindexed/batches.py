@@ -10,7 +10,6 @@ arena; builder threads, or the consumer, take them from there; each is handed ou
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -28,6 +27,7 @@ from streaming.engine.unindexed.gather import Packing, alone, neighbours, pack_s
 from streaming.engine.unindexed.read_ahead import ReadAhead, StreamClosedError
 from streaming.engine.unindexed.samples import RawSample, StreamSettings, samples_of
 from streaming.metrics import Metrics
+from streaming.monitor import Monitor
 from streaming.storage import Storage, redact
 
 _SHOWN_ROWS = 16
@@ -75,7 +75,7 @@ class ShardStream(Delivery):
         super().__init__(
             crew.builder, crew, first=settings.first_batch, num_batches=settings.shape.num_batches,
             num_builders=num_builders, depth=settings.depth, batch_bytes=batch_bytes, metrics=metrics, report=report,
-            changed=threading.Condition(),
+            changed=Monitor(),
         )  # fmt: skip
         self._settings = settings
         self._draw_key = epoch_key(settings.order.seed, settings.epoch)

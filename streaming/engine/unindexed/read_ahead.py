@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from streaming.engine.threads.jobs import JobThreads
+from streaming.monitor import Monitor
 from streaming.storage import Storage
 
 PIECE_BYTES = 8 << 20
@@ -54,7 +54,7 @@ class ReadAhead:
     def __init__(self, storage: Storage, piece_bytes: int) -> None:
         self._storage = storage
         self._piece_bytes = piece_bytes
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._closed = False
         self._room = memoryview(mmap.mmap(-1, (PIECES_AHEAD + 1) * piece_bytes))
         self._threads = JobThreads(PIECES_AHEAD, "shardstream-read")

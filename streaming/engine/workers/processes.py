@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from streaming.engine.workers.cell import Cell, Work
 from streaming.engine.workers.channel import Channel, ChannelClosedError
 from streaming.engine.workers.fork_server import NUMBERS, SHARED, ForkServer, ServerClosedError
 from streaming.engine.workers.main import HELLO, SETUP
+from streaming.monitor import Monitor
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class Processes:
         self._num_workers = num_workers
         self._setup = (SETUP, recipe, arena_bytes)
         self._arena_fd = arena_fd
-        self._changed = threading.Condition()  # reentrant
+        self._changed = Monitor()  # reentrant
         self._workers: dict[int, Worker] = {}
         self._idle: list[Worker] = []
         self._server = server

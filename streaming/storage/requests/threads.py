@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from streaming.monitor import Monitor
+
 Job = Callable[[], Callable[[], None]]
 
 
@@ -19,7 +21,7 @@ class RequestThreads:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._jobs: deque[Job] = deque()
         self._idle: set[threading.Thread] = set()
         self._users = 0

@@ -6,11 +6,11 @@ design, and what follows from the numbers here: docs/design/0009-failing-stores.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from streaming.monitor import Monitor
 from streaming.storage.base.adapter import ThrottledError
 
 RECOVERY_S = 32.0
@@ -81,7 +81,7 @@ class Gate:
     def __init__(self, shared: SlowdownState | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._shared = shared or SlowdownState()
         self._clock = clock
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._state = Slowdown()
         self._given_back = 0.0
         self._looked_s = float("-inf")

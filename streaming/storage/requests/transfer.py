@@ -7,7 +7,6 @@ the attempt ends all its requests are lost, so nothing is written once the calle
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -18,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from streaming.errors import ConfigError
+from streaming.monitor import Monitor
 from streaming.storage.base.active import Call
 from streaming.storage.base.adapter import Adapter, ChangedError, PassingError, RangeBody
 from streaming.storage.base.urls import redact
@@ -127,7 +127,7 @@ class Transfer:
         self._adapter = adapter
         self._count = count
         self._received = 0
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._requests: list[_Request] = []
 
     @property

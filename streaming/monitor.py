@@ -1,0 +1,74 @@
+"""A lock with a condition that no exception out of a signal's handler leaves taken, or waited for in vain.
+
+Ctrl-C, an alarm of a test framework, a notebook's "interrupt": each throws wherever the main thread is. ``with`` over a
+``threading.Condition`` runs two functions of Python, and between their lines the exception finds the lock taken with
+nobody to give it back: whoever asks for it next waits for ever. Python looks for signals nowhere between a lock's own
+``__enter__`` and the body, nor between the body and its ``__exit__``, if these two are C.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from _thread import RLock
+from collections.abc import Callable
+
+
+class Monitor(RLock):  # type: ignore[misc]  # final for type checkers alone; a member could not lend it these two methods
+    """Guard a state by ``with``, wait for its changes, and tell of them; reentrant.
+
+    As ``threading.Condition``, but for what an interrupted thread leaves behind. All methods want the lock held.
+
+    Example:
+        >>> changed = Monitor()
+        >>> with changed:
+        ...     changed.wait_for(lambda: True)
+        True
+    """
+
+    _is_owned: Callable[[], bool]
+    _release_save: Callable[[], tuple[int, int]]
+    _acquire_restore: Callable[[tuple[int, int]], None]
+
+    def __init__(self) -> None:
+        self._waiting: list[threading.Lock] = []
+        """A lock of each thread that waits, taken until it is told."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until told, or for so long; False: for so long. The lock is not held meanwhile."""
+        told, limit_s = threading.Lock(), -1 if timeout_s is None else max(0.0, timeout_s)
+        told.acquire()
+        held = 1, threading.get_ident()
+        try:
+            self._waiting.append(told)
+            # Signals are looked for behind each call: from here to the end of the wait the lock is not held, and behind
+            # the first call of what follows it is. Invariant behind both: who does not wait is not listed.
+            try:
+                held = self._release_save()
+                in_time = told.acquire(timeout=limit_s)
+            finally:
+                self._acquire_restore(held)
+        finally:
+            if told in self._waiting:
+                self._waiting.remove(told)
+        return in_time or not told.locked()
+
+    def wait_for(self, is_so: Callable[[], object], timeout_s: float | None = None) -> bool:
+        """Wait until ``is_so()``, or for so long; whether it is so."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (found := is_so()):
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            self.wait(left_s)
+        return bool(found)
+
+    def notify(self, count: int = 1) -> None:
+        """Tell so many, those that have waited longest."""
+        # Who is told leaves the list itself, once it has the lock: if this is interrupted, calling again loses nobody.
+        for one in [one for one in self._waiting if one.locked()][:count]:
+            one.release()
+
+    def notify_all(self) -> None:
+        """Tell all that wait."""
+        self.notify(len(self._waiting))

@@ -1,0 +1,187 @@
+"""What a signal's handler throws, at any moment: nothing stays locked or behind, and the loader goes on exactly."""
+
+from __future__ import annotations
+
+import _thread
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from data_sets import SampleSet, write_set
+from leftovers import leftovers
+
+import streaming
+from streaming import DataLoader
+from streaming.engine.memory.row_table import RowTable
+from streaming.epochs.interrupts import is_interrupt
+from streaming.monitor import Monitor
+
+pytestmark = pytest.mark.timeout(120)
+
+OURS = str(Path(streaming.__file__).parent)
+STEPS: dict[str, Callable[[Monitor], object]] = {
+    "with": lambda monitor: None,
+    "wait": lambda monitor: monitor.wait(1e-5),
+    "wake": Monitor.notify_all,
+}
+PLACES: dict[str, Callable[[FrameType, Any], bool]] = {
+    "anywhere": lambda frame, _: frame.f_code.co_filename.startswith(OURS),
+    "rows get room": lambda frame, _: frame.f_back is not None and frame.f_back.f_code is RowTable._grow.__code__,
+    "threads have started": lambda _, called: called is _thread.start_new_thread,
+}
+"""By the frame, and the function of C that has returned to it."""
+
+
+class ThrownError(Exception):
+    """What a time limit throws."""
+
+
+def throw(*_: Any) -> None:
+    raise ThrownError
+
+
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def alarmed() -> Iterator[Callable[[], None]]:
+    """``SIGALRM`` throws a ``ThrownError``; what is given throws it here."""
+    before = signal.signal(signal.SIGALRM, throw)
+    yield lambda: signal.raise_signal(signal.SIGALRM)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def use_until_thrown(monitor: Monitor, step: Callable[[Monitor], object], after_s: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    while True:
+        with monitor:
+            step(monitor)
+
+
+@pytest.mark.usefixtures("alarmed")
+@pytest.mark.parametrize("step", STEPS)
+def test_no_lock_stays_taken_and_no_thread_waits_in_vain(step: str) -> None:
+    dice = random.Random(step)
+    for _ in range(150):
+        monitor, began, told = Monitor(), threading.Event(), threading.Event()
+
+        def listen(monitor: Monitor = monitor, began: threading.Event = began, told: threading.Event = told) -> None:
+            with monitor:
+                began.set()
+                monitor.wait()
+                told.set()
+
+        listener = threading.Thread(target=listen, daemon=True)
+        with pytest.raises(ThrownError):  # in place of a RuntimeError about a lock that is not taken
+            use_until_thrown(monitor, STEPS[step], dice.uniform(2e-5, 2e-4))
+        listener.start()
+        assert began.wait(10)
+        assert monitor.acquire(timeout=10)
+        monitor.notify()  # it alone is left to be told
+        monitor.release()
+        assert told.wait(10)
+        listener.join()
+
+
+@contextmanager
+def thrown(at: int, throws: Callable[[], None], within: Callable[[FrameType, Any], bool]) -> Iterator[list[int]]:
+    """Have ``throws`` called at moment ``at`` of those at which Python looks for signals in some code; tells how many.
+
+    They are the beginning of a function, and what follows a call of C.
+    """
+    seen = [0]
+
+    def look(frame: FrameType, event: str, called: Any) -> None:
+        if event in ("call", "c_return") and within(frame, called):
+            seen[0] += 1
+            if seen[0] == at:
+                sys.setprofile(None)
+                throws()
+
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
+    return write_set(tmp_path_factory.mktemp("interrupts"), (30, 30))
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        *product(("Ctrl-C", "time limit"), ("anywhere", "rows get room")),
+        ("Ctrl-C", "threads have started"),  # what else is thrown there, Python takes for a start that has failed
+    ],
+)
+def test_thrown_at_any_moment(samples: SampleSet, kind: str, place: str, alarmed: Callable[[], None]) -> None:
+    dataset, error = samples.open(), {"Ctrl-C": KeyboardInterrupt, "time limit": ThrownError}[kind]
+
+    def opened() -> DataLoader:
+        return DataLoader(dataset, batch_size=4, num_threads=1)
+
+    def read(loader: DataLoader, into: list[list[str]]) -> list[list[str]]:
+        into.extend(batch["__key__"] for batch in loader)
+        return into
+
+    with opened() as loader:
+        with thrown(0, ctrl_c, PLACES[place]) as seen:
+            first = read(loader, [])
+        second = read(loader, [])
+    dice, before, num_thrown = random.Random(kind), leftovers(), 0
+    moments = range(1, seen[0] + 1)
+    for at in sorted(dice.sample(moments, min(30, len(moments)))):
+        received: list[list[str]] = []
+        loader = opened()
+        try:
+            with thrown(at, ctrl_c if kind == "Ctrl-C" else alarmed, PLACES[place]):
+                read(loader, received)
+        except error:
+            num_thrown += 1
+        with opened() as resumed:  # the batch that was on its way may count as received
+            resumed.load_state_dict(loader.state_dict())
+            rest = read(resumed, [])
+        assert rest in (first[len(received) :], first[len(received) + 1 :] or second), at
+        assert read(loader, []) in (first, second), at
+        loader.close()
+    assert leftovers() == before
+    assert num_thrown > min(20, len(moments) // 2)  # runs differ in their length, and finalizers throw to nobody
+
+
+def test_what_an_interrupt_is(alarmed: Callable[[], None]) -> None:
+    def caught(call: Callable[[], object]) -> BaseException:
+        with pytest.raises(BaseException) as found:  # noqa: PT011  any
+            call()
+        return found.value
+
+    def followed() -> None:
+        try:
+            alarmed()
+        except ThrownError:
+            raise RuntimeError("a lock that is not taken") from None
+
+    class Limit:
+        def __call__(self, *_: Any) -> None:
+            throw()
+
+    assert is_interrupt(caught(ctrl_c))
+    assert is_interrupt(caught(alarmed))
+    assert is_interrupt(caught(followed))
+    signal.signal(signal.SIGALRM, Limit())
+    assert is_interrupt(caught(alarmed))
+    assert not is_interrupt(caught(throw))  # the same error, by another's call
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert not is_interrupt(caught(lambda: signal.Signals(0)))
