@@ -34,13 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Properties are tried on 40 examples, under ``make matrix`` on 400, but for those that say on how many.
+    """Properties are tried on 25 examples, under ``make matrix`` on 400, but for those that say on how many.
 
     In CI they are the same in each run.
     """
     if config.option.differential_cases is None:
         config.option.differential_cases = 300 if config.getoption("--matrix") else 100
-    settings.register_profile("here", max_examples=400 if config.getoption("--matrix") else 40, deadline=None)
+    settings.register_profile("here", max_examples=400 if config.getoption("--matrix") else 25, deadline=None)
     settings.load_profile("here")
     if not getattr(config.option, "numprocesses", None):  # the process that hands out tests to others runs none
         gc.disable()  # until all tests are collected: looking for garbage takes a sixth of an import's time
