@@ -10,6 +10,8 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
 
+from streaming.device.prefetcher import DevicePrefetcher
+from streaming.integrations.expected import expect_loader
 from streaming.loader import DataLoader
 
 __all__ = ["prepare_loader"]
@@ -25,7 +27,11 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader) -> PreparedLoad
         ``accelerator.accumulate`` synchronises, however few batches were accumulated. ``accelerator.save_state`` saves
         the position after the batch handed out last, and ``load_state`` goes on from there, on any number of ranks:
         Accelerate's ``skip_first_batches`` must not be called then.
+
+    Raises:
+        ConfigError: ``loader`` is none of ours, or was prepared already.
     """
+    expect_loader("prepare_loader(accelerator, loader)", loader, DevicePrefetcher)
     accelerator.register_for_checkpointing(loader)
     return PreparedLoader(loader, accelerator)
 

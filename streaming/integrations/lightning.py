@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from streaming.errors import ConfigError
+from streaming.integrations.expected import expect_loader
 from streaming.loader import DataLoader
 
 __all__ = ["prepare_loader"]
@@ -17,7 +18,11 @@ def prepare_loader(loader: DataLoader) -> DataLoader | ReadAhead:
 
     Lightning saves their state while it holds a batch that the module has not been given: without this, a resumed run
     would leave that batch out. A loader with a length is returned as it is.
+
+    Raises:
+        ConfigError: ``loader`` is none of ours, or was prepared already.
     """
+    expect_loader("prepare_loader(loader)", loader)
     try:
         len(loader)
     except TypeError:

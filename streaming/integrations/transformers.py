@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from streaming.errors import ConfigError
+from streaming.integrations.expected import expect_loader
 from streaming.loader import DataLoader
 
 __all__ = ["use_loader"]
@@ -28,7 +29,11 @@ def use_loader(trainer: Trainer, loader: DataLoader) -> None:
         trainer = Trainer(model, TrainingArguments("out", save_steps=500))
         use_loader(trainer, DataLoader(dataset, global_batch_size=256))
         trainer.train(resume_from_checkpoint=get_last_checkpoint("out"))
+
+    Raises:
+        ConfigError: ``loader`` is none of ours.
     """
+    expect_loader("use_loader(trainer, loader)", loader)
 
     class LoaderPosition(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers' are not typed
         def state(self) -> dict[str, Any]:

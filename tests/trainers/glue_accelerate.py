@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import accelerate
 import pytest
+import torch.utils.data
 from trainer_names import URL, model
 
 from streaming import DataLoader, StreamingDataset
@@ -20,6 +21,9 @@ with pytest.raises(ConfigError, match="gives no indices"):
 
 loader = prepare_loader(accelerator, raw)
 assert (len(loader), loader.epoch, loader.global_batch_size) == (6, 0, 12)
+for wrong in (loader, torch.utils.data.DataLoader([1, 2])):  # type: ignore[var-annotated]
+    with pytest.raises(ConfigError, match=rf"expected a streaming.DataLoader, got a .*\.{type(wrong).__name__};"):
+        prepare_loader(accelerator, wrong)
 prepared = accelerator.prepare(model)
 synchronised = []
 for _ in range(2):

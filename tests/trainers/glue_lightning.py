@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import lightning
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from trainer_names import FOLDER, QUIET
 
 from streaming import DataLoader
+from streaming.errors import ConfigError
 from streaming.integrations.lightning import prepare_loader
 
 
@@ -53,3 +55,5 @@ assert second.positions == [(0, 60), (1, 0), (1, 12), (1, 24)], second.positions
 
 sized = DataLoader(list(range(24)), 4)
 assert prepare_loader(sized) is sized
+with pytest.raises(ConfigError, match=r"prepare_loader\(loader\): expected a streaming.DataLoader, got a .*Trainer;"):
+    prepare_loader(lightning.Trainer(**QUIET))  # type: ignore[arg-type]

@@ -137,3 +137,6 @@ with DataLoader(StreamingDataset(URL), batch_size=6, jagged=("vec.npy",)) as loa
 with DataLoader(StreamingDataset(URL), batch_size=6, jagged=("vec.npy",)) as reference:
     expected = [batch["vec.npy"].values.tolist() for batch, _ in zip(reference, range(2), strict=False)]
 assert rows.seen == expected
+
+with pytest.raises(ConfigError, match=r"expected a streaming.DataLoader, got a torch.*DataLoader;"):
+    use_loader(trainer, torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
