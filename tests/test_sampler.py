@@ -379,13 +379,17 @@ def test_a_share_of_bad_samples_is_rounded_up() -> None:
             list(sampler.follow(DataLoader(sampler.dataset, sampler=sampler, batch_size=10)))
 
 
-def test_a_report_is_taken_when_it_is_whole() -> None:
+def test_a_report_is_taken_when_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     log = SharedLog()
     log.append({"a": 1})
     os.write(log.open(), b'{"b"')
     assert log.take() == [{"a": 1}]
     os.write(log.open(), b": 2}\n")
     assert log.take() == [{"b": 2}]
+    log.append({"c": 3})
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in a forked child
+    log.begin()
+    assert log.take() == [], "it has a log of its own"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
