@@ -145,9 +145,10 @@ def test_a_schedule_that_falls_closes_buckets(data: StreamingDataset) -> None:
 
 
 def test_three_tenths_are_three_of_ten_buckets(data: StreamingDataset) -> None:
-    for tenths in (3, 6, 7):
-        curriculum = Curriculum(data, "rarity", Schedule.steps({0: tenths / 10}), buckets=10)
-        assert pool_of(curriculum, 0) == at_most(RARITY, tenths / 10, 10)
+    for tenths in (3, 6, 7, 1, 2, 4, 8, 9):
+        for buckets in (10, [tenths / 10, 1.0]):
+            curriculum = Curriculum(data, "rarity", Schedule.steps({0: tenths / 10}), buckets=buckets)
+            assert pool_of(curriculum, 0) == at_most(RARITY, tenths / 10, 10)
 
 
 @pytest.mark.parametrize(
@@ -449,10 +450,13 @@ def test_what_it_reads_is_said_and_sorted_shards_cure_it(
 
 def test_the_log_says_when_the_pool_grows(data: StreamingDataset, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "streaming")
-    curriculum = Curriculum(data, "rarity", STEPS, buckets=4)
+    steps = Schedule.steps({0: 0.25, 300: 0.26, 600: 0.5, 1500: 1.0})  # at 300 nothing opens
+    curriculum = Curriculum(data, "rarity", steps, buckets=4)
     sizes = [len(pool_of(curriculum, row)) for row in (0, 600, 1500)]
     said = ", ".join(f"{n:,} ({n / NUM:.1%}) from row {row:,} on" for n, row in zip(sizes, (0, 600, 1500), strict=True))
     assert f"Curriculum by rarity by percentile: of 240 samples in 4 buckets, {said}" in caplog.messages
+    Curriculum(data, "rarity", Schedule.linear(0.1, 1, over=100, segments=20), buckets=20)
+    assert re.search(r"in 20 buckets, .*, 13 more, 240 \(100\.0%\) from row \d+ on", caplog.messages[-1])
     with DataLoader(curriculum, batch_size=12) as loader:
         next(iter(loader))
     line = next(message for message in caplog.messages if message.startswith("epoch 0 begins"))
