@@ -28,6 +28,7 @@ from test_shared import ThreadPeers, on_ranks
 from shard_tools import ShardWriter
 from shard_tools.cli import cli
 from streaming import Curriculum, DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
+from streaming.datasets.curriculum import _Metric
 from streaming.errors import ConfigError, OptionError, StateError
 from streaming.index.columns import count_values, plain_values
 from streaming.plan.state import LoaderState
@@ -388,6 +389,12 @@ def test_values_of_several_types_are_counted_as_numbers() -> None:
     assert values.to_pylist() == [0.5, 3.0, 5.0, float(2**63 + 2**20)]
     assert counts.tolist() == [1, 2, 1, 1]
     assert plain_values(pa.array([0.5, float("nan")])).null_count == 1
+
+
+def test_borders_that_look_alike_name_buckets_of_their_own() -> None:
+    borders = tuple((one, one) for one in (2.5, 1e6 + 0.25, 1e6 + 0.5))
+    metric = _Metric(name="x", by="value", schedule=Schedule.steps({0: 1}), borders=borders)
+    assert [metric.name_of(bucket) for bucket in range(3)] == ["x<=2.5", "x<=1000000.25", "x<=1000000.5"]
 
 
 def test_a_late_column(tmp_path: Path) -> None:
