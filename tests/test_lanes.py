@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.exact import ExactLanes
-from streaming.mixing.lanes import MixedLanes, Rounds, Runs, SourceLanes
+from streaming.mixing.lanes import MixedLanes, Rounds, Runs, SourceLanes, growths
 from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
@@ -329,6 +329,22 @@ def test_shares_hold_at_every_row_of_every_lane(case: Case, start: int) -> None:
             target, share = share_of(name, case.schedule, int(runs.begins[row]))
             assert abs(counted - target) <= biggest[name] + share * sum(biggest.values()) + Fraction(1, 100)
             counted += int(runs.sizes[row]) * (of[row] == index)
+
+
+def test_weights_from_the_frontier_on_leave_what_was_planned() -> None:
+    """However little that was, and however early they come."""
+    for planned in range(1, 120):
+        sources = Sources({"a": [3, 5] * 9, "b": [4] * 9, "c": [2] * 9}, OrderSettings(seed=2, lanes=2, window=0))
+        orders = MixedLanes(sources, [Weights(start=0, weights={"a": 5, "b": 3, "c": 2})])
+        before = [orders.lane_samples(lane, 0, planned) for lane in range(2)]
+        orders.append(Weights(start=orders.frontier, weights={"a": 1, "b": 50, "c": 1}))
+        after = [orders.lane_samples(lane, 0, planned) for lane in range(2)]
+        assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_source_ends_with_the_last_weight_that_it_has() -> None:
+    schedule = [Weights(start=10 * at, weights={"a": 1, "b": weight}) for at, weight in enumerate((1, 2, 0, 3, 0))]
+    assert growths(["a", "b"], schedule)["b"].ends_at == 40
 
 
 @unhurried

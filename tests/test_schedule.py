@@ -61,6 +61,10 @@ def test_schedules_go_through_json_and_pickle(shape: str, over: int, segments: i
     assert schedule.names == tuple(sorted(start))
 
 
+def test_a_ramp_has_no_more_parts_than_rows() -> None:
+    assert Schedule.linear(0, 1, over=2, segments=4).segments() == [(0, 0.25), (1, 0.75), (2, 1)]
+
+
 def test_steps_and_functions() -> None:
     steps = Schedule.steps({10: HIGH, 0: LOW})
     assert (steps.at(9), steps.at(10)) == (LOW, HIGH)
