@@ -17,7 +17,7 @@ from streaming.loader import DataLoader
 __all__ = ["prepare_loader"]
 
 
-def prepare_loader(accelerator: Accelerator, loader: DataLoader) -> PreparedLoader:
+def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetcher) -> PreparedLoader:
     """Make ``loader`` what ``accelerator.prepare`` makes of torch's: on the device, in step, and in its checkpoints.
 
     ``accelerator.prepare`` itself leaves a ``streaming.DataLoader`` alone, so it is never cut into shares twice.
@@ -41,7 +41,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
 
     _drop_last = True  # every row counts: nothing is cut off what `gather_for_metrics` gathers
 
-    def __init__(self, loader: DataLoader, accelerator: Accelerator) -> None:
+    def __init__(self, loader: DataLoader | DevicePrefetcher, accelerator: Accelerator) -> None:
         self._loader, self._accelerator = loader, accelerator
         self.gradient_state = GradientState()
 
