@@ -20,6 +20,8 @@ from infra import DeviceMesh
 from streaming import DataLoader, Mixture, SequenceSlice, ShuffleConfig
 from streaming.errors import AgreementError, ConfigError
 from streaming.job.agreement import agree
+from streaming.loops import shares
+from streaming.replicas import start_check
 from streaming.replicas.start_check import StartCheck
 
 GOOD: dict[str, Any] = {"seed": 5, "batch": 24}
@@ -123,11 +125,9 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Stands in for the job's store; a thread's name says which rank it is."""
     store = dist.HashStore()
 
-    def job(_: str = "") -> tuple[int, Any]:
-        return int(threading.current_thread().name.split()[1]), store
-
-    monkeypatch.setattr("streaming.replicas.start_check.job_store", job)
-    monkeypatch.setattr("streaming.replicas.start_check.job_world_size", lambda: 4)
+    for module in (start_check, shares):
+        monkeypatch.setattr(module, "job_store", lambda _="": (_rank(), store))
+        monkeypatch.setattr(module, "job_world_size", lambda: 4)
     return store
 
 
@@ -261,13 +261,10 @@ def test_a_mesh_of_data_ranks_alone_waits_for_nobody(samples: SampleSet, caplog:
     assert "did not come" not in caplog.text
 
 
+@pytest.mark.usefixtures("board")
 @pytest.mark.parametrize("at", [None, 4_000])
-def test_weights_set_on_a_mesh_of_data_ranks_alone(
-    samples: SampleSet, board: Any, monkeypatch: pytest.MonkeyPatch, at: int | None
-) -> None:
+def test_weights_set_on_a_mesh_of_data_ranks_alone(samples: SampleSet, at: int | None) -> None:
     """Process 0 waited for 600 s for the others, also where the row was given."""
-    monkeypatch.setattr("streaming.loops.shares.job_store", lambda _: (_rank(), board))
-    monkeypatch.setattr("streaming.loops.shares.job_world_size", lambda: 4)
 
     def change(rank: int) -> int:
         two = DeviceMesh.from_sizes(dp_size=2, rank=rank // 2, environ={})

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def bad(number: int) -> BadSample:
 def test_the_limit_means_the_epoch_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks, of which two are tensor-parallel peers of one another: 4 shares, 800 samples, 2 % allowed: 16."""
     clock = [0.0]
-    monkeypatch.setattr("streaming.job.tally.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     store: Any = dist.HashStore()
     ranks = range(8)
     accounts = [BadSamples(0.02, Metrics(), rank=rank) for rank in ranks]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -129,8 +131,8 @@ def test_delays_before_retries_are_drawn_below_a_growing_bound(drawn: float, mon
     def failing() -> None:
         raise PassingError("for now")
 
-    monkeypatch.setattr("streaming.storage.requests.retry.random.uniform", uniform)
-    monkeypatch.setattr("streaming.storage.requests.retry.time.sleep", slept.append)
+    monkeypatch.setattr(random, "uniform", uniform)
+    monkeypatch.setattr(time, "sleep", slept.append)
     policy = RetryPolicy(max_retries=6, first_backoff_s=0.02, max_backoff_s=4.0)
     with pytest.raises(PassingError):
         retrying(policy, failing)
