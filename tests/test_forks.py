@@ -17,7 +17,7 @@ from data_sets import SampleSet, make_sample, write_set
 from servers import MiniS3Server, fresh_name
 
 from shard_tools import ShardWriter
-from streaming import DataLoader, DevicePrefetcher, StreamingDataset
+from streaming import DataLoader, DevicePrefetcher, StreamingDataset, forks
 from streaming.engine.workers.ring import BatchRing
 from streaming.errors import ForkedError
 from streaming.replicas.broadcast import Sharing, _left_behind
@@ -125,6 +125,25 @@ def test_locks_that_another_thread_held_at_the_fork(on_s3: SampleSet) -> None:
 
 
 # --- writers ---
+
+
+def test_hooks_go_with_what_they_are_of() -> None:
+    """Of two things alike each has its own; of one that is gone nothing is kept, nor called."""
+
+    class Thing:
+        pass
+
+    called: list[str] = []
+    kept, gone = Thing(), Thing()
+    before = len(forks._in_child)
+    forks.in_children(gone, lambda _: called.append("gone"))
+    forks.in_children(kept, lambda _: called.append("kept"))
+    assert len(forks._in_child) == before + 2
+    del gone
+    gc.collect()
+    assert len(forks._in_child) == before + 1
+    forks._run({number: hook for number, hook in forks._in_child.items() if hook() is kept})
+    assert called == ["kept"]
 
 
 @pytest.mark.parametrize("place", ["s3", "disk"])
