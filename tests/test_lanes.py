@@ -337,7 +337,9 @@ def test_weights_from_the_frontier_on_leave_what_was_planned() -> None:
         sources = Sources({"a": [3, 5] * 9, "b": [4] * 9, "c": [2] * 9}, OrderSettings(seed=2, lanes=2, window=0))
         orders = MixedLanes(sources, [Weights(start=0, weights={"a": 5, "b": 3, "c": 2})])
         before = [orders.lane_samples(lane, 0, planned) for lane in range(2)]
-        orders.append(Weights(start=orders.frontier, weights={"a": 1, "b": 50, "c": 1}))
+        start = orders.frontier
+        orders.append(Weights(start=start, weights={"a": 1, "b": 50, "c": 1}))
+        assert orders.borders == (2 * start,)  # in samples of all lanes
         after = [orders.lane_samples(lane, 0, planned) for lane in range(2)]
         assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
 
