@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def test_batches_that_are_large_for_the_limit_are_told_of_with_the_arithmetic(
     dataset = StreamingDataset(f"{tmp_path}/", transform=dict)
     with DataLoader(dataset, batch_size=8, num_threads=2, memory_limit=memory_limit) as loader:
         for _ in range(200):  # what the consumer builds itself is not weighed: until a thread was faster once
-            assert len(list(loader)) == 3
+            assert sum(not time.sleep(0.002) for _ in loader) == 3  # which a loop that does something lets them be
             if not is_told or loader.metrics().get("batches_over_bytes"):
                 break
         assert len(list(loader)) == 3
