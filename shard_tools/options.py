@@ -18,7 +18,7 @@ from streaming.types import DuplicateKeys
 Command = Callable[..., Any]
 
 
-class SizeType(click.ParamType[int]):
+class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click alone
     """Bytes, written as ``268435456``, ``256MB`` or ``256MiB``."""
 
     name = "size"
@@ -31,7 +31,7 @@ class SizeType(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-class PairType(click.ParamType[tuple[str, str]]):
+class PairType(click.ParamType):  # type: ignore[type-arg]
     """``KEY=VALUE``."""
 
     name = "key=value"
