@@ -26,6 +26,7 @@ from streaming.datasets.mixture_file import arguments_of, read_description
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError, ShardstreamError, StateError
 from streaming.filters.late_columns import find_columns, homes_of, read_values
+from streaming.index.columns import there_of
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import MixedPasses, Passes, Sources, Weights, eras_grown
@@ -802,7 +803,7 @@ def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
                 'when shards are written, ShardWriter(columns={"tokens": …}), or add it later with '
                 "`shard_tools column add`"
             )
-        values = column.filter(dataset.keeps(shard)).drop_null().to_numpy()
+        values = there_of(column, dataset.keeps(shard)).to_numpy()
         total, count = total + int(values.sum()), count + len(values)
     if not total:
         raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens')
