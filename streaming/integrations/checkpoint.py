@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from streaming.errors import ConfigError, StateError
 from streaming.loader import DataLoader
 
 __all__ = ["WholeState"]
@@ -22,9 +23,14 @@ class WholeState:
 
     Args:
         loader: Whose state it is.
+
+    Raises:
+        ConfigError: It is no loader, as where its state is given.
     """
 
     def __init__(self, loader: DataLoader) -> None:
+        if not hasattr(loader, "load_state_dict"):
+            raise ConfigError(f"WholeState: expected a loader, got a {type(loader).__name__}; write WholeState(loader)")
         self.loader = loader
 
     def state_dict(self) -> dict[str, Any]:
@@ -32,6 +38,15 @@ class WholeState:
         return {"state": (self.loader.state_dict(),)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave; errors as of ``DataLoader.load_state_dict``."""
+        """Load what :meth:`state_dict` gave.
+
+        Raises:
+            StateError: It is something else, or as of ``DataLoader.load_state_dict``.
+        """
+        if set(state) != {"state"}:
+            raise StateError(
+                f"WholeState: expected what its state_dict() gave, got the keys {sorted(map(str, state))}; a loader's "
+                "own state goes to loader.load_state_dict"
+            )
         (whole,) = state["state"]
         self.loader.load_state_dict(whole)

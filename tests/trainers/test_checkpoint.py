@@ -12,7 +12,7 @@ from data_sets import SampleSet, write_set
 from torch.utils.data import IterableDataset
 
 from streaming import DataLoader, Mixture
-from streaming.errors import StateError
+from streaming.errors import ConfigError, StateError
 from streaming.integrations.checkpoint import WholeState
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process, as meant
@@ -87,6 +87,14 @@ def test_other_sources_than_before(dcp: Any, sources: dict[str, SampleSet], tmp_
         dcp.load({"loader": WholeState(new)}, checkpoint_id=tmp_path, no_dist=True)
         assert new.state_dict()["ledger"][:3] == state["ledger"]
         assert set(new.state_dict()["ledger"][-1]["sources"]) == {"web", "code", "math"}
+
+
+def test_what_is_no_loader_or_no_whole_state_is_refused(sources: dict[str, SampleSet]) -> None:
+    with mixture(sources) as loader:
+        with pytest.raises(ConfigError, match=r"WholeState: expected a loader, got a dict; write WholeState\(loader\)"):
+            WholeState(loader.state_dict())  # type: ignore[arg-type]  # as users do
+        with pytest.raises(StateError, match=r"expected what its state_dict\(\) gave, got the keys \['epoch'"):
+            WholeState(loader).load_state_dict(loader.state_dict())
 
 
 class Counting(IterableDataset[dict[str, int]]):
