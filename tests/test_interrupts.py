@@ -157,7 +157,7 @@ def test_thrown_at_any_moment(samples: SampleSet, kind: str, place: str, alarmed
         assert rest in (first[len(received) :], first[len(received) + 1 :] or second), at
         assert read(loader, []) in (first, second), at
         loader.close()
-    assert leftovers() == before
+    assert leftovers() - before == {}  # what earlier tests left may end meanwhile
     assert num_thrown > min(20, len(moments) // 2)  # runs differ in their length, and finalizers throw to nobody
 
 
