@@ -36,7 +36,7 @@ from shard_tools.cli import cli
 from shard_tools.convert import TargetNotEmptyError
 from shard_tools.sets.copy import copy
 from shard_tools.tokens import TokenizeOptions, TokenizeReport, tokenize
-from shard_tools.tokens.adapters import ENCODINGS
+from shard_tools.tokens.adapters import ENCODINGS, RanksTokenizer
 from shard_tools.tokens.chat import ChatTemplate, Conversation
 from shard_tools.tokens.documents import parse_shares
 from shard_tools.tokens.encode import open_processes
@@ -221,6 +221,24 @@ def test_tiktoken(tmp_path: Path) -> None:
     assert (report.eos, report.vocab_size, report.dtype) == (300, 301, "uint16")
     with pytest.raises(ConfigError, match="not a regular expression"):
         run(source, tmp_path / "bad", tmp_path / "own.tiktoken", pattern="(")
+
+
+def test_releases_of_tiktoken_that_find_special_tokens_in_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    content = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
+    encode = tiktoken.Encoding.encode
+
+    def older(self: Any, text: str, **_: Any) -> Any:
+        return np.array(encode(self, text, allowed_special="all"))
+
+    RanksTokenizer(content, special=False, name="cl100k_base", pattern=None)
+    monkeypatch.setattr(tiktoken.Encoding, "encode_to_numpy", older)
+    RanksTokenizer(content, special=False, name="own", pattern=r"\w+|\W")  # it has none
+    with pytest.raises(ConfigError, match="too old"):
+        RanksTokenizer(content, special=False, name="cl100k_base", pattern=None)
+    monkeypatch.delattr(tiktoken.Encoding, "encode_to_numpy")
+    with pytest.raises(ConfigError, match="too old"):
+        RanksTokenizer(content, special=False, name="cl100k_base", pattern=None)
 
 
 # ------------------------------------------------------------------------------------------------ sources

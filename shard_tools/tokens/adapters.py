@@ -7,7 +7,7 @@ import binascii
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -182,7 +182,13 @@ class RanksTokenizer:
             raise ConfigError(
                 f"--pattern {pattern!r}: not a regular expression that tiktoken takes: {error}"
             ) from error
-        self._encode = self._library.encode_to_numpy
+        self._encode: Any = getattr(self._library, "encode_to_numpy", None)
+        token, number = next(iter(self._tokens.items()), ("", -1))
+        if self._encode is None or number in self._encode(token, allowed_special=frozenset(), disallowed_special=()):
+            raise ConfigError(
+                "--tokenizer: this release of tiktoken is too old: up to 0.10 it takes the names of special tokens in "
+                "texts for these tokens. pip install 'tiktoken>=0.11'"
+            )
         self._allowed: frozenset[str] = frozenset(self._tokens if special else ())
         self.vocab_size = int(self._library.max_token_value) + 1
 
