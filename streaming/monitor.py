@@ -26,7 +26,6 @@ class Monitor(RLock):  # type: ignore[misc]  # final for type checkers alone; a 
         True
     """
 
-    _is_owned: Callable[[], bool]
     _release_save: Callable[[], tuple[int, int]]
     _acquire_restore: Callable[[tuple[int, int]], None]
 
