@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from streaming.device.prefetcher import DevicePrefetcher
 from streaming.errors import ConfigError
 from streaming.integrations.expected import expect_loader
 from streaming.loader import DataLoader
@@ -13,19 +14,25 @@ from streaming.loader import DataLoader
 __all__ = ["prepare_loader"]
 
 
-def prepare_loader(loader: DataLoader) -> DataLoader | ReadAhead:
+def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | DevicePrefetcher | ReadAhead:
     """Keep the position of ``loader`` right where Lightning reads one batch ahead: of loaders without a length.
 
     Lightning saves their state while it holds a batch that the module has not been given: without this, a resumed run
     would leave that batch out. A loader with a length is returned as it is.
 
     Raises:
-        ConfigError: ``loader`` is none of ours, or was prepared already.
+        ConfigError: ``loader`` is none of ours, or was prepared already; or a ``DevicePrefetcher`` without a length,
+            which holds batches back itself.
     """
-    expect_loader("prepare_loader(loader)", loader)
+    expect_loader("prepare_loader(loader)", loader, DevicePrefetcher)
     try:
         len(loader)
     except TypeError:
+        if isinstance(loader, DevicePrefetcher):
+            raise ConfigError(
+                "prepare_loader(loader): a DevicePrefetcher without a length; give its loader, prepare_loader("
+                "prefetcher.loader): Lightning copies batches to the device itself"
+            ) from None
         return ReadAhead(loader)
     return loader
 

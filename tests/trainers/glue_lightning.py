@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from trainer_names import FOLDER, QUIET
 
-from streaming import DataLoader
+from streaming import DataLoader, DevicePrefetcher
 from streaming.errors import ConfigError
 from streaming.integrations.lightning import prepare_loader
 
@@ -55,5 +55,11 @@ assert second.positions == [(0, 60), (1, 0), (1, 12), (1, 24)], second.positions
 
 sized = DataLoader(list(range(24)), 4)
 assert prepare_loader(sized) is sized
+ahead = DevicePrefetcher(sized, "cpu")
+assert prepare_loader(ahead) is ahead
 with pytest.raises(ConfigError, match=r"prepare_loader\(loader\): expected a streaming.DataLoader, got a .*Trainer;"):
     prepare_loader(lightning.Trainer(**QUIET))  # type: ignore[arg-type]
+endless = DevicePrefetcher(DataLoader(Numbers(), global_batch_size=12), "cpu")
+with pytest.raises(ConfigError, match=r"a DevicePrefetcher without a length; give its loader"):
+    prepare_loader(endless)
+prepare_loader(endless.loader)
