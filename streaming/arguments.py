@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -252,11 +253,30 @@ def checked_path(name: str, path: str | PathLike[str] | None) -> str | None:
     return None if path is None else os.path.abspath(os.path.expanduser(os.fspath(path)))
 
 
-def is_limit(value: object) -> bool:
-    """Whether ``value`` is a count, or a share in [0, 1]."""
-    if not is_number(value):
-        return False
-    return value >= 0 if is_whole(value) else not math.isnan(value) and 0 <= value <= 1
+def checked_limit(limit: object) -> float:
+    """Return ``max_bad_samples``: a count as an int, a share of the epoch as a float.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if is_whole(limit) and limit >= 0:
+        return int(limit)
+    if is_number(limit) and not is_whole(limit) and 0 <= limit <= 1:
+        return float(limit)
+    raise ConfigError(
+        f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), got {limit!r}"
+    )
+
+
+def most_bad(limit: float, num_samples: float) -> int:
+    """Return how many of so many samples may be bad: a count as it is, a share rounded up.
+
+    The whole of them is no limit: samples that were to stand in for others, and are bad too, may come from beyond the
+    epoch.
+    """
+    if isinstance(limit, int):
+        return limit
+    return sys.maxsize if limit >= 1 else math.ceil(limit * num_samples)
 
 
 def parse_bytes(size: int | str, *, name: str = "size") -> int:

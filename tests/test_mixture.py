@@ -597,6 +597,17 @@ def test_bad_samples_are_replaced_by_their_own_source_and_counted_by_it(tmp_path
         pytest.raises(TooManyBadSamplesError, match=r"of the source 'bad'.*allows 0"),
     ):
         list(loader)
+    counted = Mixture(
+        {"good": good.open(), "bad": bad.open(max_bad_samples=1.0)}, max_bad_samples=np.int64(len(lost) - 1)
+    )
+    with (
+        DataLoader(counted, batch_size=10) as loader,
+        pytest.raises(TooManyBadSamplesError, match=rf"max_bad_samples={len(lost) - 1} allows {len(lost) - 1}\."),
+    ):
+        list(loader)
+    lenient = Mixture({"good": good.open(max_bad_samples=1), "bad": bad.open(max_bad_samples=0.5)})
+    with DataLoader(lenient, batch_size=10) as loader:  # the count of one source is no limit to the other
+        assert len(list(loader)) == 12
     later = Schedule.steps({0: {"good": 1, "bad": 0}, 12_000: {"good": 0, "bad": 1}})
     growing = Mixture({"good": good.open(), "bad": bad.open(max_bad_samples=0.5)}, weights=later, shuffle=FEW_LANES)
     with DataLoader(growing, batch_size=10) as loader:  # a share of what is drawn from where the run goes on

@@ -438,6 +438,12 @@ def test_too_many_stop_the_run_by_name() -> None:
     assert sampler.bad  # can be looked at afterwards
 
 
+@pytest.mark.parametrize("limit", [-1, 1.5, float("nan"), float("inf"), True, "3"])
+def test_a_limit_that_is_none_is_refused_as_by_a_streaming_dataset(limit: Any) -> None:
+    with pytest.raises(ConfigError, match=r"max_bad_samples: expected a count .*a float of at most 1"):
+        retry(Always(4, set()), max_bad_samples=limit)
+
+
 def test_on_error_raise_and_nothing_left_to_take() -> None:
     sampler = retry(Always(40, {2}), on_error="raise")
     with pytest.raises(ValueError, match="sample 2 is rotten"):

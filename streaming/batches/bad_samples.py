@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from streaming.arguments import most_bad
 from streaming.batches.bad_file import BadFile, BadRecord, shown_url
 from streaming.batches.build import LENGTH, BadSample, OnError
 from streaming.batches.losses import DROPPED, LossLog
@@ -31,10 +30,6 @@ _DROPS = (
     "others come several times in their place. Filter the data set ahead (shard_tools reshard SOURCE TARGET "
     '--where …), or use on_error="skip", which marks what stands in with False in batch["__valid__"]'
 )
-
-
-def _share(limit: float, num_samples: int) -> int:
-    return sys.maxsize if limit >= 1 else math.ceil(limit * num_samples)
 
 
 class BadSamples:
@@ -68,7 +63,7 @@ class BadSamples:
         self._file = None if file is None else BadFile(file, rank)
         self._lock = threading.Lock()
         in_children(self, renew_lock)
-        self._allowed = 0
+        self._allowed, self._allows = 0, ""
         self._allowed_of: dict[str, int] = {}
         self._found_in: Counter[str] = Counter()
         self._epoch = 0
@@ -86,11 +81,10 @@ class BadSamples:
         """Begin anew.
 
         Args:
-            num_samples: Samples of the epoch over all ranks; a share of them is rounded up. The whole of them is no
-                limit: samples that were to stand in for others, and are bad too, may come from beyond the epoch.
+            num_samples: Samples of the epoch over all ranks.
             epoch: The epoch.
             tally: Over all ranks; None: nobody knows of others, and the limit is that of this rank alone.
-            allowed_of: How many this rank may find in each source of a mixture.
+            allowed_of: How many this rank may find in each source of a mixture; all ranks together no more than in all.
         """
         self._log.start(epoch)
         self._tally = tally
@@ -101,7 +95,10 @@ class BadSamples:
             self._found_in.clear()
             self._allowed_of = dict(allowed_of or {})
             self._epoch = epoch
-            self._allowed = self._limit if isinstance(self._limit, int) else _share(self._limit, num_samples)
+            self._allowed, self._allows = most_bad(self._limit, num_samples), f"max_bad_samples={self._limit} allows"
+            together = sum(self._allowed_of.values())
+            if self._allowed_of and together < self._allowed:
+                self._allowed, self._allows = together, "max_bad_samples of its sources allow together"
 
     def report(self, bad: BadSample) -> None:
         """Take note of one sample.
@@ -166,7 +163,7 @@ class BadSamples:
         recent = list(self._seen.values())[-_LISTED:]
         listing = "".join(f"\n  {one.url} {one.key or one.number!r} ({one.stage}): {one.reason}" for one in recent)
         return TooManyBadSamplesError(
-            f"{count} bad samples in this epoch {where}, max_bad_samples={self._limit} allows {self._allowed}."
+            f"{count} bad samples in this epoch {where}, {self._allows} {self._allowed}."
             f"{' The last ones:' if listing else ''}{listing}\n"
             f"Check the shards with `shard_tools verify`, or raise max_bad_samples"
         )

@@ -19,13 +19,12 @@ from streaming.arguments import (
     checked_fields,
     checked_index,
     checked_int,
+    checked_limit,
     checked_path,
     checked_ratio,
     checked_urls,
     checks_names,
     format_bytes,
-    is_limit,
-    is_whole,
 )  # fmt: skip
 from streaming.batches.build import OnError, Part
 from streaming.batches.draws import BatchDraws, Chain, as_chain, epoch_key
@@ -152,7 +151,7 @@ class StreamingDataset(ChunkSource):
         max_bad_samples: float = 0.001,
         bad_samples_file: str | PathLike[str] | None = None,
     ) -> None:
-        _check_given(urls, transform, on_error, duplicate_keys, max_bad_samples, shuffle, storage_options)
+        _check_given(urls, transform, on_error, duplicate_keys, shuffle, storage_options)
         self.fields = checked_fields(fields)
         self.decode = decode
         self.decoders = resolve_decoders(decode)
@@ -163,7 +162,7 @@ class StreamingDataset(ChunkSource):
         self.duplicate_keys: DuplicateKeys = duplicate_keys
         self.max_gzip_ratio = checked_ratio("max_gzip_ratio", max_gzip_ratio)
         self.on_error: OnError = on_error
-        self.max_bad_samples = int(max_bad_samples) if is_whole(max_bad_samples) else float(max_bad_samples)
+        self.max_bad_samples = checked_limit(max_bad_samples)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
         if mirrors:
             storage_options = {**(storage_options or {}), "mirrors": mirrors_of(urls, mirrors)}
@@ -327,8 +326,8 @@ class StreamingDataset(ChunkSource):
 
 
 def _check_given(
-    urls: Urls, transform: Transform | None, on_error: object, duplicate_keys: object, max_bad_samples: object,
-    shuffle: object, storage_options: object,
+    urls: Urls, transform: Transform | None, on_error: object, duplicate_keys: object, shuffle: object,
+    storage_options: object,
 ) -> None:  # fmt: skip
     """Refuse options that mean nothing, before anything is opened.
 
@@ -339,11 +338,6 @@ def _check_given(
     as_chain(transform)
     check_choice("on_error", on_error, get_args(OnError))
     check_choice("duplicate_keys", duplicate_keys, get_args(DuplicateKeys))
-    if not is_limit(max_bad_samples):
-        raise ConfigError(
-            f"max_bad_samples: expected a count (an int) or a share of the epoch (a float of at most 1), got "
-            f"{max_bad_samples!r}"
-        )
     if not isinstance(shuffle, (bool, ShuffleConfig)):
         raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
     if storage_options is not None and not isinstance(storage_options, Mapping):

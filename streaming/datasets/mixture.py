@@ -18,7 +18,15 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 
-from streaming.arguments import check_choice, checked_int, checked_path, checks_names, format_bytes, is_limit
+from streaming.arguments import (
+    check_choice,
+    checked_int,
+    checked_limit,
+    checked_path,
+    checks_names,
+    format_bytes,
+    most_bad,
+)  # fmt: skip
 from streaming.batches.build import OnError, Part
 from streaming.catalog.joined import JoinedSource
 from streaming.datasets.dataset import StreamingDataset
@@ -119,8 +127,8 @@ class Mixture(JoinedSource):
             one source, and shares count batches, exactly; memory is that of ``quotas="exact"``, whatever ``quotas``
             says. The lanes must divide the global batch, and it ``epoch_size``. Where an epoch ends it has the whole
             batches of each source, and the next one begins with what is left of it.
-        max_bad_samples: Count or share of an epoch beyond which a run stops, over all sources; each source's own limit
-            holds beside it. None: theirs alone.
+        max_bad_samples: Count or share of an epoch beyond which a run stops, over all sources and ranks; each source's
+            own limit holds beside it. None: theirs alone, and over all ranks their sum.
         bad_samples_file: As of a ``StreamingDataset``, for all sources.
 
     Raises:
@@ -145,8 +153,6 @@ class Mixture(JoinedSource):
     ) -> None:
         _check_sources(sources)
         _check_choices(quotas, unit, ends, batches)
-        if max_bad_samples is not None and not is_limit(max_bad_samples):
-            raise ConfigError(f"max_bad_samples: expected a count or a share of the epoch, got {max_bad_samples!r}")
         if not isinstance(shuffle, (bool, ShuffleConfig)):
             raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
         self.sources = dict(sources)
@@ -161,8 +167,7 @@ class Mixture(JoinedSource):
         given = self.shuffle_config.seed
         self.seed = checked_int("seed", seed if given is None else given, 0, _MAX_SEED)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
-        limits = [one.max_bad_samples for one in self.leaves.values()]
-        self.max_bad_samples = max(limits) if max_bad_samples is None else max_bad_samples
+        self.max_bad_samples = 1.0 if max_bad_samples is None else checked_limit(max_bad_samples)
         self._take_over()
         self._blend = self._blended(weights, repeats, ends)
 
@@ -606,9 +611,9 @@ class Mixture(JoinedSource):
             found.setdefault(shown, []).append(name)
         limits: dict[str, int] = {}
         for shown, names in found.items():
-            limit = self.leaves[names[0]].max_bad_samples
-            share = limit if isinstance(limit, int) else math.ceil(limit * sum(drawn[name] for name in names))
-            limits |= {shown: share} if shown else {}
+            if shown:
+                limit = self.leaves[names[0]].max_bad_samples
+                limits[shown] = most_bad(limit, sum(drawn[name] for name in names))
         return limits
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import checked_flag, checked_int, checks_names, is_list, option_names
+from streaming.arguments import checked_flag, checked_int, checks_names, is_list, most_bad, option_names
 from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
 from streaming.batches.collate import default_collate
 from streaming.batches.draws import Chain
@@ -377,11 +377,8 @@ class Packed(PackedSource):
         self.fields, self.decode, self.decoders = documents.fields, None, documents.decoders
         self.transform = documents.transform
         self.on_error, self.bad_samples_file = documents.on_error, documents.bad_samples_file
-        limit = documents.max_bad_samples
         # A share is one of documents, of which there are as many in each epoch.
-        self.max_bad_samples = limit if isinstance(limit, int) or limit >= 1 else int(
-            np.ceil(limit * self.counts.documents)
-        )  # fmt: skip
+        self.max_bad_samples = most_bad(documents.max_bad_samples, self.counts.documents)
 
     def _tell(self) -> None:
         """Say in the log what became of the documents, and where groups are too small to be filled well."""

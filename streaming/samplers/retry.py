@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import random
 import time
@@ -32,7 +31,7 @@ from typing import Any, Protocol, Self, TypeVar
 from torch.utils.data import Dataset, Sampler
 
 from infra import DeviceMesh
-from streaming.arguments import checked_int, checks_names, is_number, is_whole
+from streaming.arguments import check_choice, checked_int, checked_limit, checks_names, is_number, most_bad
 from streaming.batches.losses import LossLog, user_trace
 from streaming.epochs.position import Lasting
 from streaming.errors import ConfigError, DataError, TooManyBadSamplesError
@@ -137,10 +136,7 @@ class RetrySampler(Sampler[Any]):
         max_bad_samples: float = 0.001,
         metrics: Metrics | None = None,
     ) -> None:
-        if on_error not in {"substitute", "skip", "raise"}:
-            raise ConfigError(f"on_error: expected substitute, skip or raise, got {on_error!r}")
-        if not is_number(max_bad_samples) or max_bad_samples < 0:
-            raise ConfigError(f"max_bad_samples: expected a count or a share of the epoch, got {max_bad_samples!r}")
+        check_choice("on_error", on_error, _FATES)
         if not is_number(backoff_s) or backoff_s < 0:
             raise ConfigError(f"backoff_s: expected seconds, got {backoff_s!r}")
         self.sampler = sampler
@@ -151,7 +147,7 @@ class RetrySampler(Sampler[Any]):
         max_substitutes = checked_int("max_substitutes", max_substitutes, 0 if on_error == "skip" else 1, 1000)
         self._num_substitutes = 0 if on_error == "raise" else max_substitutes
         self._dataset = dataset
-        self._limit, self._allowed = max_bad_samples, 0
+        self._limit, self._allowed = checked_limit(max_bad_samples), 0
         self._bad: dict[int, dict[str, Any]] = {}
         mesh = self._mesh
         self._log = LossLog(0 if mesh is None else mesh.rank, fate=_FATES[on_error], cure="", listed="`bad`")
@@ -171,8 +167,8 @@ class RetrySampler(Sampler[Any]):
         self._reports.begin()
         self._take_reports()
         self._bad.clear()
-        limit, num_samples = self._limit, getattr(self.sampler, "epoch_samples", None) or len(self._dataset)
-        self._allowed = limit if is_whole(limit) else math.ceil(limit * num_samples)
+        num_samples = getattr(self.sampler, "epoch_samples", None) or len(self._dataset)
+        self._allowed = most_bad(self._limit, num_samples)
         self._log.start(getattr(self.sampler, "epoch", 0))
         mesh = self._mesh
         if mesh is not None and self._tally is None:
