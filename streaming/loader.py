@@ -406,6 +406,7 @@ class DeviceMeshFetcher(Closable):
         check_padded(loop.config.recipe, replace(loop.shape, num_ranks=mesh.data_world_size))
         loop.remesh(mesh, position, f"remesh() to {who}, generation {number},")
         self._generation, self._shape, self._finder = number, loop.shape, MeshFinder(mesh)
+        self._loaded = loop.state().to_dict()
         ramp = loop.shape.ramp
         sizes = size if ramp is None else Schedule.steps(dict(ramp.steps))
         self._options = {**self._options, "batch_size": None, "global_batch_size": sizes}
@@ -464,6 +465,7 @@ class DeviceMeshFetcher(Closable):
         mesh = self._finder.mesh if self._finder.found_by == "given" else None
         state = self.state_dict()
         is_new = not (state["epoch"] or state["samples_seen"]) and state["next_seed"] is None and self._loaded is None
+        is_new = is_new and not self._loop.position.was_seeded
         is_new = is_new and len(state.get("ledger") or ()) < 2  # else set_weights() was called
         options = {**self._options, "device_mesh": mesh}
         return {"dataset": self._given, "options": options, "state": None if is_new else state}

@@ -170,6 +170,27 @@ def test_leaving_early_and_going_on(dataset: StreamingDataset, play: Play) -> No
     assert first == alone
 
 
+def test_an_epoch_that_had_begun_before_a_seed_goes_on(dataset: StreamingDataset, play: Play) -> None:
+    """All of it is held back, as by a prefetcher, and then begun again: here, and from the state."""
+
+    def run(mesh: DeviceMesh) -> list[list[list[str]]]:
+        got = []
+        with DataLoader(dataset, device_mesh=mesh, **OPTIONS) as loader:
+            batches = iter(loader)
+            next(batches)
+            batches.hold_back(1)
+            loader.seed(9)
+            state = loader.state_dict()
+            batches.close()
+            got.append([check_batch(batch) for batch in loader])
+            loader.load_state_dict(state)
+            got.append([check_batch(batch) for batch in loader])
+        return got
+
+    expected = [check_batch(batch) for batch in epochs(dataset, DeviceMesh.from_sizes(dp_size=1, rank=0), 1)[0]]
+    assert play(run, dp_size=1, tp_size=2) == [[expected, expected]] * 2
+
+
 def _broken(samples: list[Any]) -> Any:
     if any(sample["cls"] == 100 for sample in samples):
         raise KeyError("no such thing")

@@ -104,8 +104,6 @@ class ByWorkerInfo(Stream):
 class Stateful(Stream):
     """With the protocol of torchdata's StatefulDataLoader; never goes over what it gave."""
 
-    reread = False
-
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.at = 0
@@ -121,6 +119,43 @@ class Stateful(Stream):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
+
+
+class InTwo(Stream):
+    """The data set has a state, and its iterator another one; both are given as they lie, and change later."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.own = {"turned": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.own["turned"] = 7 * epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return _Place(self)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.own
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.own = {"turned": state["turned"]}
+
+
+class _Place(Iterator[int]):
+    def __init__(self, stream: InTwo) -> None:
+        self.stream, self.own = stream, {"at": 0}
+
+    def __next__(self) -> int:
+        if self.own["at"] == self.stream.size:
+            raise StopIteration
+        self.own["at"] += 1
+        return (self.own["at"] + self.stream.own["turned"]) % self.stream.size
+
+    def state_dict(self) -> dict[str, int]:
+        return self.own
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.own = {"at": state["at"]}
 
 
 def ids(batch: Any) -> list[int]:
@@ -307,7 +342,7 @@ def test_warnings_are_honest(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.matrix), 2])
 @pytest.mark.parametrize("epoch_size", [None, 24])
-@pytest.mark.parametrize("make", [Stream, Shuffled, Stateful, lambda size: Sharded(size, 8)])
+@pytest.mark.parametrize("make", [Stream, Shuffled, Stateful, InTwo, lambda size: Sharded(size, 8)])
 def test_iterables_resume_to_the_batch(
     make: Any, epoch_size: int | None, num_workers: int, request: pytest.FixtureRequest
 ) -> None:

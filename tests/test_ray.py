@@ -37,7 +37,7 @@ from infra import DeviceMesh
 from shard_tools.cli import cli
 from shard_tools.running.engine import ordered
 from shard_tools.running.ray_engine import RayExecutor
-from streaming import DataLoader, OrdinaryDataset, RemoteBatch, RemoteGroup, StreamingDataset
+from streaming import DataLoader, Mixture, OrdinaryDataset, RemoteBatch, RemoteGroup, StreamingDataset
 from streaming.errors import ConfigError, IteratorSupersededError, NotFoundError, StateError, WorkerDiedError
 from streaming.remote import cluster, wire
 from streaming.remote.reader import Reader
@@ -252,6 +252,38 @@ def test_a_seed_outlasts_a_first_step_that_fails_and_an_epoch_that_starts_again(
         loader.set_epoch(0)
         assert [keys_of(batch)[0] for batch in loader] == expected
     assert play(samples.open(), 1, batch_size=16, state=state) == [expected]
+
+
+def test_a_mixture_without_end_goes_on_where_it_was_as_in_a_local_loader(
+    samples: SampleSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_here(monkeypatch)
+
+    def create() -> Mixture:
+        parts = {"whole": samples.open(), "part": samples.open()[:50]}
+        return Mixture(parts, weights={"whole": 2, "part": 1}, seed=3)
+
+    def refuse_a_seed(loader: DataLoader) -> None:
+        with pytest.raises(ConfigError, match="the order of a mixture without end is one piece"):
+            loader.seed(7)
+
+    def tale(loader: DataLoader, keys: Callable[[Any], list[str]]) -> Iterator[Any]:
+        loader.set_epoch(1)  # of trainers, which count epochs of their own
+        yield loader.epoch
+        for _ in range(3):
+            yield [keys(batch) for batch in itertools.islice(loader, 2)], loader.state_dict()
+            loader.set_epoch(2)
+        refuse_a_seed(loader)
+        with pytest.raises(TypeError, match="no len"):
+            len(loader)
+
+    options: dict[str, Any] = {"batch_size": 16, "device_mesh": mesh_of(1, 0)}
+    with DataLoader(create(), **options) as local:
+        expected = list(tale(local, valid_keys))
+    with DataLoader(create, remote_group=AWAY, **options) as loader:
+        assert list(tale(loader, lambda batch: keys_of(batch)[0])) == expected
+    with DataLoader(create, remote_group=AWAY, epoch_size=48, **options) as loader:
+        refuse_a_seed(loader)  # epochs are parts of the one order
 
 
 # ------------------------------------------------------------------------------------------------- handles

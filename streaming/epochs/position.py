@@ -147,6 +147,7 @@ class Position:
     Attributes:
         next_seed: Seed from the next ``begin`` at 0 samples on; None: as it is.
         is_endless: The epoch in progress has no end.
+        was_seeded: A seed that was given has been taken up: the order is not that of the making any more.
     """
 
     _start: Place
@@ -159,6 +160,7 @@ class Position:
     def __init__(self) -> None:
         self.next_seed: int | None = None
         self.is_endless = False
+        self.was_seeded = False
         self._turn: Turn | None = None
         self._go_to(Place(epoch=0, samples_seen=0), is_loaded=False)
 
@@ -213,7 +215,7 @@ class Position:
             self._go_to(replace(place, epoch=place.epoch + 1, samples_seen=0), is_loaded=False)
         seed = None
         if self.next_seed is not None and self._start.samples_seen == 0 and not self._start.has_begun:
-            seed, self.next_seed = self.next_seed, None
+            seed, self.next_seed, self.was_seeded = self.next_seed, None, True
             # What the loop went on with was of the older order: a checkpoint, or another begin, must not find it here.
             self._go_to(replace(self._start, detail=None), is_loaded=False)
         return self._start, seed

@@ -31,6 +31,7 @@ from streaming.loops.shares import Shares
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 from streaming.plan import memory as budget
+from streaming.plan.ledger import NO_OTHER_SEED
 from streaming.plan.order import ENDLESS, Orders
 from streaming.plan.plan import Plan
 from streaming.plan.settings import Shape
@@ -121,10 +122,7 @@ class EpochLoop(BaseLoop):
             ConfigError: The order is one without end.
         """
         if self._samples_per_pass >= ENDLESS:
-            raise ConfigError(
-                "seed: the order of a mixture without end is one piece, of which epochs are parts: another one from "
-                "some epoch on would repeat samples and leave out others. Give the seed to the Mixture"
-            )
+            raise ConfigError(NO_OTHER_SEED)
         super().set_seed(seed)
 
     def seen(self) -> dict[str, dict[str, float]]:

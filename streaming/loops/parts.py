@@ -15,6 +15,7 @@ Under 1 and 4 the data set does not see that it runs in a worker, so that nothin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,7 @@ from streaming.plan.permutation import hash_words
 from streaming.types import LastBatch
 
 _MAX_COUNT = 2**62
+_BOTH = "dataset, iterator"  # the one key of a cursor's state that holds two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Cursor:
         worker: Number of the worker, from 0.
         pass_number: Pass over the data set.
         num_items: What was taken from the data set in this pass, samples of other parts included.
-        state: The data set's own ``state_dict`` there, or None if it has none.
+        state: The own ``state_dict`` there of the data set or its iterator, or of both; None if they have none.
         ended: The part has no more in this pass, and no other pass follows.
     """
 
@@ -181,27 +183,30 @@ class _Part:
 
     def cursor(self) -> Cursor:
         """Where this part stands."""
-        state = None
-        if self._ended:  # data sets differ in what their state is then
-            pass
-        elif has_state(self._iterator):
-            state = self._iterator.state_dict()
-        elif has_state(self._dataset):
-            state = self._dataset.state_dict()
+        state = None if self._ended else copy.deepcopy(self._state())  # data sets differ in what it is at the end
         return Cursor(
             worker=self._worker, pass_number=self._pass, num_items=self._num_items, state=state, ended=self._ended
         )
+
+    def _state(self) -> Any:
+        """That of the iterator or of the data set, perhaps what they themselves go on with; both, of two objects."""
+        one, other = self._iterator, self._dataset
+        if has_state(one) and has_state(other) and one is not other:
+            return {_BOTH: [other.state_dict(), one.state_dict()]}
+        return next((each.state_dict() for each in (one, other) if has_state(each)), None)
 
     def _open(self, state: Any) -> Iterator[Any]:
         """The part's samples of this pass from ``_num_items`` on. Lazy: runs inside ``take``."""
         self._rng.seed(hash_words(self._settings.seed, self._pass, 0))
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._pass)
+        is_both = isinstance(state, Mapping) and set(state) == {_BOTH}
+        of_dataset, of_iterator = state[_BOTH] if is_both else (state, state)
         if state is not None and has_state(self._dataset):
-            self._dataset.load_state_dict(state)
+            self._dataset.load_state_dict(of_dataset)
         self._iterator = iter(self._dataset)
-        if state is not None and has_state(self._iterator) and not has_state(self._dataset):
-            self._iterator.load_state_dict(state)
+        if state is not None and has_state(self._iterator) and (is_both or not has_state(self._dataset)):
+            self._iterator.load_state_dict(of_iterator)
         if state is None:
             for _, _ in zip(range(self._num_items), self._iterator, strict=False):
                 pass

@@ -31,6 +31,10 @@ _DEALT = {
     "chunks": 'quotas="chunks"', "samples": 'quotas="exact"',
     "batches": 'batches="one_source" and {} samples in a global batch',
 }  # fmt: skip
+NO_OTHER_SEED = (
+    "seed: the order of a mixture without end is one piece, of which epochs are parts: another one from some epoch on "
+    "would repeat samples and leave out others. Give the seed to the Mixture"
+)
 Segment = tuple[int, dict[str, float]]
 """A row, and the weights from it on."""
 

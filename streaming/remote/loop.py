@@ -21,6 +21,7 @@ from streaming.arguments import format_bytes, is_whole
 from streaming.epochs.iterator import Loop, Run
 from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
+from streaming.plan.ledger import NO_OTHER_SEED
 from streaming.plan.settings import Shape
 from streaming.remote import cluster
 from streaming.remote.group import RemoteGroup, as_remote_group, deal
@@ -192,6 +193,22 @@ class RemoteLoop(Loop):
             return self.num_batches
         return int(self._asked("left", self._state_at(place, None)))
 
+    def set_epoch(self, epoch: int) -> None:
+        """See ``Loop``."""
+        if epoch != self.epoch:
+            self._latest()  # an order without end has no other epoch
+        super().set_epoch(epoch)
+
+    def set_seed(self, seed: int) -> None:
+        """See ``Loop``.
+
+        Raises:
+            ConfigError: The order is one without end.
+        """
+        if not _has_passes(self._latest()):
+            raise ConfigError(NO_OTHER_SEED)
+        super().set_seed(seed)
+
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``."""
         base = self._state_at(place, self.position.next_seed)
@@ -219,7 +236,7 @@ class RemoteLoop(Loop):
             StateError: A reader refuses it.
         """
         values: State = self._asked("adjusted", state.values)
-        self._known = values
+        self._note(values)
         place = Place(
             epoch=int(values["epoch"]), samples_seen=int(values["samples_seen"]), detail=values,
             has_begun=bool(values.get("has_begun")),
@@ -283,7 +300,7 @@ class RemoteLoop(Loop):
         """Return a reader's state at ``place``."""
         state = place.detail
         if state is None:
-            state = self._known = self._asked("adjusted", self._known, epoch=place.epoch)
+            state = self._note(self._asked("adjusted", self._known, epoch=place.epoch))
         order = (
             state["order"] if self._known is None else self._known["order"]
         )  # in force since the latest begin or load
@@ -292,6 +309,16 @@ class RemoteLoop(Loop):
         }  # fmt: skip
         made.pop("has_begun", None)
         return made | ({"has_begun": True} if place.has_begun else {})
+
+    def _latest(self) -> State:
+        """Return the latest state of a reader; ask for one where none is known."""
+        return self._state_at(self.position.place, None) if self._known is None else self._known
+
+    def _note(self, state: State) -> State:
+        """Take a reader's state for the latest one, and return it; it says whether there are epochs."""
+        self._known = state
+        self.position.is_endless = state["epoch_size"] is None and not _has_passes(state)
+        return state
 
     def num_ahead(self) -> int:
         """Return the steps to be under way or ready: as many as fit, none before the size of one is known."""
@@ -322,6 +349,12 @@ class RemoteLoop(Loop):
             for data_rank, rows, size, ref in zip(ranks, note.num_samples, note.num_bytes, refs[1:], strict=True)
         ]
         return RemoteBatch(mesh=self.config.mesh, handles=tuple(handles))
+
+
+def _has_passes(state: State) -> bool:
+    """Whether a reader's state is of an order that has passes: of no mixture that is drawn from without end."""
+    ledger = state.get("ledger")
+    return not ledger or ledger[-1].get("quotas") is not None
 
 
 class _RemoteRun:

@@ -17,7 +17,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -299,9 +298,10 @@ class _SourceRun(_Consumer):
             raise ReplicaError("this run was given up")
         self._others_wait = max(waiting for _, waiting, _, _ in replies)
         for rank, (has_left, _, epoch, samples_seen) in zip(self._sharing.ranks[1:], replies, strict=True):
-            place = Place(epoch=epoch, samples_seen=samples_seen)
-            if place != replace(self._place, detail=None) and self._error is None:
-                self._error = _elsewhere(self._sharing.ranks[0], self._place, rank, place)
+            is_here = (epoch, samples_seen) == (self._place.epoch, self._place.samples_seen)
+            if not is_here and self._error is None:
+                there = Place(epoch=epoch, samples_seen=samples_seen)
+                self._error = _elsewhere(self._sharing.ranks[0], self._place, rank, there)
                 self._tell(FAILED, 0, error_to_json(self._error))
                 return
             if has_left and self._gone is None:

@@ -144,6 +144,29 @@ def test_weights_and_states_given_before_the_first_batch_go_along(
             assert other.state_dict() == loader.state_dict()
 
 
+@pytest.mark.parametrize("kind", ["indexed", "map-style"])
+def test_a_seed_that_was_taken_up_goes_along(sets: dict[str, SampleSet], kind: str) -> None:
+    """Also at the very beginning: of an epoch that is begun again, and where all that was read is held back."""
+    with make(sets, kind) as loader:
+        loader.seed(7)
+        batches = iter(loader)
+        first = keys_of(next(batches))
+        batches.hold_back(1)
+        held = pickle.dumps(loader)
+        batches.hold_back(-1)
+        whole = [first, *map(keys_of, batches)]
+        loader.set_epoch(0)
+        for pickled in (held, pickle.dumps(loader)):
+            with pickle.loads(pickled) as other:
+                assert [keys_of(batch) for batch in other] == whole
+        state = loader.state_dict()
+    if kind == "indexed":
+        with make(sets, kind) as loader:
+            loader.remesh(0, 1, at=state)
+            with pickle.loads(pickle.dumps(loader)) as other:
+                assert [keys_of(batch) for batch in other] == whole
+
+
 def test_an_iteration_after_the_mesh_has_changed_is_an_error(
     monkeypatch: pytest.MonkeyPatch, sets: dict[str, SampleSet]
 ) -> None:
