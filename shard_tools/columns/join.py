@@ -26,6 +26,7 @@ from shard_tools.convert.files import SourceFile
 from shard_tools.convert.parquet import open_parquet
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
+from streaming.arrays import sums
 from streaming.errors import ConfigError, DataError
 from streaming.index.columns import KEY, stable_hash
 from streaming.index.where import is_comparable
@@ -84,7 +85,7 @@ def join_column(
                 )
             if number == 0:
                 target.begin()
-            starts = np.cumsum([0, *(target.sizes[shard] for shard in group)])
+            starts = sums([target.sizes[shard] for shard in group])
             parts = [(shard, values.slice(starts[at], target.sizes[shard])) for at, shard in enumerate(group)]
             for _ in map_ordered(lambda part: target.write(*part, version), parts, THREADS):
                 progress.advance(num=1)

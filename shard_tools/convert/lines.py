@@ -17,6 +17,7 @@ from shard_tools.convert.files import FileSource, SourceFile, find_files, open_s
 from shard_tools.convert.records import Record, SourceOptions, permutation
 from shard_tools.convert.rows import RowMapper, unreadable
 from shard_tools.running.engine import map_ordered
+from streaming.arrays import sums
 from streaming.catalog.lines import MAX_LINE_BYTES, scan_lines
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.storage import Storage
@@ -66,7 +67,7 @@ class LineFiles(FileSource):
 
     def _shuffled(self, start: int, seed: int) -> Generator[Record, None, None]:
         tables = [_line_table(file, self._storage) for file in self.files]
-        first = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
+        first = sums([len(table) for table in tables])
 
         def read(item: tuple[int, int]) -> Record:
             number, source_number = item

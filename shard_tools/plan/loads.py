@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from shard_tools.plan.sources import Reads
+from streaming.arrays import sums
 from streaming.index.spans import SPAN_BYTES
 from streaming.plan import memory as budget
-from streaming.plan.intervals import ChunkIntervals, merge_intervals
 from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
@@ -128,7 +128,7 @@ class Loads:
 
     def _of_chunks(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
         live_bytes = self.plan.live_bytes(self.room_bytes, dp_rank)  # as training counts it, of intervals that it keeps
-        live = self.intervals(dp_rank)
+        live = self.plan.chunk_intervals(dp_rank)
         different, first_seen = np.unique(live.chunk_ids, return_index=True)
         held = min(budget.chunks_bytes(self.memory_limit_bytes, live_bytes), int(self.room_bytes[live.chunk_ids].sum()))
         # As the loop decides it: with room for all its chunks, a rank fetches each of them once.
@@ -149,20 +149,6 @@ class Loads:
             held_bytes=held,
             keeps_all=keeps_all,
             fetched=chunk_ids,
-        )
-
-    def intervals(self, dp_rank: int) -> ChunkIntervals:
-        """Return when a rank needs which chunk; of a plan that comes in stretches each chunk once at a time."""
-        live = self.plan.chunk_intervals(dp_rank)
-        if not self.plan.orders.is_endless:
-            return live
-        ids, first, last = merge_intervals(live.chunk_ids, live.first_batches, live.last_batches)
-        by_time = np.argsort(first, kind="stable")
-        return ChunkIntervals(
-            chunk_ids=ids[by_time],
-            passes=np.zeros_like(ids),
-            first_batches=first[by_time],
-            last_batches=last[by_time],
         )
 
     def _of_slices(self, dp_rank: int, ranks: tuple[int, ...]) -> RankLoad:
@@ -199,7 +185,7 @@ class Loads:
         The border is the one at or before the position, or at or behind it (``up``), as if the records of a chunk were
         equal. Both are counted over all passes.
         """
-        chunk_starts = np.concatenate([[0], np.cumsum(self.plan.chunk_samples)])
+        chunk_starts = sums(self.plan.chunk_samples)
         byte_starts = np.cumsum(self.chunk_bytes)
         passes, within = np.divmod(positions, self.plan.samples_per_pass)
         chunks = np.searchsorted(chunk_starts, within, side="right") - 1

@@ -14,7 +14,6 @@ from shard_tools.running.report import Report
 from streaming.index.spans import SPAN_BYTES
 from streaming.mixing.lanes import drawn_before
 from streaming.plan import memory as budget
-from streaming.plan.intervals import ChunkIntervals
 from streaming.plan.ledger import Ledger
 from streaming.types import Int64Array
 
@@ -203,20 +202,13 @@ class _Fetched:
                 source = mixture.source_of(load.fetched)
                 requests += np.bincount(source, loads.reads.num_requests[load.fetched], count)
                 read += np.bincount(source, loads.reads.num_bytes[load.fetched], count)
-        live = loads.intervals(max(found, key=lambda load: load.live_bytes).dp_rank)
+        live = loads.plan.chunk_intervals(max(found, key=lambda load: load.live_bytes).dp_rank)
         source = mixture.source_of(live.chunk_ids)
         return cls(
             num_requests=requests.tolist(),
             read_bytes=read.tolist(),
-            live_bytes=[_rows(live, source == number).live_bytes(loads.room_bytes) for number in range(count)],
+            live_bytes=[live.taken(source == number).live_bytes(loads.room_bytes) for number in range(count)],
         )
-
-
-def _rows(live: ChunkIntervals, rows: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> ChunkIntervals:
-    return ChunkIntervals(
-        chunk_ids=live.chunk_ids[rows], passes=live.passes[rows], first_batches=live.first_batches[rows],
-        last_batches=live.last_batches[rows],
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

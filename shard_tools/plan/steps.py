@@ -14,6 +14,7 @@ import numpy as np
 from shard_tools.plan.keys import Place, all_places, keys_at, places_by_order
 from shard_tools.plan.sources import OpenedSet, Planned, sets_of
 from shard_tools.running.report import Report
+from streaming.arrays import sums
 from streaming.errors import ConfigError, NotFoundError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import Orders
@@ -151,7 +152,7 @@ class Run:
 
     @cached_property
     def _first_chunks(self) -> Int64Array:
-        return np.cumsum([0, *(len(one.chunk_samples) for _, one in self._sets)])
+        return sums([len(one.chunk_samples) for _, one in self._sets])
 
     def who(self, steps: range) -> StepReport:
         """List the samples of these steps.

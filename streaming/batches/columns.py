@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streaming.arrays import sums
 from streaming.batches.collate import collate_field
 from streaming.batches.jagged import Allocate, Form, collate_jagged, joined
 from streaming.batches.rows import FieldRange, Place, Rows
@@ -264,7 +265,7 @@ def gathered_bytes(view: memoryview, where: FieldRange) -> Cut:
     """Payloads that begin at multiples of 512 as bytes, by one gather of the blocks that they lie in."""
     blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
     counts = -(-where.sizes // _BLOCK_BYTES)
-    splits = np.concatenate([[0], np.cumsum(counts)])
+    splits = sums(counts)
     wanted = np.repeat(where.starts // _BLOCK_BYTES - splits[:-1], counts) + np.arange(splits[-1])
 
     def cut(low: int, high: int) -> list[bytes]:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import rows_by, sums
 from streaming.catalog.packed import PackedSource
 from streaming.catalog.source import ChunkSource, OneOrder
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import FetchRange
 from streaming.index.sample_table import SampleLocation
 from streaming.packing.layout import KeptPacks, PackRows
-from streaming.plan.order import rows_by
 from streaming.storage import ActiveRequest, Storage
 from streaming.types import Int64Array
 
@@ -39,7 +39,7 @@ class JoinedSource(OneOrder):
         self._sets = [sets[name] for name in sorted(sets)]
         self._joined = _sharing_storages(self._sets)
         self.names = tuple(sorted(sets))
-        self._starts: Int64Array = np.cumsum([0, *(len(one.chunk_samples) for one in self._joined)])
+        self._starts = sums([len(one.chunk_samples) for one in self._joined])
 
     @property
     def fingerprints(self) -> dict[str, str]:

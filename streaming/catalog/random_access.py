@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from streaming.arrays import sums
 from streaming.catalog.open import OpenShards, sample_table
 from streaming.catalog.recent import Recent
 from streaming.decode import decode_field, raw
@@ -134,8 +135,7 @@ class RandomAccess:
             )
 
     def _starts(self) -> Int64Array:
-        counts = self._dataset.table.num_samples
-        return np.concatenate([[0], np.cumsum(counts)])
+        return sums(self._dataset.table.num_samples)
 
     def _fields(self, chunk: int, offset: int) -> tuple[str, dict[str, bytes]]:
         """Key and raw fields of the sample at this place inside a chunk."""

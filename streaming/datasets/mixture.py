@@ -27,6 +27,7 @@ from streaming.arguments import (
     format_bytes,
     most_bad,
 )  # fmt: skip
+from streaming.arrays import sums
 from streaming.batches.build import OnError, Part
 from streaming.catalog.joined import JoinedSource
 from streaming.datasets.dataset import StreamingDataset
@@ -569,7 +570,7 @@ class Mixture(JoinedSource):
         """How large the passes over each source are, with the shards that it had."""
         eras, found = self.eras(ledger), {}
         for name, one in self.leaves.items():
-            samples = np.cumsum([0, *one.chunk_samples.tolist()])
+            samples = sums(one.chunk_samples)
             sizes = eras.get(name, [(0, len(samples) - 1)])
             found[name] = Passes(tuple((first, int(samples[count])) for first, count in sizes))
         return found

@@ -17,6 +17,7 @@ import numpy as np
 
 from infra import agent_store
 from streaming.arguments import checked_flag, checked_int, checks_names, is_list, most_bad, option_names
+from streaming.arrays import rows_by, sums
 from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
 from streaming.batches.collate import default_collate
 from streaming.batches.draws import Chain
@@ -36,7 +37,6 @@ from streaming.packing.fit import Fit, fit, pack
 from streaming.packing.groups import MAX_GROUP_BYTES, PACKS_OF_GROUP, cut_groups
 from streaming.packing.layout import PackShape
 from streaming.packing.rules import MAX_LENGTH, Overlong, PackRules, cut
-from streaming.plan.order import rows_by
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
@@ -486,8 +486,8 @@ class _Work:
         if lengths.min(initial=0) < 0:
             raise self._no_length(shard, samples, lengths)
         counted = tokens_of(lengths)
-        borders = np.concatenate([[0], np.cumsum(table.num_samples[low:high])])
-        tokens = np.diff(np.concatenate([[0], np.cumsum(counted)])[borders])
+        borders = sums(table.num_samples[low:high])
+        tokens = np.diff(sums(counted)[borders])
         firsts = cut_groups(tokens, table.byte_start[low:high], table.byte_end[low:high], length=rules.length)
         stops = np.append(firsts[1:], high - low)
         packs, places = [], 0

@@ -15,6 +15,7 @@ import numpy as np
 
 from infra import agent_store
 from streaming.arguments import checks_names
+from streaming.arrays import sums
 from streaming.catalog.lines import RecordStarts, scan_lines
 from streaming.catalog.open import digest_of
 from streaming.errors import ConfigError, DataError
@@ -81,7 +82,7 @@ class TableDataset:
             self._files.append(RecordStarts.from_bytes(data))
         self._headers = [None if one == "jsonl" else self._header(number) for number, one in enumerate(self._kinds)]
         rows = [len(starts) - (header is not None) for starts, header in zip(self._files, self._headers, strict=True)]
-        self._firsts = np.cumsum([0, *rows])
+        self._firsts = sums(rows)
 
     def __len__(self) -> int:
         """Rows of all files."""

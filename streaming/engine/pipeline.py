@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from streaming.arguments import format_bytes
+from streaming.arrays import sums
 from streaming.batches.build import BadSample, BadSampleReport, BatchBuilder, Recipe
 from streaming.batches.columns import as_planned
 from streaming.batches.draws import epoch_key
@@ -112,7 +113,7 @@ class Pipeline(Delivery):
         self._next_need: Need | None = next(self._needs, None)
         self._coming: deque[tuple[Need, Unit, int]] = deque()
         self._first_rows = np.full(len(plan.chunk_samples) + 1, -1, np.int64)
-        self._chunk_starts = np.concatenate([[0], np.cumsum(plan.chunk_samples)])
+        self._chunk_starts = sums(plan.chunk_samples)
         self._damage: dict[int, DataError] = {}
         self._releases: dict[int, list[Unit]] = defaultdict(list)
         self._built: set[int] = set()

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import rows_by, sums
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import Bits, kept_rows
 from streaming.types import Int64Array
@@ -61,7 +61,7 @@ class Kept:
         padding = np.zeros(_BLOCK - int(sizes.sum()) % _BLOCK, np.uint8)
         self._bits = np.concatenate([*bits, padding]).reshape(-1, _BLOCK)
         counts = [_POPCOUNT[part].sum(axis=1, dtype=np.int64) for part in _parts(self._bits)]
-        self._before: Int64Array = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+        self._before = sums(np.concatenate(counts))
         self.chunk_places: Int64Array = self.shard_places[table.shard] + table.first_sample
         ends = self.ranks(self.chunk_places + table.num_samples)
         self.chunk_ranks: Int64Array = self.ranks(self.chunk_places)
@@ -212,11 +212,7 @@ class Member:
         """See ``Choice``: each chunk that is asked for is looked through."""
         found = np.empty(len(ranks), np.int64)
         pieces = np.searchsorted(self.ranks, ranks, side="right") - 1
-        order = np.argsort(pieces, kind="stable")
-        borders = np.flatnonzero(np.diff(pieces[order], prepend=-1, append=-1))
-        for low, high in pairwise(borders.tolist()):
-            rows = order[low:high]
-            piece = int(pieces[rows[0]])
+        for piece, rows in rows_by(pieces):
             first = int(self.firsts[piece])
             last = self.groups.chunk_stop(first)
             inside = np.flatnonzero(self.groups.codes[first:last] == self.number)

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import rows_by
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
 from streaming.mixing.lanes import SourceLanes
 from streaming.mixing.passes import Listing, Sources, Weights, keyed_number
 from streaming.mixing.shares import BatchShares, Shares, ShareTree
-from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, rows_by, window_place, window_slice
+from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.types import Int64Array
 
 _Int32s = npt.NDArray[np.int32]

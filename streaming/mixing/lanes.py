@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import Columns, sums
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
-from streaming.mixing.passes import Columns, Listing, MixedPasses, Sources, Weights, keyed_number
+from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, keyed_number
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.plan.permutation import hash_table, permutations
 from streaming.plan.schedule import checked_weights
@@ -76,8 +77,7 @@ class Rounds:
         passes = np.arange(places[0] * num_passes, places[-1] * num_passes) + listing.first_pass
         chunks = listing.orders(passes).ravel()
         self.chunk_ids = listing.chunk_ids[chunks]
-        self.starts: Int64Array = np.zeros(len(chunks) + 1, np.int64)
-        np.cumsum(listing.sizes[chunks], out=self.starts[1:])
+        self.starts = sums(listing.sizes[chunks])
         # Of the source's draws, those of each round by lane: draw n belongs to lane n % L.
         size = num_passes * listing.samples_per_pass
         draws = first_draw + places[:, None] * size
@@ -415,7 +415,7 @@ class _Drawn:
         for source, (start, stop, *_) in windows.items():
             since[source], until[source] = start, stop
         return _Drawn(
-            since=since, until=until, splits=np.cumsum([0, *(len(stamps) for _, stamps in parts)]),
+            since=since, until=until, splits=sums([len(stamps) for _, stamps in parts]),
             runs=Runs.joined([runs for runs, _ in parts]), stamps=np.concatenate([stamps for _, stamps in parts]),
         )  # fmt: skip
 
@@ -478,7 +478,7 @@ class _ByTime:
             order=order,
             stamps=drawn.stamps[order],
             splits=np.searchsorted(drawn.runs.lanes[order], np.arange(lanes.start, lanes.stop + 1)),
-            given=np.concatenate([[0], np.cumsum(drawn.runs.sizes[order])]),
+            given=sums(drawn.runs.sizes[order]),
             begun=begun,
         )
 
@@ -717,7 +717,7 @@ class MixedLanes(Endless):
         given, runs, stamps = drawn.stamped(start, stop, counted, range(low, high))
         before = self._absent_laid[low:high] + given
         splits = np.searchsorted(runs.lanes, np.arange(low, high + 1))
-        ends = np.concatenate([[0], np.cumsum(runs.sizes)])
+        ends = sums(runs.sizes)
         sizes = np.diff(ends[splits])
         begins = ends[:-1] + np.repeat(before - ends[splits[:-1]], np.diff(splits))
         return _Block(

@@ -18,34 +18,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import Columns
 from streaming.errors import ConfigError
 from streaming.plan.order import ENDLESS, LaidOrder, Order, OrderSettings, checked_chunk_samples, window_slice
 from streaming.plan.permutation import permutations, permutations_of
 from streaming.types import Int64Array
 
 _KEPT_FROM = 2**14  # chunks: permutations of fewer cost less than a millisecond
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns:
-    """Rows of numbers, as columns: each field of a class below is int64[n]."""
-
-    def taken(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_] | slice) -> Self:
-        """Some of the rows, perhaps in another order."""
-        return type(self)(**{one.name: getattr(self, one.name)[rows] for one in fields(self)})
-
-    @classmethod
-    def joined(cls, some: Sequence[Self]) -> Self:
-        """The rows of several, one after the other."""
-        empty = np.empty(0, np.int64)
-        names = [one.name for one in fields(cls)]
-        return cls(**{name: np.concatenate([empty, *(getattr(each, name) for each in some)]) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,6 +22,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import sums
 from streaming.errors import ConfigError
 from streaming.mixing.exact import DrawsAhead, check_lanes, located, own_settings
 from streaming.mixing.passes import MixedPasses, Parts, Sources, Weights, keyed_number
@@ -148,7 +149,7 @@ class SourcePass(LaidOrder):
 
     def __init__(self, parts: Parts, settings: OrderSettings, number: int, sizes: Int64Array) -> None:
         super().__init__(parts.chunk_ids, parts.sizes, parts.firsts, settings, number)
-        self._borders: Int64Array = np.concatenate([[0], np.cumsum(sizes)])
+        self._borders = sums(sizes)
         self._ahead = DrawsAhead(self.lane_samples)
 
     def lane_bounds(self, lane: int) -> tuple[int, int]:

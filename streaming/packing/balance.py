@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.arguments import checked_int, is_number
+from streaming.arrays import sums
 from streaming.errors import ConfigError
 from streaming.types import Int64Array
 
@@ -47,7 +48,7 @@ def pack_costs(lengths: Int64Array, splits: Int64Array, sizes: Int64Array, cost:
     if callable(cost):
         return np.array([_checked_cost(cost, lengths[a:b]) for a, b in pairwise(splits)])
     c = TOKENS_LIKE_ATTENTION if cost is None else checked_int("cost", cost, 1, 2**31)
-    pairs = np.concatenate([[0], np.cumsum(lengths * lengths)])
+    pairs = sums(lengths * lengths)
     costs: Int64Array = sizes * c + np.diff(pairs[splits])
     return costs
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import sums
 from streaming.packing.layout import IGNORED, NO_DOCUMENT, PackRows, PackShape
 from streaming.packing.rules import rounded
-from streaming.plan.order import sums
 from streaming.types import Int64Array
 
 _LONG = 128

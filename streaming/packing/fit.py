@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arrays import sums
 from streaming.packing.rules import PackRules, Packs, Pieces, cut, rounded
 from streaming.packing.several import fit_several, order_of_several
 from streaming.plan.permutation import hash_range, stream_key
@@ -68,8 +69,7 @@ def pack(lengths: Int64Array, rules: PackRules, known: Fit | None = None) -> Pac
     pieces = cut(lengths, rules)
     order = _order(pieces, rules)
     found = _fit(pieces, order, rules) if known is None else known
-    splits = np.zeros(found.num_packs + 1, np.int64)
-    np.cumsum(np.bincount(found.pack_of, minlength=found.num_packs), out=splits[1:])
+    splits = sums(np.bincount(found.pack_of, minlength=found.num_packs))
     packs = Packs(rules=rules, splits=splits, **{one.name: getattr(pieces, one.name) for one in fields(Pieces)})
     return _reordered(packs, order[_sorting(found.pack_of)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from streaming.arrays import sums
 from streaming.types import Int64Array
 
 PACKS_OF_GROUP = 256
@@ -28,7 +29,7 @@ def cut_groups(tokens: Int64Array, starts: Int64Array, ends: Int64Array, *, leng
         int64[G], the first chunk of each group.
     """
     enough = PACKS_OF_GROUP * length
-    before = np.concatenate([[0], np.cumsum(tokens)])
+    before = sums(tokens)
     firsts: list[int] = []
     first, num_chunks = 0, len(tokens)
     while first < num_chunks:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from streaming.arrays import sums
 from streaming.packing.balance import BalanceRules, Costs, pack_costs
 from streaming.types import Int64Array
 
@@ -111,7 +112,7 @@ class PackRows:
         found = [kept.pieces[kept.splits[pack] : kept.splits[pack + 1]] for kept, pack in parts]
         columns = np.concatenate([np.empty((0, 4), np.int64), *found]).T
         samples, starts, stops, lengths = np.ascontiguousarray(columns)
-        splits = np.cumsum([0, *map(len, found)])
+        splits = sums([len(pieces) for pieces in found])
         return cls(splits=splits, samples=samples, starts=starts, stops=stops, lengths=lengths)
 
 

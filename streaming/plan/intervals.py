@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
+from streaming.arrays import Columns, sums
 from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkIntervals:
+class ChunkIntervals(Columns):
     """Times, counted in batches of one rank, between which chunks are needed; sorted by ``first_batches``.
 
     A chunk across a lane border is needed late in one lane and early in the next: it has two rows, and is
@@ -29,6 +30,14 @@ class ChunkIntervals:
     first_batches: Int64Array
     last_batches: Int64Array
 
+    @classmethod
+    def merged(cls, ids: Int64Array, first: Int64Array, last: Int64Array, pass_number: int) -> Self:
+        """Make them of one pass, in any order; those of one chunk that overlap or touch become one."""
+        ids, first, last = _merged(ids, first, last)
+        by_time = np.argsort(first, kind="stable")
+        passes = np.full(len(ids), pass_number, np.int64)
+        return cls(chunk_ids=ids[by_time], passes=passes, first_batches=first[by_time], last_batches=last[by_time])
+
     def live_bytes(self, chunk_bytes: Int64Array) -> int:
         """Most bytes that are needed at the same time; ``chunk_bytes`` is int64[C], of all chunks."""
         changes = chunk_bytes[self.chunk_ids]
@@ -38,16 +47,8 @@ class ChunkIntervals:
         return int(changes.cumsum().max(initial=0))
 
 
-def join_intervals(parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
-    """Intervals of several passes as one."""
-    found = list(parts)
-    empty = np.empty(0, np.int64)
-    names = ("chunk_ids", "passes", "first_batches", "last_batches")
-    return ChunkIntervals(**{name: np.concatenate([empty, *(getattr(one, name) for one in found)]) for name in names})
-
-
-def merge_intervals(ids: Int64Array, first: Int64Array, last: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Join intervals of one chunk that overlap or touch. Any order in and out."""
+def _merged(ids: Int64Array, first: Int64Array, last: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Join intervals of one chunk that overlap or touch; any order in and out."""
     # Counting takes time with the largest id, sorting with the number of ids: a rank of many has few.
     if len(ids) and int(ids.max()) < 16 * len(ids):
         shared = np.bincount(ids)[ids] > 1
@@ -60,7 +61,7 @@ def merge_intervals(ids: Int64Array, first: Int64Array, last: Int64Array) -> tup
     by_chunk = np.lexsort((first[shared], ids[shared]))
     ids, first, last = ids[shared][by_chunk], first[shared][by_chunk], last[shared][by_chunk]
     # Shift every chunk's times beyond those of the chunk before it: one running maximum then serves them all.
-    shift = np.concatenate([[0], np.cumsum(np.diff(ids) != 0)]) * (int(last.max()) + 3)
+    shift = sums(np.diff(ids) != 0) * (int(last.max()) + 3)
     reached = np.maximum.accumulate(last + shift)
     edges = np.flatnonzero(np.concatenate([[True], first[1:] + shift[1:] > reached[:-1] + 1]))
     joined = ids[edges], first[edges], np.maximum.reduceat(last, edges)

@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from streaming.arguments import check_choice, checked_flag, checked_int
+from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
 from streaming.plan.permutation import CHUNKS, UInt64Array, hash_range, stream_key
 from streaming.types import Int64Array
@@ -552,18 +552,3 @@ def deal_by_lane(
         lanes, within = np.divmod(slots - base_slot, np.maximum(count, 1))
         lanes += base_lane
     return lanes, row[batch] + (lanes < enter[batch]) + within
-
-
-def rows_by(values: Int64Array) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
-    """Yield each value that occurs, ascending, and where it does, ascending."""
-    order = np.argsort(values, kind="stable")
-    borders = np.flatnonzero(np.diff(values[order], prepend=-1, append=-1))
-    for low, high in pairwise(borders.tolist()):
-        yield int(values[order[low]]), order[low:high]
-
-
-def sums(values: npt.NDArray[Any]) -> Int64Array:
-    """Sum all values before each, and all: int64[n + 1]."""
-    found = np.zeros(len(values) + 1, dtype=np.int64)
-    np.cumsum(values, out=found[1:])
-    return found

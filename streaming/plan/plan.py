@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streaming.arguments import checked_int
+from streaming.arrays import sums
 from streaming.errors import ConfigError
-from streaming.plan.intervals import ChunkIntervals, join_intervals, merge_intervals
+from streaming.plan.intervals import ChunkIntervals
 from streaming.plan.order import (
     ENDLESS,
     LEAST_STRETCH,
@@ -189,8 +190,7 @@ class Plan:
         """
         self._check_range(first, last, dp_rank)
         cut = self._slices(np.arange(first, last, dtype=np.int64), dp_rank)
-        row_splits = np.zeros(last - first + 1, dtype=np.int64)
-        np.cumsum(cut.rows, out=row_splits[1:])
+        row_splits = sums(cut.rows)
         # Of each row: its batch, its number in the batch, its slot among the batch's positions by lane.
         batch = np.repeat(np.arange(last - first), cut.rows)
         number = np.arange(row_splits[-1]) - row_splits[batch]
@@ -281,7 +281,7 @@ class Plan:
         looked_at, is_all = self._looked_at()
         if not is_all and self.settings.scope == "global":
             return np.arange(len(self.chunk_samples))
-        return np.unique(join_intervals(self._look(looked_at, dp_rank)).chunk_ids)
+        return np.unique(ChunkIntervals.joined(self._look(looked_at, dp_rank)).chunk_ids)
 
     def live_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
         """Upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
@@ -450,14 +450,10 @@ class Plan:
 
     def _joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
         """Intervals of passes, or of stretches of one without end, in two of which a chunk may be needed, as one."""
-        found = join_intervals(parts)
+        found = ChunkIntervals.joined(parts)
         if not self.orders.is_endless:
             return found
-        ids, first, last = merge_intervals(found.chunk_ids, found.first_batches, found.last_batches)
-        by_time = np.argsort(first, kind="stable")
-        return ChunkIntervals(
-            chunk_ids=ids[by_time], passes=np.zeros_like(ids), first_batches=first[by_time], last_batches=last[by_time]
-        )
+        return ChunkIntervals.merged(found.chunk_ids, found.first_batches, found.last_batches, 0)
 
     def _intervals(self, pass_number: int, stretch: range, dp_rank: int) -> ChunkIntervals:
         """Live intervals of one pass that begin in one of its stretches, sorted by their first batch."""
@@ -470,14 +466,8 @@ class Plan:
         part = range(max(regular.start, stretch.start), min(regular.stop, stretch.stop))
         if part:
             parts.append(self._regular_intervals(pass_number, regular, part, dp_rank))
-        ids, first, last = merge_intervals(*(np.concatenate([part[i] for part in parts]) for i in range(3)))
-        by_time = np.argsort(first, kind="stable")
-        return ChunkIntervals(
-            chunk_ids=ids[by_time],
-            passes=np.full(len(ids), pass_number, dtype=np.int64),
-            first_batches=first[by_time],
-            last_batches=last[by_time],
-        )
+        ids, first, last = (np.concatenate([part[i] for part in parts]) for i in range(3))
+        return ChunkIntervals.merged(ids, first, last, pass_number)
 
     def _is_regular(self, batch: int) -> bool:
         start = self._origin + batch * self.global_batch_size

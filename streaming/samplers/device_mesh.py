@@ -26,9 +26,10 @@ from torch.utils.data import Sampler
 
 from infra import DeviceMesh, MeshFinder
 from streaming.arguments import checked_int, checks_names, is_whole
+from streaming.arrays import rows_by
 from streaming.epochs.position import Lasting, Place, Position, Turn
 from streaming.errors import ConfigError, StateError
-from streaming.plan.order import OrderSettings, rows_by
+from streaming.plan.order import OrderSettings
 from streaming.plan.permutation import Permutation, substitutes
 from streaming.plan.plan import Plan, RankBatches
 from streaming.plan.settings import Shape
