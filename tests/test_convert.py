@@ -518,6 +518,16 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
         convert(str(source), str(tmp_path / "out.tar"))
 
 
+def test_a_run_that_wrote_no_shard_leaves_nothing_to_overwrite(tmp_path: Path) -> None:
+    """A wrong option fails at the first record; the right one was then refused as another conversion."""
+    source, out = str(make_jsonl(tmp_path / "in.jsonl", 3)), str(tmp_path / "out")
+    with pytest.raises(DataError):
+        convert(source, out, options=ConvertOptions(key_field="nothing"))
+    assert convert(source, out).num_samples == 3
+    with pytest.raises(TargetNotEmptyError, match="another conversion"):
+        convert(source, out, options=ConvertOptions(key_field="nothing"))
+
+
 # --------------------------------------------------------------------------------------- small functions
 
 

@@ -128,11 +128,15 @@ def test_an_index_elsewhere_comes_along(data: Path, tmp_path: Path) -> None:
     assert tree(tmp_path / "out") == tree(data)
 
 
-def test_a_target_inside_the_source(data: Path) -> None:
+def test_a_target_inside_the_source(data: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = tree(data)
     for _ in range(2):
         run(data, data / "new")
+        assert f"{data}/new lies below {data}: who reads the latter reads the shards of both" in caplog.text
     assert tree(data / "new") == before
+    caplog.clear()
+    run(data, data.parent / (data.name + "-beside"))
+    assert not caplog.text
     with pytest.raises(ConfigError, match="the same place"):
         run(data, data)
     with pytest.raises(ConfigError, match="keep their names"):

@@ -196,11 +196,13 @@ def test_a_source_without_an_index_and_of_another_writer(tmp_path: Path) -> None
     assert second[0].endswith("é")
 
 
-def test_a_target_inside_the_source(data: Path, tmp_path: Path) -> None:
+def test_a_target_inside_the_source(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(data, tmp_path / "in")
+    assert "lies below" not in caplog.text
     for _ in range(2):  # the second run must not see the first one's shards as its source
         run(tmp_path / "in", tmp_path / "in" / "new", max_samples=9)
     assert numbers(tmp_path / "in" / "new") == list(range(COUNT))
+    assert f"{tmp_path}/in/new lies below {tmp_path}/in: who reads the latter" in caplog.text
     with pytest.raises(ConfigError, match="the same place"):
         run(tmp_path / "in", tmp_path / "in")
 

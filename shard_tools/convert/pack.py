@@ -8,6 +8,7 @@ finished shards is the number of the record to go on with, and the result is the
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Collection, Mapping
 from concurrent.futures import Executor
@@ -16,16 +17,17 @@ from functools import partial
 
 from shard_tools.convert.elsewhere import Work, write_elsewhere
 from shard_tools.convert.files import is_local
-from shard_tools.convert.journal import Journal, TargetNotEmptyError, load_journal, save_journal
+from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.convert.records import ShardOptions, Source, refuse_known
 from shard_tools.running.progress import Progress
 from streaming.catalog.build import read_chunks
-from streaming.errors import ConfigError, DataError
+from streaming.errors import ConfigError, DataError, ShardstreamError
 from streaming.index.layout import samples_path
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, local_path, redact, split_url
 
 _SHARD_NAME = "{:06d}.tar"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +86,17 @@ def pack(
             storage_options=storage_options,
         )
         write = _write if executor is None else partial(write_elsewhere, executor=executor)
-        number = write(
-            work,
-            start=earlier.num_records,
-            first_shard=earlier.num_shards,
-            known_keys=earlier.keys,
-            progress=progress,
-        )
+        try:
+            number = write(
+                work,
+                start=earlier.num_records,
+                first_shard=earlier.num_shards,
+                known_keys=earlier.keys,
+                progress=progress,
+            )
+        except BaseException:
+            _forget_the_empty(place, storage)
+            raise
         if number == 0:
             raise DataError(f"the source holds no records: {reader.identity()}; check its path, or --from")
     table = read_chunks(storage, place.directory)
@@ -139,12 +145,23 @@ def refuse_overlap(source: str, place: Place) -> None:
     Raises:
         ConfigError: Both are one place.
     """
-    if is_local(source) and is_local(place.directory):
-        same = os.path.realpath(local_path(source)) == os.path.realpath(local_path(place.directory))
-    else:
-        same = source.rstrip("/") == place.directory.rstrip("/")
-    if same:
+    if _whole(source) == _whole(place.directory):
         raise ConfigError(f"{redact(source)}: source and target are the same place; give another target")
+
+
+def warn_of_nesting(source: str, place: Place) -> None:
+    """Say so where shards are written below what is read: from now on readers of the source get both."""
+    if _whole(place.directory).startswith(_whole(source).rstrip("/") + "/"):
+        _log.warning(
+            "%s lies below %s: who reads the latter reads the shards of both from now on, in training, too; give a "
+            "target beside the source",
+            redact(place.directory),
+            redact(source),
+        )
+
+
+def _whole(url: str) -> str:
+    return os.path.realpath(local_path(url)) if is_local(url) else url.rstrip("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +203,14 @@ def _prepare(place: Place, journal: Journal, storage: Storage, *, overwrite: boo
         return _earlier_work(place, storage, complete=found.complete, position=position)
     save_journal(place.directory, journal, storage)
     return _Earlier()
+
+
+def _forget_the_empty(place: Place, storage: Storage) -> None:
+    """Delete the journal of a run that ended before its first shard: there is nothing to go on with or to overwrite."""
+    with contextlib.suppress(ShardstreamError):
+        there = [info.url for info in storage.list(place.directory) if _is_ours(info.url, place)]
+        if there == [url := join_url(place.directory, NAME)]:
+            storage.delete(url)
 
 
 def _is_ours(url: str, place: Place) -> bool:

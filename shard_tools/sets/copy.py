@@ -11,7 +11,7 @@ import crc32c
 import numpy as np
 
 from shard_tools.convert.journal import TargetNotEmptyError, carry_notes
-from shard_tools.convert.pack import Place, refuse_overlap
+from shard_tools.convert.pack import Place, refuse_overlap, warn_of_nesting
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
@@ -116,6 +116,7 @@ def copy(
         raise ConfigError(f"{redact(target)}: copied shards keep their names; give a folder or prefix")
     if target_options is None:
         refuse_overlap(source, place)
+        warn_of_nesting(source, place)
     urls = shards_beside([source], there, place.directory)
     names = _relative_names(urls)
     shards = _shards(urls, names, load_index(there, urls, index_url), place.directory)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shard_tools.convert.journal import carry_notes
-from shard_tools.convert.pack import Place, pack, refuse_overlap
+from shard_tools.convert.pack import Place, pack, refuse_overlap, warn_of_nesting
 from shard_tools.convert.records import ShardOptions, permutation
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
@@ -152,6 +152,7 @@ def reshard(
     storage = Storage(storage_options)
     place = Place.of(target)
     refuse_overlap(source, place)
+    warn_of_nesting(source, place)
     drop = load_bad_list(options.drop, storage)
     twice: DuplicateKeys = "keep" if options.dedupe or options.key_prefix else "error"
     shards = open_set([source], storage, options.index_url, exclude=place.directory, duplicate_keys=twice)
