@@ -1,11 +1,12 @@
 """A mixture against one set of the same samples: 200 sources from S3, two of small records, two of tokens.
 
 Run: ``python benchmarks/bench_mixture.py [--rounds 5] [--sources 200] [--records 60000] [--tokens 40000] [--workers 0]
-[--quick] [--data FOLDER]``. Each turn is a process of its own, which opens everything, reads an epoch and says how long
-the batches took, from the first one asked for to the last, also in seconds of its CPU (where others share the cores the
-wall says little), what opening took, how many requests the batches took, and by how much its memory grew beyond that
-after its imports. The S3 server is a process of its own, whose CPU is not counted. One set and mixture take turns.
-"one set" has all shards of the sources in one ``StreamingDataset``.
+[--epochs 3] [--quick] [--data FOLDER]``. Each turn is a process of its own, which opens everything, reads epochs (of
+small sets one, which memory holds then) and says how long the batches took, from the first one asked for to the last,
+also in seconds of its CPU (where others share the cores the wall says little), what opening took, how many requests
+the batches took, and by how much its memory grew beyond that after its imports. The S3 server is a process of its own,
+whose CPU is not counted. One set and mixture take turns. "one set" has all shards of the sources in one
+``StreamingDataset``.
 
 ``--local`` measures two other things, without a server: the same of the sources on disk, where "opening" says what
 opening takes in seconds of CPU; and how far ahead of the loop other weights begin to hold (``loader.set_weights``), in
@@ -82,7 +83,7 @@ def resident_bytes() -> int:
 
 
 def turn(
-    url: str, names: list[str], kind: str, batch_size: int, decode: str | None, options: Any, workers: int
+    url: str, names: list[str], kind: str, batch_size: int, decode: str | None, options: Any, workers: int, epochs: int
 ) -> None:
     """One contestant's turn, printed as JSON; in a process of its own."""
     idle_bytes = resident_bytes()
@@ -106,8 +107,8 @@ def turn(
     with DataLoader(dataset, batch_size, num_workers=workers, memory_limit=MEMORY_LIMIT) as loader:
         asked = loader.metrics().get("requests", 0)
         started_s, started_cpu_s, count = time.perf_counter(), time.process_time(), 0
-        for batch in loader:
-            count += len(batch["__key__"])
+        for _ in range(epochs):
+            count += sum(len(batch["__key__"]) for batch in loader)
         took_s, took_cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
         asked = loader.metrics().get("requests", 0) - asked
     ended.set()
@@ -128,11 +129,11 @@ def turn(
 
 def compare(title: str, rounds: int, *args: Any) -> None:
     """Let one set and the mixture take turns, print medians and the ratios of each round."""
-    url, names, batch_size, decode, options, workers = args
+    url, names, batch_size, decode, options, workers, epochs = args
     found: dict[str, list[dict[str, float]]] = {"one set": [], "mixture": []}
     for _ in range(rounds):
         for kind, seen in found.items():
-            asked = json.dumps([url, names, kind, batch_size, decode, options, workers])
+            asked = json.dumps([url, names, kind, batch_size, decode, options, workers, epochs])
             ran = subprocess.run(
                 [sys.executable, __file__, "--turn", asked], check=True, stdout=subprocess.PIPE, text=True,
             )  # fmt: skip
@@ -192,6 +193,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=60_000)
     parser.add_argument("--tokens", type=int, default=40_000)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=3, help="of many sources, in each turn: more than memory_limit")
     parser.add_argument("--quick", action="store_true", help="two rounds, 40 sources, 20,000 records and sequences")
     parser.add_argument("--local", action="store_true", help="the sources on disk, and changes of weights, alone")
     args = parser.parse_args()
@@ -202,20 +204,20 @@ def main() -> None:
     many = common.made_once(data, f"mixture-{args.sources}", lambda target: make_sources(target, args.sources))
     names = [f"{number:03d}" for number in range(args.sources)]
     if args.local:
-        compare(
-            f"{args.sources} sources from disk", args.rounds, f"{many}/", names, LARGE_BATCH, None, None, args.workers
-        )
+        compare(f"{args.sources} sources from disk", args.rounds,
+                f"{many}/", names, LARGE_BATCH, None, None, args.workers, args.epochs)  # fmt: skip
         measure_changes(common.made_once(data, "mixture-changes", make_changed), args.rounds)
         return
     with common.s3_copy(many) as (url, options):
-        compare(f"{args.sources} sources from S3", args.rounds, url, names, LARGE_BATCH, None, options, args.workers)
+        compare(f"{args.sources} sources from S3", args.rounds,
+                url, names, LARGE_BATCH, None, options, args.workers, args.epochs)  # fmt: skip
     small = common.made_once(data, f"mixture-records-{args.records}", lambda target: make_records(target, args.records))
     for name, decode in (("raw", None), ("json", "auto")):
         compare(f"{args.records:,} small records in two sets, {name}, from disk", args.rounds,
-                f"{small}/", ["000", "001"], BATCH_SIZE, decode, None, args.workers)  # fmt: skip
+                f"{small}/", ["000", "001"], BATCH_SIZE, decode, None, args.workers, 1)  # fmt: skip
     tokens = common.made_once(data, f"mixture-tokens-{args.tokens}", lambda target: make_tokens(target, args.tokens))
     compare(f"{args.tokens:,} sequences of 2,048 tokens in two sets, from disk", args.rounds,
-            f"{tokens}/", ["000", "001"], 32, {"bin": "array:uint16->int64"}, None, args.workers)  # fmt: skip
+            f"{tokens}/", ["000", "001"], 32, {"bin": "array:uint16->int64"}, None, args.workers, 1)  # fmt: skip
 
 
 if __name__ == "__main__":
