@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, TypeAlias, TypeGuard, TypeVar, get_args
+from typing import Any, SupportsIndex, TypeAlias, TypeGuard, TypeVar, get_args
 
 from streaming.errors import ConfigError, OptionError
 from streaming.types import LastBatch
@@ -24,6 +25,9 @@ _FACTORS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+MAX_COUNT = 2**62
+"""Of samples, rows and epochs: sums of two stay within 64 bits."""
+MAX_SEED = 2**64 - 1
 Urls: TypeAlias = "str | PathLike[str] | Sequence[str | PathLike[str]]"
 
 
@@ -50,6 +54,36 @@ def checked_int(name: str, value: object, low: int, high: int) -> int:
     if not low <= number <= high:
         raise ConfigError(f"{name}: expected an integer in [{low}, {high}], got {number}")
     return number
+
+
+def checked_count(name: str, value: object, low: int = 0) -> int:
+    """Return ``value`` as an int of Python from ``low`` on: samples, rows or epochs.
+
+    Raises:
+        ConfigError: It is anything else.
+    """
+    return checked_int(name, value, low, MAX_COUNT)
+
+
+def checked_seed(name: str, seed: object) -> int:
+    """Return ``seed`` as an int of Python, of 64 bits.
+
+    Raises:
+        ConfigError: It is anything else.
+    """
+    return checked_int(name, seed, 0, MAX_SEED)
+
+
+def checked_place(index: SupportsIndex, count: int, what: str, owner: str) -> int:
+    """Return ``index`` as a number from 0 on; negative ones count from the end.
+
+    Raises:
+        IndexError: ``owner`` has not so many.
+    """
+    number = operator.index(index)
+    if not -count <= number < count:
+        raise IndexError(f"{what} {number}: {owner} {count} {what}s")
+    return number % count
 
 
 def checked_ratio(name: str, value: object) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from infra import DeviceMesh, MeshFinder
-from streaming.arguments import checked_int, checks_names
+from streaming.arguments import checked_count, checks_names
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
@@ -117,7 +117,7 @@ class TorchIterable(IterableDataset[Sample]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be of ``epoch``; call it in the process that has the loader."""
-        self._epochs.set(checked_int("epoch", epoch, 0, 2**62))
+        self._epochs.set(checked_count("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this rank and worker in the iteration in progress: small, JSON-able.

@@ -171,7 +171,7 @@ def test_what_is_no_table_is_named(tmp_path: Path) -> None:
         TableDataset(tmp_path / "none.csv")
     with pytest.raises(ConfigError, match="empty list"):
         TableDataset([])
-    with pytest.raises(ConfigError, match="kind: expected jsonl, csv or tsv"):
+    with pytest.raises(ConfigError, match="kind: expected one of jsonl, csv, tsv"):
         TableDataset(tmp_path / "a", kind="json")
     (tmp_path / "twice.csv").write_text("a,a\n")
     with pytest.raises(DataError, match="distinct column names"):

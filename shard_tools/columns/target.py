@@ -20,7 +20,6 @@ from shard_tools.sets.open_set import open_set
 from streaming.catalog.build import home_of, no_samples, samples_url, shard_name
 from streaming.errors import ConfigError, IndexFormatError, IndexMissingError, NotFoundError
 from streaming.filters.late_columns import ColumnDocument, homes_of, list_columns
-from streaming.index.chunk_table import ChunkTable
 from streaming.index.columns import read_column, read_sample_columns, write_column
 from streaming.index.layout import checked_name, column_document_path, column_path, columns_directory
 from streaming.storage import Storage, join_url, redact
@@ -107,16 +106,6 @@ class ColumnTarget:
         """Directories of the indexes."""
         return homes_of(self.urls, self.index_url)
 
-    @cached_property
-    def _chunk_rows(self) -> list[int]:
-        rows: list[int] = np.searchsorted(self.table.shard, np.arange(len(self.sizes) + 1)).tolist()
-        return rows
-
-    def rows_of(self, shard: int) -> ChunkTable:
-        """Return the chunk table of one shard alone."""
-        low, high = self._chunk_rows[shard : shard + 2]
-        return self.table.rows(np.arange(low, high), self.table.num_samples[low:high]).alone(shard)
-
     def columns_of(self, shard: int, names: Sequence[str]) -> dict[str, pa.Array]:
         """Return the columns of one sample table."""
         url = self.urls[shard]
@@ -138,7 +127,7 @@ class ColumnTarget:
 
     def written(self, shard: int, version: str) -> pa.Array | None:
         """Return the values of one shard that were written before, if they are of this version and this shard."""
-        url, rows = self.urls[shard], self.rows_of(shard)
+        url, rows = self.urls[shard], self.table.of_shard(shard)
         path = join_url(home_of(url, self.index_url), column_path(self.name, shard_name(url, self.index_url)))
         try:
             values, facts = read_column(self.storage.read(path), redact(path))
@@ -148,7 +137,7 @@ class ColumnTarget:
 
     def write(self, shard: int, values: pa.Array, version: str) -> None:
         """Write the values of one shard."""
-        url, rows = self.urls[shard], self.rows_of(shard)
+        url, rows = self.urls[shard], self.table.of_shard(shard)
         name = shard_name(url, self.index_url)
         data = write_column(values, name=self.name, shard=rows.shards[0], fingerprint=rows.fingerprint, version=version)
         self.storage.put(join_url(home_of(url, self.index_url), column_path(self.name, name)), data)

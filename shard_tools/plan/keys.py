@@ -114,7 +114,7 @@ def _rows_in(
 def _given(dataset: ChunkSource, shard: int, rows: Iterable[int]) -> Iterator[Place]:
     """Find the places of rows of a shard, without those that a filter or a range leaves out."""
     table = dataset.table
-    low, high = np.searchsorted(table.shard, [shard, shard + 1]).tolist()
+    low, high = table.rows_of(shard)
     for row in rows:
         chunk = low + int(np.searchsorted(table.first_sample[low:high], row, side="right")) - 1
         if chunk < low:

@@ -14,7 +14,7 @@ from infra import DeviceMesh
 from shard_tools.plan.loads import Loads, RankLoad
 from shard_tools.plan.shares import MixtureShares, reads_of, shares_of
 from shard_tools.plan.sources import OpenedSet, Planned, Reads
-from streaming.arguments import checked_int, parse_bytes
+from streaming.arguments import checked_count, parse_bytes
 from streaming.catalog.random_access import span_borders
 from streaming.errors import ConfigError, MemoryLimitError
 from streaming.index.chunk_table import ChunkTable
@@ -70,7 +70,7 @@ class PlanOptions:
             epoch_size=self.epoch_size,
         )  # fmt: skip
         if self.lanes is not None:
-            checked_int("lanes", self.lanes, 1, 2**62)
+            checked_count("lanes", self.lanes, 1)
 
     def plan(
         self, chunk_samples: Int64Array, orders: Callable[[OrderSettings], Orders] | None = None,

@@ -241,8 +241,8 @@ class Run:
         """Return chunk, offset and rank of each row of a global batch."""
         found = self.plan_of(epoch).rank_batches(batch, batch + 1, 0)
         count = int(found.valid.sum())
-        # As Plan deals them: rank r of R takes rows [n * r // R, n * (r + 1) // R) of a batch of n.
-        ranks = ((np.arange(count) + 1) * self.num_ranks - 1) // max(count, 1)
+        shape = replace(self.plan_of(epoch).shape, num_ranks=self.num_ranks)
+        ranks = shape.rank_of(np.arange(count), max(count, 1))
         return found.chunk_ids[found.valid], found.offsets[found.valid], ranks
 
     def _report(self, rows: Sequence[StepRow]) -> StepReport:

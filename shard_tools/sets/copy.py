@@ -157,7 +157,7 @@ def _copy_index(shards: Sequence[_Shard], there: Storage, here: Storage, index_u
 def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, target: str) -> list[_Shard]:
     shards = []
     for position, (url, name) in enumerate(zip(urls, names, strict=True)):
-        rows = chunks.take([position])
+        rows = chunks.of_shard(position)
         info = replace(rows.shards[0], name=name.rpartition("/")[2])
         shards.append(_Shard(source=url, target=join_url(target, name), chunks=replace(rows, shards=(info,))))
     return shards

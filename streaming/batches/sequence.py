@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 
-from streaming.arguments import checks_names, is_list, is_whole
+from streaming.arguments import check_choice, checks_names, is_list, is_whole
 from streaming.errors import ConfigError
 from streaming.types import Batch, Int64Array
 
@@ -67,8 +67,7 @@ class SequenceSlice:
             raise ConfigError("SequenceSlice: fields: give at least one")
         if not is_whole(self.dim) or self.dim < 0:
             raise ConfigError(f"SequenceSlice: dim: expected an axis number of at least 0, got {self.dim!r}")
-        if self.layout not in get_args(Layout):
-            raise ConfigError(f"SequenceSlice: layout: expected 'contiguous' or 'zigzag', got {self.layout!r}")
+        check_choice("SequenceSlice: layout", self.layout, get_args(Layout))
         if self.borders is not None and (not isinstance(self.borders, str) or self.dim > 1):
             raise ConfigError(
                 "SequenceSlice: borders: expected the name of an entry, for sequences along axis 0 or 1; got "

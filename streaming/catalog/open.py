@@ -214,7 +214,7 @@ def _check_is_of(chunks: ChunkTable, shards: OpenShards, shard: int, path: str) 
     Raises:
         IndexMismatchError: Its chunks are not those of the chunk table.
     """
-    if shards.table is not None and chunks != shards.table.take([shard]):
+    if shards.table is not None and chunks != shards.table.of_shard(shard):
         raise IndexMismatchError(
             f"{redact(path)}: this sample table is not of the shard that the chunk table beside it describes; one of "
             f"them is out of date. Rebuild both: shard_tools index --force {redact(shards.urls[shard])}"

@@ -79,7 +79,7 @@ class Versions:
             table = self._shards.table
             if table is None:
                 raise IndexMissingError(self._shards.missing_index)
-            low, high = np.searchsorted(table.shard, [shard, shard + 1])
+            low, high = table.rows_of(shard)
             sums = hashlib.blake2b(table.crc32c[low:high].tobytes(), digest_size=16).hexdigest()
             version = self._known[shard] = f"{self._store}|{table.shards[shard].size_bytes}|{sums}"
         return version
@@ -195,7 +195,7 @@ def span_borders(
     sample_base, byte_base = np.cumsum(table.num_samples) - table.num_samples, np.cumsum(room_bytes) - room_bytes
 
     def of_shard(shard: int) -> tuple[Int64Array, Int64Array]:
-        low, high = np.searchsorted(table.shard, [shard, shard + 1]).tolist()
+        low, high = table.rows_of(shard)
         samples = samples_of(shard)
         if samples is None:
             return sample_base[low:high], byte_base[low:high]

@@ -11,11 +11,12 @@ from functools import cached_property, partial
 import numpy as np
 import numpy.typing as npt
 
+from streaming.arguments import checked_seed
 from streaming.cache import NodeCache
 from streaming.catalog.open import OpenShards
 from streaming.catalog.random_access import TABLE_REQUESTS, RandomAccess, Versions, span_borders
 from streaming.decode.registry import FieldDecoder
-from streaming.errors import DataError, IndexMissingError, StorageError
+from streaming.errors import ConfigError, DataError, IndexMissingError, StorageError
 from streaming.fetch.layout import TakeApart, UnitLayout
 from streaming.fetch.read import (
     Apart,
@@ -89,6 +90,18 @@ class OneOrder(ABC):
     @abstractmethod
     def chunk_samples(self) -> Int64Array:
         """int64[C], samples of each chunk."""
+
+    def _order_by(self, shuffle: object, seed: object) -> None:
+        """Take the order that a user chose: True, False or a ``ShuffleConfig``, whose seed comes before ``seed``.
+
+        Raises:
+            ConfigError: It is none, or there is no such seed.
+        """
+        if not isinstance(shuffle, (bool, ShuffleConfig)):
+            raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
+        self.shuffle = bool(shuffle)
+        self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
+        self.seed = checked_seed("seed", seed if self.shuffle_config.seed is None else self.shuffle_config.seed)
 
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
         """See ``Source``: zeros."""

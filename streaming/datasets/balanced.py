@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from streaming.arguments import checks_names
+from streaming.arguments import checks_names, is_number
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import (
     ELSEWHERE,
@@ -196,6 +196,5 @@ def _check_choice(weights: Any, power: Any) -> None:
             f'Balanced: weights: expected "balanced", a dict of shares of the classes or a Schedule of such dicts, got '
             f"{weights!r}"
         )
-    is_number = isinstance(power, (int, float, np.number)) and not isinstance(power, bool)
-    if power is not None and not (is_number and 0 <= power < math.inf):
+    if power is not None and not (is_number(power) and 0 <= power < math.inf):
         raise ConfigError(f"Balanced: power: expected a number from 0 on, such as 0.5, got {power!r}")

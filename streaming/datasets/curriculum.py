@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import checked_int, checks_names, is_list, is_whole
+from streaming.arguments import check_choice, checked_count, checks_names, is_list, is_number, is_whole
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import (
     ELSEWHERE,
@@ -27,7 +27,7 @@ from streaming.datasets.grouped import (
 from streaming.datasets.mixture import Quotas
 from streaming.errors import ConfigError
 from streaming.filters.groups import Codes, Counted, Values, numbers_of
-from streaming.plan.schedule import MAX_ROW, Schedule
+from streaming.plan.schedule import Schedule, value_at
 from streaming.types import Int64Array
 
 By: TypeAlias = Literal["percentile", "value"]
@@ -139,8 +139,7 @@ class Curriculum(GroupedMixture):
         Raises:
             ConfigError: There is no such row.
         """
-        row = checked_int("Curriculum.pool: row", row, 0, MAX_ROW)
-        weights: Any = [values for start, values in self._blend.segments() if start <= row][-1]
+        weights = value_at(self._blend.segments(), checked_count("Curriculum.pool: row", row))
         return {name: int(size) for name, size in sorted(weights.items()) if size}
 
     def plan_in_words(self) -> str:
@@ -332,8 +331,7 @@ def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
         parts = buckets[name] if isinstance(buckets, Mapping) else buckets
         if not isinstance(name, str) or not name or "/" in name:
             raise ConfigError(f"Curriculum: metric: expected names of columns without a slash, got {name!r}")
-        if kind not in get_args(By):
-            raise ConfigError(f'Curriculum: by: expected "percentile" or "value", got {kind!r}')
+        check_choice("Curriculum: by", kind, get_args(By))
         _check_schedule(name, own, kind)
         asked.append(_Asked(name=name, schedule=own, by=kind, buckets=_checked_buckets(parts, kind)))
     return asked
@@ -363,8 +361,9 @@ def _checked_buckets(given: Any, by: By) -> Buckets:
     if not is_list(borders) or not 1 <= len(borders) < MAX_CELLS:
         raise ConfigError(f"Curriculum: buckets: expected a number of them, or a list of borders, got {given!r}")
     borders = list(borders)
-    numbers = all(isinstance(one, (int, float, np.number)) and not isinstance(one, bool) for one in borders)
-    if not numbers or not all(map(math.isfinite, borders)) or any(low >= high for low, high in pairwise(borders)):
+    if not all(is_number(one) and math.isfinite(one) for one in borders) or any(
+        low >= high for low, high in pairwise(borders)
+    ):
         raise ConfigError(f"Curriculum: buckets: expected borders that rise, got {borders}")
     if by == "percentile" and not 0 < borders[0] <= borders[-1] <= 1:
         raise ConfigError(

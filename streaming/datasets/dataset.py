@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
@@ -16,11 +15,12 @@ from infra import MeshError, MeshFinder, agent_store
 from streaming.arguments import (
     Urls,
     check_choice,
+    checked_count,
     checked_fields,
     checked_index,
-    checked_int,
     checked_limit,
     checked_path,
+    checked_place,
     checked_ratio,
     checked_urls,
     checks_names,
@@ -39,7 +39,7 @@ from streaming.filters.select import Condition, narrowed
 from streaming.filters.views import asked_filter
 from streaming.job.foreign import UnshardedWarning, tell_of_opening_alone
 from streaming.job.store import job_peers
-from streaming.plan.settings import MAX_SEED, ShuffleConfig
+from streaming.plan.settings import ShuffleConfig
 from streaming.storage import Storage, mirrors_of, redact
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import DuplicateKeys, Sample, Transform
@@ -151,14 +151,12 @@ class StreamingDataset(ChunkSource):
         max_bad_samples: float = 0.001,
         bad_samples_file: str | PathLike[str] | None = None,
     ) -> None:
-        _check_given(urls, transform, on_error, duplicate_keys, shuffle, storage_options)
+        _check_given(urls, transform, on_error, duplicate_keys, storage_options)
         self.fields = checked_fields(fields)
         self.decode = decode
         self.decoders = resolve_decoders(decode)
         self.transform = transform
-        self.shuffle = bool(shuffle)
-        self.shuffle_config = chosen = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
-        self.seed = checked_int("seed", seed if chosen.seed is None else chosen.seed, 0, MAX_SEED)
+        self._order_by(shuffle, seed)
         self.duplicate_keys: DuplicateKeys = duplicate_keys
         self.max_gzip_ratio = checked_ratio("max_gzip_ratio", max_gzip_ratio)
         self.on_error: OnError = on_error
@@ -218,10 +216,7 @@ class StreamingDataset(ChunkSource):
         """
         if isinstance(index, builtins.slice):
             return self._view(index)
-        index, count = operator.index(index), self.table.total_samples
-        if not -count <= index < count:
-            raise IndexError(f"sample {index}: the data set has {count} samples")
-        return self.sample_at(index % count)
+        return self.sample_at(checked_place(index, self.table.total_samples, "sample", "the data set has"))
 
     def sample_at(self, index: int, source: str = "") -> Sample:
         """Sample number ``index``, which there is; that of a mixture says which ``source`` of it this set is."""
@@ -243,7 +238,7 @@ class StreamingDataset(ChunkSource):
             ConfigError: ``count`` is negative or no integer.
             IndexMissingError: The set has no index.
         """
-        return self[: checked_int("take", count, 0, 2**62)]
+        return self[: checked_count("take", count)]
 
     def _view(self, wanted: builtins.slice) -> StreamingDataset:
         first, stop, step = wanted.indices(len(self))
@@ -326,9 +321,8 @@ class StreamingDataset(ChunkSource):
 
 
 def _check_given(
-    urls: Urls, transform: Transform | None, on_error: object, duplicate_keys: object, shuffle: object,
-    storage_options: object,
-) -> None:  # fmt: skip
+    urls: Urls, transform: Transform | None, on_error: object, duplicate_keys: object, storage_options: object
+) -> None:
     """Refuse options that mean nothing, before anything is opened.
 
     Raises:
@@ -338,8 +332,6 @@ def _check_given(
     as_chain(transform)
     check_choice("on_error", on_error, get_args(OnError))
     check_choice("duplicate_keys", duplicate_keys, get_args(DuplicateKeys))
-    if not isinstance(shuffle, (bool, ShuffleConfig)):
-        raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise ConfigError(
             f'storage_options: expected a mapping such as {{"endpoint_url": "http://…"}}, got a '

@@ -12,9 +12,9 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import checked_flag, option_names
+from streaming.arguments import check_choice, checked_flag, option_names
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.mixture import Mixture, Quotas
+from streaming.datasets.mixture import Mixture, Quotas, listed
 from streaming.errors import ConfigError, StateError
 from streaming.filters.groups import Coding, Counted, Grouping, group_samples
 from streaming.job.store import job_peers
@@ -113,8 +113,8 @@ class GroupedMixture(Mixture):
         missing = sorted(set(ledger.sources) - set(self.names))
         if missing:
             raise StateError(
-                f"this state drew from the groups {', '.join(missing[:8])}, which this {type(self).__name__} lacks: it "
-                f"has {', '.join(self.names[:8])}. Make it of the same columns, in the same groups, over the same "
+                f"this state drew from the groups {listed(missing)}, which this {type(self).__name__} lacks: it "
+                f"has {listed(self.names)}. Make it of the same columns, in the same groups, over the same "
                 "samples; its schedule and weights may change"
             )
         others = [name for name, found in self.fingerprints.items() if ledger.sources.get(name, found) != found]
@@ -196,8 +196,7 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
     Raises:
         ConfigError: There are some.
     """
-    if nulls not in get_args(Nulls):
-        raise ConfigError(f'{owner}: nulls: expected "error" or "drop", got {nulls!r}')
+    check_choice(f"{owner}: nulls", nulls, get_args(Nulls))
     for name, column in counted.items():
         if column.num_missing and nulls == "error":
             raise ConfigError(

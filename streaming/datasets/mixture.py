@@ -6,7 +6,6 @@ import builtins
 import copy
 import logging
 import math
-import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,9 @@ import numpy as np
 
 from streaming.arguments import (
     check_choice,
-    checked_int,
     checked_limit,
     checked_path,
+    checked_place,
     checks_names,
     format_bytes,
     most_bad,
@@ -43,7 +42,7 @@ from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
 from streaming.plan.ledger import CHANGED, START, Dealt, Entry, Ledger, Segment
 from streaming.plan.order import Orders, OrderSettings
-from streaming.plan.schedule import Schedule, checked_weights
+from streaming.plan.schedule import Schedule, checked_weights, value_at
 from streaming.plan.settings import ShuffleConfig
 from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
@@ -52,7 +51,6 @@ Quotas: TypeAlias = Literal["chunks", "exact"]
 Unit: TypeAlias = Literal["samples", "tokens", "bytes"]
 Ends: TypeAlias = Literal["first", "all"]
 Batches: TypeAlias = Literal["mixed", "one_source"]
-_MAX_SEED = 2**64 - 1
 _SHORT = 60
 _MOST_LAID = 2**12
 """Numbers that a state holds of sources that were dropped: one for each lane and source, some 30 KB of JSON at most."""
@@ -154,8 +152,6 @@ class Mixture(JoinedSource):
     ) -> None:
         _check_sources(sources)
         _check_choices(quotas, unit, ends, batches)
-        if not isinstance(shuffle, (bool, ShuffleConfig)):
-            raise ConfigError(f"shuffle: expected True, False or a ShuffleConfig, got {shuffle!r}")
         self.sources = dict(sources)
         self.leaves: dict[str, StreamingDataset | Packed] = _leaves(sources)
         _check_packs(self.leaves)
@@ -163,10 +159,7 @@ class Mixture(JoinedSource):
         self.quotas: Quotas = quotas
         self.batches: Batches = batches
         self.unit: Unit = unit
-        self.shuffle = bool(shuffle)
-        self.shuffle_config = shuffle if isinstance(shuffle, ShuffleConfig) else ShuffleConfig()
-        given = self.shuffle_config.seed
-        self.seed = checked_int("seed", seed if given is None else given, 0, _MAX_SEED)
+        self._order_by(shuffle, seed)
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
         self.max_bad_samples = 1.0 if max_bad_samples is None else checked_limit(max_bad_samples)
         self._take_over()
@@ -269,12 +262,8 @@ class Mixture(JoinedSource):
             raise ConfigError(
                 "mixture[a:b]: a mixture has no ranges; take those of its sources: Mixture({…: dataset[a:b], …})"
             )
-        number = operator.index(index)
         quotas = self.sizes if self._blend.quotas is None else self._blend.quotas
-        count = sum(quotas.values())
-        if not -count <= number < count:
-            raise IndexError(f"sample {number}: the mixture has {count} samples")
-        number %= count
+        number = checked_place(index, sum(quotas.values()), "sample", "the mixture has")
         for name in self.names:
             if number < quotas[name]:
                 return self.leaves[name].sample_at(number % self.sizes[name], self.shown_names[name])
@@ -697,7 +686,7 @@ class Mixture(JoinedSource):
         wanted: Any = given.at(row)
         made: dict[str, float] = {}
         for name, blend in blends.items():
-            within = [weights for start, weights in blend.segments() if start <= row][-1]
+            within = value_at(blend.segments(), row)
             total = sum(within.values())
             inside = {leaf: weight / total for leaf, weight in within.items()}
             per_sample = sum(share * self.units_per_sample[leaf] for leaf, share in inside.items())
@@ -802,7 +791,7 @@ def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
         table = dataset.samples_at(url)
         column = None if table is None else table.columns.get("tokens")
         if column is None and late is not None and whole is not None:
-            column = read_values(dataset.storage, url, dataset.shards.index, whole.take([shard]), late)
+            column = read_values(dataset.storage, url, dataset.shards.index, whole.of_shard(shard), late)
         if column is None:
             raise ConfigError(
                 f'unit="tokens": the source {name!r} has no column "tokens" ({redact(url)}); give its number of tokens '

@@ -16,7 +16,15 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import checked_flag, checked_int, checks_names, is_list, most_bad, option_names
+from streaming.arguments import (
+    checked_flag,
+    checked_int,
+    checked_place,
+    checks_names,
+    is_list,
+    most_bad,
+    option_names,
+)  # fmt: skip
 from streaming.arrays import rows_by, sums
 from streaming.batches.build import BadSample, BatchBuilder, OnError, Part, Recipe
 from streaming.batches.collate import default_collate
@@ -273,10 +281,7 @@ class Packed(PackedSource):
         """
         if isinstance(index, builtins.slice):
             raise ConfigError("packed[a:b]: packs have no ranges; take those of the documents: Packed(dataset[a:b], …)")
-        number, count = operator.index(index), len(self)
-        if not -count <= number < count:
-            raise IndexError(f"pack {number}: the data set has {count} packs")
-        return self.sample_at(number % count)
+        return self.sample_at(checked_place(index, len(self), "pack", "the data set has"))
 
     def sample_at(self, index: int, source: str = "") -> Sample:
         """Pack number ``index``, which there is; that of a mixture says which ``source`` of it this set is."""
@@ -478,7 +483,7 @@ class _Work:
     def _shard(self, shard: int) -> tuple[Int64Array, list[int], str]:
         """Groups of a shard (first chunk, one past the last, packs), the counts of ``PackCounts``, and a digest."""
         table, rules = self._documents.table, self._rules
-        low, high = np.searchsorted(table.shard, [shard, shard + 1]).tolist()
+        low, high = table.rows_of(shard)
         if low == high:
             return np.empty((0, 3), np.int64), [0] * len(_COUNTS), ""
         _, samples = samples_between(self._documents, low, high)

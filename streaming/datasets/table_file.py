@@ -14,7 +14,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import checks_names
+from streaming.arguments import check_choice, checked_place, checks_names
 from streaming.arrays import sums
 from streaming.catalog.lines import RecordStarts, scan_lines
 from streaming.catalog.open import digest_of
@@ -99,7 +99,7 @@ class TableDataset:
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
         """Rows by their numbers, read together where they lie together."""
-        places = [self._place(index.__index__()) for index in indices]
+        places = [self._place(index) for index in indices]
         runs: list[list[int]] = []  # places in ``places``, of records that are near each other
         for number in sorted(range(len(places)), key=lambda number: places[number][:2]):
             file, begin, *_ = places[number]
@@ -128,12 +128,9 @@ class TableDataset:
         more = f" and {len(self.urls) - 1} more" if len(self.urls) > 1 else ""
         return f"TableDataset({redact(self.urls[0])}{more}, {len(self)} rows)"
 
-    def _place(self, index: int) -> tuple[int, int, int, int]:
-        """File, first byte, one past the last byte, and number of a row."""
-        count = len(self)
-        if not -count <= index < count:
-            raise IndexError(f"row {index}: the files have {count} rows")
-        index %= count
+    def _place(self, given: SupportsIndex) -> tuple[int, int, int, int]:
+        """Find file, first byte, one past the last byte, and number of a row."""
+        index = checked_place(given, len(self), "row", "the files have")
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         record = index - int(self._firsts[file]) + (self._headers[file] is not None)
         return file, *self._files[file].range_of(record), index
@@ -168,8 +165,7 @@ class TableDataset:
 
 def _kind_of(url: str, kind: str | None) -> str:
     if kind is not None:
-        if kind not in _KINDS.values():
-            raise ConfigError(f"kind: expected jsonl, csv or tsv, got {kind!r}")
+        check_choice("kind", kind, dict.fromkeys(_KINDS.values()))
         return kind
     name = url.partition("?")[0].lower()
     found = _KINDS.get(os.path.splitext(name)[1])

@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from streaming.arguments import checked_int
+from streaming.arguments import checked_count, checked_seed
 from streaming.errors import ConfigError, IteratorEndedError, IteratorSupersededError
+from streaming.plan.state import LoaderState
 
 _Item = TypeVar("_Item")
-_MAX_COUNT = 2**62
 _OURS = str(Path(__file__).resolve().parent.parent)
 _NOT_THE_USERS = (_OURS, "/torch/utils/data/")
 _log = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ class Place:
     samples_seen: int
     detail: Any = None
     has_begun: bool = False
+
+    @classmethod
+    def of(cls, state: LoaderState, detail: Any = None) -> Self:
+        """Make the place at which a state stands."""
+        return cls(epoch=state.epoch, samples_seen=state.samples_seen, detail=detail, has_begun=state.has_begun)
 
 
 class Turn:
@@ -259,7 +264,7 @@ class Position:
         Raises:
             ConfigError: It is no epoch.
         """
-        checked_int("epoch", epoch, 0, _MAX_COUNT)
+        checked_count("epoch", epoch)
         if self.is_endless:
             return False
         if epoch != self.epoch:
@@ -278,7 +283,7 @@ class Position:
         Raises:
             ConfigError: It is no seed.
         """
-        self.next_seed = checked_int("seed", seed, 0, 2**64 - 1)
+        self.next_seed = checked_seed("seed", seed)
         place, turn = self.place, self._turn
         is_held = self._num_handed_out > 0 and self._num_received == 0 and turn is not None and turn.is_open
         self._places[-1 - self._num_held] = replace(place, has_begun=is_held and place.samples_seen == 0)

@@ -457,11 +457,6 @@ class _Work:
         firsts: list[int] = (np.cumsum(sizes) - sizes).tolist()
         return firsts
 
-    @cached_property
-    def _chunk_rows(self) -> list[int]:
-        rows: list[int] = np.searchsorted(self.table.shard, np.arange(len(self._sizes) + 1)).tolist()
-        return rows
-
     def part(self, rank: int, world_size: int) -> bytes:
         """The bits of the ``rank``-th run of shards, and which columns were found in them."""
         mine = part_of(len(self._sizes), rank, world_size)
@@ -551,19 +546,14 @@ class _Work:
             self._check(shard, facts)
         url = self.shards.urls[shard]
         for name, column in self.late.items():
-            found[name] = read_values(self.storage, url, self.shards.index, self._rows_of(shard), column)
+            found[name] = read_values(self.storage, url, self.shards.index, self.table.of_shard(shard), column)
         return found, lifted.there
-
-    def _rows_of(self, shard: int) -> ChunkTable:
-        low, high = self._chunk_rows[shard : shard + 2]
-        rows = self.table.rows(np.arange(low, high), self.table.num_samples[low:high])
-        return rows.alone(shard)
 
     def _check(self, shard: int, facts: Mapping[str, Any]) -> None:
         """The sample table must be that of the shard in the chunk table."""
         if not facts:
             return
-        low, high = self._chunk_rows[shard : shard + 2]
+        low, high = self.table.rows_of(shard)
         info, chunks = self.table.shards[shard], facts.get("chunks") or {}
         if facts.get("shard", [])[1:] != [info.size_bytes, info.num_samples] or (
             chunks.get("crc32c") != self.table.crc32c[low:high].tolist()

@@ -134,7 +134,7 @@ class ChunkTable:
     def take(self, shards: Sequence[int]) -> ChunkTable:
         """The chunks of the shards with these indices, in this order; an index may come more than once."""
         wanted = np.array(shards, np.int64)
-        bounds = np.searchsorted(self.shard, np.arange(len(self.shards) + 1))
+        bounds = np.array(self._bounds, np.int64)
         counts = (bounds[1:] - bounds[:-1])[wanted]
         # Row r of the result is row (its rank within its shard) after the shard's first row here.
         first = np.repeat(bounds[:-1][wanted] - np.concatenate(([0], np.cumsum(counts)[:-1])), counts)
@@ -148,10 +148,24 @@ class ChunkTable:
         columns = {name: getattr(self, name)[chunks] for name in _COLUMNS}
         return ChunkTable(shards=self.shards, **{**columns, "num_samples": num_samples})
 
-    def alone(self, shard: int) -> ChunkTable:
-        """These chunks, all of one shard, as the table of this shard."""
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        return ChunkTable(shards=(self.shards[shard],), **{**columns, "shard": np.zeros(self.num_chunks, np.int32)})
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """Of each shard its first row, and behind them the number of all rows."""
+        bounds: list[int] = np.searchsorted(self.shard, np.arange(len(self.shards) + 1)).tolist()
+        return bounds
+
+    def rows_of(self, shard: int) -> tuple[int, int]:
+        """The rows ``[first, stop)`` of one shard."""
+        first, stop = self._bounds[shard : shard + 2]
+        return first, stop
+
+    def of_shard(self, shard: int) -> ChunkTable:
+        """The chunks of one shard, as the table of it alone."""
+        rows = slice(*self.rows_of(shard))
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        return ChunkTable(
+            shards=(self.shards[shard],), **{**columns, "shard": np.zeros(rows.stop - rows.start, np.int32)}
+        )
 
     def between(self, first: int, stop: int) -> tuple[int, ChunkTable]:
         """The chunks of samples ``[first, stop)`` of all, and which chunk here is the first of them.
@@ -170,14 +184,7 @@ class ChunkTable:
 
     def by_shard(self) -> dict[str, ChunkTable]:
         """A table for each shard alone, by name."""
-        bounds = np.searchsorted(self.shard, np.arange(len(self.shards) + 1)).tolist()
-        tables = {}
-        for index, shard in enumerate(self.shards):
-            rows = slice(bounds[index], bounds[index + 1])
-            columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
-            columns["shard"] = np.zeros(rows.stop - rows.start, np.int32)
-            tables[shard.name] = ChunkTable(shards=(shard,), **columns)
-        return tables
+        return {shard.name: self.of_shard(number) for number, shard in enumerate(self.shards)}
 
     @classmethod
     def concat(cls, tables: Sequence[ChunkTable]) -> ChunkTable:

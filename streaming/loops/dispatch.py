@@ -29,7 +29,6 @@ from streaming.forks import in_children
 from streaming.loops.iterable import IterableLoop
 from streaming.loops.ordinary_options import Collate, OrdinaryConfig, with_valid
 from streaming.loops.parts import Cursor
-from streaming.plan.order import OrderSettings
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
 
@@ -85,7 +84,7 @@ class DispatchLoop(IterableLoop):
         if self._sharing is None:
             return super().start(place, seed)
         if seed is not None:
-            self.order = OrderSettings(seed=seed, lanes=1, window=0)
+            self.order = replace(self.order, seed=seed)
         timed = nullcontext if self._reads else partial(self.metrics.timed, "wait_for_batch_s")
         return _DispatchRun(self._sharing.run(lambda: self._read(place), place), timed)
 

@@ -196,7 +196,7 @@ class EpochLoop(BaseLoop):
             StateError: It belongs to another data set, epoch size or kind of order.
         """
         self._check_state(state)
-        place = Place(epoch=state.epoch, samples_seen=state.samples_seen, has_begun=state.has_begun)
+        place = Place.of(state)
         if self.shares is not None:
             self.shares.load(state, self.row_of(place))
         self._loaded_at, self.order, self._is_resumed = place, state.order, True

@@ -155,7 +155,7 @@ class IterableLoop(Loop):
         """
         cursors: tuple[Cursor, ...] = place.detail or ()
         if seed is not None:
-            self.order = OrderSettings(seed=seed, lanes=1, window=0)
+            self.order = replace(self.order, seed=seed)
         if place.samples_seen == 0 and not self.is_counted:
             cursors = ()
         return _IterableRun(self, self._open(place.epoch, cursors))
@@ -197,10 +197,7 @@ class IterableLoop(Loop):
                     "set state_dict and load_state_dict", type(self.dataset).__name__,
                 )  # fmt: skip
         self.order = state.order
-        place = Place(
-            epoch=state.epoch, samples_seen=state.samples_seen, detail=state.cursors, has_begun=state.has_begun
-        )
-        self.go_to(place, state.next_seed)
+        self.go_to(Place.of(state, state.cursors), state.next_seed)
 
     def report(self) -> dict[str, Any]:
         """All metrics."""

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate as torch_collate
 
 from infra import DeviceMesh
-from streaming.arguments import check_choice, checked_flag, checked_int, checks_names, is_number
+from streaming.arguments import check_choice, checked_flag, checked_int, checked_seed, checks_names, is_number
 from streaming.batches.collate import default_collate, without_rows
 from streaming.batches.jagged import Form, checked_jagged
 from streaming.engine.workers.context import ServerContext
@@ -156,7 +156,7 @@ class OrdinaryConfig:
     def __post_init__(self) -> None:
         checked_int("num_workers", self.num_workers, 0, MOST_BUILDERS)
         checked_int("prefetch_factor", self.prefetch_factor, 1, MOST_BUILDERS)
-        checked_int("seed", self.seed, 0, 2**64 - 1)
+        checked_seed("seed", self.seed)
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ConfigError(f"collate_fn: expected a function of a list of samples, got {self.collate_fn!r}")
         self._check_together()

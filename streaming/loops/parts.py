@@ -27,7 +27,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding, get_all_graph_pipes
 
-from streaming.arguments import checked_int, is_whole
+from streaming.arguments import checked_count, is_whole
 from streaming.batches.draw_watch import generator_states, set_generator_states
 from streaming.batches.draws import ALL_GENERATORS, seed_generators
 from streaming.errors import ConfigError, DataError, StateError
@@ -35,7 +35,6 @@ from streaming.loops.ordinary_options import Collate, Sharding, with_valid
 from streaming.plan.permutation import hash_words
 from streaming.types import LastBatch
 
-_MAX_COUNT = 2**62
 _BOTH = "dataset, iterator"  # the one key of a cursor's state that holds two
 
 
@@ -72,7 +71,7 @@ class Cursor:
             raise StateError(f"state: expected the position of a worker, got {data!r}")
         for name in ("worker", "pass_number", "num_items"):
             try:
-                checked_int(name, data[name], 0, _MAX_COUNT)
+                checked_count(name, data[name])
             except ConfigError as error:
                 raise StateError(f"state: {error}") from error
         return cls(**data)

@@ -103,8 +103,7 @@ class StreamedLoop(BaseLoop):
                 f"{state.epoch + 1}), or index the shards (shard_tools index URL) and start anew"
             )
         self.order = replace(state.order, lanes=self.order.lanes)
-        place = Place(epoch=state.epoch, samples_seen=state.samples_seen, has_begun=state.has_begun)
-        self.go_to(place, state.next_seed)
+        self.go_to(Place.of(state), state.next_seed)
 
     def _start(self, place: Place) -> Run:
         return self._shared(lambda: self._read(place), place)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from streaming.arrays import Columns, sums
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
-from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, keyed_number
+from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, keep_latest, keyed_number
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.plan.permutation import hash_table, permutations
 from streaming.plan.schedule import checked_weights
@@ -202,9 +202,7 @@ class SourceLanes:
                 era.listing, numbers, era.num_passes, self._lanes, first_round=era.first_round,
                 first_draw=era.first_draw,
             )  # fmt: skip
-            for old in list(self._bundles)[: max(len(self._bundles) - _KEPT_BUNDLES + 1, 0)]:
-                self._bundles.pop(old, None)
-            self._bundles[key] = found
+            keep_latest(self._bundles, key, found, _KEPT_BUNDLES)
         return found
 
     def rounds_of(self, low: int, high: int, start: int, stop: int) -> Iterator[tuple[_Era, range]]:
@@ -699,9 +697,7 @@ class MixedLanes(Endless):
             if found is None:
                 start, stop = number * self._block_time, (number + 1) * self._block_time
                 found = self._lay(group, start, stop)
-                for old in list(self._blocks)[: max(len(self._blocks) - _KEPT_BLOCKS + 1, 0)]:
-                    del self._blocks[old]
-                self._blocks[group, number] = found
+                keep_latest(self._blocks, (group, number), found, _KEPT_BLOCKS)
             return found
 
     def _lay(self, group: int, start: int, stop: int) -> _Block:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ from streaming.plan.order import ENDLESS, LaidOrder, Order, OrderSettings, check
 from streaming.plan.permutation import permutations, permutations_of
 from streaming.types import Int64Array
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _KEPT_FROM = 2**14  # chunks: permutations of fewer cost less than a millisecond
 
 
@@ -125,9 +127,7 @@ class Listing:
             order = self._passes.get(number)
             if order is None:
                 order = permutations(self.key, np.array([number]), self.num_chunks)[0]
-                for old in list(self._passes)[: max(len(self._passes) - 1, 0)]:
-                    self._passes.pop(old, None)
-                self._passes[number] = order
+                keep_latest(self._passes, number, order, 2)
             found.append(order)
         return np.array(found, np.int64).reshape(len(numbers), self.num_chunks)
 
@@ -226,6 +226,13 @@ def keyed_number(seed: int, purpose: str, name: str, *numbers: int) -> int:
     text = "\n".join([purpose, *map(str, numbers), name]).encode()
     key = seed.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
+
+
+def keep_latest(kept: dict[_Key, _Value], key: _Key, value: _Value, most: int) -> None:
+    """Keep a value in a dict of at most so many, from which the oldest go; other threads may do so meanwhile."""
+    for old in list(kept)[: max(len(kept) - most + 1, 0)]:
+        kept.pop(old, None)
+    kept[key] = value
 
 
 def eras_grown(eras: Sequence[tuple[int, int]], first_pass: int, num_chunks: int) -> list[tuple[int, int]]:

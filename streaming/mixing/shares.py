@@ -26,10 +26,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import checked_int
+from streaming.arguments import checked_int, checked_seed
 from streaming.errors import ConfigError
 from streaming.mixing.endless import checked_schedule
-from streaming.mixing.passes import Weights
+from streaming.mixing.passes import Weights, keep_latest
 from streaming.plan.permutation import permutations
 from streaming.plan.schedule import checked_weights
 from streaming.types import Int64Array
@@ -104,7 +104,7 @@ class ShareTree:
 
     def __init__(self, names: Sequence[str], schedule: Sequence[Weights], *, lanes: int, seed: int) -> None:
         self.lanes = checked_int("lanes", lanes, 1, 2**20)
-        self.seed = checked_int("seed", seed, 0, 2**64 - 1)
+        self.seed = checked_seed("seed", seed)
         self.names = tuple(names)
         entries = checked_schedule(self.names, schedule)
         self.starts: Int64Array = np.array([entry.start for entry in entries], np.int64)
@@ -261,9 +261,8 @@ class ShareTree:
                 children = self._children[nodes, side]
                 passed[children[children >= 0]] = went[children >= 0]
         most = max(_KEPT_NUMBERS // max(3 * passed.size, 1), 1)
-        for old in list(self._states)[: max(len(self._states) - most + 1, 0)]:
-            self._states.pop(old, None)
-        found = self._states[lane] = _State(passed, above, below)
+        found = _State(passed, above, below)
+        keep_latest(self._states, lane, found, most)
         return found
 
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, get_args
 
-from streaming.arguments import checked_int
+from streaming.arguments import MAX_COUNT, checked_count
 from streaming.errors import ConfigError, StateError
-from streaming.plan.schedule import MAX_ROW, Schedule, checked_weights
+from streaming.plan.schedule import Schedule, checked_weights, value_at
 
 START, RESUMED, CHANGED, GROWN = "start", "changed at a resume", "set_weights", "grown"
 Dealt: TypeAlias = Literal["chunks", "samples", "batches"]
@@ -71,7 +71,7 @@ class Entry:
     laid: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checked_int("from", self.start, 0, MAX_ROW)
+        checked_count("from", self.start)
         if not self.sources:
             raise ConfigError("sources: none are named")
         if self.quotas is None:
@@ -79,12 +79,12 @@ class Entry:
         if self.dealt not in get_args(Dealt) or (self.dealt == "batches") != (self.batch_size is not None):
             raise ConfigError(f"dealt: expected one of {get_args(Dealt)}, got {self.dealt!r} of {self.batch_size}")
         if self.batch_size is not None:
-            checked_int("batch_size", self.batch_size, 1, MAX_ROW)
+            checked_count("batch_size", self.batch_size, 1)
         for name, count in {**self.shards, **self.joins}.items():
-            checked_int(f"shards, joins of {name!r}", count, 0, MAX_ROW)
+            checked_count(f"shards, joins of {name!r}", count)
         for name, counts in self.laid.items():
             for count in counts:
-                checked_int(f"laid of {name!r}", count, 0, MAX_ROW)
+                checked_count(f"laid of {name!r}", count)
         named = (self.weights, self.quotas or {}, self.shards, self.joins, self.laid)
         unknown = {name for names in named for name in names} - set(self.sources)
         if unknown:
@@ -237,7 +237,7 @@ class Ledger:
         if self.last.quotas is not None:
             return []
         names = self.sources
-        stops = [*(entry.start for entry in self.entries[1:]), MAX_ROW + 1]
+        stops = [*(entry.start for entry in self.entries[1:]), MAX_COUNT + 1]
         found: list[Segment] = []
         for entry, stop in zip(self.entries, stops, strict=True):
             for row, weights in _rows_of(entry):
@@ -253,8 +253,7 @@ class Ledger:
     def segments_from(self, row: int) -> list[Segment]:
         """Those from a row on; the first begins there. Of a mixture without end."""
         segments = self.segments()
-        here = [weights for start, weights in segments if start <= row][-1]
-        return [(row, here), *((start, weights) for start, weights in segments if start > row)]
+        return [(row, value_at(segments, row)), *((start, weights) for start, weights in segments if start > row)]
 
     def to_list(self) -> list[dict[str, Any]]:
         """Its form in a state."""

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import check_choice, checked_flag, checked_int
+from streaming.arguments import check_choice, checked_count, checked_flag, checked_int, checked_seed
 from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
 from streaming.plan.permutation import CHUNKS, UInt64Array, hash_range, stream_key
@@ -38,7 +38,6 @@ ENDLESS = 2**50
 LEAST_STRETCH = 2048
 """Lane positions evaluated at once at least; amortises the calls into NumPy."""
 _MAX_INT32 = 2**31 - 1
-_MASK = 2**64 - 1
 _WINDOW, _HOMES = 2, 3  # purposes: each draws from its own stream
 
 Scope = Literal["global", "lane"]
@@ -86,7 +85,7 @@ class OrderSettings:
     def __post_init__(self) -> None:
         check_choice("scope", self.scope, get_args(Scope))
         set_ = object.__setattr__
-        set_(self, "seed", checked_int("seed", self.seed, 0, _MASK))
+        set_(self, "seed", checked_seed("seed", self.seed))
         set_(self, "lanes", checked_int("lanes", self.lanes, 1, MAX_LANES))
         set_(self, "window", checked_int("window", self.window, 0, MAX_WINDOW))
         if not checked_flag("shuffle", self.shuffle) and (self.lanes, self.window) != (1, 0):
@@ -140,7 +139,7 @@ def default_lanes(global_batch_size: int) -> int:
 
 def default_window(num_samples: int, num_chunks: int) -> int:
     """Twice the mean number of samples per chunk, rounded up: about five chunks per lane are then live."""
-    checked_int("num_samples", num_samples, 0, 2**62)
+    checked_count("num_samples", num_samples)
     checked_int("num_chunks", num_chunks, 1, _MAX_INT32)
     return min(max(-(-2 * num_samples // num_chunks), 1), MAX_WINDOW)
 
@@ -309,7 +308,7 @@ class LaidOrder:
         self, chunk_ids: Int64Array, sizes: Int64Array, firsts: Int64Array | None, settings: OrderSettings, epoch: int
     ) -> None:
         self.settings = settings
-        self.epoch = checked_int("epoch", epoch, 0, 2**62)
+        self.epoch = checked_count("epoch", epoch)
         self.chunk_order = chunk_ids
         self.chunk_starts = sums(sizes)
         self.num_samples = int(self.chunk_starts[-1])
@@ -446,7 +445,7 @@ class EpochOrder(LaidOrder):
             ConfigError: If an argument is out of range or there is no sample.
         """
         sizes = checked_chunk_samples(chunk_samples)
-        checked_int("epoch", epoch, 0, 2**62)
+        checked_count("epoch", epoch)
         chunk_order = _permuted(sizes, settings, epoch) if settings.shuffle else np.arange(len(sizes), dtype=np.int64)
         super().__init__(chunk_order, sizes[chunk_order], None, settings, epoch)
 

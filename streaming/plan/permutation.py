@@ -18,14 +18,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import checked_int
+from streaming.arguments import checked_count
 from streaming.errors import ConfigError
 from streaming.types import Int64Array
 
 UInt64Array = npt.NDArray[np.uint64]
 MAX_SORTED = 2**20
 """Sets of up to so many samples are sorted: 8 MiB, and a tenth of a second per pass."""
-_MAX_SAMPLES = 2**62
 _ROUNDS = 8  # of half a network each; four whole Luby-Rackoff rounds
 _SUBSTITUTES = 3  # purpose, so that draws differ from those of the order
 _MASK = 2**64 - 1
@@ -120,7 +119,7 @@ class Permutation:
     """
 
     def __init__(self, num_samples: int, seed: int, pass_number: int) -> None:
-        self.num_samples = checked_int("num_samples", num_samples, 1, _MAX_SAMPLES)
+        self.num_samples = checked_count("num_samples", num_samples, 1)
         self._sorted: Int64Array | None = None
         if num_samples <= MAX_SORTED:
             self._sorted = permutations(seed, np.array([pass_number]), num_samples)[0]

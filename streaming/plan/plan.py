@@ -24,7 +24,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arguments import checked_int
+from streaming.arguments import MAX_COUNT, checked_count, checked_int
 from streaming.arrays import sums
 from streaming.errors import ConfigError
 from streaming.plan.intervals import ChunkIntervals
@@ -37,7 +37,7 @@ from streaming.plan.order import (
     OrderSettings,
     deal_by_lane,
 )
-from streaming.plan.settings import MAX_COUNT, Shape
+from streaming.plan.settings import Shape
 from streaming.types import Int64Array, LastBatch
 
 PASSES_LOOKED_AT = 8
@@ -139,7 +139,7 @@ class Plan:
         left = self.num_samples - self.start
         self.num_batches = self.shape.batches_in(left)
         if most_batches is not None:
-            self.num_batches = min(self.num_batches, checked_int("most_batches", most_batches, 0, MAX_COUNT))
+            self.num_batches = min(self.num_batches, checked_count("most_batches", most_batches))
         self._stop = self._origin + min(left, self.num_batches * self.global_batch_size)
         self._orders: dict[int, Order] = {}
         self._segments: dict[tuple[int, int], _Segment] = {}
@@ -246,7 +246,7 @@ class Plan:
             own = min(max(position, at), end) - origin
             slot += -(-(own - lane) // self.settings.lanes) - -(-(at - origin - lane) // self.settings.lanes)
             at = end
-        return batch, ((slot + 1) * self.dp_world_size - 1) // (stop - start)
+        return batch, self.shape.rank_of(slot, stop - start)
 
     def chunk_intervals(self, dp_rank: int) -> ChunkIntervals:
         """When this rank needs which chunk, over all remaining batches, from a closed form.

@@ -9,7 +9,7 @@ from typing import Self
 from streaming.arguments import is_whole, resolve_batch_size
 from streaming.errors import ConfigError
 from streaming.plan.order import default_lanes
-from streaming.plan.schedule import Schedule
+from streaming.plan.schedule import Schedule, value_at
 from streaming.types import LastBatch
 
 
@@ -51,7 +51,7 @@ class Ramp:
 
     def size_at(self, row: int) -> int:
         """The size of a batch that begins at a row."""
-        return [size for start, size in self.steps if start <= row][-1]
+        return value_at(self.steps, row)
 
     def border_behind(self, row: int) -> int | None:
         """The next row from which on batches have another size."""

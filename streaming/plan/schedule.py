@@ -7,17 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-import numpy as np
-
-from streaming.arguments import check_choice, checked_int
+from streaming.arguments import check_choice, checked_count, checked_int, is_number
 from streaming.errors import ConfigError, StateError
 
+_T = TypeVar("_T")
 Value: TypeAlias = Mapping[str, float] | float
 """The weights of sources by name, or one number."""
 Shape: TypeAlias = Literal["linear", "root", "cosine", "steps"]
-MAX_ROW = 2**62
 MAX_SEGMENTS = 2**16
 _UNIT = 2**32  # of the way from start to end: rounded to it, so that a library's cosine is the same on every machine
 
@@ -57,7 +55,7 @@ class Schedule:
         if self.shape == "steps":
             _check_steps(self.listed)
         else:
-            object.__setattr__(self, "over", checked_int("Schedule: over", self.over, 1, MAX_ROW))
+            object.__setattr__(self, "over", checked_count("Schedule: over", self.over, 1))
             segments = checked_int("Schedule: segments", self.num_segments, 1, MAX_SEGMENTS)
             object.__setattr__(self, "num_segments", segments)
             if not _is_number(self.degree) or not self.degree > 0:
@@ -102,7 +100,7 @@ class Schedule:
         if not isinstance(values, Mapping):
             raise ConfigError(f"Schedule.steps: expected a dict such as {{0: …, 10**6: …}}, got {values!r}")
         for row in values:
-            checked_int("Schedule.steps: row", row, 0, MAX_ROW)
+            checked_count("Schedule.steps: row", row)
         return cls(shape="steps", listed=tuple((int(row), _plain(values[row])) for row in sorted(values)))
 
     @classmethod
@@ -117,7 +115,7 @@ class Schedule:
         if not callable(function):
             raise ConfigError(f"Schedule.custom: expected a function of a row, got {function!r}")
         rows = _borders(
-            checked_int("Schedule: over", over, 1, MAX_ROW),
+            checked_count("Schedule: over", over, 1),
             checked_int("Schedule: segments", segments, 1, MAX_SEGMENTS),
         )
         at = [(row, (row + stop) // 2) for row, stop in pairwise(rows)]
@@ -143,8 +141,8 @@ class Schedule:
         Raises:
             ConfigError: There is no such row.
         """
-        row = checked_int("Schedule.at: row", row, 0, MAX_ROW)
-        return [value for start, value in self.segments() if start <= row][-1]
+        row = checked_count("Schedule.at: row", row)
+        return value_at(self.segments(), row)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict that :meth:`from_dict` reads."""
@@ -189,6 +187,11 @@ class Schedule:
         return float(low + (high - low) * way)
 
 
+def value_at(steps: Sequence[tuple[int, _T]], row: int) -> _T:
+    """Return the value that holds at a row, of rows that ascend from 0 and the value from each one on."""
+    return [value for start, value in steps if start <= row][-1]
+
+
 def _called(function: Callable[[int], Value], row: int) -> Value:
     """A user's function at a row; what it raises says so."""
     try:
@@ -227,8 +230,8 @@ def _plain(value: Any) -> Value:
 
 
 def _is_number(value: object) -> bool:
-    is_real = isinstance(value, (int, float)) or (hasattr(value, "dtype") and not getattr(value, "shape", ()))
-    return is_real and not isinstance(value, bool) and 0 <= value < math.inf  # type: ignore[operator]
+    is_real = is_number(value) or (hasattr(value, "dtype") and not getattr(value, "shape", ()))
+    return is_real and 0 <= value < math.inf  # type: ignore[operator]
 
 
 def _check_steps(listed: Sequence[tuple[int, Value]]) -> None:
@@ -263,8 +266,7 @@ def checked_weights(weights: Mapping[str, float], what: str = "weights") -> dict
     """
     exact = {}
     for name, weight in weights.items():
-        number = isinstance(weight, (int, float, np.number, Fraction)) and not isinstance(weight, bool)
-        if not number or not 0 <= weight < float("inf"):
+        if not is_number(weight) or not 0 <= weight < math.inf:
             within = "; shares within a mixture are its own weights=" if isinstance(weight, Mapping) else ""
             raise ConfigError(f"{what}: {name!r}: expected a number from 0 on, got {weight!r}{within}")
         exact[name] = Fraction(weight if isinstance(weight, (int, Fraction)) else float(weight))

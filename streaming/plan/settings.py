@@ -8,6 +8,8 @@ from typing import Self, TypeVar, get_args
 import numpy as np
 
 from streaming.arguments import (
+    MAX_COUNT,
+    MAX_SEED,
     check_choice,
     checked_int,
     checked_last_batch,
@@ -27,8 +29,6 @@ from streaming.plan.order import (
 from streaming.plan.ramp import Ramp
 from streaming.types import Int64Array, LastBatch
 
-MAX_SEED = 2**64 - 1
-MAX_COUNT = 2**62
 _Count = TypeVar("_Count", int, Int64Array)
 
 
@@ -182,6 +182,10 @@ class Shape:
     def share(self, size: _Count, rank: int) -> tuple[_Count, _Count]:
         """Which of ``size`` samples in their order, ``[low, high)``, one rank gets."""
         return size * rank // self.num_ranks, size * (rank + 1) // self.num_ranks
+
+    def rank_of(self, place: _Count, size: int) -> _Count:
+        """Which rank gets the sample at a place among ``size`` in their order: the inverse of ``share``."""
+        return ((place + 1) * self.num_ranks - 1) // size
 
     def rows_of(self, rank: int) -> int:
         """Samples of one rank in a full batch."""

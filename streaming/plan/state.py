@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streaming.arguments import checked_flag, checked_int
+from streaming.arguments import MAX_COUNT, checked_count, checked_flag, checked_int, checked_seed
 from streaming.errors import ConfigError, StateError
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import OrderSettings
@@ -22,7 +22,6 @@ _TEXT = "ledger_text"
 """The ledger as JSON, a single value: torch.distributed.checkpoint takes lists of dicts apart, and gives back of them
 what the state of a new loader has at the same places: of a ledger that grew, its first entry."""
 _BEGUN = "has_begun"  # in a state only where it is so: older releases read all others
-_MAX_COUNT = 2**62
 _NAMES = (
     "version", "epoch", "samples_seen", "order", "next_seed", "fingerprint", "num_samples", "epoch_size",
 )  # fmt: skip
@@ -57,12 +56,12 @@ class LoaderState:
 
     def __post_init__(self) -> None:
         try:
-            checked_int("num_samples", self.num_samples, 1, _MAX_COUNT)
-            checked_int("epoch", self.epoch, 0, _MAX_COUNT)
+            checked_count("num_samples", self.num_samples, 1)
+            checked_count("epoch", self.epoch)
             if self.next_seed is not None:
-                checked_int("next_seed", self.next_seed, 0, 2**64 - 1)
+                checked_seed("next_seed", self.next_seed)
             if self.epoch_size is not None:
-                checked_int("epoch_size", self.epoch_size, 1, _MAX_COUNT)
+                checked_count("epoch_size", self.epoch_size, 1)
             checked_int("samples_seen", self.samples_seen, 0, self._epoch_samples)
             checked_flag(_BEGUN, self.has_begun)
         except ConfigError as error:
@@ -103,7 +102,7 @@ class LoaderState:
         if self.ledger is None:
             return self.num_samples
         quotas = self.ledger.last.quotas
-        return _MAX_COUNT if quotas is None else sum(quotas.values())
+        return MAX_COUNT if quotas is None else sum(quotas.values())
 
     def to_dict(self) -> dict[str, Any]:
         """A small JSON-able dict, equal on every rank."""

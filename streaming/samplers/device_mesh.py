@@ -252,7 +252,7 @@ class DeviceMeshSampler(Sampler[Any]):
             )
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         self.order = state.order
-        place = Place(epoch=state.epoch, samples_seen=state.samples_seen, has_begun=state.has_begun)
+        place = Place.of(state)
         if not self.batches_left(state.samples_seen):  # a state of an older release, behind the last batch of an epoch
             place = Place(epoch=state.epoch + 1, samples_seen=0)
         return self.position.load(place, state.next_seed)
