@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
+from streaming.mixing import lanes
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import MixedLanes, Rounds, Runs, SourceLanes, growths
 from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
@@ -209,7 +210,7 @@ def test_blocks_cut_out_of_sorted_runs_are_those_of_all_runs_looked_through(case
     found = []
     for sorted_from in (1, 10**9):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("streaming.mixing.lanes._SORTED_FROM", sorted_from)
+            patch.setattr(lanes, "_SORTED_FROM", sorted_from)
             orders = case.orders()
             assert isinstance(orders, MixedLanes)
             blocks = [orders._block(0, number) for number in numbers]

@@ -22,6 +22,7 @@ from servers import MiniS3Server
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig, StreamingDataset
+from streaming.datasets import mixture as mixtures
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
 from streaming.plan import memory as budget
 from streaming.plan.plan import Plan
@@ -508,7 +509,7 @@ def test_weights_of_a_running_job_let_a_source_be_dropped_too(sets: dict[str, Sa
 def test_of_sources_that_are_too_many_for_a_state_it_says_that_they_stay(
     sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streaming.datasets.mixture._MOST_LAID", 1)
+    monkeypatch.setattr(mixtures, "_MOST_LAID", 1)
     with DataLoader(mixture(sets, weights=dict.fromkeys(SIZES, 1), shuffle=FEW_LANES), batch_size=12) as loader:
         take(loader, 5)
         with caplog.at_level(logging.INFO, "streaming"):

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -339,10 +338,10 @@ class StillClock:
 
 def test_it_sleeps_until_the_next_report_is_due(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StillClock(sleeps=5)
-    monkeypatch.setattr("streaming.epochs.watch.time", clock)
-    monkeypatch.setattr("streaming.epochs.watch.threading", SimpleNamespace(
-        Event=lambda: clock, Thread=threading.Thread, current_thread=threading.current_thread))  # fmt: skip
-    dog = Watchdog(1.0, "nothing", lambda: "because")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Event", lambda: clock)
+        dog = Watchdog(1.0, "nothing", lambda: "because")
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
     dog.begin()
     assert clock.ended.wait(30)
     dog.stop()

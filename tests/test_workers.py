@@ -31,7 +31,7 @@ from streaming.batches.build import BadSample, BatchBuilder, Part, Recipe
 from streaming.batches.rows import FieldRange, Rows
 from streaming.decode import resolve_decoders
 from streaming.engine.memory.arena import Arena
-from streaming.engine.workers.fork_server import ForkServer, SharedServer
+from streaming.engine.workers.fork_server import SHARED, ForkServer
 from streaming.engine.workers.pool import MAX_DEATHS, WorkerPool
 from streaming.engine.workers.ring import BatchRing
 from streaming.errors import ChecksumError, ConfigError, DecodeError, WorkerDiedError, WorkerError
@@ -434,7 +434,7 @@ def test_a_batch_that_keeps_killing_its_workers_is_named(bench: Bench, death: An
 
 def test_workers_that_do_not_start_are_not_blamed_on_the_batch(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    monkeypatch.setattr("streaming.engine.workers.processes.SHARED", SharedServer())  # not one that is running already
+    SHARED.close()  # one that is running already would do
     arena, ring = Arena(1 << 20), BatchRing(2)
     bench = Bench.__new__(Bench)
     bench.arena = arena
