@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,7 +34,7 @@ class LargeSums:
         rest: int64 ``[S]``: CRC32C of the rest of each span that has a large member. Empty without any.
     """
 
-    fields: Mapping[str, Int64Array] = field(default_factory=lambda: MappingProxyType({}))
+    fields: Mapping[str, Int64Array] = field(default_factory=dict)
     rest: Int64Array = field(default_factory=lambda: np.empty(0, np.int64))
 
 

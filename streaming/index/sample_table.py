@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -70,7 +69,7 @@ class SampleTable:
     chunk: NDArray[np.int32] = field(repr=False)
     record_starts: Int64Array = field(repr=False)
     fields: FieldRanges = field(repr=False)
-    columns: Mapping[str, pa.Array] = field(default_factory=lambda: MappingProxyType({}), repr=False)
+    columns: Mapping[str, pa.Array] = field(default_factory=dict, repr=False)
     span_starts: Int64Array = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
     span_crc32c: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32), repr=False)
     large: LargeSums = field(default_factory=LargeSums, repr=False)
@@ -122,8 +121,8 @@ class SampleTable:
             keys=keys,
             chunk=np.repeat(np.arange(counts.size, dtype=np.int32), counts),
             record_starts=record_starts,
-            fields=MappingProxyType(dict(fields)),
-            columns=MappingProxyType(dict(columns or {})),
+            fields=dict(fields),
+            columns=dict(columns or {}),
             span_starts=np.zeros(1, np.int64) if spans is None else spans[0],
             span_crc32c=np.empty(0, np.uint32) if spans is None else spans[1],
             large=large or LargeSums(),
@@ -300,16 +299,11 @@ class SampleTable:
                 record_starts=np.concatenate((starts, starts[-1:] + sizes[-1:]))
                 if starts.size
                 else np.zeros(1, np.int64),
-                fields=MappingProxyType(
-                    {
-                        name: (
-                            numbers(rows.column(_START + name), np.int64),
-                            numbers(rows.column(_SIZE + name), np.int64),
-                        )
-                        for name in facts["fields"]
-                    }
-                ),
-                columns=MappingProxyType({name: rows.column(name).combine_chunks() for name in facts["columns"]}),
+                fields={
+                    name: (numbers(rows.column(_START + name), np.int64), numbers(rows.column(_SIZE + name), np.int64))
+                    for name in facts["fields"]
+                },
+                columns={name: rows.column(name).combine_chunks() for name in facts["columns"]},
                 span_starts=span_starts,
                 span_crc32c=span_crc32c,
                 large=_large(rows, facts, span_starts),
@@ -375,7 +369,7 @@ class Records:
         keys = rows.column("key").combine_chunks()
         if len(keys) != chunks.shards[0].num_samples or keys.null_count:
             raise IndexFormatError(f"{source}: {chunks.shards[0].num_samples} samples, but {len(keys)} keys")
-        return cls(chunks=chunks, keys=Keys(keys), fields=MappingProxyType(found))
+        return cls(chunks=chunks, keys=Keys(keys), fields=found)
 
 
 def chunk_rows_from_footer(buffer: Any, source: str = "sample file") -> ChunkTable:
@@ -416,7 +410,7 @@ def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64Array) ->
         return LargeSums()
     rest = _sums_of_column(rows.column(_REST_CRC32C))
     return LargeSums(
-        fields=MappingProxyType({name: _sums_of_column(rows.column(_CRC32C + name)) for name in names}),
+        fields={name: _sums_of_column(rows.column(_CRC32C + name)) for name in names},
         rest=rest[span_starts[:-1]],
     )
 

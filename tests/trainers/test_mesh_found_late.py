@@ -100,7 +100,7 @@ def test_what_was_set_and_loaded_before_holds_on_the_mesh_found_later(
     assert set(received) == rest
 
 
-@pytest.mark.parametrize("kind", ["indexed", "map-style", "fetcher"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_loader_that_is_sent_to_another_process_reads_the_share_of_that(
     monkeypatch: pytest.MonkeyPatch, sets: dict[str, SampleSet], kind: str
 ) -> None:
