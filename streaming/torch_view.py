@@ -170,21 +170,24 @@ class _Part:
         self._seen = 0 if loaded is None else int(loaded["samples"])
         self._last_batch = view.last_batch
         total = view._num_samples
-        self._share = {"drop": total // parts, "pad": -(-total // parts), "partial": -1}[view.last_batch]
         if total < parts:
             raise ConfigError(
                 f"{total} samples cannot be dealt to {parts} parts (data-parallel ranks times torch workers); use "
                 "fewer workers"
             )
         rows = max(1, -(-_LEAST_BLOCK // parts))
+        blocks, tail = divmod(total, rows * parts)
+        low, high = Shape(global_batch_size=rows * parts, num_ranks=parts).share(tail, part)
+        own = blocks * rows + high - low
+        self._share = {"drop": total // parts, "pad": -(-total // parts), "partial": own}[view.last_batch]
         self._fetcher = DeviceMeshFetcher(
             view.dataset, rows, device_mesh=DeviceMesh.from_sizes(dp_size=parts, rank=part), last_batch="partial",
             memory_limit=view._memory_limit, agreement_timeout=None,
         )  # fmt: skip
         state = self._fetcher.state_dict() if loaded is None else dict(loaded["loader"])
-        block = self._seen // rows
+        block = max(0, self._seen - 1) // rows  # from the sample seen last on, which may be repeated as padding
         self._skip = self._seen - block * rows
-        self._base = {**state, "epoch": epoch, "samples_seen": min(block * rows * parts, total)}
+        self._base = {**state, "epoch": epoch, "samples_seen": block * rows * parts}
         self._fetcher.load_state_dict(self._base)
         self._ended = False
 
@@ -196,18 +199,17 @@ class _Part:
 
     def __iter__(self) -> Iterator[Sample]:
         samples = (sample for block in self._fetcher for sample in block)
-        last: Sample | None = None
+        last: Sample = {}
         try:
-            for last in islice(samples, self._skip, None):
-                self._seen += 1
-                self._ended = self._seen == self._share
-                yield self._marked(last, is_valid=True)
-                if self._ended:
-                    return
-            if self._last_batch == "pad" and self._seen < self._share:
-                self._seen += 1
-                self._ended = True
-                yield self._marked({} if last is None else last, is_valid=False)
+            for seen in islice(samples, self._skip):
+                last = seen
+            for number in range(self._seen, self._share):
+                sample = next(samples, None)
+                if sample is None and self._last_batch != "pad":  # some were skipped
+                    break
+                self._seen, self._ended = number + 1, number + 1 == self._share
+                last = last if sample is None else sample
+                yield self._marked(last, is_valid=sample is not None)
             self._ended = True
         finally:
             self._fetcher.close()

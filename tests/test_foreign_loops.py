@@ -105,6 +105,29 @@ def test_the_state_is_that_of_torchdata(samples: SampleSet, stop: int) -> None:
         assert [row["__key__"] for row in resumed] == epochs[2]
 
 
+@pytest.mark.parametrize("last_batch", ["drop", "pad", "partial"])
+@pytest.mark.parametrize(("total", "ranks"), [(64, 1), (64, 2), (66, 3), (67, 2)])
+def test_the_last_samples_of_an_epoch_can_be_gone_on_from(
+    samples: SampleSet, last_batch: str, total: int, ranks: int
+) -> None:
+    """64 samples of all ranks are planned as one: a resume may begin right behind them, or before the padding."""
+
+    def view(rank: int) -> TorchIterable:
+        mesh = DeviceMesh.from_sizes(dp_size=ranks, rank=rank)
+        return TorchIterable(samples.open(fields=("cls",))[:total], device_mesh=mesh, last_batch=last_batch)
+
+    for rank in range(ranks):
+        rows, states = [], []
+        for row in (whole := view(rank)):
+            rows.append(row)
+            states.append(whole.state_dict())
+        later = [list(whole), list(whole)]
+        for stop in range(len(rows) - 2, len(rows) + 1):
+            resumed = view(rank)
+            resumed.load_state_dict(states[stop - 1])
+            assert [list(resumed), list(resumed)] == ([rows[stop:], later[0]] if rows[stop:] else later)
+
+
 def test_workers_that_load_a_state_go_on_together(samples: SampleSet) -> None:
     """Two workers, as torchdata restores them: each in its own copy, one claim of an epoch for both."""
     view = view_of(samples)
