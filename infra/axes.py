@@ -22,7 +22,7 @@ REPLICA_NAMES = PIPELINE_NAMES | frozenset(
 
 
 def row_major(place: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence[str]) -> int:
-    """Number a place within the grid of ``axes`` alone, the first varying slowest."""
+    """Return the number a place within the grid of ``axes`` alone, the first varying slowest."""
     number = 0
     for name in axes:
         number = number * sizes[name] + place[name]

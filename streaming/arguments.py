@@ -87,7 +87,7 @@ def checked_place(index: SupportsIndex, count: int, what: str, owner: str) -> in
 
 
 def checked_ratio(name: str, value: object) -> float:
-    """``value`` as a float of at least 1.
+    """Return ``value`` as a float of at least 1.
 
     Raises:
         ConfigError: It is anything else.
@@ -177,7 +177,7 @@ def checks_names(elsewhere: Mapping[str, str] | None = None) -> Callable[[_Class
 
 
 def option_names(cls: type) -> tuple[str, ...]:
-    """Everything that may be given to a class by name."""
+    """Return everything that may be given to a class by name."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     return tuple(one.name for one in parameters if one.kind in {one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY})
 
@@ -314,7 +314,7 @@ def most_bad(limit: float, num_samples: float) -> int:
 
 
 def parse_bytes(size: int | str, *, name: str = "size") -> int:
-    """Number of bytes in ``size``: an int, or a string such as ``"256MB"`` (10^6) or ``"256MiB"`` (2^20).
+    """Return the number of bytes in ``size``: an int, or a string such as ``"256MB"`` (10^6) or ``"256MiB"`` (2^20).
 
     Args:
         size: The size; must be positive.
@@ -339,7 +339,7 @@ def parse_bytes(size: int | str, *, name: str = "size") -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``num_bytes`` for people: ``"1.5 GiB"``."""
+    """Return ``num_bytes`` for people: ``"1.5 GiB"``."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

@@ -46,7 +46,7 @@ def in_children(thing: _T, renew: Callable[[_T], object]) -> None:
 
 
 def renew_lock(thing: Any) -> None:
-    """For ``in_children``: a new ``thing._lock``, since nobody in the child would give back one that was taken."""
+    """Make a new ``thing._lock``, for ``in_children``, since nobody in the child would give back one that was taken."""
     thing._lock = threading.Lock()
 
 

@@ -162,7 +162,7 @@ class DeviceMeshFetcher(Closable):
         return mesh
 
     def _resolve(self, dataset: Any) -> Any:
-        """The data set itself, where it was given as a function that makes it."""
+        """Return the data set itself, where it was given as a function that makes it."""
         made = dataset if isinstance(dataset, _STREAMED) else resolve_dataset(dataset)
         _refuse_what_deals(made)
         self._given = self.dataset = made
@@ -266,7 +266,7 @@ class DeviceMeshFetcher(Closable):
         self._check.now(checked_seconds("check_agreement: timeout", timeout))
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, the same on every rank."""
+        """Count the batches in a whole epoch, the same on every rank."""
         self._look_again()
         self._check_ends()
         return self._loop.num_batches
@@ -288,7 +288,7 @@ class DeviceMeshFetcher(Closable):
         self._loop.set_epoch(epoch)
 
     def seed(self, seed: int) -> None:
-        """A new order, from the next epoch that starts."""
+        """Take a new order from the next epoch that starts."""
         self._loop.set_seed(seed)
 
     def seen(self) -> dict[str, dict[str, float]]:
@@ -338,7 +338,7 @@ class DeviceMeshFetcher(Closable):
         return self._loop.set_weights(weights, at=at, timeout_s=seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch received last: small, JSON-able, the same on every rank.
+        """Return the position after the batch received last: small, JSON-able, the same on every rank.
 
         Behind the last batch of an epoch it is the start of the next one. Batches that a wrapper holds back, as
         ``DevicePrefetcher`` does, have not been received.
@@ -423,11 +423,14 @@ class DeviceMeshFetcher(Closable):
         )  # fmt: skip
 
     def metrics(self) -> dict[str, Any]:
-        """Counters and waits since the loader was made, by name and unit; ``bad`` lists this epoch's bad samples."""
+        """Return counters and waits since the loader was made, by name and unit.
+
+        ``bad`` lists this epoch's bad samples.
+        """
         return self._loop.report()
 
     def describe(self) -> str:
-        """In words, a line for each stage: what the next batch waits for at this moment. From any thread."""
+        """Say what the next batch waits for at this moment, a line for each stage. From any thread."""
         waiting_s = None if self._watchdog is None else self._watchdog.waiting_s
         waiting = [] if waiting_s is None else [f"the consumer has waited {waiting_s:.1f} s for a batch"]
         return "\n".join([*waiting, _report(self._loop, self._stages)])
@@ -458,7 +461,7 @@ class DeviceMeshFetcher(Closable):
     """As DataLoader2 called it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs to go on from here, as under ``torch.multiprocessing.spawn``.
+        """Return what another process needs to go on from here, as under ``torch.multiprocessing.spawn``.
 
         There a mesh that was not given is looked for anew.
         """
@@ -699,7 +702,7 @@ class EpochSampler:
         self._loader.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Count the batches in a whole epoch."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -730,13 +733,13 @@ _Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]
 
 
 def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: _Stages) -> str:
-    """What the loop and all behind it are at."""
+    """Return what the loop and all behind it are at."""
     behind = [describe() for stage in stages if (describe := stage()) is not None]
     return "\n".join([loop.describe(), *behind])
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a constructor's ``locals()`` what is an option."""
+    """Return what is an option of a constructor's ``locals()``."""
     return {name: value for name, value in given.items() if name not in _NOT_OPTIONS}
 
 
@@ -785,10 +788,10 @@ def _refuse_what_deals(made: Any) -> None:
 
 
 def _pin(batch: Any) -> Any:
-    """``batch`` with its tensors, however deep, in page-locked memory; containers keep their types."""
+    """Return ``batch`` with its tensors, however deep, in page-locked memory; containers keep their types."""
     return map_tensors(batch, torch.Tensor.pin_memory, _pin_object)
 
 
 def _pin_object(thing: Any) -> Any:
-    """What says itself how it is page-locked, as batches of a user's own class do for torch's loader."""
+    """Page-lock what says itself how, as batches of a user's own class do for torch's loader."""
     return thing.pin_memory() if hasattr(thing, "pin_memory") else thing

@@ -30,16 +30,16 @@ class Metrics:
             self._values[name] = max(self._values.get(name, 0), value)
 
     def timed(self, name: str) -> _Timed:
-        """A context manager that adds the seconds spent inside to the number called ``name``."""
+        """Return a context manager that adds the seconds spent inside to the number called ``name``."""
         return _Timed(self, name)
 
     def get(self, name: str) -> float:
-        """The number called ``name``; 0 if nothing was added yet."""
+        """Return the number called ``name``; 0 if nothing was added yet."""
         with self._lock:
             return self._values.get(name, 0)
 
     def snapshot(self) -> dict[str, float]:
-        """All numbers as they stand now."""
+        """Return all numbers as they stand now."""
         with self._lock:
             return dict(self._values)
 

@@ -21,13 +21,13 @@ MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux"
 
 
 def num_cores() -> int:
-    """Cores that this process may use, as far as the system says."""
+    """Return cores that this process may use, as far as the system says."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def has_worker_processes() -> bool:
-    """Whether decode workers can run: on Linux."""
+    """Tell whether decode workers can run: on Linux."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 

@@ -92,12 +92,12 @@ class TorchIterable(IterableDataset[Sample]):
         return self._finder.mesh
 
     def __len__(self) -> int:
-        """Samples of one rank in an epoch; under ``"drop"`` with W workers it may get up to W - 1 fewer."""
+        """Return samples of one rank in an epoch; under ``"drop"`` with W workers it may get up to W - 1 fewer."""
         ranks = self.device_mesh.data_world_size
         return self._num_samples // ranks if self.last_batch == "drop" else -(-self._num_samples // ranks)
 
     def __iter__(self) -> Iterator[Sample]:
-        """The samples of this rank and worker, in the next epoch, or from a loaded position on."""
+        """Yield the samples of this rank and worker, in the next epoch, or from a loaded position on."""
         info = get_worker_info()
         if info is None:
             self._finder.look_again(to_read=True)
@@ -120,7 +120,7 @@ class TorchIterable(IterableDataset[Sample]):
         self._epochs.set(checked_count("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this rank and worker in the iteration in progress: small, JSON-able.
+        """Return the position of this rank and worker in the iteration in progress: small, JSON-able.
 
         Raises:
             StateError: No iteration has begun in this process: with torch workers, only they know.

@@ -53,4 +53,4 @@ class Decoder(Protocol):
     """
 
     def __call__(self, data: ReadBuffer, /) -> object:
-        """The decoded object."""
+        """Return the decoded object."""

@@ -58,16 +58,16 @@ class BadRecord:
         return self.url, self.key, self.sample_in_shard, -1 if self.key else self.byte_start
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return asdict(self)
 
     def to_line(self) -> bytes:
-        """One line, ASCII, with its newline."""
+        """Return one line, ASCII, with its newline."""
         return json.dumps(asdict(self)).encode("ascii") + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> BadRecord:
-        """The inverse of :meth:`to_line`; names that this release does not know are left out.
+        """Return the inverse of :meth:`to_line`; names that this release does not know are left out.
 
         Raises:
             DataError: It is no such line.
@@ -87,12 +87,12 @@ _TYPES = {item.name: str if item.type == "str" else int for item in fields(BadRe
 
 
 def shown_url(url: str) -> str:
-    """The name under which records know a shard: without secrets, and absolute if it is a local path."""
+    """Return the name under which records know a shard: without secrets, and absolute if it is a local path."""
     return os.path.abspath(local_path(url)) if scheme_of(url) == "file" else redact(url)
 
 
 def iter_records(content: bytes) -> Iterator[BadRecord | DataError]:
-    """The records of a whole file, line by line; an error where a line is none (a full disk cut it off, say)."""
+    """Yield the records of a whole file, line by line; an error where a line is none (a full disk cut it off, say)."""
     for line in content.splitlines():
         if line.strip():
             try:
@@ -171,7 +171,7 @@ class BadFile:
 
 
 def _lock(file: int) -> bool:
-    """Whether ``file`` could be locked; closing it unlocks."""
+    """Tell whether ``file`` could be locked; closing it unlocks."""
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
         return True

@@ -159,7 +159,7 @@ class BadSamples:
         self._log.finish(num_rows)
 
     def _too_many(self, count: int, where: str) -> TooManyBadSamplesError:
-        """Under the lock."""
+        """Name the last ones; under the lock."""
         recent = list(self._seen.values())[-_LISTED:]
         listing = "".join(f"\n  {one.url} {one.key or one.number!r} ({one.stage}): {one.reason}" for one in recent)
         return TooManyBadSamplesError(
@@ -169,7 +169,7 @@ class BadSamples:
         )
 
     def _too_many_in(self, source: str) -> TooManyBadSamplesError:
-        """Under the lock."""
+        """Name the last ones; under the lock."""
         last = list(self._seen.values())[-1]
         return TooManyBadSamplesError(
             f"{self._found_in[source]} bad samples of the source {source!r} in this epoch on this rank, its "
@@ -195,6 +195,6 @@ class BadSamples:
         )
 
     def listing(self) -> list[dict[str, Any]]:
-        """All of them, as plain dicts."""
+        """Return all of them, as plain dicts."""
         with self._lock:
             return [record.as_dict() for record in self._seen.values()]

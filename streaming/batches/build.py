@@ -145,13 +145,16 @@ class Recipe:
         return tuple(dict.fromkeys(name for part in self.parts for name in part.fields or ()))
 
     def part_of(self, rows: Rows, i: int) -> Part:
-        """How row i becomes a sample."""
+        """Return how row i becomes a sample."""
         return self.parts[0 if rows.sources is None else int(rows.sources[i])]
 
     def columns(
         self, rows: Rows, allocate: Allocate | None = None, place: Place | None = None
     ) -> Columns | PackColumns:
-        """The rows, none of them damaged, as columns from which plain batches are cut; of packs, all ``as_planned``."""
+        """Return the rows, none of them damaged, as columns from which plain batches are cut.
+
+        Those of packs are all ``as_planned``.
+        """
         if rows.packs is not None and self.packs is not None:
             names = [part.name for part in self.parts]
             return PackColumns(rows, rows.packs, self.packs, rows.packs.lengths, allocate, names)
@@ -159,7 +162,7 @@ class Recipe:
         return Columns(rows, decoders, allocate, place, [part.name for part in self.parts], self.jagged)
 
     def narrowed(self, rows: Rows) -> Rows:
-        """The rows without what their sources' ``fields`` leave out, where these differ."""
+        """Return the rows without what their sources' ``fields`` leave out, where these differ."""
         if rows.sources is None or len({part.fields for part in self.parts}) == 1:
             return rows
         fields: dict[str, FieldRange] = {}
@@ -171,23 +174,23 @@ class Recipe:
         return replace(rows, fields=fields)
 
     def mask_of(self, num_rows: int, valid: Mask) -> Mask:
-        """What becomes ``__valid__`` of a batch of so many rows: ``valid``, or all True, or None."""
+        """Return what becomes ``__valid__`` of a batch of so many rows: ``valid``, or all True, or None."""
         if valid is not None:
             return valid.copy()
         return np.ones(num_rows, np.bool_) if self.skips else None
 
     def whole(self, batch: Batch, mask: Mask, num_rows: int) -> Any:
-        """A default batch of so many rows, with its mask, cut down to this rank's portion and after its last step."""
+        """Make a default batch of so many rows, with its mask, cut down to this rank's portion, after its last step."""
         if mask is not None:
             batch["__valid__"] = torch.from_numpy(mask)
         return self.cut(batch, num_rows)
 
     def cut(self, batch: Any, num_rows: int) -> Any:
-        """This rank's portion of a batch, after its last step."""
+        """Return this rank's portion of a batch, after its last step."""
         return self.finished(self.portion(batch, num_rows))
 
     def finished(self, batch: Any) -> Any:
-        """The batch, after its last step."""
+        """Return the batch, after its last step."""
         return batch if self.finish is None else self.finish(batch)
 
 
@@ -234,7 +237,7 @@ class BatchBuilder:
         self._report = report
 
     def build(self, rows: Rows, valid: Mask) -> Any:
-        """The batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
+        """Return the batch of ``rows``; with ``valid``, or under ``on_error="skip"``, it has ``__valid__`` [n]."""
         recipe = self._recipe
         if rows.packs is not None and recipe.packs is not None:
             return self._packed(rows, rows.packs, recipe.packs, valid)
@@ -258,7 +261,7 @@ class BatchBuilder:
     # --- packs ---
 
     def _packed(self, rows: Rows, packs: PackRows, shape: PackShape, valid: Mask) -> Any:
-        """The batch of ``packs``, whose pieces are ``rows``; where a document cannot be read it has padding."""
+        """Return the batch of ``packs``, whose pieces are ``rows``; where a document cannot be read it has padding."""
         available = self._tokens_there(rows, packs, shape)
         is_plain = self._recipe.collate_fn is None
         of, count = packs.packs, packs.num_packs
@@ -279,7 +282,10 @@ class BatchBuilder:
         return PackColumns(rows, packs, shape, available, allocate, [part.name for part in self._recipe.parts])
 
     def _tokens_there(self, rows: Rows, packs: PackRows, shape: PackShape) -> Int64Array:
-        """Tokens that the document of each piece has, int64[n]; 0 where it cannot be delivered, which is reported."""
+        """Count the tokens that the document of each piece has, int64[n].
+
+        0 where it cannot be delivered, which is reported.
+        """
         if as_planned(rows, packs, shape):
             return packs.lengths
         missing = np.full(len(rows.keys), -1)
@@ -307,7 +313,7 @@ class BatchBuilder:
         return tokens
 
     def _no_packs(self, shape: PackShape) -> Any:
-        """The batch of no packs."""
+        """Return the batch of no packs."""
         nothing = np.empty(0, np.int64)
         rows = Rows(memory=b"", view=memoryview(b""), keys=[], urls=[], fields={}, damage={})
         recipe = replace(self._recipe, finish=None)
@@ -324,7 +330,7 @@ class BatchBuilder:
         return recipe.portion(without_rows(partial(self._collated, recipe.collate_fn), sample), 0)
 
     def collate(self, samples: list[Sample], mask: Mask) -> Any:
-        """The batch of samples, by the user's function or the default one."""
+        """Return the batch of samples, by the user's function or the default one."""
         self._place[0] = -1
         if self._recipe.collate_fn is not None:
             self._draws.begin_collate()
@@ -348,7 +354,7 @@ class BatchBuilder:
             raise
 
     def empty(self, prototypes: Iterator[Rows]) -> Any:
-        """The batch of no rows, shaped like a batch of the first of ``prototypes`` (single rows) that can be had.
+        """Make the batch of no rows, shaped like one of the first of ``prototypes`` (single rows) that can be had.
 
         Those that cannot are passed over in silence: they are no samples of this batch. A function of the user is never
         called without samples, see :func:`without_rows`.
@@ -381,7 +387,7 @@ class BatchBuilder:
         )
 
     def samples(self, rows: Rows) -> list[Sample]:
-        """The decoded, transformed samples of ``rows``, not collated."""
+        """Return the decoded, transformed samples of ``rows``, not collated."""
         return [self._sample_or_substitute(rows, i, None) for i in range(len(rows.keys))]
 
     def _sample_or_substitute(self, rows: Rows, i: int, mask: Mask) -> Sample:
@@ -433,7 +439,7 @@ class BatchBuilder:
         )
 
     def _sample(self, rows: Rows, i: int) -> Sample:
-        """Row i, decoded and transformed.
+        """Decode and transform row i.
 
         Raises:
             _Bad: If it cannot be delivered.
@@ -483,7 +489,7 @@ class BatchBuilder:
 
 
 def _others_of_pack(rows: Rows, i: int) -> Iterator[Rows]:
-    """Single rows that may stand in for row i: intact ones of its pack, of like size, from the next one on."""
+    """Yield single rows that may stand in for row i: intact ones of its pack, of like size, from the next one on."""
     if rows.packs is None:
         return
     pack = int(rows.packs.packs[i])
@@ -499,7 +505,7 @@ def _others_of_pack(rows: Rows, i: int) -> Iterator[Rows]:
 
 
 def _only_row(batch: Batch) -> Sample:
-    """The only pack of a batch, as functions of samples see it."""
+    """Return the only pack of a batch, as functions of samples see it."""
     alone: Sample = {}
     for name, value in batch.items():
         if isinstance(value, list) or (isinstance(value, torch.Tensor) and name != "cu_seqlens"):

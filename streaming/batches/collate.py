@@ -31,7 +31,7 @@ _TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
 def default_collate(
     samples: Sequence[Mapping[str, object]], *, allocate: Allocate | None = None, jagged: Mapping[str, Form] = _NONE
 ) -> Batch:
-    """One batch of ``samples``: every field of any sample, in the order first seen.
+    """Return one batch of ``samples``: every field of any sample, in the order first seen.
 
     Per field, with B samples:
 
@@ -69,7 +69,7 @@ def default_collate(
 
 
 def empty_like(batch: Mapping[str, object]) -> Batch:
-    """The batch with the same fields and no samples: tensors ``[0, ...]`` of the same dtype, empty lists.
+    """Return the batch with the same fields and no samples: tensors ``[0, ...]`` of the same dtype, empty lists.
 
     The tensors own their (no) memory, so they do not keep the batch alive.
     """
@@ -107,7 +107,7 @@ def without_rows(collate_fn: Callable[[list[Any]], Any], sample: Any) -> Any:
 
 
 def _cut_back(one: Any, two: Any, where: str) -> Any:
-    """Part of a batch of one sample, cut back by what the same part of a batch of two has more."""
+    """Return the part of a batch of one sample, cut back by what the same part of a batch of two has more."""
     if type(one) is not type(two):
         raise _cannot_cut(one, where)
     left: Any
@@ -131,7 +131,7 @@ def _cut_back(one: Any, two: Any, where: str) -> Any:
 
 
 def _cut_array(one: Any, two: Any, where: str) -> Any:
-    """A tensor or array, cut back along each axis that grows with the number of samples."""
+    """Return a tensor or array, cut back along each axis that grows with the number of samples."""
     if tuple(one.shape) == tuple(two.shape):
         return one
     if one.ndim != two.ndim or (isinstance(one, torch.Tensor) and one.layout != torch.strided):
@@ -141,7 +141,7 @@ def _cut_array(one: Any, two: Any, where: str) -> Any:
 
 
 def _cut_sequence(one: Any, two: Any, where: str) -> Any:
-    """A list or tuple: of samples, if it grows with their number, else of parts that may."""
+    """Return a list or tuple: of samples, if it grows with their number, else of parts that may."""
     if len(one) != len(two):
         return one[: max(0, 2 * len(one) - len(two))]
     parts = [_cut_back(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(one, two, strict=True))]
@@ -149,7 +149,7 @@ def _cut_sequence(one: Any, two: Any, where: str) -> Any:
 
 
 def _like(mapping: Any, left: dict[Any, Any]) -> Any:
-    """``left`` as a mapping of that type, where it can be made of a dict."""
+    """Return ``left`` as a mapping of that type, where it can be made of a dict."""
     try:
         return type(mapping)(left)
     except Exception:  # noqa: BLE001  a type of the user's; a dict serves as well
@@ -165,12 +165,12 @@ def _cannot_cut(part: object, where: str) -> ConfigError:
 
 
 def collate_field(values: list[object], *, allocate: Allocate | None = None) -> object:
-    """The values of one field, one per sample, as :func:`default_collate` does it."""
+    """Return the values of one field, one per sample, as :func:`default_collate` does it."""
     return _collate_field(values, _allocate if allocate is None else _checking(allocate))
 
 
 def _collate_field(values: list[object], make: Allocate) -> object:
-    """The values of one field as a tensor where all agree, else as a list."""
+    """Return the values of one field as a tensor where all agree, else as a list."""
     kinds = set(map(type, values))
     if len(kinds) > 1:
         return _collate_mixed(values, make)
@@ -187,7 +187,7 @@ def _collate_field(values: list[object], make: Allocate) -> object:
 
 
 def _collate_mixed(values: list[object], make: Allocate) -> object:
-    """Values of several types: float64 for int with float, one tensor for arrays and tensors, else a list."""
+    """Return values of several types: float64 for int with float, one tensor for arrays and tensors, else a list."""
     types = {type(value) for value in values}
     if types == {int, float}:
         return _floats(cast("list[float]", values), make)
@@ -205,21 +205,21 @@ def _floats(values: list[float], make: Allocate) -> object:
 
 
 def _integers(values: list[int], make: Allocate) -> object:
-    """int64 ``[B]``, or the list if one does not fit."""
+    """Make int64 ``[B]``, or return the list if one does not fit."""
     if min(values) < _INT64.min or max(values) > _INT64.max:
         return values
     return _fill(np.array(values, np.int64), make)
 
 
 def _fill(array: npt.NDArray[Any], make: Allocate) -> torch.Tensor:
-    """A tensor from ``make`` that holds a copy of ``array``."""
+    """Return a tensor from ``make`` that holds a copy of ``array``."""
     tensor = make(array.shape, _TORCH_DTYPES[array.dtype])
     np.copyto(tensor.numpy(), array)
     return tensor
 
 
 def _stack_arrays(values: list[npt.NDArray[Any]], make: Allocate) -> object:
-    """One tensor if shapes and dtypes agree and torch knows the dtype; else a list."""
+    """Return one tensor if shapes and dtypes agree and torch knows the dtype; else a list."""
     first = values[0]
     dtype = _TORCH_DTYPES.get(first.dtype.newbyteorder("="))
     if dtype is None or any(value.shape != first.shape or value.dtype != first.dtype for value in values):
@@ -230,7 +230,7 @@ def _stack_arrays(values: list[npt.NDArray[Any]], make: Allocate) -> object:
 
 
 def _stack_tensors(values: list[torch.Tensor], make: Allocate) -> object:
-    """One tensor if shapes, dtypes and devices agree and all are dense; else the list."""
+    """Return one tensor if shapes, dtypes and devices agree and all are dense; else the list."""
     first = values[0]
     layout = (first.shape, first.dtype, first.device, torch.strided)
     if any((value.shape, value.dtype, value.device, value.layout) != layout for value in values):
@@ -242,7 +242,7 @@ def _stack_tensors(values: list[torch.Tensor], make: Allocate) -> object:
 
 
 def _to_tensors(values: Sequence[object]) -> list[object]:
-    """The values; arrays and scalars of dtypes that torch knows as tensors, without a copy if possible."""
+    """Return the values; arrays and scalars of dtypes that torch knows as tensors, without a copy if possible."""
     return [_to_tensor(value) if isinstance(value, (np.ndarray, np.generic)) else value for value in values]
 
 
@@ -260,7 +260,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _checking(allocate: Allocate) -> Allocate:
-    """``allocate``, with what it gives compared to what was asked."""
+    """Return ``allocate``, with what it gives compared to what was asked."""
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = allocate(shape, dtype)

@@ -69,7 +69,7 @@ class Columns:
             self._cuts.append((name, cut))
 
     def batch(self, low: int, high: int) -> Batch:
-        """The batch of rows ``[low, high)``.
+        """Return the batch of rows ``[low, high)``.
 
         Raises:
             DecodeError: A value does not decode; which one is to be found out row by row.
@@ -114,7 +114,7 @@ class PackColumns:
         self._masks = None if mask is None else self._filler.find(self._starts(mask), np.dtype(np.uint8))
 
     def batch(self, low: int, high: int) -> Batch:
-        """The batch of packs ``[low, high)``, as ``Packed`` has it; of padded packs one at a time."""
+        """Return the batch of packs ``[low, high)``, as ``Packed`` has it; of padded packs one at a time."""
         borders = list(pairwise(self._splits[low : high + 1]))
         return self._matrix(*borders) if self._is_padded else self._entries(low, high, borders)
 
@@ -123,7 +123,7 @@ class PackColumns:
         return np.zeros(len(self._rows.keys), np.int64) if where is None else where.starts
 
     def _matrix(self, span: tuple[int, int] = (0, 0)) -> Batch:
-        """The batch of a padded pack: its pieces are laid out as packs of their own."""
+        """Return the batch of a padded pack: its pieces are laid out as packs of their own."""
         low, high = span
         batch = self._entries(low, high, [(row, row + 1) for row in range(low, high)])
         named: Any = batch["__key__"]
@@ -134,7 +134,7 @@ class PackColumns:
         return batch
 
     def _entries(self, low: int, high: int, borders: list[tuple[int, int]]) -> Batch:
-        """All entries of packs ``[low, high)``, whose pieces lie between ``borders``."""
+        """Return all entries of packs ``[low, high)``, whose pieces lie between ``borders``."""
         keys, urls, read, pieces = self._rows.keys, self._rows.urls, self._is_read, self._pieces
         named = [keys[a:b] if read is None else [keys[i] for i in range(a, b) if read[i]] for a, b in borders]
         batch: Batch = {"__key__": named, "__url__": [urls[a] if a < b else "" for a, b in borders]}
@@ -148,7 +148,7 @@ class PackColumns:
         return batch
 
     def _tensors(self, low: int, high: int) -> Batch:
-        """What holds tokens, or says where documents are."""
+        """Return what holds tokens, or says where documents are."""
         shape, filler, segments = self._shape, self._filler, self._segments
         width = shape.length if self._widths is None or low == high else int(self._widths[low])
         tensors = {name: self._allocate((high - low, width), torch.int64)
@@ -164,7 +164,7 @@ class PackColumns:
 
 
 def as_planned(rows: Rows, packs: PackRows, shape: PackShape) -> bool:
-    """Whether all documents can be read, and have as many tokens, and as long masks, as their column says."""
+    """Tell whether all documents can be read, and have as many tokens, and as long masks, as their column says."""
     missing = np.full(len(rows.keys), -1)
     sizes = rows.fields[shape.field].sizes if shape.field in rows.fields else missing
     if rows.damage or not np.array_equal(sizes, packs.lengths * shape.token_bytes):
@@ -178,7 +178,7 @@ def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where: FieldRange) -> Decoder | list[Decoder]:
-    """The decoder of a field; where the sources of the rows differ in it, one for each row."""
+    """Return the decoder of a field; where the sources of the rows differ in it, one for each row."""
     if rows.sources is None or len(decoders) == 1:
         return decoders[0].decoder_for(name)
     # A source whose samples lack the field need not be able to decode it.
@@ -214,7 +214,10 @@ def _cut_of(
 def _values_of(
     rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, place: Place
 ) -> Callable[[int, int], list[Any]]:
-    """The decoded values of rows [low, high), None where a sample lacks the field; a list has a decoder of each row."""
+    """Return the decoded values of rows [low, high), None where a sample lacks the field.
+
+    A list has a decoder of each row.
+    """
     starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
     if not isinstance(decoder, list):
         return lambda low, high: _decoded(rows.view, decoder, starts[low:high], stops[low:high], place)
@@ -232,7 +235,7 @@ def _jagged(
     name: str, form: Form, rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None,
     place: Place,
 ) -> Cut:  # fmt: skip
-    """Values end to end; bytes and plain items go from where they lie into the batch by one copy."""
+    """Return values end to end; bytes and plain items go from where they lie into the batch by one copy."""
     values = _values_of(rows, decoder, where, place)
     plain = ArrayDecoder(dtype=_BYTE, to=_BYTE) if decoder is raw else decoder
     if not isinstance(plain, ArrayDecoder) or plain.shape is not None or form == "flat":
@@ -252,7 +255,7 @@ def _jagged(
 
 
 def cut_in_place(memory: Any, where: FieldRange) -> Cut:
-    """Payloads as bytes, each cut where it lies; None where the sample lacks the field."""
+    """Return payloads as bytes, each cut where it lies; None where the sample lacks the field."""
     starts, stops = where.starts.tolist(), (where.starts + where.sizes).tolist()
     if (where.sizes >= 0).all():
         return lambda low, high: [memory[a:b] for a, b in zip(starts[low:high], stops[low:high], strict=True)]
@@ -262,7 +265,7 @@ def cut_in_place(memory: Any, where: FieldRange) -> Cut:
 
 
 def gathered_bytes(view: memoryview, where: FieldRange) -> Cut:
-    """Payloads that begin at multiples of 512 as bytes, by one gather of the blocks that they lie in."""
+    """Return payloads that begin at multiples of 512 as bytes, by one gather of the blocks that they lie in."""
     blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
     counts = -(-where.sizes // _BLOCK_BYTES)
     splits = sums(counts)
@@ -294,7 +297,7 @@ def _decoded(
 
 
 def _gatherer(view: memoryview, where: FieldRange, decoder: ArrayDecoder, allocate: Allocate | None) -> Cut | None:
-    """Equal-sized fixed-type payloads as tensors [n, ...], or None where the values are not alike."""
+    """Gather payloads of one size and type as tensors [n, ...], or None where the values are not alike."""
     size = int(where.sizes[0]) if len(where.sizes) else 0
     if not size or size % decoder.dtype.itemsize or (where.sizes != size).any() or (where.starts % _BLOCK_BYTES).any():
         return None
@@ -339,7 +342,7 @@ def _copied_rows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num
 
 
 def _gathered_blocks(view: memoryview, where: FieldRange, size: int) -> Fill:
-    """Whole blocks of 512 bytes that stay as they are go straight to their places, all rows in one gather."""
+    """Gather blocks of 512 bytes, which stay as they are, straight to their places, all rows at once."""
     blocks = np.frombuffer(view, np.uint8).reshape(-1, _BLOCK_BYTES)
     num_blocks = size // _BLOCK_BYTES
     wanted = ((where.starts // _BLOCK_BYTES)[:, None] + np.arange(num_blocks)).reshape(-1)
@@ -352,7 +355,7 @@ def _gathered_blocks(view: memoryview, where: FieldRange, size: int) -> Fill:
 
 
 def _gathered_windows(view: memoryview, where: FieldRange, decoder: ArrayDecoder, num_items: int) -> Fill:
-    """Others start at multiples of 512 bytes, too, as in any tar: rows of the windows that begin at each."""
+    """Gather others that start at multiples of 512 bytes, as in any tar: rows of the windows that begin at each."""
     size = num_items * decoder.dtype.itemsize
     shape = ((len(view) - size) // _BLOCK_BYTES + 1, num_items)
     windows: npt.NDArray[Any] = np.ndarray(shape, decoder.dtype, view, 0, (_BLOCK_BYTES, decoder.dtype.itemsize))
@@ -365,7 +368,7 @@ def _gathered_windows(view: memoryview, where: FieldRange, decoder: ArrayDecoder
 
 
 def _shape_of(num_items: int, decoder: ArrayDecoder) -> tuple[int, ...] | None:
-    """The shape of a payload of that many items; None if it does not fit (the decoder says why)."""
+    """Return the shape of a payload of that many items; None if it does not fit (the decoder says why)."""
     if decoder.shape is None:
         return (num_items,)
     known = math.prod(length for length in decoder.shape if length >= 0)

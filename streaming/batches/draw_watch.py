@@ -61,7 +61,7 @@ class DrawWatch:
     def build(
         self, attempt: Callable[[frozenset[str], Callable[[_R], None]], _T], report: Callable[[_R], object]
     ) -> _T:
-        """What ``attempt`` gives, or raises: called again while it draws from generators that were not seeded.
+        """Return what ``attempt`` gives, or raises: called again while it draws from generators that were not seeded.
 
         Args:
             attempt: Gets the generators that it is to seed before each sample, and a function to report to.
@@ -88,7 +88,7 @@ class DrawWatch:
 
 
 def _drawn() -> frozenset[str]:
-    """The generators that do not stand where ``_KNOWN`` put them."""
+    """Return the generators that do not stand where ``_KNOWN`` put them."""
     got = {
         "random": random.getrandbits(64),
         "numpy": np.random.mtrand._rand._bit_generator.random_raw(),
@@ -108,7 +108,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def generator_states() -> tuple[Any, Any, Any]:
-    """Of the process's generators, that of torch's CPU one alone."""
+    """Return the states of the process's generators, of torch's that of the CPU alone."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002  the global one
 
 
@@ -140,7 +140,7 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
 def named_draw(functions: Iterable[Any]) -> str:
-    """The first drawing function that code reachable from ``functions`` names, such as ``"random.gauss"``, or ""."""
+    """Find the first drawing function that code reachable from ``functions`` names: ``"random.gauss"``, say, or ""."""
     seen: dict[int, Any] = {}  # keeps them alive, so that no number comes twice
     todo = list(functions)
     while todo and len(seen) < _MOST_OBJECTS:
@@ -159,7 +159,7 @@ def named_draw(functions: Iterable[Any]) -> str:
 
 
 def as_draw(one: Any) -> str:
-    """The name of ``one``, if it draws from a generator of the process; else ""."""
+    """Return the name of ``one``, if it draws from a generator of the process; else ""."""
     owner = getattr(one, "__self__", None)
     name = getattr(one, "__name__", "")
     if owner is not None and owner is getattr(random.random, "__self__", None):
@@ -176,7 +176,7 @@ def as_draw(one: Any) -> str:
 
 
 def _parts(one: Any) -> list[Any]:  # noqa: PLR0911  one per kind
-    """What an object is made of, as far as it may hold functions."""
+    """Return what an object is made of, as far as it may hold functions."""
     if isinstance(one, functools.partial):
         return [one.func, *one.args, *one.keywords.values()]
     if isinstance(one, types.MethodType):
@@ -200,7 +200,7 @@ def _parts(one: Any) -> list[Any]:  # noqa: PLR0911  one per kind
 
 
 def _in_function(function: types.FunctionType) -> tuple[str, list[Any]]:
-    """A drawing function that it names, or ""; and what else of the user's it refers to."""
+    """Return a drawing function that it names, or ""; and what else of the user's it refers to."""
     if _is_foreign(function):
         return "", []
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
@@ -244,7 +244,10 @@ def _in_code(code: types.CodeType, known: ChainMap[str, Any], others: list[Any])
 
 @functools.lru_cache(maxsize=1024)
 def _steps(code: types.CodeType) -> tuple[tuple[str, Any], ...]:
-    """What a code does, and with what; kept, for it takes a millisecond, and every loader looks at the same ones."""
+    """Return what a code does, and with what.
+
+    Kept, for it takes a millisecond, and every loader looks at the same ones.
+    """
     return tuple((step.opname, step.argval) for step in dis.get_instructions(code))
 
 
@@ -260,5 +263,5 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_foreign(one: Any) -> bool:
-    """Whether it is torch's, NumPy's or Python's own code."""
+    """Tell whether it is torch's, NumPy's or Python's own code."""
     return str(getattr(one, "__module__", "")).partition(".")[0] in _FOREIGN

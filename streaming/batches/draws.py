@@ -37,7 +37,7 @@ _Passes: TypeAlias = Literal["no", "second", "named"]
 
 
 def epoch_key(seed: int, epoch: int) -> int:
-    """The key of all that is drawn in one epoch."""
+    """Return the key of all that is drawn in one epoch."""
     return hash_words(seed, _EPOCH, epoch)
 
 
@@ -71,7 +71,7 @@ class BatchDraws:
             seed_generators(seed, self.seeds)
 
     def generator(self, number: int) -> Generator:
-        """A generator of its own for function ``number`` and the sample; takes 3 us."""
+        """Yield a generator of its own for function ``number`` and the sample; takes 3 us."""
         return Generator(PCG64(cast("SeedSequence", _Words(self._of_row(_RNG + number, _WORDS)))))
 
     def begin_collate(self) -> None:
@@ -82,7 +82,7 @@ class BatchDraws:
             seed_generators(hash_words(self._key, _COLLATE, first), self.seeds)
 
     def _of_row(self, purpose: int, count: int) -> npt.NDArray[np.uint64]:
-        """So many random words for the sample; those of all rows are made at once."""
+        """Draw so many random words for the sample; those of all rows are made at once."""
         words = self._words.get(purpose)
         if words is None or self._row >= len(words):
             positions = np.arange(self._row + 1) if self._positions is None else self._positions
@@ -100,13 +100,13 @@ class _Words(ISpawnableSeedSequence):
         self._spawning: SeedSequence | None = None
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> npt.NDArray[Any]:
-        """The words, if these are asked for."""
+        """Return the words, if these are asked for."""
         if n_words == _WORDS and dtype == np.uint64:
             return self._words
         return self._sequence().generate_state(n_words, dtype)
 
     def spawn(self, n_children: int) -> list[SeedSequence]:  # type: ignore[override]
-        """For ``Generator.spawn``."""
+        """Make more of these, for ``Generator.spawn``."""
         return self._sequence().spawn(n_children)
 
     def _sequence(self) -> SeedSequence:
@@ -133,7 +133,7 @@ class Chain:
         self._steps = tuple((function, how_it_gets_rng(function)) for function in self.functions)
 
     def __call__(self, sample: Sample, draws: BatchDraws | None = None) -> Sample | None:
-        """The sample after all of them; None: one of them dropped it.
+        """Return the sample after all of them; None: one of them dropped it.
 
         Args:
             sample: The sample.
@@ -155,7 +155,7 @@ class Chain:
 
 
 def as_chain(transform: Transform | Chain | None) -> Chain | None:
-    """``transform`` as a chain.
+    """Return ``transform`` as a chain.
 
     Raises:
         ConfigError: It is no function, or needs more than a sample and ``rng``.
@@ -164,7 +164,7 @@ def as_chain(transform: Transform | Chain | None) -> Chain | None:
 
 
 def how_it_gets_rng(function: Transform) -> _Passes:
-    """Whether and how a function of a sample takes ``rng``.
+    """Tell whether and how a function of a sample takes ``rng``.
 
     It does where it has a parameter named ``rng``, or a second positional one without a default. A parameter with a
     default (``def f(sample, size=224)``) is the function's own.

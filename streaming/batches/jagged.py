@@ -116,7 +116,9 @@ def nested_on(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def nested_parts(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Values and offsets of which :func:`nested_on` makes that tensor again; None: it is none of the jagged layout.
+    """Return values and offsets of which :func:`nested_on` makes that tensor again.
+
+    None: it is none of the jagged layout.
 
     Nor is it one where something else is needed: holes between rows, or another axis than the second.
     """
@@ -127,7 +129,7 @@ def nested_parts(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def checked_jagged(jagged: object, collate_fn: object = None) -> dict[str, Form]:
-    """The form of each jagged field, from what users write.
+    """Return the form of each jagged field, from what users write.
 
     Raises:
         ConfigError: It is no mapping of names to forms, and no list of names; or a ``collate_fn`` makes the batches.
@@ -221,7 +223,7 @@ def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as_array(what: str, value: Any, number: int, keys: Sequence[object]) -> npt.NDArray[Any] | None:
-    """A value as an array of at least one axis; None stays None."""
+    """Return a value as an array of at least one axis; None stays None."""
     if value is None:
         return None
     if isinstance(value, (bytes, bytearray, memoryview)):

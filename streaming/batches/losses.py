@@ -96,7 +96,7 @@ class LossLog:
 
 
 def user_trace(error: BaseException) -> str:
-    """The traceback of an error of users' code, without our own calls before it."""
+    """Return the traceback of an error of users' code, without our own calls before it."""
     cause = error.__cause__ or error
     trace = cause.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):

@@ -43,7 +43,7 @@ class StageFields:
             object.__setattr__(self, where, checked_names(f"StageFields: {where}", getattr(self, where)))
 
     def of_stage(self, *, is_first: bool, is_last: bool) -> tuple[str, ...]:
-        """The entries of one stage; none for those in between."""
+        """Return the entries of one stage; none for those in between."""
         return tuple(dict.fromkeys((self.first if is_first else ()) + (self.last if is_last else ())))
 
 
@@ -74,7 +74,7 @@ class Portion:
         return self.fields == ()
 
     def __call__(self, batch: Any, num_samples: int) -> Any:
-        """The portion of a batch of so many rows.
+        """Return the portion of a batch of so many rows.
 
         Raises:
             ConfigError: The batch is no dict, or lacks a field of this stage or a sequence to cut.
@@ -111,7 +111,7 @@ class Portion:
 
 
 def count_only(num_samples: int, valid: object = None) -> Batch:
-    """A batch without payload."""
+    """Return a batch without payload."""
     batch: Batch = {NUM_SAMPLES: num_samples}
     if valid is not None:
         batch["__valid__"] = valid

@@ -76,7 +76,7 @@ class SequenceSlice:
 
 
 def checked_names(what: str, names: object) -> tuple[str, ...]:
-    """The names of batch entries as a tuple.
+    """Return the names of batch entries as a tuple.
 
     Raises:
         ConfigError: It is no list or tuple of names.
@@ -108,16 +108,16 @@ class SequencePeer:
         return self.ring_size * self.ulysses_size
 
     def parts(self, layout: Layout) -> int:
-        """Parts into which a sequence is cut for the ring."""
+        """Count the parts into which a sequence is cut for the ring."""
         return self.ring_size * (2 if layout == "zigzag" and self.ring_size > 1 else 1)
 
     def divisor(self, layout: Layout) -> int:
-        """What the length of a sequence must be a multiple of."""
+        """Return what the length of a sequence must be a multiple of."""
         return math.lcm(self.parts(layout), self.num_peers)
 
 
 def find_peer(wanted: SequenceSlice, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> SequencePeer:
-    """The place that a rank at ``coordinates`` of a mesh of these axis sizes has among its sequence's peers.
+    """Return the place that a rank at ``coordinates`` of a mesh of these axis sizes has among its sequence's peers.
 
     Raises:
         ConfigError: The mesh has no such axis, or several that may be meant.
@@ -151,7 +151,7 @@ def _only(names: frozenset[str], sizes: Mapping[str, int]) -> str:
 
 
 def sequence_ranges(length: int, peer: SequencePeer, layout: Layout) -> tuple[range, ...]:
-    """The positions of a sequence of ``length`` that a peer gets, as ascending ranges in the order of its slice.
+    """Return the positions of a sequence of ``length`` that a peer gets, as ascending ranges in the order of its slice.
 
     All peers get equally many, and each position goes to exactly one.
 
@@ -171,7 +171,7 @@ def sequence_ranges(length: int, peer: SequencePeer, layout: Layout) -> tuple[ra
 
 
 def _within(ranges: Sequence[range], start: int, count: int) -> tuple[range, ...]:
-    """The elements ``[start, start + count)`` of ranges laid end to end."""
+    """Return the elements ``[start, start + count)`` of ranges laid end to end."""
     found = []
     for one in ranges:
         piece = one[max(0, start) : max(0, start + count)]
@@ -182,7 +182,7 @@ def _within(ranges: Sequence[range], start: int, count: int) -> tuple[range, ...
 
 
 def places_of_documents(borders: Int64Array, peer: SequencePeer, layout: Layout) -> Int64Array:
-    """The places of documents laid end to end that a peer gets, int64, ascending: of each as ``sequence_ranges`` says.
+    """Find the places of documents laid end to end that a peer gets, int64: of each as ``sequence_ranges`` says.
 
     Args:
         borders: [n + 1], where each begins, and the end of the last; none at all is fine, and so are empty ones.
@@ -215,7 +215,7 @@ def places_of_documents(borders: Int64Array, peer: SequencePeer, layout: Layout)
 def cut_sequence(
     batch: Mapping[str, Any], wanted: SequenceSlice, peer: SequencePeer, fields: Sequence[str] | None = None
 ) -> Batch:
-    """``batch`` with the wanted entries cut down to what ``peer`` gets; those share no memory with the whole.
+    """Return ``batch`` with the wanted entries cut down to what ``peer`` gets; those share no memory with the whole.
 
     Args:
         batch: The whole.
@@ -254,7 +254,7 @@ def cut_sequence(
 def _cut_documents(
     batch: Mapping[str, Any], wanted: SequenceSlice, by: str, peer: SequencePeer, fields: Sequence[str] | None
 ) -> Batch:
-    """The wanted entries, each document of them cut by itself; [batch, sequence, …] stays that."""
+    """Return the wanted entries, each document of them cut by itself; [batch, sequence, …] stays that."""
     borders = _checked_tensor(batch, by, 0).numpy().astype(np.int64)
     try:
         places = places_of_documents(borders, peer, wanted.layout)

@@ -39,7 +39,7 @@ _SHOWN_ERRORS = 10
 
 
 def shard_name(url: str, index_url: str | None = None) -> str:
-    """The name of a shard in the index at ``index_url``: its path below that directory, else its file name."""
+    """Return the name of a shard in the index at ``index_url``: its path below that directory, else its file name."""
     directory, name = split_url(url)
     if index_url is not None:
         above = index_url.rstrip("/") + "/"
@@ -49,17 +49,17 @@ def shard_name(url: str, index_url: str | None = None) -> str:
 
 
 def home_of(url: str, index_url: str | None) -> str:
-    """The directory that holds the index of the shard at ``url``."""
+    """Return the directory that holds the index of the shard at ``url``."""
     return split_url(url)[0] if index_url is None else index_url
 
 
 def samples_url(url: str, index_url: str | None) -> str:
-    """Where the sample table of the shard at ``url`` lies."""
+    """Return where the sample table of the shard at ``url`` lies."""
     return join_url(home_of(url, index_url), samples_path(shard_name(url, index_url)))
 
 
 def read_chunks(storage: Storage, home: str) -> ChunkTable:
-    """The chunk table of the index in ``home``.
+    """Return the chunk table of the index in ``home``.
 
     Raises:
         NotFoundError: There is none.
@@ -70,7 +70,7 @@ def read_chunks(storage: Storage, home: str) -> ChunkTable:
 
 
 def no_samples(url: str, why: str = "") -> IndexMissingError:
-    """The error of a shard without a sample table; ``why``: what it is needed for."""
+    """Return the error of a shard without a sample table; ``why``: what it is needed for."""
     shown = redact(url)
     return IndexMissingError(
         f"{shown}: the index has no sample table of it{why}; run `shard_tools index --force {shown}`"
@@ -152,7 +152,7 @@ def index_shards(
 
 
 def _homes(urls: Sequence[str], index_url: str | None) -> dict[str, list[str]]:
-    """The shards by the directory that holds their index."""
+    """Return the shards by the directory that holds their index."""
     homes: dict[str, list[str]] = {}
     for url in urls:
         homes.setdefault(home_of(url, index_url), []).append(url)
@@ -180,7 +180,7 @@ def _index_shard(
     storage: Storage, todo: _Todo, rows: ChunkTable | None, *, force: bool, rule: ChunkRule,
     duplicate_keys: DuplicateKeys, progress: Progress | None,
 ) -> ChunkTable:  # fmt: skip
-    """The chunk rows of one shard: those known, those of its sample file, or those of a scan."""
+    """Return the chunk rows of one shard: those known, those of its sample file, or those of a scan."""
     url, name = todo.url, todo.name
     stored_url = join_url(todo.home, samples_path(name))
     if not force:
@@ -200,7 +200,10 @@ def _index_shard(
 def _gather(
     futures: Sequence[Future[ChunkTable]], todo: Sequence[_Todo], progress: Progress | None
 ) -> list[ChunkTable]:
-    """The results; after a damaged shard the others go on, after any other error what has not begun is cancelled."""
+    """Return the results.
+
+    After a damaged shard the others go on, after any other error what has not begun is cancelled.
+    """
     tables: list[ChunkTable] = []
     errors: list[DataError] = []
     for future, one in zip(futures, todo, strict=True):
@@ -224,7 +227,7 @@ def _gather(
 
 
 def in_order(urls: Sequence[str], index_url: str | None, tables: Mapping[str, ChunkTable]) -> ChunkTable:
-    """The rows of ``urls``, in their order, from the tables of their homes."""
+    """Return the rows of ``urls``, in their order, from the tables of their homes."""
     names = [(home, shard.name) for home, table in tables.items() for shard in table.shards]
     position = {name: place for place, name in enumerate(names)}
     wanted = [position[home_of(url, index_url), shard_name(url, index_url)] for url in urls]
@@ -233,17 +236,17 @@ def in_order(urls: Sequence[str], index_url: str | None, tables: Mapping[str, Ch
 
 
 def joined(tables: Sequence[ChunkTable]) -> ChunkTable:
-    """Several tables as one; one alone as it is."""
+    """Return several tables as one; one alone as it is."""
     return tables[0] if len(tables) == 1 else ChunkTable.concat(tables)
 
 
 def load_index(storage: Storage, urls: Sequence[str], index_url: str | None = None) -> ChunkTable:
-    """The chunk table of the shards at ``urls``, in this order, from their index files: see :func:`load_tables`."""
+    """Load the chunk table of the shards at ``urls``, in this order, from their index: see :func:`load_tables`."""
     return in_order(urls, index_url, load_tables(storage, urls, index_url))
 
 
 def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = None) -> dict[str, ChunkTable]:
-    """What the index of the shards at ``urls`` knows, by its directory: these shards, and perhaps others.
+    """Return what the index of the shards at ``urls`` knows, by its directory: these shards, and perhaps others.
 
     Each directory's ``chunks.parquet`` is read once. A shard that is not in it, but has a sample file (an unfinished
     writer or indexer), is taken from that file's footer. The shards themselves are not looked at: see
@@ -268,7 +271,7 @@ def load_tables(storage: Storage, urls: Sequence[str], index_url: str | None = N
 
 
 def if_there(ask: Callable[[], _T | None], storage: Storage, shard: str | None, *, tell: bool = False) -> _T | None:
-    """What ``ask`` finds out about an index file, or None where there is none.
+    """Return what ``ask`` finds out about an index file, or None where there is none.
 
     Without the right to list a bucket, S3 answers 403 to whoever asks for an object that it does not have. So a
     refusal means "none" where ``shard``, which lies beside the index, can be read; None for an index elsewhere.
@@ -298,7 +301,7 @@ def if_there(ask: Callable[[], _T | None], storage: Storage, shard: str | None, 
 
 
 def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | None) -> list[ChunkTable]:
-    """Chunk rows of shards from their sample files; ``names`` maps names to URLs."""
+    """Return the chunk rows of shards from their sample files; ``names`` maps names to URLs."""
     tables = []
     first, *others = names
     found = [if_there(lambda: _read_footer(storage, join_url(home, samples_path(first))), storage, beside)]
@@ -318,7 +321,7 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
 
 
 def _read_footer(storage: Storage, url: str) -> ChunkTable | None:
-    """Chunk rows from the end of a sample file; None if there is no such file."""
+    """Return the chunk rows from the end of a sample file; None if there is no such file."""
     try:
         size_bytes = storage.info(url).size_bytes
     except NotFoundError:

@@ -83,7 +83,7 @@ class JoinedSource(OneOrder):
         return all(one.can_be_mapped for one in self._joined)
 
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
-        """Which of ``names`` each chunk belongs to."""
+        """Return which of ``names`` each chunk belongs to."""
         return np.searchsorted(self._starts, chunk_ids, side="right") - 1
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
@@ -135,17 +135,17 @@ class JoinedSource(OneOrder):
         return np.array([url for urls in every for url in urls], object)
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
-        """URL of the shard of each chunk, as samples and messages show it."""
+        """Return the URL of the shard of each chunk, as samples and messages show it."""
         urls: list[str] = self._shown_urls[chunk_ids].tolist()
         return urls
 
     def chunk(self, chunk_id: int) -> FetchRange:
-        """The bytes of a whole chunk."""
+        """Return the bytes of a whole chunk."""
         source, within = self._place(chunk_id)
         return replace(self._joined[source].chunk(within), source=source)
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
-        """The bytes of samples ``[first, stop)`` of a chunk."""
+        """Return the bytes of samples ``[first, stop)`` of a chunk."""
         source, within = self._place(chunk_id)
         return replace(self._joined[source].slice(within, first, stop), source=source)
 
@@ -158,18 +158,18 @@ class JoinedSource(OneOrder):
         return self._joined[wanted.source].apart(wanted)
 
     def reads_whole(self, wanted: FetchRange) -> bool:
-        """Whether :meth:`fetch_unit` reads all of a range."""
+        """Tell whether :meth:`fetch_unit` reads all of a range."""
         return self._joined[wanted.source].reads_whole(wanted)
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
-        """Bytes that each chunk takes with its source's ``fields``."""
+        """Count the bytes that each chunk takes with its source's ``fields``."""
         found = np.empty(len(chunk_ids), np.int64)
         for source, rows in rows_by(self.source_of(chunk_ids)):
             found[rows] = self._joined[source].unit_bytes(chunk_ids[rows] - self._starts[source])
         return found
 
     def has_sample_tables(self) -> bool:
-        """Whether parts of chunks of every source can be read."""
+        """Tell whether parts of chunks of every source can be read."""
         return all(one.has_sample_tables() for one in self._joined)
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -186,12 +186,12 @@ class JoinedSource(OneOrder):
         return np.concatenate(samples), np.concatenate(begins)
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
-        """Where a sample inside a chunk lies in its shard."""
+        """Return where a sample inside a chunk lies in its shard."""
         source, within = self._place(chunk_id)
         return self._joined[source].locate(within, inside)
 
     def counters(self) -> dict[str, float]:
-        """What the storages and caches of all sources counted since they were opened, added up."""
+        """Return what the storages and caches of all sources counted since they were opened, added up."""
         counted: dict[str, float] = {}
         for one in self._apart():
             for name, value in one.counters().items():
@@ -199,12 +199,12 @@ class JoinedSource(OneOrder):
         return counted
 
     def in_flight(self) -> list[ActiveRequest]:
-        """All storages' calls under way, oldest first."""
+        """Return all storages' calls under way, oldest first."""
         calls = [call for one in self._apart() for call in one.in_flight()]
         return sorted(calls, key=lambda call: -call.age_s)
 
     def _apart(self) -> list[ChunkSource | PackedSource]:
-        """The sets without those that share the storage of one before: views, and sets that are named twice."""
+        """Return the sets without those that share the storage of one before: views, and sets that are named twice."""
         return list({(id(one.storage), id(one.cache)): one for one in self._sets}.values())
 
     def _place(self, chunk_id: int) -> tuple[int, int]:
@@ -218,7 +218,7 @@ class JoinedSource(OneOrder):
 
 
 def _sharing_storages(sets: Sequence[ChunkSource | PackedSource]) -> list[ChunkSource | PackedSource]:
-    """The sets, copied where an earlier one reads with the same options: both then use its storage.
+    """Return the sets, copied where an earlier one reads with the same options: both then use its storage.
 
     So hundreds of sets in a bucket have one client, whose connections stay open, in place of one each.
     """

@@ -111,18 +111,18 @@ class RecordStarts:
         return len(self.low) - 1
 
     def range_of(self, record: int) -> tuple[int, int]:
-        """First byte of a record, and one past its last."""
+        """Return the first byte of a record, and one past its last."""
         segments = np.searchsorted(self.segments, [record, record + 1], side="right") - 1
         begin, end = (segments << _SEGMENT_BITS) + self.low[record : record + 2].astype(np.int64)
         return int(begin), int(end)
 
     def to_bytes(self) -> bytes:
-        """For other processes."""
+        """Return it as bytes, for other processes."""
         return b"".join([len(self.segments).to_bytes(8, "little"), self.segments.tobytes(), self.low.tobytes()])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """The inverse of :meth:`to_bytes`."""
+        """Return the inverse of :meth:`to_bytes`."""
         count = int.from_bytes(data[:8], "little")
         stop = 8 + 8 * count
         return cls(np.frombuffer(data[stop:], np.uint32), np.frombuffer(data[8:stop], np.int64))

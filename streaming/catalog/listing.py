@@ -37,7 +37,7 @@ class Found:
     types: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """All of it; the columns as they lie in memory, little-endian."""
+        """Return all of it; the columns as they lie in memory, little-endian."""
         head: dict[str, Any] = {"urls": self.urls, "sizes": self.sizes, "missing_index": self.missing_index,
                                 "types": dict(self.types)}  # fmt: skip
         columns = []
@@ -50,7 +50,7 @@ class Found:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Found:
-        """The inverse."""
+        """Return the inverse."""
         head, start = unframed(data)
         table = None
         if "shards" in head:
@@ -83,7 +83,7 @@ class StorageAhead(Storage):
         self._threads.shutdown(wait=all(asked.done() for asked in self._asked), cancel_futures=True)
 
     def was_listed(self, url: str) -> bool:
-        """Whether a listing named ``url``, or somebody asked for it."""
+        """Tell whether a listing named ``url``, or somebody asked for it."""
         return url in self._infos
 
     def will_ask(self, url: str) -> None:
@@ -121,7 +121,7 @@ class StorageAhead(Storage):
         return asked[url]
 
     def _told(self, asked: dict[str, Future[_T]], url: str, ask: Callable[[str], _T]) -> _T:
-        """The answer: that of the background where it asks already, else from right here."""
+        """Return the answer: that of the background where it asks already, else from right here."""
         if url not in asked:
             answer: Future[_T] = Future()
             try:

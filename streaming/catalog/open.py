@@ -66,7 +66,7 @@ def open_shards(
     *,
     duplicate_keys: DuplicateKeys = "error",
 ) -> OpenShards:
-    """The shards that ``urls`` stand for, with their index; small sets without one are indexed in memory.
+    """Return the shards that ``urls`` stand for, with their index; small sets without one are indexed in memory.
 
     Args:
         storage: Where they are.
@@ -98,7 +98,7 @@ def open_shards(
 
 
 def digest_of(value: Any) -> str:
-    """A name for a JSON-able value, the same on every rank."""
+    """Return a name for a JSON-able value, the same on every rank."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
@@ -134,7 +134,7 @@ def _find(lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[
 
 
 def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]) -> dict[str, str]:
-    """How the fields decode that ``tokens.json`` describes; {} where one directory has none, or they differ.
+    """Tell how the fields decode that ``tokens.json`` describes; {} where one directory has none, or they differ.
 
     Directories that were listed are known to have one or not. Others are asked, which is one request each. What is
     wrong with it is told, and hinders nothing: the fields stay bytes.
@@ -165,7 +165,7 @@ def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[
 
 
 def _types_of(field: object, dtype: object, mask: object) -> dict[str, str]:
-    """How tokens and their mask decode.
+    """Tell how tokens and their mask decode.
 
     Raises:
         ValueError: They are none.
@@ -176,7 +176,7 @@ def _types_of(field: object, dtype: object, mask: object) -> dict[str, str]:
 
 
 def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTable | None:
-    """The sample table of one shard, or None if there is none."""
+    """Return the sample table of one shard, or None if there is none."""
     if shards.scanned is not None:
         return shards.scanned[shard]
     found = _read_samples(storage, shards, shard)
@@ -188,7 +188,7 @@ def sample_table(storage: Storage, shards: OpenShards, shard: int) -> SampleTabl
 
 
 def sample_records(storage: Storage, shards: OpenShards, shard: int, fields: Sequence[str]) -> Records | None:
-    """Where some fields of one shard lie, or None if there is no sample table."""
+    """Return where some fields of one shard lie, or None if there is no sample table."""
     if shards.scanned is not None:
         return Records.of_table(shards.scanned[shard], fields)
     found = _read_samples(storage, shards, shard)
@@ -201,7 +201,7 @@ def sample_records(storage: Storage, shards: OpenShards, shard: int, fields: Seq
 
 
 def _read_samples(storage: Storage, shards: OpenShards, shard: int) -> tuple[memoryview, str] | None:
-    """The sample file of one shard, and its URL; None if there is none."""
+    """Return the sample file of one shard, and its URL; None if there is none."""
     url = shards.urls[shard]
     path = samples_url(url, shards.index)
     data = if_there(lambda: storage.read(path), storage, url if shards.index is None else None)
@@ -297,7 +297,7 @@ def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> No
 
 
 def _fields_of(storage: Storage, shards: OpenShards, shard: int) -> tuple[str, ...] | None:
-    """The fields that any sample of a shard has, or None if it has no sample table."""
+    """Return the fields that any sample of a shard has, or None if it has no sample table."""
     if shards.scanned is not None:
         return tuple(shards.scanned[shard].fields)
     url = shards.urls[shard]
@@ -309,7 +309,7 @@ def _fields_of(storage: Storage, shards: OpenShards, shard: int) -> tuple[str, .
 
 
 def _footer_facts(storage: Storage, url: str, kind: str) -> dict[str, Any] | None:
-    """What the footer of an index file says about the whole file, or None if there is no such file."""
+    """Return what the footer of an index file says about the whole file, or None if there is no such file."""
     try:
         size_bytes = storage.info(url).size_bytes
     except NotFoundError:
@@ -319,7 +319,7 @@ def _footer_facts(storage: Storage, url: str, kind: str) -> dict[str, Any] | Non
 
 
 def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, missing: IndexMissingError) -> None:
-    """Shards may do without an index, but an index that lacks some of its shards is out of date.
+    """Refuse an index that lacks some of its shards, and so is out of date; shards may do without one.
 
     Raises:
         NotFoundError: A shard that the index lacks does not exist.
@@ -356,14 +356,14 @@ def _check_some_exist(storage: Storage, home: str, urls: Sequence[str], index: s
 
 
 def _folders_of(urls: Any) -> list[str]:
-    """Those of ``urls``, as users write them, that stand for all shards below them."""
+    """Return those of ``urls``, as users write them, that stand for all shards below them."""
     specs = [urls] if isinstance(urls, (str, PathLike)) else list(urls)
     parts = [part for spec in specs for part in str(spec).split("::")]
     return [part.rstrip("/") for part in parts if not part.partition("?")[0].endswith(SHARD_SUFFIXES)]
 
 
 def _check_all_listed(tables: Mapping[str, ChunkTable], folders: Sequence[str], shards: Sequence[str]) -> None:
-    """A directory or prefix stands for every shard that its index knows: none may vanish unseen.
+    """Refuse that a shard vanishes unseen: a directory or prefix stands for every one that its index knows.
 
     Raises:
         IndexMismatchError: One is not there any more.
@@ -404,7 +404,7 @@ def _scan(
     threads: Executor,
     duplicate_keys: DuplicateKeys,
 ) -> list[SampleTable]:
-    """The sample tables of all shards; with peers, every R-th is scanned here and the others are waited for."""
+    """Return the sample tables of all shards; with peers, every R-th is scanned here and the others are waited for."""
 
     def scan(place: int) -> SampleTable:
         return scan_shard(storage, urls[place], split_url(urls[place])[1], duplicate_keys=duplicate_keys)

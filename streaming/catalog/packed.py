@@ -111,7 +111,7 @@ class PackedSource(OneOrder):
         self._recent.keep_at_most(num_bytes - num_bytes // _FITS_SHARE - num_bytes // _RECORDS_SHARE)
 
     def _packs_of(self, group: int, pass_number: int, seed: int) -> KeptPacks:
-        """All packs of a group in a pass; asked for by many threads, they are made once."""
+        """Return all packs of a group in a pass; asked for by many threads, they are made once."""
         return self._recent.of((group, pass_number, seed), lambda: self._packed(group, pass_number, seed))
 
     def _packed(self, group: int, pass_number: int, seed: int) -> KeptPacks:
@@ -126,12 +126,12 @@ class PackedSource(OneOrder):
         ).kept()  # fmt: skip
 
     def samples_in(self, group: int) -> tuple[int, Int64Array]:
-        """The shard of a group, and the numbers within it of the samples that the data set gives of the group."""
+        """Return the shard of a group, and the numbers in it of the samples that the data set gives of the group."""
         first, stop = int(self._groups.firsts[group]), int(self._groups.stops[group])
         return samples_between(self.documents, first, stop)
 
     def records_of(self, shard: int) -> Records | None:
-        """Where the fields that are read lie in a shard; None if its sample table is missing, or of no use."""
+        """Return where the fields that are read lie in a shard; None if its sample table is missing, or of no use."""
         documents = self.documents
 
         def read() -> Records | None:
@@ -152,7 +152,10 @@ class PackedSource(OneOrder):
         return sha256(said.encode()).hexdigest()
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:  # noqa: ARG002  as ChunkSource has it
-        """All groups if this is the fingerprint; else None: of packs it is not told whether documents came since."""
+        """Return all groups if this is the fingerprint.
+
+        Else None: of packs it is not told whether documents came since.
+        """
         return len(self.chunk_samples) if fingerprint == self.fingerprint else None
 
     @property
@@ -190,11 +193,11 @@ class PackedSource(OneOrder):
         return offsets
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
-        """URL of the shard of each group, as samples and messages show it."""
+        """Return the URL of the shard of each group, as samples and messages show it."""
         return self.documents.urls_of(self._groups.firsts[chunk_ids])
 
     def chunk(self, chunk_id: int) -> FetchRange:
-        """The bytes of a whole group: those of its chunks, and of what a filter leaves out between them."""
+        """Return the bytes of a whole group: those of its chunks, and of what a filter leaves out between them."""
         return self.documents.run(int(self._groups.firsts[chunk_id]), int(self._groups.stops[chunk_id]))
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:  # noqa: ARG002  as Source has it
@@ -215,15 +218,15 @@ class PackedSource(OneOrder):
         return apart_later(wanted) if found is None else found
 
     def reads_whole(self, wanted: FetchRange) -> bool:
-        """Whether :meth:`fetch_unit` reads all of a range."""
+        """Tell whether :meth:`fetch_unit` reads all of a range."""
         return self.documents.reads_whole(wanted)
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
-        """Bytes that each group takes with these ``fields`` and this filter."""
+        """Count the bytes that each group takes with these ``fields`` and this filter."""
         return self.documents.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
 
     def has_sample_tables(self) -> bool:
-        """Whether slices can be read: no."""
+        """Tell whether slices can be read: no."""
         return False
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -232,17 +235,17 @@ class PackedSource(OneOrder):
         return np.cumsum(counts) - counts, np.cumsum(room_bytes) - room_bytes
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
-        """Where a document inside a group lies in its shard."""
+        """Return where a document inside a group lies in its shard."""
         wanted = self.chunk(chunk_id)
         samples = self.documents.samples_at(wanted.url)
         return None if samples is None else samples.lookup(wanted.first_sample + inside)
 
     def counters(self) -> dict[str, float]:
-        """What storage and cache counted since the set was opened."""
+        """Return what storage and cache counted since the set was opened."""
         return self.documents.counters()
 
     def in_flight(self) -> list[ActiveRequest]:
-        """The storage's calls under way, oldest first."""
+        """Return the storage's calls under way, oldest first."""
         return self.documents.in_flight()
 
 
@@ -251,12 +254,12 @@ def _size_of_records(records: Records | None) -> int:
 
 
 def tokens_of(lengths: Int64Array) -> Int64Array:
-    """The first column of lengths, int64[n]: tokens, where packs have other budgets, too."""
+    """Return the first column of lengths, int64[n]: tokens, where packs have other budgets, too."""
     return lengths if lengths.ndim == 1 else lengths[:, 0]
 
 
 def samples_between(documents: ChunkSource, first: int, stop: int) -> tuple[int, Int64Array]:
-    """The shard of chunks ``[first, stop)``, all of one, and the numbers within it of the samples that they give."""
+    """Return the shard of chunks ``[first, stop)``, all of one, and the numbers in it of the samples that they give."""
     table = documents.table
     counts = table.num_samples[first:stop]
     chunks = np.repeat(np.arange(first, stop), counts)

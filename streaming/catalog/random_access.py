@@ -48,16 +48,16 @@ class Readable(Protocol):
         """The chunk table."""
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
-        """URL of the shard of each chunk, as messages show it."""
+        """Return the URL of the shard of each chunk, as messages show it."""
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """The sample inside each chunk that stands at an offset."""
+        """Return the sample inside each chunk that stands at an offset."""
 
     def chunk(self, chunk_id: int) -> FetchRange:
-        """The bytes of a whole chunk."""
+        """Return the bytes of a whole chunk."""
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
-        """The bytes of samples ``[first, stop)`` of a chunk."""
+        """Return the bytes of samples ``[first, stop)`` of a chunk."""
 
     def fetch_unit(self, wanted: FetchRange, out: memoryview) -> UnitLayout | TakeApart:
         """Fill ``out``; taking it apart may be left to the caller."""
@@ -73,7 +73,7 @@ class Versions:
         self._known: dict[int, str] = {}
 
     def of(self, shard: int) -> str:
-        """The version of one shard; the same in every process."""
+        """Return the version of one shard; the same in every process."""
         version = self._known.get(shard)
         if version is None:
             table = self._shards.table
@@ -102,12 +102,12 @@ class RandomAccess:
         in_children(self, RandomAccess._renew_locks)
 
     def _renew_locks(self) -> None:
-        """A forked child gets its own; what was read before the fork stays at hand."""
+        """Give a forked child its own; what was read before the fork stays at hand."""
         self._lock = threading.Lock()
         self._told_lost = False
 
     def sample(self, index: int) -> Sample:
-        """Sample number ``index``, decoded but not transformed."""
+        """Return sample number ``index``, decoded but not transformed."""
         starts = self._starts()
         chunk = int(np.searchsorted(starts, index, side="right")) - 1
         offset = np.array([index - starts[chunk]], np.int64)
@@ -117,7 +117,7 @@ class RandomAccess:
         return self._decode(url, key, fields)
 
     def table(self, shard: int) -> SampleTable | None:
-        """The sample table of a shard, or None if it has none; asked for by many threads, it is read once."""
+        """Return the sample table of a shard, or None if it has none; asked for by many threads, it is read once."""
         if self._kept_by is not None:
             return self._kept_by.table(shard)
         return self._tables.of(shard, lambda: sample_table(self._dataset.storage, self._dataset.shards, shard))
@@ -138,7 +138,7 @@ class RandomAccess:
         return sums(self._dataset.table.num_samples)
 
     def _fields(self, chunk: int, offset: int) -> tuple[str, dict[str, bytes]]:
-        """Key and raw fields of the sample at this place inside a chunk."""
+        """Return key and raw fields of the sample at this place inside a chunk."""
         with self._lock:
             known = self._chunks.get(chunk)
         if known is None and self.table(int(self._dataset.table.shard[chunk])) is not None:
@@ -181,7 +181,9 @@ class RandomAccess:
 def span_borders(
     table: ChunkTable, room_bytes: Int64Array, samples_of: Callable[[int], SampleTable | None]
 ) -> tuple[Int64Array, Int64Array]:
-    """Where the spans of a set begin, in samples and in bytes of its chunks laid end to end; reads all sample tables.
+    """Return where the spans of a set begin, in samples and in bytes of its chunks laid end to end.
+
+    Reads all sample tables.
 
     Args:
         table: The chunk table, perhaps of a view: of a chunk that crosses its border all is counted.
@@ -213,5 +215,5 @@ def span_borders(
 
 
 def _size_of_table(table: SampleTable | None) -> int:
-    """About what a table takes in memory: keys are Python strings, fields have two numbers, large ones three."""
+    """Estimate what a table takes in memory: keys are Python strings, fields have two numbers, large ones three."""
     return 0 if table is None else table.num_samples * (100 + 24 * len(table.fields))

@@ -52,7 +52,7 @@ class Recent(Generic[_KEY, _VALUE]):
             self._kept_bytes -= self._size_of(self._kept.popitem(last=False)[1])
 
     def __contains__(self, key: _KEY) -> bool:
-        """Whether the value is kept at this moment."""
+        """Tell whether the value is kept at this moment."""
         with self._lock:
             return key in self._kept
 

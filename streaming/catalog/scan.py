@@ -47,7 +47,7 @@ def scan_shard(
     duplicate_keys: DuplicateKeys = "error",
     progress: Progress | None = None,
 ) -> SampleTable:
-    """The sample table, with chunk rows and CRC32C, of the shard at ``url``.
+    """Return the sample table, with chunk rows and CRC32C, of the shard at ``url``.
 
     Reads the shard once; holds two pieces of ``read_bytes`` and the table, whatever the size of shard or members.
     Reading and CRC32C run in one thread, parsing in the caller's. Header checksums are verified. The result depends
@@ -83,7 +83,7 @@ def scan_shard(
 
 
 def _pieces(helper: Executor, storage: Storage, url: str, size_bytes: int, read_bytes: int) -> Iterator[memoryview]:
-    """The bytes of ``url``, the next piece being read while one is used.
+    """Yield the bytes of ``url``, the next piece being read while one is used.
 
     A piece is valid until the next, and for what was handed to ``helper``, which has one thread, before that.
     """
@@ -181,7 +181,7 @@ class _Scan:
         return piece, self.scanner.num_bytes - len(piece), borders, self.scanner.settled
 
     def _large_borders(self) -> list[int]:
-        """Where the large members begin and end whose headers have just been read."""
+        """Return where the large members begin and end whose headers have just been read."""
         members = self.scanner.members
         if members is None:
             return []
@@ -234,7 +234,7 @@ class _Scan:
 
 
 def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[Int64Array, Int64Array]]:
-    """Offsets and sizes of each field over all layouts, -1 and 0 where samples lack it."""
+    """Return offsets and sizes of each field over all layouts, -1 and 0 where samples lack it."""
     names = list(dict.fromkeys(name for layout in layouts for name in layout.fields))
     num_samples = sum(len(layout.keys) for layout in layouts)
     check_density(num_samples, names, sum(int((layout.starts >= 0).sum()) for layout in layouts), url)
@@ -252,7 +252,7 @@ def _join_fields(layouts: Sequence[PackedLayout], url: str) -> dict[str, tuple[I
 def _joined_keys(
     parts: list[KeyLines | list[str]], record_starts: Int64Array, url: str, duplicate_keys: DuplicateKeys
 ) -> Keys:
-    """All keys; rising ones are known to differ, others are compared unless duplicates are kept."""
+    """Return all keys; rising ones are known to differ, others are compared unless duplicates are kept."""
     packed = [pack_keys(part) for part in parts]
     ends = np.cumsum([0] + [len(data) for data, _ in packed])
     stops = np.concatenate([np.empty(0, np.int64), *(s + end for (_, s), end in zip(packed, ends, strict=False))])
@@ -277,7 +277,7 @@ def _check_unique(keys: list[str], record_starts: Int64Array, url: str) -> None:
 
 
 def compressed_error(url: str) -> ConfigError:
-    """What is raised for a compressed shard."""
+    """Return what is raised for a compressed shard."""
     return ConfigError(
         f"{url}: a compressed shard has no byte ranges to index; decompress it (`gunzip`), or stream it as it is"
     )

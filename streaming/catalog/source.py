@@ -60,7 +60,7 @@ class Window:
 
     @classmethod
     def of(cls, shards: OpenShards, first: int, stop: int) -> Window:
-        """Samples ``[first, stop)`` of some shards.
+        """Return samples ``[first, stop)`` of some shards.
 
         Raises:
             IndexMissingError: They have no chunk table.
@@ -108,7 +108,7 @@ class OneOrder(ABC):
         return np.zeros(len(chunk_ids), np.int64)
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
-        """The order under a loader with batches of this size."""
+        """Return the order under a loader with batches of this size."""
         chosen = self.shuffle_config
         return order_settings(
             shuffle=self.shuffle, seed=self.seed, lanes=chosen.lanes, window=chosen.window, scope=chosen.scope,
@@ -117,7 +117,7 @@ class OneOrder(ABC):
         )  # fmt: skip
 
     def orders(self, settings: OrderSettings) -> Orders:
-        """The order of each pass."""
+        """Return the order of each pass."""
         return EpochOrders(self.chunk_samples, settings)
 
 
@@ -178,7 +178,9 @@ class ChunkSource(OneOrder):
         return self._window is None and (self._selected is None or self._selected.is_whole)
 
     def chunks_when(self, fingerprint: str, num_shards: int | None) -> int | None:
-        """How many chunks the set had when this was its fingerprint, if shards were only appended since; else None.
+        """Tell how many chunks the set had when this was its fingerprint, if shards were only appended since.
+
+        Else None.
 
         Args:
             fingerprint: Of the set, now or then.
@@ -251,7 +253,7 @@ class ChunkSource(OneOrder):
         """See ``Source``: nothing is kept."""
 
     def keeps(self, shard: int) -> npt.NDArray[np.bool_]:
-        """Which samples of a shard are in the set, bool[n]."""
+        """Return which samples of a shard are in the set, bool[n]."""
         whole = self.shards.table
         if whole is None:
             raise IndexMissingError(self.shards.missing_index)
@@ -264,12 +266,12 @@ class ChunkSource(OneOrder):
         return (places >= low) & (places < high)
 
     def counters(self) -> dict[str, float]:
-        """What storage and cache counted since the set was opened; all its loaders count there."""
+        """Return what storage and cache counted since the set was opened; all its loaders count there."""
         cache = {} if self.cache is None else self.cache.metrics.snapshot()
         return {**self.storage.metrics.snapshot(), **cache}
 
     def in_flight(self) -> list[ActiveRequest]:
-        """The storage's calls under way, oldest first."""
+        """Return the storage's calls under way, oldest first."""
         return self.storage.in_flight()
 
     @cached_property
@@ -277,18 +279,18 @@ class ChunkSource(OneOrder):
         return np.array([redact(url) for url in self.shards.urls], object)
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
-        """URL of the shard of each chunk, as samples and messages show it: without what may be secret."""
+        """Return the URL of the shard of each chunk, as samples and messages show it: without what may be secret."""
         urls: list[str] = self._shown_urls[self.table.shard[chunk_ids]].tolist()
         return urls
 
     def _whole_id(self, chunk_id: int) -> int:
-        """The number of a chunk in the table of all chunks."""
+        """Return the number of a chunk in the table of all chunks."""
         if self._selected is not None:
             return int(self._selected.chunks[chunk_id])
         return chunk_id if self._window is None else self._window.first_chunk + chunk_id
 
     def run(self, first: int, stop: int) -> FetchRange:
-        """The bytes of chunks ``[first, stop)`` of one shard in one piece, with those between them that a filter skips.
+        """Return the bytes of chunks ``[first, stop)`` of one shard in one piece, with what a filter skips.
 
         Samples count from the first one of the first chunk's bytes: there is no ``lead``.
         """
@@ -303,7 +305,7 @@ class ChunkSource(OneOrder):
         )  # fmt: skip
 
     def chunk(self, chunk_id: int) -> FetchRange:
-        """The bytes of a whole chunk; in a view, of one that crosses its border, with samples beside it."""
+        """Return the bytes of a whole chunk; in a view, of one that crosses its border, with samples beside it."""
         table, lead = self.table, 0
         if self._selected is not None and self.shards.table is not None:
             table, chunk_id = self.shards.table, int(self._selected.chunks[chunk_id])
@@ -325,7 +327,7 @@ class ChunkSource(OneOrder):
         )
 
     def slice(self, chunk_id: int, first: int, stop: int) -> FetchRange:
-        """The bytes of samples ``[first, stop)`` of a chunk; less than the whole chunk needs a sample table.
+        """Return the bytes of samples ``[first, stop)`` of a chunk; less than the whole chunk needs a sample table.
 
         What is fetched is made of whole spans, so that it can be checked: it begins with ``lead`` other samples, and
         may end with some. A sample table of format 1.0 has no spans: then it is these samples alone, unchecked.
@@ -366,17 +368,23 @@ class ChunkSource(OneOrder):
         return apart_later(wanted)
 
     def reads_whole(self, wanted: FetchRange) -> bool:
-        """Whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
+        """Tell whether :meth:`fetch_unit` reads all of a range, as its ``fields`` are."""
         return reads_whole(wanted, self._fields_of(wanted.url))
 
     def unit_bytes(self, chunk_ids: Int64Array) -> Int64Array:
-        """Bytes that each chunk takes with these ``fields`` and this filter, int64; reads sample tables for it."""
+        """Count the bytes that each chunk takes with these ``fields`` and this filter, int64.
+
+        Reads sample tables for it.
+        """
         if self.fields is None and self._selected is None:
             return self.chunk_bytes[chunk_ids]
         return self.range_bytes([self.chunk(chunk_id) for chunk_id in chunk_ids.tolist()])
 
     def range_bytes(self, ranges: Sequence[FetchRange]) -> Int64Array:
-        """Bytes that each range takes with these ``fields`` and this filter, int64; reads sample tables for it."""
+        """Count the bytes that each range takes with these ``fields`` and this filter, int64.
+
+        Reads sample tables for it.
+        """
 
         def size(wanted: FetchRange) -> int:
             return size_of_unit(wanted, self._fields_of(wanted.url))
@@ -393,7 +401,7 @@ class ChunkSource(OneOrder):
         return FieldsOf(samples=samples, fields=self.fields, gap_bytes=min(gap_bytes, FILTER_GAP_BYTES), kept=kept)
 
     def locate(self, chunk_id: int, inside: int) -> SampleLocation | None:
-        """Where a sample inside a chunk lies in its shard; None if the sample table is missing or unreadable."""
+        """Return where a sample inside a chunk lies in its shard; None if the sample table is missing or unreadable."""
         try:
             samples = self.samples_at(self.shards.urls[int(self.table.shard[chunk_id])])
         except StorageError:
@@ -401,14 +409,14 @@ class ChunkSource(OneOrder):
         return None if samples is None else samples.lookup(int(self.table.first_sample[chunk_id]) + inside)
 
     def samples_at(self, url: str) -> SampleTable | None:
-        """The sample table of a shard; None if it is missing, or of no use."""
+        """Return the sample table of a shard; None if it is missing, or of no use."""
         try:
             return self._recent.table(self._numbers[url])
         except DataError:
             return None
 
     def span_borders(self, room_bytes: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where spans begin, in samples and in bytes of chunks laid end to end, ``room_bytes`` each.
+        """Return where spans begin, in samples and in bytes of chunks laid end to end, ``room_bytes`` each.
 
         Of a filtered set, where chunks begin.
         """
@@ -423,5 +431,5 @@ class ChunkSource(OneOrder):
         return {url: number for number, url in enumerate(self.shards.urls)}
 
     def has_sample_tables(self) -> bool:
-        """Whether the first shard has a sample table (a data set is indexed as a whole)."""
+        """Tell whether the first shard has a sample table (a data set is indexed as a whole)."""
         return self._recent.table(0) is not None

@@ -35,7 +35,7 @@ _LETTERS = re.compile(r"[A-Za-z]\.\.[A-Za-z](?:\.\.-?[0-9]+)?")
 
 
 def expand_urls(spec: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], storage: Storage) -> list[str]:
-    """The shard URLs that ``spec`` names, in its order (listings sorted).
+    """Return the shard URLs that ``spec`` names, in its order (listings sorted).
 
     Braces are expanded as a shell does (``{000..099}``, ``{a,b}``) without asking the store; ``::`` joins several; a
     prefix or directory stands for all ``.tar``, ``.tar.gz`` and ``.tgz`` below it, but those in hidden folders or with
@@ -73,7 +73,7 @@ class _Identity:
         self._folders: dict[str, tuple[str, frozenset[str]]] = {}
 
     def of(self, url: str) -> str:
-        """The same for two URLs exactly if they are known to mean one shard."""
+        """Return the same for two URLs exactly if they are known to mean one shard."""
         scheme = scheme_of(url)
         if scheme == "file":
             folder, name = os.path.split(local_path(url))
@@ -85,7 +85,7 @@ class _Identity:
         return f"{_ALIASES.get(scheme, scheme)}://{unquote(rest) if scheme in HTTP_SCHEMES else rest}{query}"
 
     def _folder(self, folder: str) -> tuple[str, frozenset[str]]:
-        """The real path of a folder, and the names in it that are symbolic links."""
+        """Return the real path of a folder, and the names in it that are symbolic links."""
         if folder not in self._folders:
             real, links = os.path.realpath(folder or "."), frozenset[str]()
             with suppress(OSError), os.scandir(real) as entries:
@@ -135,7 +135,7 @@ def _refuse_many(pattern: str, shown: str) -> None:
 
 
 def _count(pattern: str) -> int:
-    """At least as many as ``braceexpand`` would give, without writing any of them out."""
+    """Count at least as many as ``braceexpand`` would give, without writing any of them out."""
     total, depth, start = 1, 0, 0
     for at, letter in enumerate(pattern):
         if letter == "{":
@@ -149,7 +149,7 @@ def _count(pattern: str) -> int:
 
 
 def _count_group(inside: str) -> int:
-    """What one pair of braces around ``inside`` multiplies the number of URLs by."""
+    """Return what one pair of braces around ``inside`` multiplies the number of URLs by."""
     if _LETTERS.fullmatch(inside):
         return 52
     found = _RANGE.fullmatch(inside)
@@ -168,7 +168,7 @@ def _count_group(inside: str) -> int:
 
 
 def _shards(url: str, storage: Storage) -> Iterator[str]:
-    """``url`` itself if it names a shard, otherwise the shards below it."""
+    """Yield ``url`` itself if it names a shard, otherwise the shards below it."""
     path, _ = split_query(url)
     directory = is_directory(url)
     if not directory and (cure := _decompressor(path)):
@@ -207,16 +207,16 @@ def _shards(url: str, storage: Storage) -> Iterator[str]:
 
 
 def _is_shard(url: str, base: str) -> bool:
-    """Whether an object listed below ``base`` is a shard: not one of the index, and not hidden below it."""
+    """Tell whether an object listed below ``base`` is a shard: not one of the index, and not hidden below it."""
     parts = url.removeprefix(base).split("/") if url.startswith(base) else [url]
     return url.endswith(SHARD_SUFFIXES) and f"/{INDEX_DIRECTORY}/" not in url and not any(map(_HIDDEN, parts))
 
 
 def _is_marker(info: ObjectInfo, storage: Storage) -> bool:
-    """Whether a listed object is the mark of an empty folder, as consoles make them: its key ends with a slash."""
+    """Tell whether a listed object is the mark of an empty folder, as consoles make them: its key ends with a slash."""
     return info.size_bytes == 0 and scheme_of(info.url) != "file" and not storage.exists(info.url)
 
 
 def _decompressor(path: str) -> str:
-    """The program that makes a plain tar of a shard compressed in a way that is not read here; else empty."""
+    """Return the program that makes a plain tar of a shard compressed in a way that is not read here; else empty."""
     return next((program for end, program in _DECOMPRESSORS.items() if path.lower().endswith(end)), "")

@@ -105,7 +105,7 @@ class Balanced(GroupedMixture):
         _log.info("%s", self.shares_in_words())
 
     def shares_in_words(self) -> str:
-        """How many classes there are, the smallest and the largest, and the shares at first."""
+        """Return how many classes there are, the smallest and the largest, and the shares at first."""
         first: Any = self._blend.segments()[0][1]
         sizes, total = self.sizes, sum(first.values())
         by_size = sorted(sizes, key=sizes.__getitem__)
@@ -156,7 +156,7 @@ class _Classes:
         return np.where(found < 0, num_rows and self.num_groups, found).astype(np.uint16)
 
     def schedule(self, weights: Any, power: float | None) -> Schedule:
-        """The weights of the classes, by the names of their sources.
+        """Return the weights of the classes, by the names of their sources.
 
         Raises:
             ConfigError: They do not name the classes.
@@ -182,7 +182,7 @@ class _Classes:
 
 
 def _name(label: Any) -> str:
-    """Of a class, as sources are named: they hold no slash, and what is not printable is escaped."""
+    """Name a class as sources are named: they hold no slash, and what is not printable is escaped."""
     shown = "".join(one if one.isprintable() and one not in "/%" else quote(one, safe="") for one in str(label))
     return {"": '""', '""': "%22%22"}.get(shown, shown)
 

@@ -134,7 +134,7 @@ class Curriculum(GroupedMixture):
         _log.info("%s", self.plan_in_words())
 
     def pool(self, row: int) -> dict[str, int]:
-        """The buckets that are open at a row of the run, and the samples of each, by name.
+        """Return the buckets that are open at a row of the run, and the samples of each, by name.
 
         Raises:
             ConfigError: There is no such row.
@@ -143,7 +143,7 @@ class Curriculum(GroupedMixture):
         return {name: int(size) for name, size in sorted(weights.items()) if size}
 
     def plan_in_words(self) -> str:
-        """When the pool becomes which."""
+        """Say when the pool becomes which."""
         total = sum(self.sizes.values())
         told = self._pools if len(self._pools) <= _LINES else [*self._pools[: _LINES - 1], self._pools[-1]]
         said = [f"{size:,} ({size / total:.1%}) from row {row:,} on" for row, size in told]
@@ -167,7 +167,7 @@ class _Asked:
     buckets: Buckets
 
     def cut(self, counted: Counted) -> _Metric:
-        """The metric in buckets, by the values that there are.
+        """Return the metric in buckets, by the values that there are.
 
         Raises:
             ConfigError: They are no numbers.
@@ -217,14 +217,14 @@ class _Metric:
     borders: tuple[tuple[float, float], ...]
 
     def bucket_of(self, values: Values) -> Int64Array:
-        """The bucket of each value; -1 where there is none."""
+        """Return the bucket of each value; -1 where there is none."""
         uppers = np.array([upper for upper, _ in self.borders])
         numbers: Any = numbers_of(values)  # columns of other kinds were refused when they were counted
         missing = np.isnan(numbers)
         return np.where(missing, -1, np.searchsorted(uppers, np.where(missing, 0, numbers)))
 
     def open_at(self, difficulty: float) -> npt.NDArray[np.bool_]:
-        """Which buckets are open; the first always is."""
+        """Return which buckets are open; the first always is."""
         opens = np.array([given for _, given in self.borders])
         unit = _UNIT if self.by == "percentile" else 0
         found: npt.NDArray[np.bool_] = (
@@ -234,7 +234,7 @@ class _Metric:
         return found
 
     def name_of(self, bucket: int) -> str:
-        """Of a bucket, as sources are named."""
+        """Name a bucket as sources are named."""
         upper, short = self.borders[bucket][0], {f"{one:.6g}" for one, _ in self.borders}
         if upper.is_integer() and abs(upper) < _WHOLE:
             return f"{self.name}<={int(upper)}"
@@ -270,7 +270,7 @@ class _Grid:
         return np.where(missing, self.num_groups, cells).astype(np.uint16)
 
     def buckets_of(self, cell: int) -> list[int]:
-        """The bucket of each metric."""
+        """Return the bucket of each metric."""
         found = []
         for metric in reversed(self.metrics):
             cell, bucket = divmod(cell, len(metric.borders))
@@ -278,12 +278,12 @@ class _Grid:
         return found[::-1]
 
     def name_of(self, cell: int) -> str:
-        """Of a cell, as sources are named."""
+        """Name a cell as sources are named."""
         pairs = zip(self.metrics, self.buckets_of(int(cell)), strict=True)
         return ",".join(metric.name_of(bucket) for metric, bucket in pairs)
 
     def pools(self, cells: Sequence[int]) -> list[tuple[int, npt.NDArray[np.bool_]]]:
-        """Rows at which the pool changes, and which of some cells are in it from there on."""
+        """Return rows at which the pool changes, and which of some cells are in it from there on."""
         buckets = np.array([self.buckets_of(cell) for cell in cells])
         rows = sorted({row for metric in self.metrics for row, _ in metric.schedule.segments()})
         found: list[tuple[int, npt.NDArray[np.bool_]]] = []
@@ -301,7 +301,7 @@ class _Grid:
 
 
 def _asked(metric: Any, schedule: Any, by: Any, buckets: Any) -> list[_Asked]:
-    """The metrics, checked.
+    """Return the metrics, checked.
 
     Raises:
         ConfigError: They cannot work.

@@ -187,7 +187,7 @@ class StreamingDataset(ChunkSource):
         self._recent = RandomAccess(self)
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         self._unsharded.check(_num_data_ranks)
         return self.table.total_samples
 
@@ -198,7 +198,7 @@ class StreamingDataset(ChunkSource):
     def __getitem__(self, index: builtins.slice) -> StreamingDataset: ...
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample | StreamingDataset:
-        """Sample number ``index`` in storage order, decoded and transformed; negative numbers count from the end.
+        """Return sample number ``index`` in storage order, decoded and transformed; negative ones count from the end.
 
         ``dataset[a:b]`` is a view of a range, a data set like this one: it goes into a ``DataLoader``, is shuffled and
         resumed, has samples and views of its own. It reads nothing; of a chunk that crosses its border all is read.
@@ -219,7 +219,7 @@ class StreamingDataset(ChunkSource):
         return self.sample_at(checked_place(index, self.table.total_samples, "sample", "the data set has"))
 
     def sample_at(self, index: int, source: str = "") -> Sample:
-        """Sample number ``index``, which there is; that of a mixture says which ``source`` of it this set is."""
+        """Return sample ``index``, which there is; that of a mixture says which ``source`` of it this set is."""
         sample = self._recent.sample(index)
         if source:
             sample["__source__"] = source
@@ -253,7 +253,7 @@ class StreamingDataset(ChunkSource):
         return view
 
     def of_group(self, selected: Selected, words: str) -> StreamingDataset:
-        """The samples of one group of this set, which share its connections, cache and sample tables."""
+        """Return the samples of one group of this set, which share its connections, cache and sample tables."""
         _ = self._shown_urls  # worked out once for all groups
         made = copy.copy(self)
         made._window, made._selected, made._asked = None, selected, words
@@ -261,7 +261,7 @@ class StreamingDataset(ChunkSource):
         return made
 
     def map(self, function: Transform) -> Self:
-        """A data set of the same samples that calls ``function`` on each, after what ``transform`` and ``map`` call.
+        """Make a set of the same samples that calls ``function`` on each, after what ``transform`` and ``map`` call.
 
         Shares everything with this one, which stays as it is. The fingerprint by which checkpoints know a data set is
         about its samples, so a checkpoint of the one is good for the other.
@@ -340,7 +340,7 @@ def _check_given(
 
 
 def _spelt(urls: Urls) -> str:
-    """The URLs as the user wrote them, shortened, without what may be secret."""
+    """Return the URLs as the user wrote them, shortened, without what may be secret."""
     listed = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     first = "::".join(redact(part) for part in os.fspath(listed[0]).split("::")) if listed else ""
     return first if len(listed) == 1 else f"{first} and {len(listed) - 1} more"

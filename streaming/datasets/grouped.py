@@ -81,7 +81,7 @@ class GroupedMixture(Mixture):
         )
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
-        """Sample number ``index`` of the data set that it was made of, in storage order; see ``StreamingDataset``.
+        """Return sample number ``index`` of the set that it was made of, in storage order; see ``StreamingDataset``.
 
         Raises:
             IndexError: There is no such sample.
@@ -94,7 +94,7 @@ class GroupedMixture(Mixture):
         return self.dataset[operator.index(index)]
 
     def map(self, function: Transform) -> Self:
-        """The same with ``function`` called on each sample, after what the data set calls."""
+        """Return the same with ``function`` called on each sample, after what the data set calls."""
         made = super().map(function)
         made.dataset = self.dataset.map(function)
         return made
@@ -155,7 +155,7 @@ class GroupedMixture(Mixture):
 def grouped(
     dataset: Any, owner: str, option: str, columns: Sequence[str], coding: Callable[[Mapping[str, Counted]], Coding]
 ) -> Grouping:
-    """The groups of a data set's samples by some columns.
+    """Return the groups of a data set's samples by some columns.
 
     Raises:
         ConfigError: It is no data set of samples with columns.
@@ -208,7 +208,7 @@ def check_missing(owner: str, counted: Mapping[str, Counted], nulls: str) -> Non
 
 
 def resharding(dataset: StreamingDataset, column: str) -> str:
-    """The command that writes samples of like values next to each other."""
+    """Return the command that writes samples of like values next to each other."""
     url = redact(dataset.urls[0]).rpartition("/")[0] or "."
     return (
         f"Shards that are sorted by the column, which then lies in their sample tables, are read about once: "

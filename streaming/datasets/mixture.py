@@ -80,7 +80,7 @@ class _Blend:
     weights: Schedule | None
 
     def segments(self) -> list[tuple[int, Mapping[str, float]]]:
-        """Rows, and the weights per sample from each one on; those of quotas never change."""
+        """Return rows, and the weights per sample from each one on; those of quotas never change."""
         if self.weights is not None:
             return self.weights.segments()  # type: ignore[return-value]  # of weights, as was checked
         return [(0, dict(self.quotas or {}))]
@@ -199,7 +199,7 @@ class Mixture(JoinedSource):
 
     @classmethod
     def _described(cls, content: Mapping[str, Any], place: str, storage_options: dict[str, object]) -> Mixture:
-        """The mixture that ``content`` describes; ``place`` says in messages where that stands."""
+        """Return the mixture that ``content`` describes; ``place`` says in messages where that stands."""
         sources: dict[str, StreamingDataset | Mixture] = {}
         for name, given in content["sources"].items():
             here = f"{place}/{name}" if place else name
@@ -215,7 +215,7 @@ class Mixture(JoinedSource):
         return cls(sources, **arguments_of(content))
 
     def _with_transforms(self, transforms: Mapping[str, Transform], place: str) -> Mixture:
-        """The same mixture whose leaves call these functions, by their names under ``place``."""
+        """Return the same mixture whose leaves call these functions, by their names under ``place``."""
         made = copy.copy(self)
         made.sources = {
             name: one._with_transforms(transforms, f"{place}{name}/") if isinstance(one, Mixture)
@@ -237,7 +237,9 @@ class Mixture(JoinedSource):
         return {name: int(one.chunk_samples.sum()) for name, one in sorted(self.leaves.items())}
 
     def __len__(self) -> int:
-        """Number of samples of an epoch; with ``batches="one_source"`` a loader gives those that fill whole batches.
+        """Return the number of samples of an epoch.
+
+        With ``batches="one_source"`` a loader gives those that fill whole batches.
 
         Raises:
             TypeError: It has no end.
@@ -250,7 +252,7 @@ class Mixture(JoinedSource):
         return sum(self._blend.quotas.values())
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
-        """Sample number ``index``, decoded and transformed: those of one source after the other, by name.
+        """Return sample number ``index``, decoded and transformed: those of one source after the other, by name.
 
         A source that an epoch reads several times comes as often. Negative numbers count from the end.
 
@@ -271,13 +273,13 @@ class Mixture(JoinedSource):
         raise AssertionError("the quotas were summed")
 
     def map(self, function: Transform) -> Self:
-        """The mixture with ``function`` called on each sample, after what its source calls."""
+        """Return the mixture with ``function`` called on each sample, after what its source calls."""
         made = copy.copy(self)
         made.sources = {name: one.map(function) for name, one in self.sources.items()}
         return made._of_sources()
 
     def _of_sources(self) -> Self:
-        """This mixture, which is a copy, over what ``sources`` holds now."""
+        """Return this mixture, which is a copy, over what ``sources`` holds now."""
         self.leaves = _leaves(self.sources)
         JoinedSource.__init__(self, self.leaves)
         self._take_over()
@@ -325,7 +327,7 @@ class Mixture(JoinedSource):
         return super().has_packs(chunk_ids, self._companies(passes), seed)
 
     def _companies(self, passes: Int64Array) -> Int64Array:
-        """The passes by which documents change company.
+        """Return the passes by which documents change company.
 
         A group that is read partly in one pass over the mixture and partly in the next must be packed alike in both, or
         documents would come twice, and others not at all: unless passes hold whole sources, company never changes.
@@ -355,7 +357,7 @@ class Mixture(JoinedSource):
         return found
 
     def order_settings(self, global_batch_size: int) -> OrderSettings:
-        """The order under a loader with batches of this size."""
+        """Return the order under a loader with batches of this size."""
         found = super().order_settings(global_batch_size)
         if self.batches == "one_source" and self.shuffle_config.lanes is None:
             # Each lane gives as many samples to every batch.
@@ -365,7 +367,10 @@ class Mixture(JoinedSource):
     # --- shares, and how they change ---
 
     def start_entry(self, global_batch_size: int | None = None) -> Entry:
-        """The first entry of the ledger of a run over this mixture; the batch counts with ``batches="one_source"``."""
+        """Return the first entry of the ledger of a run over this mixture.
+
+        The batch counts with ``batches="one_source"``.
+        """
         blend = self._blend
         dealt: Dealt = "samples" if self.quotas == "exact" else "chunks"
         weights = {} if blend.weights is None else dict(blend.segments()[0][1])
@@ -379,7 +384,7 @@ class Mixture(JoinedSource):
         )  # fmt: skip
 
     def _quotas(self, global_batch_size: int | None) -> Mapping[str, int] | None:
-        """Samples of each source in an epoch that ends: of batches of one source, those of whole batches.
+        """Count the samples of each source in an epoch that ends: of batches of one source, those of whole batches.
 
         Raises:
             ConfigError: A source has too few for one.
@@ -397,11 +402,14 @@ class Mixture(JoinedSource):
         return {name: count - count % size for name, count in quotas.items()}
 
     def begun(self, global_batch_size: int | None = None) -> Ledger:
-        """The ledger of a run that begins now; with ``batches="one_source"`` the global batch size must be given."""
+        """Return the ledger of a run that begins now.
+
+        With ``batches="one_source"`` the global batch size must be given.
+        """
         return Ledger((self.start_entry(global_batch_size),))
 
     def needed(self, ledger: Ledger) -> list[str]:
-        """Sources that this mixture lacks, and of whose chunks the ledger says too little to do without them.
+        """Return sources that this mixture lacks, and of whose chunks the ledger says too little to do without them.
 
         Dealt by chunks, where the others stand follows from theirs; unless what they laid is written down.
         """
@@ -411,7 +419,7 @@ class Mixture(JoinedSource):
         return sorted(missing if ledger.last.quotas is not None else missing & (ledger.drawn - ledger.laid.keys()))
 
     def resumed(self, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
-        """The ledger of a run that goes on at ``row`` with this mixture; what changes is said once in the log.
+        """Return the ledger of a run that goes on at ``row`` with this mixture; what changes is said once in the log.
 
         Raises:
             StateError: It cannot: a source is another one, or its chunks are needed for what was drawn before.
@@ -447,7 +455,7 @@ class Mixture(JoinedSource):
         return self.with_laid(found, lambda: self.orders(settings, found))
 
     def with_laid(self, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
-        """The ledger, whose last entry says what sources that have no weight any more lay: they may be left out later.
+        """Let the last entry of the ledger say what sources without a weight any more lay: they may be left out later.
 
         Args:
             ledger: Of the run.
@@ -471,7 +479,7 @@ class Mixture(JoinedSource):
         return Ledger((*ledger.entries[:-1], replace(last, laid={**last.laid, **laid})))
 
     def changed(self, ledger: Ledger, weights: Mapping[str, float], row: int) -> Ledger:
-        """The ledger with other weights from a row on; they are as this mixture's ``weights``.
+        """Return the ledger with other weights from a row on; they are as this mixture's ``weights``.
 
         Mixtures within go on by their own schedules, which count the rows of the run.
         """
@@ -511,7 +519,7 @@ class Mixture(JoinedSource):
         _check_names("set_weights", weights, self.sources)
 
     def drawn(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, float]:
-        """Samples of each source that rows ``[row, row + num_samples)`` come to, by its share."""
+        """Count the samples of each source that rows ``[row, row + num_samples)`` come to, by its share."""
         quotas = ledger.last.quotas
         if quotas is not None:
             return {name: num_samples * quotas[name] / sum(quotas.values()) for name in self.names}
@@ -525,7 +533,7 @@ class Mixture(JoinedSource):
         return found
 
     def eras(self, ledger: Ledger) -> dict[str, list[tuple[int, int]]]:
-        """Of each source that the ledger names, from which pass on it has how many of its chunks; see ``Sources``.
+        """Tell of each source of the ledger from which pass on it has how many of its chunks; see ``Sources``.
 
         Raises:
             StateError: A source is not the one of the ledger, nor that one with more shards behind it.
@@ -556,7 +564,7 @@ class Mixture(JoinedSource):
         return self.leaves[name].chunks_when(fingerprint, shards.get(name))
 
     def passes(self, ledger: Ledger) -> dict[str, Passes]:
-        """How large the passes over each source are, with the shards that it had."""
+        """Tell how large the passes over each source are, with the shards that it had."""
         eras, found = self.eras(ledger), {}
         for name, one in self.leaves.items():
             samples = sums(one.chunk_samples)
@@ -565,7 +573,7 @@ class Mixture(JoinedSource):
         return found
 
     def next_passes(self, ledger: Ledger, row: int) -> list[tuple[int, str, int]]:
-        """At which row behind ``row`` each source begins which pass next, by its share; those that never do are out."""
+        """Tell at which row behind ``row`` each source begins which pass next, by its share; some never do."""
         drawn, segments, found = self.drawn(ledger, 0, row), ledger.segments(), []
         for name, passes in self.passes(ledger).items():
             number = int(passes.read(drawn[name])) + 1
@@ -575,7 +583,7 @@ class Mixture(JoinedSource):
         return found
 
     def joins(self, ledger: Ledger, row: int) -> list[tuple[int, str]]:
-        """At which row behind ``row`` shards that a source got in mid-run are first read, by its share; by row."""
+        """Tell at which row behind ``row`` shards that a source got in mid-run are first read, by its share; by row."""
         drawn, segments, found = self.drawn(ledger, 0, row), ledger.segments(), []
         for name, passes in self.passes(ledger).items():
             missing = passes.draws(passes.sizes[-1][0]) - drawn[name]
@@ -585,7 +593,7 @@ class Mixture(JoinedSource):
         return sorted(found)
 
     def openings(self, ledger: Ledger, row: int) -> list[tuple[int, str]]:
-        """At which row behind ``row`` sources that have no weight get one, and all that do so there; by row."""
+        """Tell at which row behind ``row`` sources without a weight get one, and all that do so there; by row."""
         segments = ledger.segments()
         found = []
         for (_, before), (start, weights) in pairwise(segments):
@@ -595,7 +603,7 @@ class Mixture(JoinedSource):
         return found
 
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
-        """How many bad samples each source, as batches name them, may have in so many rows: its ``max_bad_samples``."""
+        """Tell how many bad samples each source, as batches name it, may have in so many rows."""
         drawn, found = self.drawn(ledger, row, num_samples), dict[str, list[str]]()
         for name, shown in self.shown_names.items():
             found.setdefault(shown, []).append(name)
@@ -607,7 +615,7 @@ class Mixture(JoinedSource):
         return limits
 
     def orders(self, settings: OrderSettings, ledger: Ledger | None = None) -> Orders:
-        """The order of every pass, or of the one that has no end; None: of a run that begins."""
+        """Return the order of every pass, or of the one that has no end; None: of a run that begins."""
         ledger = self.begun() if ledger is None else ledger
         bounds = zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True)
         tables = {name: self.chunk_samples[a:b] for name, (a, b) in zip(self.names, bounds, strict=True)}
@@ -634,7 +642,7 @@ class Mixture(JoinedSource):
     def _blended(
         self, weights: Mapping[str, float] | Schedule | None, repeats: Mapping[str, float] | None, ends: Ends | None
     ) -> _Blend:
-        """What is drawn of each leaf.
+        """Return what is drawn of each leaf.
 
         Raises:
             ConfigError: The arguments contradict each other, or are of no use for these sources.
@@ -675,7 +683,7 @@ class Mixture(JoinedSource):
         return _Blend(dict(sorted(quotas.items())), None)
 
     def _by_weight(self, given: Schedule) -> _Blend:
-        """Weights per sample of each leaf, of weights per unit of each source."""
+        """Return weights per sample of each leaf, of weights per unit of each source."""
         blends = dict(_blends(self.sources))
         if self.unit == "samples" and not any(isinstance(one, Mixture) for one in self.sources.values()):
             return _Blend(None, given)
@@ -707,7 +715,7 @@ class Mixture(JoinedSource):
 
 
 def first_free_row(orders: Any, row: int) -> int:
-    """The first row from which on other weights may apply, if rows before ``row`` are to stay as they are.
+    """Return the first row from which on other weights may apply, if rows before ``row`` are to stay as they are.
 
     The window mixes what lies around a row, and chunks are laid whole: so it lies some chunks behind ``row``.
     """
@@ -718,7 +726,7 @@ def first_free_row(orders: Any, row: int) -> int:
 
 
 def _row_of(segments: Sequence[Segment], row: int, name: str, missing: float) -> int | None:
-    """The row behind ``row`` up to which so many more samples of a source are drawn; None: they never are."""
+    """Return the row behind ``row`` up to which so many more samples of a source are drawn; None: they never are."""
     for (start, weights), stop in zip(segments, [*(at for at, _ in segments[1:]), None], strict=True):
         begin, share = max(start, row), weights[name] / sum(weights.values())
         if (stop is not None and stop <= begin) or not share:
@@ -740,7 +748,7 @@ def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset | Packed]:
 
 
 def _blends(sources: Mapping[str, Any]) -> list[tuple[str, _Blend]]:
-    """What is drawn within each source, by the names of its leaves in this mixture."""
+    """Return what is drawn within each source, by the names of its leaves in this mixture."""
     found: list[tuple[str, _Blend]] = []
     for name, one in sources.items():
         if not isinstance(one, Mixture):
@@ -757,7 +765,7 @@ def _blends(sources: Mapping[str, Any]) -> list[tuple[str, _Blend]]:
 
 
 def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Samples of each source until the first one, or all, have been read once."""
+    """Count the samples of each source until the first one, or all, have been read once."""
     exact = {name: weight for name, weight in checked_weights(weights).items() if weight}
     unread = sorted(set(sizes) - set(exact))
     if unread and ends == "all":
@@ -806,7 +814,7 @@ def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
 
 
 def _schedule_of(weights: Any, sources: Mapping[str, Any]) -> Schedule:
-    """Weights of all sources as a schedule.
+    """Return weights of all sources as a schedule.
 
     Raises:
         ConfigError: They are none, or do not name the sources.
@@ -900,11 +908,11 @@ def _check_choices(quotas: str, unit: str, ends: str | None, batches: str) -> No
 
 
 def _kind(given: object) -> str:
-    """What somebody gave, for a message: short values as they are, others by their type."""
+    """Return what somebody gave, for a message: short values as they are, others by their type."""
     shown = repr(given)
     return shown if len(shown) < _SHORT and not callable(given) else f"a {type(given).__name__}"
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
+    """Return the first names of a list, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -26,7 +26,7 @@ _IN_CODE = "transform"
 
 
 def read_description(path: str | PathLike[str], storage_options: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """The content of a file that describes a mixture; sources are dicts, a URL alone has become ``{"url": …}``.
+    """Return the content of a file that describes a mixture; sources are dicts, a URL alone has become ``{"url": …}``.
 
     Raises:
         ConfigError: It is not JSON, or no mixture.
@@ -42,7 +42,7 @@ def read_description(path: str | PathLike[str], storage_options: Mapping[str, ob
 
 
 def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a described mixture says beside its sources, as ``Mixture`` takes it.
+    """Return what a described mixture says beside its sources, as ``Mixture`` takes it.
 
     Raises:
         ConfigError: A schedule or the shuffling is none.
@@ -59,7 +59,7 @@ def arguments_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; a name that comes twice would silently lose a source."""
+    """Return an object of JSON; a name that comes twice would silently lose a source."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -68,7 +68,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _mixture(content: Any, place: str) -> dict[str, Any]:
-    """A mixture's object, checked as far as it can be without its sources."""
+    """Return a mixture's object, checked as far as it can be without its sources."""
     if not isinstance(content, dict) or not isinstance(content.get("sources"), dict):
         raise ConfigError(
             f'{place}: expected an object with "sources", such as {{"sources": {{"web": "s3://bucket/web/"}}}}, got '

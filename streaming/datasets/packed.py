@@ -253,7 +253,7 @@ class Packed(PackedSource):
     # --- what users see ---
 
     def __len__(self) -> int:
-        """Number of packs."""
+        """Return the number of packs."""
         return int(self.chunk_samples.sum())
 
     @property
@@ -272,7 +272,7 @@ class Packed(PackedSource):
         return self.num_tokens / self.counts.places
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
-        """Pack number ``index`` in storage order, as epoch 0 of the set's own seed has it; tensors [T], or a batch.
+        """Return pack ``index`` in storage order, as epoch 0 of the set's own seed has it; tensors [T], or a batch.
 
         Raises:
             IndexError: There is no such pack.
@@ -284,7 +284,7 @@ class Packed(PackedSource):
         return self.sample_at(checked_place(index, len(self), "pack", "the data set has"))
 
     def sample_at(self, index: int, source: str = "") -> Sample:
-        """Pack number ``index``, which there is; that of a mixture says which ``source`` of it this set is."""
+        """Return pack ``index``, which there is; that of a mixture says which ``source`` of it this set is."""
         ends = np.cumsum(self.chunk_samples)
         group = int(np.searchsorted(ends, index, side="right"))
         offset = index - int(ends[group] - self.chunk_samples[group])
@@ -350,7 +350,7 @@ class Packed(PackedSource):
         self._lengths.keep_at_most(num_bytes // 2)
 
     def _told_dtype(self, field: str, dtype: str | None, peers: Peers | None) -> str:
-        """The type of tokens, as it is given or as the first documents have it; with peers, rank 0 looks."""
+        """Return the type of tokens, as it is given or as the first documents have it; with peers, rank 0 looks."""
         if dtype is not None:
             return _DTYPES[dtype]
 
@@ -377,7 +377,7 @@ class Packed(PackedSource):
         )
 
     def _take_over(self) -> None:
-        """Options of the documents, as those of a data set of packs."""
+        """Take over the options of the documents, as those of a data set of packs."""
         documents = self.documents
         self.fields, self.decode, self.decoders = documents.fields, None, documents.decoders
         self.transform = documents.transform
@@ -434,7 +434,7 @@ class Packed(PackedSource):
 
 
 def _ignored(bad: BadSample) -> None:
-    """A document of another length is shown as it is."""
+    """Show a document of another length as it is."""
 
 
 class _Work:
@@ -447,7 +447,7 @@ class _Work:
         self._fits = fits
 
     def of_all(self, peers: Peers | None) -> tuple[Groups, PackCounts]:
-        """All groups, and what became of the documents; with peers, each rank looks at a run of the shards.
+        """Return all groups, and what became of the documents; with peers, each rank looks at a run of the shards.
 
         Raises:
             ConfigError: There is nothing to pack.
@@ -481,7 +481,7 @@ class _Work:
         return framed(head, rows.tobytes())
 
     def _shard(self, shard: int) -> tuple[Int64Array, list[int], str]:
-        """Groups of a shard (first chunk, one past the last, packs), the counts of ``PackCounts``, and a digest."""
+        """Cut a shard into groups: first chunk, one past the last, packs; the counts of ``PackCounts``; a digest."""
         table, rules = self._documents.table, self._rules
         low, high = table.rows_of(shard)
         if low == high:
@@ -520,7 +520,7 @@ class _Work:
 
 
 def _places(lengths: Int64Array, rules: PackRules, found: Fit) -> int:
-    """Places of the packs of documents of these lengths, padding counted."""
+    """Count the places of the packs of documents of these lengths, padding counted."""
     return int(pack(lengths, rules, found).sizes.sum()) if rules.padded else found.num_packs * rules.length
 
 
@@ -546,7 +546,7 @@ def _checked_whole(of_tokens: Mapping[str, Any], *, padded: bool, overlong: Over
 
 
 def _checked_budgets(budgets: Any, column: str) -> dict[str, int]:
-    """What packs hold at most, by column.
+    """Return what packs hold at most, by column.
 
     Raises:
         ConfigError: It is no such mapping, or names the column of tokens.
@@ -561,7 +561,7 @@ def _checked_budgets(budgets: Any, column: str) -> dict[str, int]:
 
 
 def _checked_alike(alike: Any) -> tuple[str, ...]:
-    """Columns in which all documents of a batch are equal.
+    """Return columns in which all documents of a batch are equal.
 
     Raises:
         ConfigError: They are no list of names.

@@ -85,11 +85,11 @@ class TableDataset:
         self._firsts = sums(rows)
 
     def __len__(self) -> int:
-        """Rows of all files."""
+        """Count the rows of all files."""
         return int(self._firsts[-1])
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        """Row number ``index``; negative numbers count from the end.
+        """Return row number ``index``; negative numbers count from the end.
 
         Raises:
             IndexError: There is no such row.
@@ -98,7 +98,7 @@ class TableDataset:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
-        """Rows by their numbers, read together where they lie together."""
+        """Return rows by their numbers, read together where they lie together."""
         places = [self._place(index) for index in indices]
         runs: list[list[int]] = []  # places in ``places``, of records that are near each other
         for number in sorted(range(len(places)), key=lambda number: places[number][:2]):
@@ -198,7 +198,7 @@ def _parsed_csv(data: bytes, kind: str, header: list[str], where: str) -> Row:
 
 
 def _csv_rows(data: bytes, kind: str, where: str) -> list[list[str]]:
-    """The one record in ``data``; blank lines may follow it."""
+    """Return the one record in ``data``; blank lines may follow it."""
     try:
         text = io.StringIO(data.decode(), newline="")
         rows = [row for row in csv.reader(text, delimiter="\t" if kind == "tsv" else ",", strict=True) if row]

@@ -53,7 +53,7 @@ class Builder(Protocol):
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
         seed: int | None = None, batch: int = -1,
     ) -> Any:  # fmt: skip
-        """The batch of ``rows``.
+        """Return the batch of ``rows``.
 
         Args:
             rows: The rows.
@@ -71,7 +71,7 @@ class Builder(Protocol):
         """Have calls of ``build`` under way raise GivenUpError soon, where that can be had. From any thread."""
 
     def describe(self) -> list[str]:
-        """What is being built where, for people, a line each; from any thread."""
+        """Return what is being built where, for people, a line each; from any thread."""
 
 
 class LocalBuilder:
@@ -127,7 +127,7 @@ class LocalBuilder:
         return built
 
     def _conclude(self) -> None:
-        """After a batch under watch: go on like that for good if functions draw, else leave them to any thread."""
+        """Go on, after a batch under watch, like that for good if functions draw, else leave them to any thread."""
         drawn = ", ".join(sorted(self._watch.found)) or self._named_draw
         if not drawn:
             self._is_watching = False
@@ -213,7 +213,7 @@ class WorkerBuilder:
 
 
 def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
-    """Whether a batch of ``fields`` is only cut out of memory, in less time than a thread takes to hand it over."""
+    """Tell whether a batch of ``fields`` is only cut out of memory, faster than a thread hands it over."""
     if not recipe.is_plain:
         return False
     decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
@@ -221,14 +221,14 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
 
 
 def runs_anywhere(recipe: Recipe, fields: Iterable[str]) -> bool:
-    """Whether a batch of ``fields`` needs no code of the user, who may have reasons to want it in a process."""
+    """Tell whether a batch of ``fields`` needs no code of the user, who may have reasons to want it in a process."""
     if not recipe.is_plain:
         return False
     return all(is_ours(part.decoders.decoder_for(name)) for part in recipe.parts for name in fields)
 
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
-    """Whether every batch is only cut out of memory, whatever fields there are (None: nobody knows them yet)."""
+    """Tell whether every batch is only cut out of memory, whatever fields there are (None: nobody knows them yet)."""
     if recipe.packs is not None:
         return recipe.is_plain
     if fields is None:

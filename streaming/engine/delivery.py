@@ -143,7 +143,7 @@ class Delivery(ABC):
 
     @abstractmethod
     def _num_ready(self) -> int:
-        """Batches below this number can be begun, as far as the reader is concerned."""
+        """Return the number below which batches can be begun, as far as the reader is concerned."""
 
     @abstractmethod
     def _build(self, number: int) -> Any:
@@ -155,20 +155,20 @@ class Delivery(ABC):
 
     @abstractmethod
     def _standing(self) -> list[str]:
-        """What the next batch waits for and what the reader is at, in lines for people."""
+        """Return what the next batch waits for and what the reader is at, in lines for people."""
 
     def _advance(self) -> None:  # noqa: B027  not every reader has something to start
         """Start whatever has become possible. An exception ends the run."""
 
     def _begin(self, number: int) -> None:
-        """The consumer is about to build ``number`` itself: count it, and any that it takes along, as started."""
+        """Count ``number``, which the consumer is about to build itself, and any that it takes along, as started."""
         self._started = number + 1
 
     def _finish(self, number: int) -> None:  # noqa: B027  or something to give back then
         """Note that a batch is built."""
 
     def _obstacle(self) -> BaseException | None:
-        """What will keep the next batch from ever becoming ready, if anything does."""
+        """Return what will keep the next batch from ever becoming ready, if anything does."""
         return None
 
     def _stop_reading(self) -> None:  # noqa: B027  or threads of its own
@@ -189,11 +189,11 @@ class Delivery(ABC):
         leave_to_parent(self)
 
     def __iter__(self) -> Iterator[Any]:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             StopIteration: After the last one, and after ``close``.
@@ -245,7 +245,7 @@ class Delivery(ABC):
             raise
 
     def _take(self, number: int) -> Any:
-        """The batch, built by a builder or, if none has begun with it, right here."""
+        """Return the batch, built by a builder or, if none has begun with it, right here."""
         with self._changed:
             while not self._closed:
                 self._go_on()
@@ -302,7 +302,7 @@ class Delivery(ABC):
             self._changed.notify_all()
 
     def _go_on(self) -> None:
-        """``_advance``, unless the run has failed; under the lock.
+        """Call ``_advance``, unless the run has failed; under the lock.
 
         Raises:
             BaseException: What the run has failed with. What ``_advance`` was interrupted in is not to be gone on with.
@@ -317,7 +317,7 @@ class Delivery(ABC):
             raise self._failure
 
     def _can_start(self, place: int = 0) -> bool:
-        """Whether the builder at ``place`` may begin with a batch: never with what is the consumer's to build.
+        """Tell whether the builder at ``place`` may begin with a batch: never with what is the consumer's to build.
 
         Of the builders only as many work as batches may be under way, always the first ones, of whom one is free then:
         each thread, and each process behind it, keeps memory of its own after its first batch.
@@ -331,7 +331,7 @@ class Delivery(ABC):
             self._deliver(number)
 
     def _next_to_build(self, place: int) -> int | None:
-        """The next batch that a builder begins with, as soon as there is one; None: the run is over."""
+        """Return the next batch that a builder begins with, as soon as there is one; None: the run is over."""
         with self._changed:
             while not self._closed and self._failure is None and not self._can_start(place):
                 # Of what has been fetched nobody else may know: the consumer is in its step. What was notified before
@@ -423,7 +423,10 @@ class Delivery(ABC):
             tell_of(busy)
 
     def _begin_to_close(self) -> bool:
-        """Whether nobody has. Ask ``_closed`` first: the interpreter may have ended a thread that holds the lock."""
+        """Tell whether nobody has.
+
+        Ask ``_closed`` first: the interpreter may have ended a thread that holds the lock.
+        """
         with self._changed:
             if self._closed:
                 return False
@@ -433,7 +436,7 @@ class Delivery(ABC):
             return True
 
     def describe(self) -> str:
-        """What the next batch waits for, and what every stage is at, for people; from any thread."""
+        """Return what the next batch waits for, and what every stage is at, for people; from any thread."""
         if not self._changed.acquire(timeout=_LOCK_S):
             return "\n".join(["a thread keeps the engine's lock", *thread_lines("shardstream-")])
         try:

@@ -48,7 +48,7 @@ class Group:
     valid: Mask
 
     def batch(self, number: int, recipe: Recipe) -> Any:
-        """One of the batches.
+        """Return one of the batches.
 
         Raises:
             DecodeError: A value does not decode; which one is to be found out row by row.
@@ -69,7 +69,9 @@ class Groups:
         self._num_batches = 1  # of the next group; 0: the samples are too different for groups
 
     def open(self, block: Block, first: int, frontier: int, select: Select, allocate: Allocate | None) -> Group | None:
-        """The group of the batches from ``first`` on, below ``frontier``; None if they are to be built one by one.
+        """Return the group of the batches from ``first`` on, below ``frontier``.
+
+        None if they are to be built one by one.
 
         What a batch holds does not depend on the group that it is in: rows that lack a field or are damaged, and
         batches without rows, make no group.
@@ -100,7 +102,7 @@ class Groups:
         )
 
     def moved(self, group: Group, allocate: Allocate | None) -> Group:
-        """The same group, whose batches lie in other memory from now on."""
+        """Return the same group, whose batches lie in other memory from now on."""
         return replace(group, allocate=allocate, columns=self._columns(group.rows, allocate))
 
     def _columns(self, rows: Rows, allocate: Allocate | None) -> Columns | PackColumns:

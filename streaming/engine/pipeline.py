@@ -125,7 +125,7 @@ class Pipeline(Delivery):
     # --- under the lock ---
 
     def _num_ready(self) -> int:
-        """Batches below this number have all their units in the arena, and their rows planned."""
+        """Return the number below which batches have all their units in the arena, and their rows planned."""
         return min(self._frontier(), self._planned)
 
     def _give_back(self) -> None:
@@ -150,7 +150,7 @@ class Pipeline(Delivery):
         )  # fmt: skip
 
     def _frontier(self) -> int:
-        """Batches below this number have all their units in the arena."""
+        """Return the number below which batches have all their units in the arena."""
         if self._coming:
             return self._coming[0][0].first_batch
         return self._plan.num_batches if self._next_need is None else self._next_need.first_batch
@@ -204,7 +204,7 @@ class Pipeline(Delivery):
         self._blocks.append(self._units.block(first, self._planned))
 
     def _finish(self, batch: int) -> None:
-        """Batch is built: give back the units of which it was the last to need."""
+        """Give back, a batch being built, the units of which it was the last to need."""
         self._built.add(batch)
         while self._num_built in self._built:
             self._built.discard(self._num_built)
@@ -215,7 +215,7 @@ class Pipeline(Delivery):
             self._blocks.popleft()
 
     def _obstacle(self) -> BaseException | None:
-        """What will keep the frontier where it is for ever, if anything does."""
+        """Return what will keep the frontier where it is for ever, if anything does."""
         if self._coming:
             return self._coming[0][1].failure
         need = self._next_need
@@ -251,7 +251,7 @@ class Pipeline(Delivery):
         return super()._build_here(number) if self._group is None else self._cut(self._group, number)
 
     def _cut(self, group: Group, batch: int) -> Any:
-        """The batch, out of its group; after the last one the group is given back."""
+        """Return the batch, out of its group; after the last one the group is given back."""
         with self._metrics.timed("build_in_consumer_s"):
             if group.allocate is not self._builder.allocate:  # page-locked from now on, or not any more
                 self._group = group = self._groups.moved(group, self._builder.allocate)
@@ -342,7 +342,7 @@ class Pipeline(Delivery):
         super()._report(bad)
 
     def _in_order(self, block: Block, span: Int64Array) -> Int64Array:
-        """The rows of a batch, int64[B]; under ``balance="local"`` from the dearest pack to the cheapest."""
+        """Return the rows of a batch, int64[B]; under ``balance="local"`` from the dearest pack to the cheapest."""
         balance, shape, of = self._settings.balance, self._settings.recipe.packs, block.rows
         if balance is None or shape is None or balance.how != "local":
             return span
@@ -350,7 +350,7 @@ class Pipeline(Delivery):
         return span[order_local(packs.costs_by(balance, shape.length))]
 
     def _packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array) -> PackRows:
-        """The packs at these places; those that are to be exchanged say what they cost."""
+        """Return the packs at these places; those that are to be exchanged say what they cost."""
         packs = self._source.packs(chunk_ids, offsets, passes, self._plan.settings.seed)
         balance, shape = self._settings.balance, self._settings.recipe.packs
         if balance is None or shape is None or balance.how != "exchange":
@@ -361,7 +361,7 @@ class Pipeline(Delivery):
         self, first_rows: Int64Array, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array,
         lost: dict[int, DataError],
     ) -> Rows:  # fmt: skip
-        """The pieces that packs are made of, as rows; of packs ``lost`` no document is in the arena."""
+        """Return the pieces that packs are made of, as rows; of packs ``lost`` no document is in the arena."""
         packs = self._packs(chunk_ids, offsets, passes)
         of = packs.packs
         damage = {piece: lost[pack] for piece, pack in enumerate(of.tolist()) if pack in lost} if lost else {}
@@ -372,7 +372,10 @@ class Pipeline(Delivery):
         return replace(rows, packs=packs)
 
     def _rows(self, row_numbers: Int64Array, chunk_ids: Int64Array, lost: dict[int, DataError]) -> Rows:
-        """The rows of a batch; of those ``lost`` nothing is in the arena, and nothing stands in the row table."""
+        """Return the rows of a batch.
+
+        Of those ``lost`` nothing is in the arena, and nothing stands in the row table.
+        """
         sources = self._source.source_of(chunk_ids) if self._source.names else None
         arena = self._store.arena
         if lost:

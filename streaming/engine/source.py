@@ -90,7 +90,7 @@ class Source(ShardSet, Protocol):
         """Whether chunks can be mapped where they lie: from local files, without a cache before them."""
 
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
-        """Which of ``names`` each chunk belongs to; zeros for a single set."""
+        """Return which of ``names`` each chunk belongs to; zeros for a single set."""
 
     def samples_of(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
         """Find the sample inside each chunk that stands at an offset; without a filter these are the offsets."""
@@ -108,7 +108,7 @@ class Source(ShardSet, Protocol):
         """Choose the order under a loader with batches of this size: as the user did, else by default."""
 
     def orders(self, settings: OrderSettings) -> Orders:
-        """The order of each pass under these settings."""
+        """Return the order of each pass under these settings."""
 
     def urls_of(self, chunk_ids: Int64Array) -> list[str]:
         """Name the shard of each chunk, as samples and messages show it."""

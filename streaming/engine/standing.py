@@ -44,7 +44,7 @@ class Standing:
 
 
 def standing_lines(now: Standing) -> list[str]:
-    """A line for the next batch, one for the arena, one for each of the oldest fetches."""
+    """Return a line for the next batch, one for the arena, one for each of the oldest fetches."""
     batch = (
         f"batch {now.batch} of {now.num_batches}: {_waits_for(now)}; units are here up to batch {now.frontier}, "
         f"{now.num_started} batches started, {now.num_built} built, {now.num_waiting} wait to be handed out"
@@ -58,12 +58,12 @@ def standing_lines(now: Standing) -> list[str]:
 
 
 def thread_lines(prefix: str) -> list[str]:
-    """Where each thread of that kind stands."""
+    """Return where each thread of that kind stands."""
     return [f"thread {thread.name} in {where_is(thread.ident)}" for thread in thread_named(prefix)]
 
 
 def request_line(request: ActiveRequest) -> str:
-    """One call of the storage that is under way."""
+    """Return one call of the storage that is under way."""
     end = "" if request.byte_end is None else request.byte_end
     return (
         f"request: {request.url} bytes {request.byte_start}-{end}, attempt {request.attempt}, "

@@ -63,7 +63,7 @@ class Substitutes:
                 self._store.changed.notify_all()
 
     def of(self, chunk: int, offset: int, pass_number: int) -> Iterator[Rows]:
-        """Single rows to try in place of a sample: its successors in its chunk, then the chunks before it."""
+        """Yield single rows to try in place of a sample: its successors in its chunk, then the chunks before it."""
         order = self._plan.order(pass_number)
         size = int(self._plan.chunk_samples[chunk])
         yield from self._rows(chunk, (offset + np.arange(1, size)) % size)
@@ -71,12 +71,12 @@ class Substitutes:
             yield from self._rows(other, np.arange(self._plan.chunk_samples[other]))
 
     def any(self) -> Iterator[Rows]:
-        """Readable rows of the epoch, for the shape of a batch without rows."""
+        """Yield readable rows of the epoch, for the shape of a batch without rows."""
         for chunk in range(len(self._plan.chunk_samples)):
             yield from self._rows(chunk, np.arange(self._plan.chunk_samples[chunk]))
 
     def _rows(self, chunk: int, offsets: Int64Array) -> Iterator[Rows]:
-        """The intact samples of a chunk at these offsets, as single rows."""
+        """Yield the intact samples of a chunk at these offsets, as single rows."""
         wanted = self._source.chunk(chunk)
         units = self._hold(chunk)
         if any(unit.damage is not None and unit.wanted.key == wanted.key for unit in units):
@@ -152,7 +152,7 @@ class _Apart:
 
 
 def _has(unit: Unit, sample: int) -> bool:
-    """Whether a sample of the shard lies in a unit, in bytes that a checksum vouches for."""
+    """Tell whether a sample of the shard lies in a unit, in bytes that a checksum vouches for."""
     if unit.first_row < 0 or not unit.wanted.sums:
         return False
     return 0 <= sample - unit.wanted.first_sample < unit.wanted.num_samples

@@ -68,13 +68,13 @@ class Units(Protocol):
     """
 
     def block(self, first: int, last: int) -> Block:
-        """The rows of batches ``[first, last)``."""
+        """Return the rows of batches ``[first, last)``."""
 
     def needs(self) -> Iterator[Need]:
-        """Every need of the rank's remaining batches, sorted by ``first_batch``."""
+        """Yield every need of the rank's remaining batches, sorted by ``first_batch``."""
 
     def wanted(self, unit: int) -> FetchRange:
-        """The bytes of a unit, which may begin with samples beside it (``FetchRange.lead``)."""
+        """Return the bytes of a unit, which may begin with samples beside it (``FetchRange.lead``)."""
 
 
 class WholeChunks:
@@ -144,7 +144,7 @@ class BatchSlices:
         return self._source.slice(*self._runs[unit])
 
     def _slice(self, batch: int, chunk_ids: Int64Array, inside: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Units and places within them of one batch's rows; a batch asked for again gets the same units."""
+        """Return units and places within them of one batch's rows; a batch asked for again gets the same units."""
         known = self._first_unit.setdefault(batch, len(self._runs))
         chunks, inverse = np.unique(chunk_ids, return_inverse=True)
         lows = np.full(len(chunks), np.iinfo(np.int64).max)

@@ -101,7 +101,7 @@ def _weigh_all(objects: Iterable[Any]) -> int:
 
 
 def _own_bytes(one: Any) -> int:
-    """What an object takes beside those that it refers to; 0 where it cannot say."""
+    """Return what an object takes beside those that it refers to; 0 where it cannot say."""
     try:
         if isinstance(one, torch.Tensor):
             return _HEADER_BYTES + _tensor_bytes(one)
@@ -129,7 +129,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
 
 
 def _referents(one: Any) -> list[Any]:
-    """What an object holds that goes with it."""
+    """Return what an object holds that goes with it."""
     if isinstance(one, torch.Tensor) or type(one).__module__.startswith("PIL."):
         return []
     if isinstance(one, np.ndarray):

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether it is no ``Exception``, or a signal's handler threw it or what it followed from: a time limit, say."""
+    """Tell whether it is no ``Exception``, or a signal's handler threw it or its cause: a time limit, say."""
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     while error is not None:
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -20,7 +20,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 def _code_of(handler: Any) -> Any:
-    """The code that runs: of a function, a method, or an object that can be called; None: none of Python's."""
+    """Return the code that runs: of a function, a method, or an object that can be called; None: none of Python's."""
     while isinstance(handler, partial):
         handler = handler.func
     function = getattr(handler, "__func__", handler)

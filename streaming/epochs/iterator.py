@@ -22,13 +22,13 @@ class Run(Protocol):
     """The batches of the rest of one epoch, being produced in the background."""
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
 
     def close(self) -> None:
         """Stop producing."""
 
     def describe(self) -> str:
-        """What it is at, for people."""
+        """Say what it is at, for people."""
 
 
 class RunOver:
@@ -42,7 +42,7 @@ class RunOver:
         self._run.close()
 
     def describe(self) -> str:
-        """What it is at, for people."""
+        """Say what it is at, for people."""
         return self._run.describe()
 
 
@@ -97,10 +97,10 @@ class Loop(ABC):
 
     @abstractmethod
     def batches_left(self, samples_seen: int) -> int:
-        """Batches of an epoch that come after its first ``samples_seen`` samples."""
+        """Count the batches of an epoch that come after its first ``samples_seen`` samples."""
 
     def left_behind(self, place: Place) -> int:
-        """Batches of its epoch that come behind a place."""
+        """Count the batches of its epoch that come behind a place."""
         return self.batches_left(place.samples_seen)
 
     def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  for loops whose runs know more
@@ -132,7 +132,7 @@ class Loop(ABC):
             self.stop()
 
     def set_seed(self, seed: int) -> None:
-        """A new order from the next epoch that starts."""
+        """Take a new order from the next epoch that starts."""
         self.position.set_seed(seed)
 
     def go_to(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> None:
@@ -143,7 +143,7 @@ class Loop(ABC):
             self.stop()
 
     def describe(self) -> str:
-        """What the loop waits for at this moment."""
+        """Say what the loop waits for at this moment."""
         running = self.running
         return "not running" if running is None else running.describe()
 
@@ -201,7 +201,7 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        """The next batch; the position moves on before it is handed out."""
+        """Return the next batch; the position moves on before it is handed out."""
         self._maker.check()
         with self._asked:  # held until the position is behind the batch: no two threads begin, or take the same one
             return self._answer()

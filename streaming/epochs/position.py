@@ -111,7 +111,7 @@ class Lasting(Iterator[_Item]):
         self._error: IteratorEndedError | None = None
 
     def __next__(self) -> _Item:
-        """The next item."""
+        """Return the next item."""
         if self._error is not None:
             raise type(self._error)(*self._error.args)
         try:
@@ -305,7 +305,7 @@ class Position:
         return self._num_handed_out - self._num_held
 
     def _beginning(self) -> Place:
-        """The start of the epoch in progress; where it was loaded in its middle, its detail is unknown."""
+        """Return the start of the epoch in progress; where it was loaded in its middle, its detail is unknown."""
         start = self._start
         return Place(epoch=start.epoch, samples_seen=0, detail=None if start.samples_seen else start.detail)
 

@@ -41,7 +41,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """A wait begins."""
+        """Note that a wait begins."""
         self._since_s = time.monotonic()
         if self._thread is None and self._after_s is not None and not self._stopped.is_set():
             self._thread = threading.Thread(
@@ -50,7 +50,7 @@ class Watchdog:
             self._thread.start()
 
     def end(self) -> None:
-        """It is over."""
+        """Note that it is over."""
         self._since_s = None
 
     @property

@@ -18,7 +18,7 @@ def narrowed(
     samples: SampleTable, rows: range, pieces: Pieces, data: memoryview, fields: Sequence[str] | None, url: str,
     *, kept: npt.NDArray[np.bool_] | None = None,
 ) -> UnitLayout | None:  # fmt: skip
-    """The layout of damaged bytes; its ``damage`` names the samples that no checksum vouches for.
+    """Return the layout of damaged bytes; its ``damage`` names the samples that no checksum vouches for.
 
     Whether a sample is bad depends on the bytes of its shard and on ``fields``, not on which pieces were read.
 
@@ -50,7 +50,7 @@ def layout_by_table(
     samples: SampleTable | Records, rows: range, pieces: Pieces, fields: Sequence[str] | None,
     damage: Mapping[int, DataError],
 ) -> UnitLayout:  # fmt: skip
-    """Where the sample table says that the fields of some samples lie in the memory of ``pieces``."""
+    """Return where the sample table says that the fields of some samples lie in the memory of ``pieces``."""
     among = slice(rows.start, rows.stop)
     columns = {
         name: (starts[among], sizes[among])
@@ -71,7 +71,7 @@ def layout_by_table(
 
 
 def checksum_error(url: str, start: int, end: int, got: int, expected: int) -> ChecksumError:
-    """Says that bytes ``[start, end)`` of a shard are not those of the index."""
+    """Say that bytes ``[start, end)`` of a shard are not those of the index."""
     return ChecksumError(
         f"{url}, bytes {start}-{end}: CRC32C {got:08x}, the index says {expected:08x}, twice in a row. The shard is "
         f"damaged, or was replaced by one of the same size. shard_tools verify {url} lists what differs; "

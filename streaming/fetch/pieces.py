@@ -37,7 +37,10 @@ class Pieces:
         return self.places[-1]
 
     def located(self, offsets: Int64Array) -> Int64Array:
-        """Where bytes of the shard lie in memory, int64 of the same shape; meaningless for bytes that are not there."""
+        """Return where bytes of the shard lie in memory, int64 of the same shape.
+
+        Meaningless for bytes that are not there.
+        """
         if not self.ranges:
             return np.zeros_like(offsets)
         heads = np.array(self.heads, np.int64)
@@ -45,7 +48,7 @@ class Pieces:
         return offsets - heads[which] + np.array(self.places, np.int64)[which]
 
     def parts(self, memory: memoryview, ranges: Iterable[tuple[int, int]]) -> list[memoryview]:
-        """The bytes of ranges, each of which lies in one of the pieces."""
+        """Return the bytes of ranges, each of which lies in one of the pieces."""
         found = []
         for start, end in ranges:
             which = bisect_right(self.heads, start) - 1
@@ -55,7 +58,9 @@ class Pieces:
 
 
 def pieces_of(sums: Iterable[Sum], start: int, end: int, gap_bytes: int) -> Pieces | None:
-    """The pieces of ``[start, end)`` to read so that ``sums`` can be checked; None if it is better read as a whole.
+    """Return the pieces of ``[start, end)`` to read so that ``sums`` can be checked.
+
+    None if it is better read as a whole.
 
     A hole of less than ``gap_bytes`` is read, too, and a range is cut only if this much is saved: pure arithmetic, in
     which a request costs as much as reading that many bytes.

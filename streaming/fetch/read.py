@@ -85,7 +85,7 @@ Apart: TypeAlias = Callable[[FetchRange], UnitLayout | TakeApart]
 
 
 def apart_later(wanted: FetchRange) -> TakeApart:
-    """What finds the samples of a range, all of which was read and matches its checksums, in its bytes."""
+    """Return what finds the samples of a range, all of which was read and matches its checksums, in its bytes."""
     return partial(layout_of, wanted)
 
 
@@ -109,7 +109,7 @@ class FieldsOf:
     apart: Apart = apart_later
 
     def kept_rows(self, rows: range) -> Mask | None:
-        """Which of some samples are kept; None: all of them."""
+        """Return which of some samples are kept; None: all of them."""
         mask = None if self.kept is None else self.kept(rows.start, rows.stop)
         return None if mask is None or mask.all() else mask
 
@@ -188,7 +188,7 @@ def fetch_unit(
 
 
 def size_of_unit(wanted: FetchRange, known: FieldsOf) -> int:
-    """How many bytes of ``out`` :func:`fetch_range` will use."""
+    """Tell how many bytes of ``out`` :func:`fetch_range` will use."""
     part = _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known)
     return wanted.num_bytes if part is None else part.pieces.num_bytes
 
@@ -209,7 +209,7 @@ class _Part(_Plan):
 
 
 def _part_of(wanted: FetchRange, rows: range, known: FieldsOf) -> _Part | None:
-    """The plan for the fields and samples that are wanted; None: read all of the range.
+    """Return the plan for the fields and samples that are wanted; None: read all of the range.
 
     The sample table is not even looked at where samples are small on average, and no long run of them is filtered out.
     """
@@ -226,7 +226,7 @@ def _part_of(wanted: FetchRange, rows: range, known: FieldsOf) -> _Part | None:
 
 
 def _longest_run(mask: Mask) -> int:
-    """How many values that follow each other are all true, at most."""
+    """Tell how many values that follow each other are all true, at most."""
     edges = np.flatnonzero(np.concatenate(([True], ~mask, [True])))
     return int(np.diff(edges).max()) - 1
 
@@ -243,7 +243,10 @@ def _whole_of(wanted: FetchRange) -> _Plan:
 def _through_cache(
     read: _Read, out: memoryview, cache: NodeCache | None, layout: Callable[[], UnitLayout]
 ) -> UnitLayout:
-    """``layout()`` of the bytes, from the cache or the store; what the cache has is fetched anew if it is of no use."""
+    """Return ``layout()`` of the bytes, from the cache or the store.
+
+    What the cache has is fetched anew if it is of no use.
+    """
     if cache is None or not len(out):
         read.into(out)
         return layout()
@@ -340,7 +343,7 @@ class _Read:
                 raise self._replaced(error) from error
 
     def _check_replaced(self, out: memoryview) -> None:
-        """Bytes that differ from the sums may be those of another shard, which some stores tell only when asked.
+        """Ask whether bytes that differ from the sums are those of another shard: some stores tell only when asked.
 
         Raises:
             IndexMismatchError: So it is.
@@ -369,7 +372,7 @@ class _Read:
             self._storage.read_into(self._wanted.url, start, part, summed=bool(self.plan.sums))
 
     def _differing(self, out: memoryview) -> tuple[Sum, int] | None:
-        """The first sum that the bytes do not match, and what they give."""
+        """Return the first sum that the bytes do not match, and what they give."""
         for one in self.plan.sums:
             got = one.found_in(self.plan.pieces.parts(out, one.ranges))
             if got != one.crc32c:
@@ -378,7 +381,7 @@ class _Read:
 
 
 def matches_sums(wanted: FetchRange, data: memoryview) -> bool:
-    """Whether the bytes of a range are those of the index; without checksums nobody knows."""
+    """Tell whether the bytes of a range are those of the index; without checksums nobody knows."""
     start = 0
     for stop, expected in wanted.sums:
         if crc32c.crc32c(data[start:stop]) != expected:
@@ -388,12 +391,12 @@ def matches_sums(wanted: FetchRange, data: memoryview) -> bool:
 
 
 def reads_whole(wanted: FetchRange, known: FieldsOf) -> bool:
-    """Whether :func:`fetch_unit` reads all of a range."""
+    """Tell whether :func:`fetch_unit` reads all of a range."""
     return _part_of(wanted, range(wanted.first_sample, wanted.first_sample + wanted.num_samples), known) is None
 
 
 def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
-    """Where each field lies in the bytes of ``wanted``.
+    """Return where each field lies in the bytes of ``wanted``.
 
     Raises:
         TarError: They are not whole samples.
@@ -414,7 +417,10 @@ def layout_of(wanted: FetchRange, out: memoryview) -> UnitLayout:
 
 
 def layout_by_records(records: Records, wanted: FetchRange) -> UnitLayout | None:
-    """Where fields lie in the bytes of ``wanted``, all of which match their checksums; None if that cannot be."""
+    """Return where fields lie in the bytes of ``wanted``, all of which match their checksums.
+
+    None if that cannot be.
+    """
     rows = range(wanted.first_sample, wanted.first_sample + wanted.num_samples)
     if rows.stop > len(records.keys):
         return None

@@ -34,7 +34,7 @@ class Sum:
     stop: int
 
     def found_in(self, parts: Sequence[memoryview]) -> int:
-        """CRC32C of the bytes that are there, a part for each of ``ranges``."""
+        """Return the CRC32C of the bytes that are there, a part for each of ``ranges``."""
         crc = 0
         for part in parts:
             crc = crc32c.crc32c(part, crc)
@@ -44,7 +44,7 @@ class Sum:
 def sums_of(
     samples: SampleTable, first: int, stop: int, fields: Sequence[str] | None = None, kept: Mask | None = None
 ) -> tuple[Sum, ...]:
-    """The sums by which samples ``[first, stop)`` are checked, in order of their first bytes.
+    """Return the sums by which samples ``[first, stop)`` are checked, in order of their first bytes.
 
     With ``fields``, only those that these fields need: the large members among them, and for the others the rest of
     their spans; spans in which no sample has any of the fields are left out. With ``kept``, bool[stop - first],
@@ -101,7 +101,7 @@ def _large_members(
 def _has_small(
     samples: SampleTable, borders: Int64Array, fields: Sequence[str] | None, kept: Mask | None
 ) -> list[bool]:
-    """Whether each span has bytes that are asked for beside its large members."""
+    """Tell whether each span has bytes that are asked for beside its large members."""
     first, stop = borders[[0, -1]].tolist()
     there = np.full(stop - first, fields is None)
     for name in fields or ():

@@ -84,7 +84,7 @@ class Coding(Protocol):
         """How many groups there may be."""
 
     def codes(self, columns: Mapping[str, Values], num_rows: int) -> Codes:
-        """The group of each of some rows; ``num_groups`` or more: none."""
+        """Return the group of each of some rows; ``num_groups`` or more: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Grouping:
     versions: Mapping[str, str]
 
     def selected(self, number: int, base: str, name: str) -> Selected:
-        """One group, of a set with the fingerprint ``base``.
+        """Return one group, of a set with the fingerprint ``base``.
 
         Its own is a digest of that, of the group and of all groups: a checkpoint holds one for each.
         """
@@ -162,7 +162,7 @@ class _OnePass:
         object.__setattr__(self, "_known", {})
 
     def values(self, rank: int, world_size: int) -> bytes:
-        """What one rank's shards hold of each column: see :meth:`joined`."""
+        """Return what one rank's shards hold of each column: see :meth:`joined`."""
         mine = part_of(len(self.table.shards), rank, world_size)
         with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-groups") as threads:
             found = list(threads.map(self._shard, mine))
@@ -183,7 +183,7 @@ class _OnePass:
         return framed({**head, "sizes": [len(one) for one in body]}, *body)
 
     def joined(self, parts: Sequence[bytes], option: str) -> dict[str, Counted]:
-        """What all ranks' shards hold.
+        """Return what all ranks' shards hold.
 
         Raises:
             ConfigError: No shard has one of the columns.
@@ -209,7 +209,7 @@ class _OnePass:
         return made
 
     def codes(self, rank: int, world_size: int, coding: Coding) -> bytes:
-        """The groups of the samples of one rank's shards, as little-endian uint16."""
+        """Return the groups of the samples of one rank's shards, as little-endian uint16."""
         found = []
         for shard in part_of(len(self.table.shards), rank, world_size):
             columns, _ = self._shard(shard)

@@ -52,12 +52,12 @@ class ColumnDocument:
     num_missing: int
 
     def to_bytes(self) -> bytes:
-        """JSON, with kind and version."""
+        """Return JSON, with kind and version."""
         return json.dumps({"kind": _KIND, "version": _VERSION, **asdict(self)}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str) -> ColumnDocument:
-        """The inverse of :meth:`to_bytes`; members that this release does not know are left out.
+        """Return the inverse of :meth:`to_bytes`; members that this release does not know are left out.
 
         Raises:
             IndexFormatError: It is no such document, or of a newer major version.
@@ -101,12 +101,12 @@ class LateColumn:
 
 
 def homes_of(urls: Sequence[str], index: str | None) -> list[str]:
-    """The directories in which the indexes of some shards lie."""
+    """Return the directories in which the indexes of some shards lie."""
     return list(dict.fromkeys(home_of(url, index) for url in urls)) if index is None else [index]
 
 
 def find_columns(storage: Storage, homes: Sequence[str], names: Iterable[str]) -> dict[str, LateColumn]:
-    """Those of ``names`` that are late columns.
+    """Return those of ``names`` that are late columns.
 
     Raises:
         IndexMismatchError: A column is there for some of the shards' directories only.
@@ -146,7 +146,7 @@ def _document(storage: Storage, name: str, home: str) -> ColumnDocument | None:
 
 
 def list_columns(storage: Storage, home: str) -> list[ColumnDocument]:
-    """All late columns beside one index, by name."""
+    """Return all late columns beside one index, by name."""
     below = home.rstrip("/") + "/" if home else ""
     paths = (info.url.removeprefix(below) for info in storage.list(join_url(home, columns_directory())))
     names = [name for name in map(column_of_document_path, paths) if name is not None]
@@ -155,7 +155,7 @@ def list_columns(storage: Storage, home: str) -> list[ColumnDocument]:
 
 
 def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable, column: LateColumn) -> Values:
-    """The values of a late column for the shard at ``url``.
+    """Return the values of a late column for the shard at ``url``.
 
     Args:
         storage: Where they lie.
@@ -192,7 +192,7 @@ def read_values(storage: Storage, url: str, index: str | None, rows: ChunkTable,
 
 
 def documents_as_json(columns: Mapping[str, LateColumn]) -> dict[str, Any]:
-    """Late columns as JSON-able values, for other ranks."""
+    """Return late columns as JSON-able values, for other ranks."""
     return {
         name: {home: document.to_bytes().decode() for home, document in column.documents.items()}
         for name, column in columns.items()
@@ -200,7 +200,7 @@ def documents_as_json(columns: Mapping[str, LateColumn]) -> dict[str, Any]:
 
 
 def documents_of_json(content: Mapping[str, Mapping[str, str]]) -> dict[str, LateColumn]:
-    """The inverse of :func:`documents_as_json`."""
+    """Return the inverse of :func:`documents_as_json`."""
     return {
         name: LateColumn(
             name=name,

@@ -56,7 +56,7 @@ class Lengths:
         self._begin()
 
     def __call__(self, shard: int) -> Int64Array:
-        """Tokens of the samples of a shard, int64[n], or int64[n, columns]; ``UNKNOWN`` where there is no value.
+        """Count the tokens of the samples of a shard, int64[n] or int64[n, columns]; ``UNKNOWN`` where there is none.
 
         Raises:
             ConfigError: There is no such column, or it holds something else than whole numbers.

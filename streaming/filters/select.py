@@ -100,7 +100,7 @@ class Filter:
         return self.is_range and self.subset is None
 
     def bounds(self, num_samples: int) -> tuple[int, int]:
-        """The samples of the subset, ``[first, stop)``.
+        """Return the samples of the subset, ``[first, stop)``.
 
         Raises:
             ConfigError: There are not so many samples, or none in it.
@@ -124,7 +124,7 @@ class Filter:
         return ", ".join(said)
 
     def parts(self, columns: Mapping[str, LateColumn], kept: Kept) -> dict[str, str]:
-        """What goes into the fingerprint."""
+        """Return what goes into the fingerprint."""
         found = {"view": self.view} if self.view else {}
         found |= {} if self.where is None else {"where": self.where.text}
         found |= {} if self.subset is None else {"subset": f"{self.subset[0]!r} to {self.subset[1]!r}"}
@@ -135,7 +135,7 @@ class Filter:
 
 
 def checked_subset(subset: Any) -> Subset | None:
-    """``subset`` itself, two floats or two ints.
+    """Return ``subset`` itself, two floats or two ints.
 
     Raises:
         ConfigError: It is something else.
@@ -181,7 +181,7 @@ def parse_subset(text: str | None) -> Subset | None:
 
 
 def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]) -> tuple[str, ...]:
-    """The keys to leave out; sorted, each once.
+    """Return the keys to leave out; sorted, each once.
 
     Args:
         storage: To read them with.
@@ -220,7 +220,7 @@ def excluded_keys(storage: Storage, exclude: str | PathLike[str] | Iterable[str]
 def narrowed(
     storage: Storage, shards: OpenShards, asked: Filter | None, peers: Peers | None = None
 ) -> tuple[Window | None, Selected | None]:
-    """The range of the samples, or what a filter keeps of them; neither where all are asked for.
+    """Return the range of the samples, or what a filter keeps of them; neither where all are asked for.
 
     Raises:
         IndexMissingError, ConfigError, IndexMismatchError: As :func:`select`.
@@ -235,7 +235,7 @@ def narrowed(
 
 
 def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | None = None) -> Selected:
-    """What a filter keeps; with peers, each rank looks at a part of the shards.
+    """Return what a filter keeps; with peers, each rank looks at a part of the shards.
 
     Raises:
         IndexMissingError: There is no index, or no sample table of a shard.
@@ -271,7 +271,7 @@ def select(storage: Storage, shards: OpenShards, asked: Filter, peers: Peers | N
 
 
 def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, Any]:
-    """Columns that the condition asks for, and which of them are late."""
+    """Return columns that the condition asks for, and which of them are late."""
     homes = homes_of(shards.urls, shards.index)
     late: dict[str, LateColumn] = {}
     names: frozenset[str] = frozenset()
@@ -279,7 +279,7 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
         first = _Lifted(storage, shards, 0) if asked.where.names is None else None
 
         def type_of(name: str) -> Any:
-            """Of a column that an expression of pyarrow's asks for: the first shard's."""
+            """Return the type of a column that an expression of pyarrow's asks for: the first shard's."""
             late.update(find_columns(storage, homes, [name]))
             if name in late:
                 return type_named(late[name].type)
@@ -302,7 +302,7 @@ def _needed(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, An
 
 
 def _seen(storage: Storage, shards: OpenShards, asked: Filter) -> str:
-    """Tells the sample tables that a filter reads from others that lay there at another time; "" where nobody knows.
+    """Tell the sample tables that a filter reads from others that lay there at another time; "" where nobody knows.
 
     The same bits follow from the same condition in the same tables: they need not be worked out twice.
     """
@@ -323,13 +323,13 @@ def _seen(storage: Storage, shards: OpenShards, asked: Filter) -> str:
 
 
 def versions_of(storage: Storage, shards: OpenShards, asked: Filter) -> dict[str, str]:
-    """The version of each late column that a filter asks for."""
+    """Return the version of each late column that a filter asks for."""
     columns = documents_of_json(_needed(storage, shards, asked)["columns"])
     return {name: column.version for name, column in sorted(columns.items())}
 
 
 def _check_once(storage: Storage, shards: OpenShards, late: Sequence[str]) -> None:
-    """No late column may have the name of one in the sample tables; looks at the first shard's.
+    """Refuse a late column that has the name of one in the sample tables; look at the first shard's.
 
     Raises:
         DataError: One has.
@@ -343,7 +343,7 @@ def _check_once(storage: Storage, shards: OpenShards, late: Sequence[str]) -> No
 
 
 def _late_names(storage: Storage, homes: Sequence[str]) -> list[str]:
-    """For messages; stores that cannot list have none to show."""
+    """Name late columns for messages; stores that cannot list have none to show."""
     try:
         return [document.name for document in list_columns(storage, homes[0])]
     except StorageError:
@@ -354,7 +354,9 @@ def key_column(
     storage: Storage, shards: OpenShards, shard: int, first_rows: int | None = None,
     turns: AbstractContextManager[Any] | None = None,
 ) -> Values:  # fmt: skip
-    """The keys of one shard's samples, in its order; with ``first_rows``, perhaps so many of the first ones alone.
+    """Return the keys of one shard's samples, in its order.
+
+    With ``first_rows``, perhaps so many of the first ones alone.
 
     Args:
         storage: Reads them.
@@ -370,7 +372,7 @@ def key_column(
 
 
 def reading_threads(shards: OpenShards) -> int:
-    """How many threads read sample tables: files need no more than cores, and each thread has a heap of its own."""
+    """Tell how many threads read sample tables: files need no more than cores, and each has a heap of its own."""
     homes = shards.urls if shards.index is None else (shards.index,)
     is_local = all(scheme_of(url) == "file" for url in homes)
     return min(_REQUESTS, num_cores() + 1) if is_local else _REQUESTS
@@ -389,7 +391,7 @@ class _Lifted:
     def columns(
         self, names: Iterable[str], *, coded: bool = False, first_rows: int | None = None
     ) -> tuple[dict[str, Values], Mapping[str, Any]]:
-        """Those of ``names`` that are there, and the facts of the file; with ``coded``, texts as dictionaries.
+        """Return those of ``names`` that are there, and the facts of the file; with ``coded``, texts as dictionaries.
 
         With ``first_rows``, perhaps so many of the first samples alone: of keys.
 
@@ -458,7 +460,7 @@ class _Work:
         return firsts
 
     def part(self, rank: int, world_size: int) -> bytes:
-        """The bits of the ``rank``-th run of shards, and which columns were found in them."""
+        """Return the bits of the ``rank``-th run of shards, and which columns were found in them."""
         mine = part_of(len(self._sizes), rank, world_size)
         with ThreadPoolExecutor(reading_threads(self.shards), "shardstream-filter") as threads:
             found = list(threads.map(self._shard, mine))
@@ -469,7 +471,7 @@ class _Work:
         return framed(head, *(bits.tobytes() for bits, _, _ in found))
 
     def joined(self, parts: Sequence[bytes]) -> Kept:
-        """All parts as one.
+        """Return all parts as one.
 
         Raises:
             ConfigError: No shard has one of the columns.
@@ -491,12 +493,12 @@ class _Work:
         return homes_of(self.shards.urls, self.shards.index)
 
     def _is_asked(self, shard: int) -> bool:
-        """Whether a shard has samples in the subset."""
+        """Tell whether a shard has samples in the subset."""
         first, (low, high) = self._firsts[shard], self._samples
         return bool(self._sizes[shard]) and first < high and first + self._sizes[shard] > low
 
     def _shard(self, shard: int) -> _Found:
-        """The bits of one shard; which columns it has of those asked for, and which there are."""
+        """Return the bits of one shard; which columns it has of those asked for, and which there are."""
         count = self._sizes[shard]
         if not self._is_asked(shard):
             return np.zeros(-(-count // 8), np.uint8), [], []
@@ -510,7 +512,7 @@ class _Work:
         return bits & np.packbits(inside, bitorder="little"), names, there
 
     def _fitting(self, shard: int) -> _Found:
-        """The same of all samples of a shard, whatever the subset."""
+        """Return the same of all samples of a shard, whatever the subset."""
         count = self._sizes[shard]
         bits: Bits = np.packbits(np.ones(count, np.bool_), bitorder="little")
         columns, there = self._columns(shard)
@@ -523,7 +525,7 @@ class _Work:
         return bits, sorted(columns), there
 
     def _lacking(self, columns: Mapping[str, Values], shard: int) -> dict[str, Values]:
-        """Columns that other shards have: NULL here.
+        """Return columns that other shards have: NULL here.
 
         Raises:
             ConfigError: For an expression of pyarrow's, which knows no column without a type.
@@ -550,7 +552,7 @@ class _Work:
         return found, lifted.there
 
     def _check(self, shard: int, facts: Mapping[str, Any]) -> None:
-        """The sample table must be that of the shard in the chunk table."""
+        """Refuse a sample table that is not that of the shard in the chunk table."""
         if not facts:
             return
         low, high = self.table.rows_of(shard)
@@ -568,7 +570,7 @@ class _Work:
 def late_columns_of(
     storage: Storage, shards: OpenShards, names: Iterable[str], peers: Peers | None
 ) -> dict[str, LateColumn]:
-    """Those of ``names`` that are late columns; with peers, rank 0 looks for all.
+    """Return those of ``names`` that are late columns; with peers, rank 0 looks for all.
 
     Raises:
         IndexMismatchError: A column is there for some of the shards' directories only.
@@ -587,7 +589,9 @@ def late_columns_of(
 def column_reader(
     storage: Storage, shards: OpenShards, table: ChunkTable, names: Iterable[str], late: Mapping[str, LateColumn]
 ) -> Callable[[int], tuple[dict[str, Values], list[str]]]:
-    """What reads those of the columns ``names`` that a shard has, and says which lifted ones there are; thread-safe.
+    """Return what reads those of the columns ``names`` that a shard has, and says which lifted ones there are.
+
+    Thread-safe.
 
     It raises ``IndexMissingError`` where a shard has no sample table, ``IndexMismatchError`` where what lies there is
     of another version of the shard or column.
@@ -596,10 +600,10 @@ def column_reader(
 
 
 def late_names(storage: Storage, shards: OpenShards) -> list[str]:
-    """Late columns beside the first shard, for messages."""
+    """Return late columns beside the first shard, for messages."""
     return _late_names(storage, homes_of(shards.urls, shards.index))
 
 
 def filter_hash(content: Mapping[str, Any]) -> str:
-    """Tells a saved view from every other one."""
+    """Tell a saved view from every other one."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -51,23 +51,23 @@ class View:
         return filter_hash(parts)
 
     def filter(self) -> Filter:
-        """What it asks for."""
+        """Return what it asks for."""
         return Filter(
             where=as_where(self.where), subset=checked_subset(self.subset), excluded=self.excluded,
             versions=self.columns, view=f"{self.name}@{self.hash}",
         )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return the JSON-able form."""
         return {**asdict(self), "hash": self.hash}
 
     def to_bytes(self) -> bytes:
-        """JSON, with kind and version."""
+        """Return JSON, with kind and version."""
         return json.dumps({"kind": _KIND, "version": _VERSION, **self.as_dict()}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str) -> View:
-        """The inverse of :meth:`to_bytes`; members that this release does not know are left out.
+        """Return the inverse of :meth:`to_bytes`; members that this release does not know are left out.
 
         Raises:
             IndexFormatError: It is no such document, of a newer major version, or its hash is not that of its content.
@@ -107,7 +107,7 @@ def save_view(storage: Storage, home: str, view: View, *, overwrite: bool = Fals
 
 
 def load_view(storage: Storage, home: str, name: str) -> View:
-    """The view of this name beside the index in ``home``.
+    """Return the view of this name beside the index in ``home``.
 
     Raises:
         ConfigError: There is none.
@@ -128,7 +128,7 @@ def load_view(storage: Storage, home: str, name: str) -> View:
 
 
 def list_views(storage: Storage, home: str) -> list[View]:
-    """All views beside one index, by name."""
+    """Return all views beside one index, by name."""
     folder = join_url(home, views_directory())
     urls = [info.url for info in storage.list(folder) if info.url.endswith(".json")]
     return [View.from_bytes(bytes(storage.read(url)), url) for url in urls]
@@ -144,7 +144,7 @@ def asked_filter(
     exclude: str | PathLike[str] | Iterable[str] | None,
     peers: Peers | None,
 ) -> Filter | None:
-    """What the options of a data set ask for; None: all samples. With peers, rank 0 reads what is to be read.
+    """Return what the options of a data set ask for; None: all samples. With peers, rank 0 reads what is to be read.
 
     ``where`` and ``exclude`` narrow a view further.
 

@@ -112,7 +112,7 @@ class ChunkTable:
         return digest.hexdigest()
 
     def select(self, names: Sequence[str]) -> ChunkTable:
-        """The chunks of the named shards, in the order of ``names``.
+        """Return the chunks of the named shards, in the order of ``names``.
 
         Raises:
             IndexMismatchError: If a name is not in the table, or stands for two shards of it.
@@ -132,7 +132,7 @@ class ChunkTable:
         return self.take([position[name] for name in names])
 
     def take(self, shards: Sequence[int]) -> ChunkTable:
-        """The chunks of the shards with these indices, in this order; an index may come more than once."""
+        """Return the chunks of the shards with these indices, in this order; an index may come more than once."""
         wanted = np.array(shards, np.int64)
         bounds = np.array(self._bounds, np.int64)
         counts = (bounds[1:] - bounds[:-1])[wanted]
@@ -144,7 +144,7 @@ class ChunkTable:
         return ChunkTable(shards=tuple(self.shards[index] for index in wanted.tolist()), **columns)
 
     def rows(self, chunks: NDArray[np.int64], num_samples: NDArray[np.int64]) -> ChunkTable:
-        """Some chunks, of which only so many samples count: their bytes stay whole, as in :meth:`between`."""
+        """Return some chunks, of which only so many samples count: their bytes stay whole, as in :meth:`between`."""
         columns = {name: getattr(self, name)[chunks] for name in _COLUMNS}
         return ChunkTable(shards=self.shards, **{**columns, "num_samples": num_samples})
 
@@ -155,12 +155,12 @@ class ChunkTable:
         return bounds
 
     def rows_of(self, shard: int) -> tuple[int, int]:
-        """The rows ``[first, stop)`` of one shard."""
+        """Return the rows ``[first, stop)`` of one shard."""
         first, stop = self._bounds[shard : shard + 2]
         return first, stop
 
     def of_shard(self, shard: int) -> ChunkTable:
-        """The chunks of one shard, as the table of it alone."""
+        """Return the chunks of one shard, as the table of it alone."""
         rows = slice(*self.rows_of(shard))
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return ChunkTable(
@@ -168,7 +168,7 @@ class ChunkTable:
         )
 
     def between(self, first: int, stop: int) -> tuple[int, ChunkTable]:
-        """The chunks of samples ``[first, stop)`` of all, and which chunk here is the first of them.
+        """Return the chunks of samples ``[first, stop)`` of all, and which chunk here is the first of them.
 
         Of the first and the last chunk, ``first_sample`` and ``num_samples`` say which samples belong; their bytes and
         checksums stay those of the whole chunk. So the result is no table to be written (see :meth:`validate`).
@@ -183,12 +183,12 @@ class ChunkTable:
         return low, ChunkTable(shards=self.shards, **columns)
 
     def by_shard(self) -> dict[str, ChunkTable]:
-        """A table for each shard alone, by name."""
+        """Return a table for each shard alone, by name."""
         return {shard.name: self.of_shard(number) for number, shard in enumerate(self.shards)}
 
     @classmethod
     def concat(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
-        """The shards of all tables, one table after the other."""
+        """Return the shards of all tables, one table after the other."""
         columns: dict[str, Any] = {
             name: np.concatenate([getattr(table, name) for table in tables] or [np.empty(0, dtype)])
             for name, dtype in _COLUMNS.items()
@@ -199,7 +199,10 @@ class ChunkTable:
 
     @classmethod
     def merged(cls, *by_shard: Mapping[str, ChunkTable]) -> ChunkTable:
-        """One table of tables of single shards by name, in the order of the names; of one name the last counts."""
+        """Return one table of tables of single shards by name, in the order of the names.
+
+        Of one name the last counts.
+        """
         tables = {name: table for tables in by_shard for name, table in tables.items()}
         return cls.concat([tables[name] for name in sorted(tables)])
 
@@ -241,7 +244,7 @@ class ChunkTable:
             raise IndexFormatError(f"{source}: {what}: chunk {row}, shard {self.shards[self.shard[row]].name!r}")
 
     def to_parquet(self) -> bytes:
-        """The table as the bytes of ``chunks.parquet``: the same table gives the same bytes.
+        """Return the table as the bytes of ``chunks.parquet``: the same table gives the same bytes.
 
         Raises:
             IndexFormatError: If the table is not valid, or two shards have one name.
@@ -257,7 +260,7 @@ class ChunkTable:
 
     @classmethod
     def from_parquet(cls, buffer: Any, source: str) -> ChunkTable:
-        """The table in the bytes of a ``chunks.parquet``; ``source`` is its URL, for messages.
+        """Return the table in the bytes of a ``chunks.parquet``; ``source`` is its URL, for messages.
 
         Raises:
             IndexFormatError: If the bytes are damaged, no chunk table, or of a newer major version.
@@ -277,7 +280,7 @@ class ChunkTable:
 
 
 def _places(column: Any, names: Sequence[str]) -> NDArray[np.int32]:
-    """Where in ``names`` each text of a column is, int32 ``[n]``; ValueError if it is not there."""
+    """Return where in ``names`` each text of a column is, int32 ``[n]``; ValueError if it is not there."""
     if column.null_count:
         raise ValueError(f"{column.null_count} chunks without a shard")
     encoded = column.combine_chunks().dictionary_encode()
@@ -289,7 +292,7 @@ def _places(column: Any, names: Sequence[str]) -> NDArray[np.int32]:
 
 
 def numbers(column: Any, dtype: Any) -> NDArray[Any]:
-    """A column without nulls as an array of ``dtype``."""
+    """Return a column without nulls as an array of ``dtype``."""
     if column.null_count:
         raise ValueError(f"{column.null_count} missing values")
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
@@ -301,7 +304,7 @@ _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 
 
 def _values(array: Any) -> NDArray[Any]:
-    """The numbers of an Arrow array without nulls; ``to_numpy`` would import pandas wherever it is installed."""
+    """Return the numbers of an Arrow array without nulls; ``to_numpy`` would import pandas wherever it is installed."""
     kind = array.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise TypeError(f"expected numbers, got {kind}")
@@ -310,12 +313,12 @@ def _values(array: Any) -> NDArray[Any]:
 
 
 def shard_rows(shards: Sequence[ShardInfo]) -> list[list[Any]]:
-    """Shards as JSON-able rows."""
+    """Return shards as JSON-able rows."""
     return [[shard.name, shard.size_bytes, shard.num_samples] for shard in shards]
 
 
 def shards_of_rows(rows: Any) -> tuple[ShardInfo, ...]:
-    """The inverse of :func:`shard_rows`; ValueError, TypeError if ``rows`` are something else."""
+    """Return the inverse of :func:`shard_rows`; ValueError, TypeError if ``rows`` are something else."""
     return tuple(
         ShardInfo(name=_checked_name(name), size_bytes=_checked_count(size_bytes), num_samples=_checked_count(num))
         for name, size_bytes, num in rows
@@ -329,18 +332,18 @@ def _checked_count(value: Any) -> int:
 
 
 def _checked_name(name: Any) -> str:
-    """``name``, if it stays below the folder of the shards: tools join it to URLs that they read, and delete."""
+    """Return ``name``, if it stays below the folder of the shards: tools join it to URLs that they read, and delete."""
     if not isinstance(name, str) or "\0" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
         raise ValueError(f"shard name {str(name)[:80]!r} is not a path below the folder of the shards")
     return name
 
 
 def one_shard_table(shard: ShardInfo, rows: Mapping[str, Any]) -> ChunkTable:
-    """The chunk table of one shard from its columns, without ``shard``."""
+    """Return the chunk table of one shard from its columns, without ``shard``."""
     columns = {name: np.array(rows[name], dtype) for name, dtype in list(_COLUMNS.items())[1:]}
     return ChunkTable(shards=(shard,), shard=np.zeros(columns["crc32c"].size, np.int32), **columns)
 
 
 def chunk_columns(table: ChunkTable) -> dict[str, list[int]]:
-    """The columns of a one-shard table as JSON-able lists, without ``shard``."""
+    """Return the columns of a one-shard table as JSON-able lists, without ``shard``."""
     return {name: getattr(table, name).tolist() for name in list(_COLUMNS)[1:]}

@@ -41,7 +41,7 @@ _U64 = npt.NDArray[np.uint64]
 
 
 def sample_columns(table: SampleTable, names: Collection[str]) -> dict[str, pa.Array]:
-    """Those of the columns ``names`` that the table has; ``__key__`` is one."""
+    """Return those of the columns ``names`` that the table has; ``__key__`` is one."""
     found = {name: table.columns[name] for name in names if name in table.columns}
     if KEY in names:
         found[KEY] = key_array(table.keys)
@@ -49,7 +49,9 @@ def sample_columns(table: SampleTable, names: Collection[str]) -> dict[str, pa.A
 
 
 def names_of(where: Where, type_of: Callable[[str], pa.DataType]) -> frozenset[str]:
-    """Columns that a condition asks for; those of an expression of pyarrow's are found by binding it, name by name.
+    """Return columns that a condition asks for.
+
+    Those of an expression of pyarrow's are found by binding it, name by name.
 
     Args:
         where: The condition.
@@ -75,7 +77,7 @@ def names_of(where: Where, type_of: Callable[[str], pa.DataType]) -> frozenset[s
 
 
 def fitting(where: Where, columns: Mapping[str, pa.Array], num_rows: int) -> Bits:
-    """Which of ``num_rows`` rows a condition takes.
+    """Return which of ``num_rows`` rows a condition takes.
 
     Args:
         where: The condition.
@@ -106,19 +108,19 @@ class _Columns:
         self._hashed: dict[str, pa.Array] = {}
 
     def plain(self, name: str) -> pa.Array:
-        """A column without a dictionary."""
+        """Return a column without a dictionary."""
         if name not in self._plain:
             self._plain[name] = _plain(self.given[name])
         return self._plain[name]
 
     def hashed(self, name: str) -> pa.Array:
-        """The hashes of a column."""
+        """Return the hashes of a column."""
         if name not in self._hashed:
             self._hashed[name] = stable_hash(self.given[name])
         return self._hashed[name]
 
     def of(self, where: Where) -> dict[str, pa.Array]:
-        """What a condition's expression asks for."""
+        """Return what a condition's expression asks for."""
         compared = self.given if where.compared is None else where.compared
         return {name: self.plain(name) for name in compared} | {
             hash_column(name): self.hashed(name) for name in where.hashed
@@ -126,7 +128,7 @@ class _Columns:
 
 
 def _part(where: Where, known: _Columns, num_rows: int) -> Bits:
-    """Which rows a condition takes; of one over a single column of few texts, each text is looked at once."""
+    """Return which rows a condition takes; of one over a single column of few texts, each text is looked at once."""
     if where.names is not None and len(where.names) == 1:
         (name,) = where.names
         column = known.given[name]
@@ -158,7 +160,7 @@ def _unfit(where: Where, error: pa.ArrowException) -> ConfigError:
 
 
 def _project(expression: pc.Expression, columns: Mapping[str, pa.Array], num_rows: int) -> pa.Array:
-    """The values of an expression; Arrow knows no other way to evaluate one than a plan of a single step."""
+    """Return the values of an expression; Arrow knows no other way to evaluate one than a plan of a single step."""
     import pyarrow.acero as ac  # noqa: PLC0415  it imports pandas, wherever that is installed
 
     table = pa.table({**columns, "": pa.nulls(num_rows)})
@@ -169,7 +171,7 @@ def _project(expression: pc.Expression, columns: Mapping[str, pa.Array], num_row
 
 
 def _bits(mask: pa.Array) -> Bits:
-    """Where a mask is true."""
+    """Return where a mask is true."""
     if mask.null_count:
         mask = pc.fill_null(mask, fill_value=False)
     values = np.frombuffer(mask.buffers()[1], np.uint8) if len(mask) else np.empty(0, np.uint8)
@@ -184,14 +186,14 @@ def _bits(mask: pa.Array) -> Bits:
 
 
 def without(keys: Values, excluded: Values) -> Bits:
-    """Which rows have none of the ``excluded`` keys; both as :func:`key_array` makes them."""
+    """Return which rows have none of the ``excluded`` keys; both as :func:`key_array` makes them."""
     if keys.type != excluded.type:
         keys, excluded = keys.cast(pa.binary()), excluded.cast(pa.binary())
     return _bits(pc.invert(pc.is_in(keys, value_set=excluded)))
 
 
 def kept_rows(bits: Bits, num_rows: int) -> npt.NDArray[np.bool_]:
-    """Bits as a mask, bool ``[num_rows]``."""
+    """Return bits as a mask, bool ``[num_rows]``."""
     return np.unpackbits(bits, count=num_rows, bitorder="little").view(np.bool_)
 
 
@@ -199,7 +201,7 @@ def kept_rows(bits: Bits, num_rows: int) -> npt.NDArray[np.bool_]:
 
 
 def stable_hash(column: pa.Array) -> pa.Array:
-    """``hash(x)``: numbers from 0 to 2**63 - 1 that depend on the values alone, in every release, on every machine.
+    """Hash values: numbers from 0 to 2**63 - 1 that depend on these alone, in every release, on every machine.
 
     ``mix`` is the finaliser of splitmix64 after its increment: ``z = x + 0x9E3779B97F4A7C15``, then
     ``z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9``, ``z = (z ^ z >> 27) * 0x94D049BB133111EB``, ``z ^ z >> 31``,
@@ -235,7 +237,7 @@ def stable_hash(column: pa.Array) -> pa.Array:
 
 
 def _hash_of_texts(texts: Values) -> Values:
-    """:func:`stable_hash` of texts, one by one."""
+    """Hash texts as :func:`stable_hash`, one by one."""
     mask = texts.is_null().to_numpy(zero_copy_only=False) if texts.null_count else None
     hashed = _hash_of_bytes(texts)
     hashed >>= np.uint64(1)
@@ -243,7 +245,7 @@ def _hash_of_texts(texts: Values) -> Values:
 
 
 def _mix(values: _U64) -> _U64:
-    """``mix`` of each value, in place; as many at a time as the CPU's caches hold."""
+    """Return ``mix`` of each value, in place; as many at a time as the CPU's caches hold."""
     spare = np.empty(min(len(values), _HASHED_AT_ONCE), np.uint64)
     for at in range(0, len(values), _HASHED_AT_ONCE):
         some = values[at : at + _HASHED_AT_ONCE]
@@ -265,7 +267,7 @@ def _words_of_floats(values: npt.NDArray[np.float64]) -> _U64:
 
 
 def _hash_of_bytes(column: pa.Array) -> _U64:
-    """Hashes of texts before the last shift, some thousands at a time: no array but the result is a large one."""
+    """Hash texts, but for the last shift, some thousands at a time: no array but the result is a large one."""
     large = pa.types.is_large_string(column.type) or pa.types.is_large_binary(column.type)
     _, offsets, data = column.buffers()
     borders = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
@@ -286,7 +288,10 @@ def _hash_of_bytes(column: pa.Array) -> _U64:
 
 
 def _words_at_each_byte(texts: npt.NDArray[np.uint8], start: int, stop: int) -> _U64:
-    """The 8 bytes from each of bytes ``[start, stop]`` on as a number; what lies behind ``stop`` is of no meaning."""
+    """Return the 8 bytes from each of bytes ``[start, stop]`` on as a number.
+
+    What lies behind ``stop`` is of no meaning.
+    """
     if stop + 8 > len(texts):
         texts, start, stop = np.concatenate([texts[start:stop], np.zeros(8, np.uint8)]), 0, stop - start
     return np.ndarray(stop - start + 1, "<u8", texts, start, (1,))
@@ -318,7 +323,7 @@ def _add_texts(hashed: _U64, words: _U64, starts: Int64Array, sizes: Int64Array)
 
 
 def plain_values(values: pa.Array) -> pa.Array:
-    """Values as int64, float64, text or booleans; NaN is a missing value."""
+    """Return values as int64, float64, text or booleans; NaN is a missing value."""
     kind = values.type
     if pa.types.is_floating(kind):
         doubles = values.cast(pa.float64())
@@ -329,14 +334,14 @@ def plain_values(values: pa.Array) -> pa.Array:
 
 
 def there_of(values: pa.Array, mask: npt.NDArray[np.bool_]) -> pa.Array:
-    """The values in the rows of a mask, missing ones left out."""
+    """Return the values in the rows of a mask, missing ones left out."""
     return values.filter(pa.array(mask)).drop_null()
 
 
 def count_values(
     parts: Iterable[tuple[pa.Array, npt.NDArray[np.int64] | None]], name: str
 ) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-    """The different values of some arrays of the column ``name``, sorted, and how often each comes, int64[n].
+    """Return the different values of some arrays of the column ``name``, sorted, and how often each comes, int64[n].
 
     Args:
         parts: Plain values, none missing, and how often each is to be counted; None: once.
@@ -365,7 +370,7 @@ def count_values(
 
 
 def pack_counts(values: pa.Array, counts: npt.NDArray[np.int64]) -> bytes:
-    """Values and how often each comes, for other ranks."""
+    """Return values and how often each comes, for other ranks."""
     batch = pa.record_batch({_VALUE: values, "count": pa.array(counts)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -374,13 +379,13 @@ def pack_counts(values: pa.Array, counts: npt.NDArray[np.int64]) -> bytes:
 
 
 def unpack_counts(data: bytes) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-    """The inverse of :func:`pack_counts`."""
+    """Return the inverse of :func:`pack_counts`."""
     table = pa.ipc.open_stream(data).read_all()
     return table[_VALUE].combine_chunks(), table["count"].to_numpy()
 
 
 def numbers_of(values: pa.Array) -> npt.NDArray[np.float64] | None:
-    """Values as float64, NaN where there is none; None: they are no numbers."""
+    """Return values as float64, NaN where there is none; None: they are no numbers."""
     kind = values.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
         return None
@@ -389,7 +394,7 @@ def numbers_of(values: pa.Array) -> npt.NDArray[np.float64] | None:
 
 
 def labels_of(values: pa.Array, labels: pa.Array) -> npt.NDArray[np.int64]:
-    """The place of each value among ``labels``, which are different ones of its kind; -1: it is none of them."""
+    """Return the place of each value among ``labels``, which are different ones of its kind; -1: it is none of them."""
     if pa.types.is_null(values.type) or not len(labels):
         return np.full(len(values), -1, np.int64)
     places = pc.index_in(values.cast(labels.type, safe=False), value_set=labels)
@@ -403,7 +408,9 @@ def labels_of(values: pa.Array, labels: pa.Array) -> npt.NDArray[np.int64]:
 def read_sample_columns(
     buffer: Any, names: Collection[str], source: str, *, coded: bool = False, first_rows: int | None = None
 ) -> tuple[dict[str, pa.Array], Mapping[str, Any]]:
-    """Those of the columns ``names`` that a sample file has, and the file's facts; nothing else of it is unpacked.
+    """Return those of the columns ``names`` that a sample file has, and the file's facts.
+
+    Nothing else of it is unpacked.
 
     With ``coded``, texts that the file stores once each come as dictionaries, as :func:`fitting` takes them. With
     ``first_rows``, so many of the first samples; of keys alone.
@@ -425,12 +432,12 @@ def read_sample_columns(
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
-    """All values of a column; those of one chunk, as most are, without a copy."""
+    """Return all values of a column; those of one chunk, as most are, without a copy."""
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def write_column(values: pa.Array, *, name: str, shard: ShardInfo, fingerprint: str, version: str) -> bytes:
-    """The bytes of ``columns/<name>/<shard>.parquet``: the same values give the same bytes.
+    """Return the bytes of ``columns/<name>/<shard>.parquet``: the same values give the same bytes.
 
     Args:
         values: One for each sample of the shard, in its order.
@@ -448,7 +455,7 @@ def write_column(values: pa.Array, *, name: str, shard: ShardInfo, fingerprint: 
 
 
 def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
-    """The values in the bytes of a column file, and its facts (see :func:`write_column`).
+    """Return the values in the bytes of a column file, and its facts (see :func:`write_column`).
 
     Raises:
         IndexFormatError: The bytes are damaged, or no column file.
@@ -472,7 +479,7 @@ def read_column(buffer: Any, source: str) -> tuple[pa.Array, Mapping[str, Any]]:
 
 
 def type_named(name: str) -> pa.DataType:
-    """The type that a column's document names, such as ``double``.
+    """Return the type that a column's document names, such as ``double``.
 
     Raises:
         ValueError: Conditions know no such type.
@@ -484,5 +491,5 @@ def type_named(name: str) -> pa.DataType:
 
 
 def no_values(num_rows: int, kind: pa.DataType | None = None) -> pa.Array:
-    """A column without any value: what a shard has in the place of a column of other shards."""
+    """Return a column without any value: what a shard has in the place of a column of other shards."""
     return pa.nulls(num_rows, kind or pa.null())

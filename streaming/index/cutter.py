@@ -37,7 +37,7 @@ class ChunkRule:
             raise ConfigError(f"chunk rule: expected 1 <= min_bytes <= target_bytes and min_samples >= 1, got {self}")
 
     def closes(self, num_bytes: int, num_samples: int) -> bool:
-        """Whether a chunk with so many bytes and samples is full."""
+        """Tell whether a chunk with so many bytes and samples is full."""
         return num_bytes >= self.target_bytes or (num_bytes >= self.min_bytes and num_samples >= self.min_samples)
 
 

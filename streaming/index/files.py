@@ -27,7 +27,7 @@ _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "
 
 
 def write_table(table: pa.Table, facts: Mapping[str, Any], *, plain: list[str]) -> bytes:
-    """``table`` as Parquet bytes with ``facts`` in the footer; the same input gives the same bytes.
+    """Return ``table`` as Parquet bytes with ``facts`` in the footer; the same input gives the same bytes.
 
     Args:
         table: The rows.
@@ -57,7 +57,9 @@ def read_table(
     buffer: Any, kind: str, source: str, columns: Callable[[dict[str, Any]], list[str]] | None = None, *,
     coded: bool = False, first_rows: int | None = None,
 ) -> tuple[pa.Table, dict[str, Any]]:  # fmt: skip
-    """The rows and the facts of an index file of this ``kind``; with ``columns``, those that it names of the facts.
+    """Return the rows and the facts of an index file of this ``kind``.
+
+    With ``columns``, those that it names of the facts.
 
     With ``coded``, texts that the file stores once and refers to come as Arrow's dictionaries. With ``first_rows``,
     rows behind so many are not unpacked; for columns that are no numbers.
@@ -81,7 +83,7 @@ def _read_bounded(
     file: pq.ParquetFile, buffer: memoryview, source: str, columns: list[str] | None, *, coded: bool,
     first_rows: int | None,
 ) -> pa.Table:  # fmt: skip
-    """The rows (of some ``columns``, or all), counted as they come: equal ones cost nothing in the file."""
+    """Return the rows (of some ``columns``, or all), counted as they come: equal ones cost nothing in the file."""
     limit_bytes = max(MAX_UNPACKED_BYTES, _MAX_RATIO * buffer.nbytes)
     schema = file.schema_arrow
     names = schema.names if columns is None else columns
@@ -98,14 +100,14 @@ def _read_bounded(
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    """Whether all values of a type take as much room, eight bytes at most."""
+    """Tell whether all values of a type take as much room, eight bytes at most."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _read_numbers(
     file: pq.ParquetFile, source: str, names: list[str], limit_bytes: int
 ) -> tuple[dict[str, pa.ChunkedArray], int]:
-    """Columns of numbers, which are counted as they come, and what they take."""
+    """Return columns of numbers, which are counted as they come, and what they take."""
     if not names:
         return {}, 0
     batches: list[pa.RecordBatch] = []
@@ -124,7 +126,7 @@ def _read_others(
     file: pq.ParquetFile, buffer: memoryview, source: str, names: list[str], limit_bytes: int, num_bytes: int,
     first_rows: int | None,
 ) -> dict[str, pa.ChunkedArray]:  # fmt: skip
-    """Columns of anything but numbers, after a look at what they take, beside ``num_bytes``.
+    """Return columns of anything but numbers, after a look at what they take, beside ``num_bytes``.
 
     Texts that the file stores once and refers to are read so, counted, and only then written out.
     """
@@ -160,7 +162,7 @@ def _read_others(
 
 
 def _begun(file: pq.ParquetFile, names: list[str], count: int) -> pa.Table:
-    """The first rows of a file, at most so many."""
+    """Return the first rows of a file, at most so many."""
     found: list[pa.RecordBatch] = []
     for batch in file.iter_batches(batch_size=max(count, 1), columns=names, use_threads=False):
         found.append(batch.slice(0, count))
@@ -176,7 +178,10 @@ def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
 
 
 def read_facts(buffer: Any, kind: str, source: str) -> dict[str, Any]:
-    """The facts alone; ``buffer`` may be any tail of the file that holds the footer (see :func:`read_footer`)."""
+    """Return the facts alone.
+
+    ``buffer`` may be any tail of the file that holds the footer (see :func:`read_footer`).
+    """
     return _facts_of(_opened(buffer, source), kind, source)
 
 

@@ -37,10 +37,10 @@ class Choice(Protocol):
     def total(self) -> int: ...  # noqa: D102
 
     def places(self, ranks: Int64Array) -> Int64Array:
-        """The place of each rank, int64[n]."""
+        """Return the place of each rank, int64[n]."""
 
     def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of samples ``[first, stop)`` of a shard are given, bool[n]."""
+        """Return which of samples ``[first, stop)`` of a shard are given, bool[n]."""
 
 
 class Kept:
@@ -80,7 +80,7 @@ class Kept:
         return hashlib.blake2b(self._bits.tobytes(), digest_size=16).hexdigest()
 
     def digest_of(self, num_shards: int) -> str:
-        """The digest of the same choice of the first shards alone."""
+        """Return the digest of the same choice of the first shards alone."""
         size = int(self.shard_places[num_shards]) // 8 if num_shards < len(self.shard_places) else None
         if size is None:
             return self.digest
@@ -88,7 +88,7 @@ class Kept:
         return hashlib.blake2b(some, digest_size=16).hexdigest()
 
     def ranks(self, places: Int64Array) -> Int64Array:
-        """How many kept samples stand before each place, int64[n]."""
+        """Return how many kept samples stand before each place, int64[n]."""
         found = np.empty(len(places), np.int64)
         for at in range(0, len(places), _AT_ONCE):
             some = places[at : at + _AT_ONCE]
@@ -101,7 +101,7 @@ class Kept:
         return found
 
     def places(self, ranks: Int64Array) -> Int64Array:
-        """The place of each rank, int64[n]."""
+        """Return the place of each rank, int64[n]."""
         found = np.empty(len(ranks), np.int64)
         for at in range(0, len(ranks), _AT_ONCE):
             some = ranks[at : at + _AT_ONCE]
@@ -118,7 +118,7 @@ class Kept:
         return found
 
     def rows(self, shard: int, first: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which of samples ``[first, stop)`` of a shard are kept, bool[n]."""
+        """Return which of samples ``[first, stop)`` of a shard are kept, bool[n]."""
         place = int(self.shard_places[shard])
         low, high = (place + first) // 8, -(-(place + stop) // 8)
         some = kept_rows(self._bits.reshape(-1)[low:high], 8 * (high - low))
@@ -153,7 +153,7 @@ class Groups:
         """int64[num_groups], samples of each group."""
 
     def chunk_stop(self, place: int) -> int:
-        """The place behind the last sample of the chunk that holds a place."""
+        """Return the place behind the last sample of the chunk that holds a place."""
         chunk = int(np.searchsorted(self.chunk_places, place, side="right")) - 1
         return int(self.chunk_places[chunk] + self.table.num_samples[chunk])
 
@@ -163,7 +163,7 @@ class Groups:
         return hashlib.blake2b(self.codes.astype("<u2").tobytes(), digest_size=16).hexdigest()
 
     def selected(self, number: int, fingerprint: str) -> Selected:
-        """The samples of one group, as a filter that keeps these gives them."""
+        """Return the samples of one group, as a filter that keeps these gives them."""
         low, high = self._borders[number : number + 2].tolist()
         chunks, counts = self._chunks[low:high], self._counts[low:high]
         ranks: Int64Array = np.cumsum(counts) - counts
@@ -174,7 +174,7 @@ class Groups:
         )  # fmt: skip
 
     def _pieces(self, chunks: range, num_groups: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Chunk, group and samples of the pieces of some chunks that are next to each other."""
+        """Return chunk, group and samples of the pieces of some chunks that are next to each other."""
         sizes = self.table.num_samples[chunks.start : chunks.stop]
         first = int(self.chunk_places[chunks.start])
         codes = self.codes[first : first + int(sizes.sum())].astype(np.int64)
@@ -227,7 +227,7 @@ class Member:
 
 
 def _blocks(num_chunks: int, num_groups: int) -> list[range]:
-    """Runs of chunks whose samples are counted at once."""
+    """Return runs of chunks whose samples are counted at once."""
     step = max(_COUNTED_AT_ONCE // (num_groups + 1), 1)
     return [range(at, min(at + step, num_chunks)) for at in range(0, num_chunks, step)]
 
@@ -261,7 +261,7 @@ class Selected:
 
     @classmethod
     def of(cls, whole: ChunkTable, kept: Kept, fingerprint: str) -> Selected:
-        """All that is kept of the shards of a chunk table."""
+        """Return all that is kept of the shards of a chunk table."""
         chunks = np.flatnonzero(kept.chunk_counts)
         rows = whole.rows(chunks, kept.chunk_counts[chunks])
         return cls(
@@ -270,7 +270,7 @@ class Selected:
         )  # fmt: skip
 
     def between(self, first: int, stop: int) -> Selected:
-        """Samples ``[first, stop)`` of these."""
+        """Return samples ``[first, stop)`` of these."""
         low, high = self.first + first, self.first + max(first, stop)
         ends = self.ranks + self.table.num_samples
         rows = slice(int(np.searchsorted(ends, low, side="right")), int(np.searchsorted(self.ranks, high)))
@@ -289,14 +289,14 @@ class Selected:
         return isinstance(self.kept, Kept) and self.fingerprint.endswith(f";kept={self.kept.digest}")
 
     def fingerprint_of(self, base: str, num_shards: int) -> str:
-        """The fingerprint of the same filter, where it is whole, over the first shards, whose own is ``base``."""
+        """Make the fingerprint of the same filter, where it is whole, over the first shards, whose own is ``base``."""
         if not isinstance(self.kept, Kept):
             raise TypeError("groups are no filter")
         asked = self.fingerprint.partition(";")[2].rpartition("kept=")[0]
         return f"{base};{asked}kept={self.kept.digest_of(num_shards)}"
 
     def rows(self, shard: int, num_samples: int) -> npt.NDArray[np.bool_]:
-        """Which samples of a shard of so many are given, bool[num_samples]."""
+        """Return which samples of a shard of so many are given, bool[num_samples]."""
         found = np.zeros(num_samples, np.bool_)
         of_shard = np.flatnonzero(self.table.shard == shard)
         chunk_ids = np.repeat(of_shard, self.table.num_samples[of_shard])
@@ -305,7 +305,7 @@ class Selected:
         return found
 
     def inside(self, chunk_ids: Int64Array, offsets: Int64Array) -> Int64Array:
-        """The sample inside each chunk's bytes that stands at an offset, int64[n]."""
+        """Return the sample inside each chunk's bytes that stands at an offset, int64[n]."""
         places = self.kept.places(self.ranks[chunk_ids] + offsets)
         found: Int64Array = places - self.kept.chunk_places[self.chunks[chunk_ids]]
         return found

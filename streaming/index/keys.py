@@ -22,7 +22,7 @@ class Keys(Sequence[str]):
 
     @classmethod
     def of_packed(cls, data: bytes, stops: Int64Array) -> Keys:
-        """From all keys in one row, of which key ``i`` ends at ``stops[i]``."""
+        """Take apart all keys in one row, of which key ``i`` ends at ``stops[i]``."""
         large = len(data) > _MAX_STRING_BYTES
         if data.isascii():
             return cls(_from_buffers(pa.large_string() if large else pa.string(), data, stops))

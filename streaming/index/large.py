@@ -46,7 +46,7 @@ def large_sums(
     span_running: ArrayLike,
     running: Mapping[int, int],
 ) -> LargeSums:
-    """The sums of a shard, from what was noted while its chunks were summed.
+    """Return the sums of a shard, from what was noted while its chunks were summed.
 
     Args:
         record_starts: int64 ``[n + 1]``.
@@ -87,7 +87,7 @@ def _rest(
     befores: UInt32s,
     afters: UInt32s,
 ) -> Int64Array:
-    """int64 ``[S]``: CRC32C of each span without the members ``[starts, ends)``, which rise; -1 for spans without any.
+    """Sum each span without the members ``[starts, ends)``, which rise: CRC32C, int64, -1 for spans without any.
 
     The other arrays are the running CRC32C at the borders of the spans (``[S]``) and of the members.
     """

@@ -19,17 +19,17 @@ _MAX_NAME = 100
 
 
 def chunks_path() -> str:
-    """Path of the chunk table of a directory of shards."""
+    """Return the path of the chunk table of a directory of shards."""
     return CHUNKS_FILE
 
 
 def samples_directory() -> str:
-    """Path of the folder of all sample tables."""
+    """Return the path of the folder of all sample tables."""
     return _SAMPLES_DIRECTORY
 
 
 def samples_path(shard_name: str) -> str:
-    """Path of the sample table of one shard.
+    """Return the path of the sample table of one shard.
 
     ``shard_name`` is relative to the directory of shards; one such as ``part-0/000.tar`` keeps its folders, so that
     no two shards share a file.
@@ -52,32 +52,32 @@ def checked_name(name: str, what: str) -> str:
 
 
 def columns_directory() -> str:
-    """Path of the folder of all late columns."""
+    """Return the path of the folder of all late columns."""
     return _COLUMNS_DIRECTORY
 
 
 def column_document_path(name: str) -> str:
-    """Path of what there is to say about a late column as a whole; written last."""
+    """Return the path of what there is to say about a late column as a whole; written last."""
     return f"{_COLUMNS_DIRECTORY}/{name}/{_COLUMN_DOCUMENT}"
 
 
 def column_of_document_path(path: str) -> str | None:
-    """The inverse of :func:`column_document_path`; None for any other path."""
+    """Return the inverse of :func:`column_document_path`; None for any other path."""
     prefix, suffix = f"{_COLUMNS_DIRECTORY}/", f"/{_COLUMN_DOCUMENT}"
     name = path[len(prefix) : -len(suffix)] if path.startswith(prefix) and path.endswith(suffix) else ""
     return name if name and "/" not in name else None
 
 
 def column_path(name: str, shard_name: str) -> str:
-    """Path of the values of a late column for one shard."""
+    """Return the path of the values of a late column for one shard."""
     return f"{_COLUMNS_DIRECTORY}/{name}/{shard_name}.parquet"
 
 
 def views_directory() -> str:
-    """Path of the folder of all saved views."""
+    """Return the path of the folder of all saved views."""
     return _VIEWS_DIRECTORY
 
 
 def view_path(name: str) -> str:
-    """Path of a saved view."""
+    """Return the path of a saved view."""
     return f"{_VIEWS_DIRECTORY}/{name}.json"

@@ -89,7 +89,7 @@ class SampleTable:
         spans: tuple[Int64Array, NDArray[np.uint32]] | None = None,
         large: LargeSums | None = None,
     ) -> SampleTable:
-        """The table of the shard ``name`` of ``size_bytes``, from what a writer or a scanner knows.
+        """Return the table of the shard ``name`` of ``size_bytes``, from what a writer or a scanner knows.
 
         Args:
             name: The shard's name relative to the index.
@@ -149,7 +149,7 @@ class SampleTable:
         return self.span_crc32c.size
 
     def widened(self, first: int, stop: int) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-        """The spans that hold samples ``[first, stop)``, which must be some.
+        """Return the spans that hold samples ``[first, stop)``, which must be some.
 
         Returns:
             First sample, one past the last, and per span its end (in bytes from the first sample's record on) and
@@ -168,7 +168,7 @@ class SampleTable:
         )
 
     def lookup(self, index: int) -> SampleLocation:
-        """Where sample ``index`` of the shard lies.
+        """Return where sample ``index`` of the shard lies.
 
         Raises:
             IndexError: If there is no such sample.
@@ -230,7 +230,7 @@ class SampleTable:
             raise IndexFormatError(f"{source}: column {_SPAN_CRC32C!r}: the spans do not fill the chunks")
 
     def _validate_large(self, source: str) -> None:
-        """Every large member has a sum and lies in a span that has one of its rest, and no other span has one."""
+        """Check that every large member has a sum, its span one of the rest, and no other span one."""
         expected = np.zeros(self.num_spans, np.bool_)
         for name, sums in self.large.fields.items():
             rows = np.flatnonzero(sums >= 0)
@@ -241,7 +241,7 @@ class SampleTable:
             raise IndexFormatError(f"{source}: column {_REST_CRC32C!r}: not of the spans that have large members")
 
     def to_parquet(self) -> bytes:
-        """The table as the bytes of ``samples/<shard>.parquet``: the same table gives the same bytes.
+        """Return the table as the bytes of ``samples/<shard>.parquet``: the same table gives the same bytes.
 
         Raises:
             IndexFormatError: If a field's name is not UTF-8.
@@ -274,14 +274,14 @@ class SampleTable:
         return write_table(pa.table(arrays), facts, plain=plain)
 
     def _span_column(self, sums: Int64Array) -> pa.Array:
-        """Checksums of spans (-1: none), each at the first sample of its span; null elsewhere."""
+        """Return checksums of spans (-1: none), each at the first sample of its span; null elsewhere."""
         column = np.full(len(self.keys), -1, np.int64)
         column[self.span_starts[:-1]] = sums
         return _sum_column(column)
 
     @classmethod
     def from_parquet(cls, buffer: Any, source: str) -> SampleTable:
-        """The table in the bytes of a sample file; ``source`` is its URL, for messages.
+        """Return the table in the bytes of a sample file; ``source`` is its URL, for messages.
 
         Raises:
             IndexFormatError: If the bytes are damaged, no sample table, or of a newer major version.
@@ -337,13 +337,15 @@ class Records:
 
     @classmethod
     def of_table(cls, table: SampleTable, fields: Sequence[str]) -> Records:
-        """Those of a whole table."""
+        """Return those of a whole table."""
         there = {name: table.fields[name] for name in fields if name in table.fields}
         return cls(chunks=table.chunks, keys=Keys(key_array(table.keys)), fields=there)
 
     @classmethod
     def from_parquet(cls, buffer: Any, fields: Sequence[str], source: str) -> Records:
-        """Those in the bytes of a sample file; nothing else of it is unpacked, nor is it checked where fields lie.
+        """Return those in the bytes of a sample file.
+
+        Nothing else of it is unpacked, nor is it checked where fields lie.
 
         Raises:
             IndexFormatError: If the bytes are damaged, no sample table, or of a newer major version.
@@ -373,7 +375,7 @@ class Records:
 
 
 def chunk_rows_from_footer(buffer: Any, source: str = "sample file") -> ChunkTable:
-    """The chunk rows of one shard from its sample file, or from any tail of it that holds the footer.
+    """Return the chunk rows of one shard from its sample file, or from any tail of it that holds the footer.
 
     Use :func:`streaming.index.files.read_footer` to get such a tail.
 
@@ -393,7 +395,10 @@ def _chunks_of_facts(facts: Mapping[str, Any], source: str) -> ChunkTable:
 
 
 def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64Array, NDArray[np.uint32]]:
-    """``span_starts`` and ``span_crc32c``; none in a file of format 1.0, where the name may be a lifted column's."""
+    """Return ``span_starts`` and ``span_crc32c``.
+
+    None in a file of format 1.0, where the name may be a lifted column's.
+    """
     if _SPAN_CRC32C not in rows.column_names or _SPAN_CRC32C in facts["columns"]:
         return np.zeros(1, np.int64), np.empty(0, np.uint32)
     column = rows.column(_SPAN_CRC32C)
@@ -403,7 +408,7 @@ def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64Array, NDArra
 
 
 def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64Array) -> LargeSums:
-    """Sums of large members; none before format 1.2, where the names may be lifted columns'."""
+    """Return sums of large members; none before format 1.2, where the names may be lifted columns'."""
     lifted = set(facts["columns"])
     names = [name for name in facts["fields"] if _CRC32C + name in set(rows.column_names) - lifted]
     if not names or _REST_CRC32C not in rows.column_names or _REST_CRC32C in lifted or span_starts.size < 2:
@@ -416,13 +421,13 @@ def _large(rows: pa.Table, facts: Mapping[str, Any], span_starts: Int64Array) ->
 
 
 def _sum_column(sums: Int64Array) -> pa.Array:
-    """Checksums as a column, uint32; -1 becomes null."""
+    """Return checksums as a column, uint32; -1 becomes null."""
     missing = sums < 0
     return pa.array(np.where(missing, 0, sums).astype(np.uint32), mask=missing)
 
 
 def _sums_of_column(column: Any) -> Int64Array:
-    """The inverse of :func:`_sum_column`."""
+    """Return the inverse of :func:`_sum_column`."""
     sums = numbers(column.fill_null(0), np.uint32).astype(np.int64)
     sums[numbers(pc.indices_nonzero(column.is_null()), np.uint64)] = -1
     return sums

@@ -66,7 +66,7 @@ class SpanCutter:
 def spans_of(
     record_starts: Int64Array, chunk_bounds: ArrayLike, span_starts: ArrayLike, running: ArrayLike
 ) -> tuple[Int64Array, UInt32s]:
-    """``span_starts`` and ``span_crc32c`` of a sample table, from what was noted at the end of each of ``S`` spans.
+    """Make ``span_starts`` and ``span_crc32c`` of a sample table of what was noted at the end of each of ``S`` spans.
 
     Args:
         record_starts: int64 ``[n + 1]``.
@@ -80,7 +80,7 @@ def spans_of(
 
 
 def separate(running: UInt32s, sizes: Int64Array, chunk_firsts: NDArray[np.bool_]) -> UInt32s:
-    """CRC32C of each of ``S`` spans, from the CRC32C of the chunk's bytes up to the end of each.
+    """Return the CRC32C of each of ``S`` spans, from the CRC32C of the chunk's bytes up to the end of each.
 
     Args:
         running: uint32 ``[S]``.
@@ -94,7 +94,7 @@ def separate(running: UInt32s, sizes: Int64Array, chunk_firsts: NDArray[np.bool_
 
 
 def followed_by_zeros(crcs: UInt32s, num_bytes: Int64Array) -> UInt32s:
-    """What is left of a prefix's CRC32C in that of the whole when so many bytes follow."""
+    """Return what is left of a prefix's CRC32C in that of the whole when so many bytes follow."""
     bit = 0
     while (num_bytes >> bit).any():
         chosen = (num_bytes >> bit & 1).astype(np.bool_)
@@ -105,7 +105,7 @@ def followed_by_zeros(crcs: UInt32s, num_bytes: Int64Array) -> UInt32s:
 
 
 def _apply(operator: UInt32s, values: UInt32s) -> UInt32s:
-    """A linear map of 32 bits, as its values for each byte alone, uint32 ``[4, 256]``."""
+    """Return a linear map of 32 bits, as its values for each byte alone, uint32 ``[4, 256]``."""
     parts = [operator[place][values >> np.uint32(8 * place) & np.uint32(255)] for place in range(4)]
     found: UInt32s = parts[0] ^ parts[1] ^ parts[2] ^ parts[3]
     return found
@@ -113,7 +113,7 @@ def _apply(operator: UInt32s, values: UInt32s) -> UInt32s:
 
 @cache
 def _operator(bit: int) -> UInt32s:
-    """What ``2 ** bit`` zero bytes do to a CRC32C."""
+    """Return what ``2 ** bit`` zero bytes do to a CRC32C."""
     if bit:
         half = _operator(bit - 1)
         return _apply(half, half)

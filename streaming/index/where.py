@@ -58,7 +58,7 @@ Condition: TypeAlias = str | pc.Expression
 
 
 def hash_column(name: str) -> str:
-    """The name under which an expression asks for the hashes of a column: they are worked out before it is."""
+    """Return the name under which an expression asks for the hashes of a column: they are worked out before it is."""
     return f"hash({name})"
 
 
@@ -86,7 +86,7 @@ class Where:
         return self.text
 
     def expression(self, types: Types) -> pc.Expression:
-        """The condition over columns of these types, of type bool; ``hash_column`` of those hashed among them.
+        """Return the condition over columns of these types, of type bool; ``hash_column`` of those hashed among them.
 
         Raises:
             ConfigError: A column is not there, or of a kind that cannot be compared so.
@@ -94,7 +94,7 @@ class Where:
         return self.compiled(types)
 
     def also(self, other: Where) -> Where:
-        """Both conditions together.
+        """Return both conditions together.
 
         Raises:
             ConfigError: One is text, the other an expression of pyarrow's.
@@ -113,7 +113,7 @@ class Where:
 
 
 def parse_where(text: str) -> Where:
-    """The condition in ``text``.
+    """Return the condition in ``text``.
 
     Raises:
         ConfigError: It is none; the message shows where.
@@ -143,7 +143,7 @@ def _where(parser: _Parser, root: _Node, asked: _Asked) -> Where:
 
 
 def as_where(where: Any) -> Where | None:
-    """What users give as ``where=``: text, an expression of pyarrow's, or None.
+    """Return what users give as ``where=``: text, an expression of pyarrow's, or None.
 
     Raises:
         ConfigError: It is none of these.
@@ -161,7 +161,7 @@ def as_where(where: Any) -> Where | None:
 
 
 def unknown_column(name: str, there: Iterable[str], what: str = "where") -> ConfigError:
-    """Says that no shard has a column that the option ``what`` asks for, and which there are."""
+    """Say that no shard has a column that the option ``what`` asks for, and which there are."""
     known = sorted(there)
     close = get_close_matches(name, known, n=1)
     return ConfigError(
@@ -205,12 +205,12 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def is_string(kind: pa.DataType) -> bool:
-    """Whether it is text."""
+    """Tell whether it is text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def is_comparable(kind: pa.DataType) -> bool:
-    """Whether conditions know values of this type."""
+    """Tell whether conditions know values of this type."""
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     return bool(numbers or pa.types.is_boolean(kind) or pa.types.is_null(kind) or _is_text(kind))
 
@@ -246,7 +246,7 @@ def _missing(of: _Value, kind: pa.DataType) -> _Value:
 
 
 def _alike(left: _Value, right: _Value) -> tuple[pc.Expression, pc.Expression]:
-    """Both sides as one type, where Arrow would not find it or refuse values that lose digits in it."""
+    """Return both sides as one type, where Arrow would not find it or refuse values that lose digits in it."""
     kinds = {left.type, right.type}
     if left.kind != "number" or len(kinds) == 1:
         return left.expression, right.expression
@@ -313,7 +313,7 @@ def _one_of(value: _Value, literals: Sequence[_Value]) -> pc.Expression:
 
 
 def _joined(join: Callable[[pc.Expression, pc.Expression], pc.Expression], parts: list[pc.Expression]) -> pc.Expression:
-    """As a balanced tree: Arrow goes down expressions by recursion."""
+    """Join them as a balanced tree: Arrow goes down expressions by recursion."""
     while len(parts) > 1:
         parts = [reduce(join, parts[at : at + 2]) for at in range(0, len(parts), 2)]
     return parts[0]
@@ -375,7 +375,7 @@ class _Parser:
         )
 
     def chain(self) -> list[tuple[_Node, _Asked]]:
-        """The conditions that AND joins at the top, with what each asks for; one where OR does."""
+        """Return the conditions that AND joins at the top, with what each asks for; one where OR does."""
         found = [self._alone(self._not)]
         while self._take("and"):
             found.append(self._alone(self._not))
@@ -442,7 +442,7 @@ class _Parser:
         return refuse
 
     def _truth(self, at: int, made: Callable[[Types], pc.Expression]) -> _Node:
-        """A node that is true, false or missing."""
+        """Return a node that is true, false or missing."""
         refuse = self._refuser(at)
         return lambda types: _Value(made(types), pa.bool_(), "the condition", refuse)
 
@@ -493,7 +493,7 @@ class _Parser:
         return self._truth(at, lambda types: pc.invert(found(types)) if negated else found(types))
 
     def _membership(self, left: _Node) -> Callable[[Types], pc.Expression] | None:
-        """What follows IN, BETWEEN or LIKE; None where none of them does."""
+        """Return what follows IN, BETWEEN or LIKE; None where none of them does."""
         if self._take("in"):
             literals = self._listed()
             return lambda types: _one_of(left(types), literals)

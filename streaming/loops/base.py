@@ -150,7 +150,7 @@ class BaseLoop(Loop):
         return read() if self._sharing is None else self._sharing.run(read, place)
 
     def report(self) -> dict[str, Any]:
-        """All metrics, and this epoch's bad samples by name."""
+        """Return all metrics, and this epoch's bad samples by name."""
         shared = {name: value - self._earlier.get(name, 0) for name, value in self._read_set.counters().items()}
         gauges = self._gauges()
         own = self.metrics.snapshot()
@@ -158,7 +158,7 @@ class BaseLoop(Loop):
         return {**own, **shared, **gauges, "bad": self._bad.listing()}
 
     def describe(self) -> str:
-        """What the loop waits for at this moment."""
+        """Say what the loop waits for at this moment."""
         running = self.running
         if running is None:
             return "not running"
@@ -189,7 +189,7 @@ class BaseLoop(Loop):
         self._drop_machinery()
 
     def _keep(self, crew: Crew, close: Callable[[], object]) -> None:
-        """``crew`` serves all runs from now on, until ``close`` ends it together with what needs it."""
+        """Keep ``crew``, which serves all runs from now on, until ``close`` ends it together with what needs it."""
         self._end_of_crew = weakref.finalize(self, close)
         self._crew = crew  # from here on the machinery is dropped with this loop, and by an interrupt
         crew.page_lock(self._locker)
@@ -204,7 +204,7 @@ class BaseLoop(Loop):
         self._bad.start_epoch(num_samples, epoch, self._tally, allowed_of)
 
     def _gauges(self) -> dict[str, float]:
-        """What holds at this moment, by name."""
+        """Return what holds at this moment, by name."""
         self._note_ring_peak()
         crew = self._crew
         ring = None if crew is None else crew.ring
@@ -215,7 +215,10 @@ class BaseLoop(Loop):
         }
 
     def _leave_behind(self) -> None:
-        """In a forked child: threads, processes and shared memory are the parent's; a loop begun here makes its own."""
+        """Let go in a forked child: threads, processes and shared memory are the parent's.
+
+        A loop begun here makes its own.
+        """
         if self._crew is not None:
             self._end_of_crew.detach()
         self.running = self._crew = None
@@ -243,7 +246,7 @@ class _Accounted(RunOver):
         self._num_batches = 0
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         batch = next(self._run)
         self._bad.check()
         self._num_batches += 1

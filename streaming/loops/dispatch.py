@@ -89,7 +89,7 @@ class DispatchLoop(IterableLoop):
         return _DispatchRun(self._sharing.run(lambda: self._read(place), place), timed)
 
     def describe(self) -> str:
-        """What the loop waits for at this moment."""
+        """Say what the loop waits for at this moment."""
         running = self.running
         return running.describe() if isinstance(running, _DispatchRun) else super().describe()
 
@@ -123,7 +123,7 @@ class DispatchLoop(IterableLoop):
         return _Reading(super().start(at, None), left, again, self._latest)
 
     def _read_already(self, cursors: object) -> list[_Dealt]:
-        """What the stream in progress has given behind ``cursors``, and nobody received."""
+        """Return what the stream in progress has given behind ``cursors``, and nobody received."""
         latest = list(self._latest)
         if self._packets is None or not latest or self._packets.cursors is not latest[-1].cursors:
             return []
@@ -170,7 +170,7 @@ class _DealOut:
     shape: Shape
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """The batches, by data rank as text."""
+        """Return the batches, by data rank as text."""
         return {str(rank): self._of_rank(samples, rank) for rank in range(self.shape.num_ranks)}
 
     def _of_rank(self, samples: list[Any], rank: int) -> Any:
@@ -197,7 +197,7 @@ class _Reading(RunOver):
         self._read, self._num_left, self._again, self._latest = run, num_left, deque(again), latest
 
     def __next__(self) -> _Dealt:
-        """The next global batch."""
+        """Return the next global batch."""
         if self._num_left is not None:
             if self._num_left == 0:
                 raise StopIteration
@@ -230,7 +230,7 @@ class _DispatchRun(RunOver):
         self.is_last = False
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         with self._timed():
             packet = next(self._run)
         self.cursors, self.is_last = packet["cursors"], packet["is_last"]
@@ -238,7 +238,7 @@ class _DispatchRun(RunOver):
 
 
 def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
-    """The choices of the loop that the reading rank runs; the others run none."""
+    """Return the choices of the loop that the reading rank runs; the others run none."""
     alone = replace(
         config, mesh=DeviceMesh.from_sizes(dp_size=1, rank=0, world_size=1), sharding="auto",
         num_workers=min(1, config.num_workers) if reads else 0,
@@ -254,7 +254,7 @@ def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
 
 
 def _packed(encode: Callable[[Any], Any], packet: Mapping[str, Any]) -> dict[str, Any]:
-    """What one rank gets, as it travels; ``encode`` is the user's, of a batch."""
+    """Return what one rank gets, as it travels; ``encode`` is the user's, of a batch."""
     return {**packet, "batch": encode(packet["batch"]), "cursors": [cursor.to_dict() for cursor in packet["cursors"]]}
 
 

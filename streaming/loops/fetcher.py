@@ -1,4 +1,4 @@
-"""What every loop over a data set has: epochs, a position that can be saved, one arena, an account of bad samples."""
+"""The loop over a set with an index: plan and engine of one rank, one arena, shares of sources, a changing world."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class EpochLoop(BaseLoop):
         return self.samples_per_epoch >= ENDLESS
 
     def row_of(self, place: Place) -> int:
-        """Samples of the run, over all ranks and epochs, that come before a place."""
+        """Count the samples of the run, over all ranks and epochs, that come before a place."""
         return place.epoch * self.samples_per_epoch + place.samples_seen
 
     def set_seed(self, seed: int) -> None:
@@ -164,11 +164,11 @@ class EpochLoop(BaseLoop):
         return after if self.left_behind(after) else Place(epoch=place.epoch + 1, samples_seen=0)
 
     def shape_at(self, place: Place) -> Shape:
-        """The shape of the batch behind a place."""
+        """Return the shape of the batch behind a place."""
         return self.shape.at(self.row_of(place))
 
     def state(self) -> LoaderState:
-        """The position; the same on every rank."""
+        """Return the position; the same on every rank."""
         return LoaderState(
             epoch=self.position.epoch,
             samples_seen=self.position.samples_seen,
@@ -245,7 +245,7 @@ class EpochLoop(BaseLoop):
             self._peers.become(mesh)
 
     def _state_at(self, num_batches: int) -> LoaderState:
-        """The state behind so many global batches of the run, counted in whole epochs.
+        """Return the state behind so many global batches of the run, counted in whole epochs.
 
         Raises:
             ConfigError: The number alone does not say it.
@@ -390,14 +390,17 @@ class EpochLoop(BaseLoop):
         return self._plan(place, self.shares.apart(self.order))
 
     def _keep_chunks(self, store: ChunkStore, wanted: Iterable[FetchRange]) -> None:
-        """Of the chunks that a run in another world gave back, keep those that are wanted."""
+        """Keep those chunks that are wanted, of what a run in another world gave back."""
         with store.changed:
             num_kept = store.keep_first(wanted)
         self._keeps_chunks = False
         _log.info("remesh: %d chunks of the old share are still in memory, and are not fetched again", num_kept)
 
     def _first_units(self, plan: Plan, dp_rank: int, limit_bytes: int) -> list[FetchRange]:
-        """The chunks that this rank needs first, at least as many as fit; of an order without end up to a pass."""
+        """Return the chunks that this rank needs first, at least as many as fit.
+
+        Of an order without end up to a pass.
+        """
         found: list[FetchRange] = []
         limit_bytes = min(2 * limit_bytes, int(self._room_bytes.sum()))  # twice: they may take less room than here
         for need in WholeChunks(plan, dp_rank, self.dataset).needs():
@@ -417,7 +420,7 @@ class EpochLoop(BaseLoop):
         self._begin_account(num_samples, place.epoch, allowed_of)
 
     def _open_store(self) -> tuple[Crew, ChunkStore]:
-        """Chunks and those who build batches of them, for all runs."""
+        """Return chunks and those who build batches of them, for all runs."""
         if self._store is not None and (self._store.abandoned or self._store.failure is not None):
             self._drop_machinery()
         if self._crew is None or self._store is None:
@@ -444,7 +447,7 @@ class EpochLoop(BaseLoop):
         return not self.config.num_workers and self.dataset.can_be_mapped
 
     def _reads_slices(self, plan: Plan) -> bool:
-        """Whether units are slices of chunks: ranks share a storage order, and it saves bytes."""
+        """Tell whether units are slices of chunks: ranks share a storage order, and it saves bytes."""
         if self.order.shuffle or plan.dp_world_size == 1:
             return False
         limit = self.config.memory_limit_bytes
@@ -452,7 +455,7 @@ class EpochLoop(BaseLoop):
         return saves and self.dataset.has_sample_tables()
 
     def _arena_bytes(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
-        """What the arena uses of memory_limit, and ``ChunkStore.room``: all that is needed at once, and read-ahead.
+        """Tell what the arena uses of memory_limit, and ``ChunkStore.room``: what is needed at once, and read-ahead.
 
         Raises:
             MemoryLimitError: The first does not fit.
@@ -469,7 +472,7 @@ class EpochLoop(BaseLoop):
         return budget.chunks_bytes(limit, live), room
 
     def _pieces(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
-        """What is needed at once if ``fields`` or a filter leave much out, and ``ChunkStore.room``."""
+        """Return what is needed at once if ``fields`` or a filter leave much out, and ``ChunkStore.room``."""
         needed = plan.rank_chunks(dp_rank)
         read_bytes = self.dataset.unit_bytes(needed)
         in_pieces = read_bytes < self.dataset.chunk_bytes[needed]
@@ -481,7 +484,7 @@ class EpochLoop(BaseLoop):
         return plan.live_bytes(sizes, dp_rank), dict(zip(keys, read_bytes.tolist(), strict=True))
 
     def _slices_bytes(self, plan: Plan) -> int:
-        """What of memory_limit the arena uses where batches are read as slices of chunks.
+        """Return what of memory_limit the arena uses where batches are read as slices of chunks.
 
         Raises:
             MemoryLimitError: One batch does not fit.
@@ -493,7 +496,7 @@ class EpochLoop(BaseLoop):
         return budget.chunks_limit_bytes(limit)
 
     def _sample_in_shard(self, number: int) -> int:
-        """The number, within its shard, of a sample of the data set."""
+        """Return the number, within its shard, of a sample of the data set."""
         ends = np.cumsum(self.dataset.chunk_samples)
         chunk = int(np.searchsorted(ends, number, side="right"))
         offset = np.array([number - ends[chunk] + self.dataset.chunk_samples[chunk]])
@@ -524,7 +527,7 @@ class RampedRun(RunOver):
         super().__init__(run)
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         if not self._left:
             self._run.close()
             self._run, self._left, self._behind = self._begin(self._behind)

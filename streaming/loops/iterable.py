@@ -71,7 +71,7 @@ class IterableState(LoaderState):
     data_world_size: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able if the data set's own state is."""
+        """Return a dict, JSON-able if the data set's own state is."""
         return {
             **LoaderState.to_dict(self),
             "cursors": [cursor.to_dict() for cursor in self.cursors],
@@ -81,7 +81,7 @@ class IterableState(LoaderState):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The state of :meth:`to_dict`.
+        """Return the state of :meth:`to_dict`.
 
         Raises:
             StateError: It is malformed.
@@ -171,7 +171,7 @@ class IterableLoop(Loop):
         )
 
     def state(self) -> IterableState:
-        """The position of this rank."""
+        """Return the position of this rank."""
         mesh, place = self.config.mesh, self.position.place
         return IterableState(
             epoch=place.epoch, samples_seen=place.samples_seen, order=self.order, next_seed=self.position.next_seed,
@@ -200,11 +200,11 @@ class IterableLoop(Loop):
         self.go_to(Place.of(state, state.cursors), state.next_seed)
 
     def report(self) -> dict[str, Any]:
-        """All metrics."""
+        """Return all metrics."""
         return {**self.metrics.snapshot(), "bad": []}
 
     def describe(self) -> str:
-        """What the loop waits for at this moment."""
+        """Say what the loop waits for at this moment."""
         if self.running is None:
             return "not running"
         return f"{type(self.dataset).__name__} in {self._num_workers} torch worker processes, or the consumer"
@@ -229,7 +229,7 @@ class IterableLoop(Loop):
         self._workers.forget()
 
     def _leave_behind(self) -> None:
-        """In a forked child: the workers are the parent's; a loop begun here starts its own."""
+        """Let go in a forked child: the workers are the parent's; a loop begun here starts its own."""
         self.running = None
         packets, self._packets = self._packets, None
         if packets is not None:
@@ -242,7 +242,7 @@ class IterableLoop(Loop):
         return UNKNOWN_SIZE if self.shape.epoch_size is None else self.shape.epoch_size
 
     def _open(self, epoch: int, cursors: tuple[Cursor, ...]) -> _Packets:
-        """The stream from ``cursors`` on: the one that stands there, or a new one."""
+        """Return the stream from ``cursors`` on: the one that stands there, or a new one."""
         if self._packets is not None and self._packets.cursors is not cursors:
             self.close_stream()
         if self._packets is None:
@@ -260,7 +260,7 @@ class IterableLoop(Loop):
         return self._packets
 
     def _stream(self, cursors: tuple[Cursor, ...]) -> SharedStream:
-        """What this rank's workers read from ``cursors`` on."""
+        """Return what this rank's workers read from ``cursors`` on."""
         config, mesh, workers = self.config, self.config.mesh, max(1, self._num_workers)
         settings = ShareSettings(
             first_part=mesh.data_rank * workers,
@@ -274,7 +274,7 @@ class IterableLoop(Loop):
         return SharedStream(self.dataset, settings, cursors, Collate(config))
 
     def _first_again(self, cursors: tuple[Cursor, ...]) -> Packet | None:
-        """A packet from the beginning of this rank's pass, read here: for one that goes on where its own has ended."""
+        """Read a packet from the beginning of this rank's pass here: for one that goes on where its own has ended."""
         begins = (Cursor(worker=cursor.worker, pass_number=cursor.pass_number) for cursor in cursors)
         return next((packet for begin in begins for packet in islice(self._stream((begin,)), 1)), None)
 
@@ -291,7 +291,7 @@ class IterableLoop(Loop):
     # --- parts ---
 
     def _useful_workers(self) -> int:
-        """No more workers than there are shards for this rank: the others would read for nothing."""
+        """Take no more workers than there are shards for this rank: the others would read for nothing."""
         wanted, ranks = self.config.num_workers, self.config.mesh.data_world_size
         shards = num_shards(self.dataset) if callable(getattr(self.dataset, "shard", None)) else None
         if self.config.sharding != "auto" or shards is None or shards < ranks or wanted <= 1:
@@ -319,7 +319,7 @@ class IterableLoop(Loop):
     # --- equal ends ---
 
     def agreeing(self, packets: _Packets) -> Iterator[Packet]:
-        """Packets while every rank has one; under "pad" while any has one, with stand-ins.
+        """Yield packets while every rank has one; under "pad" while any has one, with stand-ins.
 
         All ranks ask the same number of times: the question about batch k is asked before batch k - AHEAD is handed
         out, by those too that have no more.
@@ -389,7 +389,7 @@ class _Packets:
             self.cursors = (*self.cursors[place + 1 :], *self.cursors[:place], packet.after)
 
     def leave_behind(self) -> None:
-        """In a forked child: they are the parent's."""
+        """Let go in a forked child: they are the parent's."""
         leave_behind(self._source)
 
     def close(self) -> None:
@@ -420,7 +420,7 @@ class _IterableRun:
         return self._packets.cursors
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         try:
             with self._loop.metrics.timed("wait_for_batch_s"):
                 packet = self._next()
@@ -439,7 +439,7 @@ class _IterableRun:
             self._loop.close_stream(self._packets)
 
     def describe(self) -> str:
-        """What it is at, for people."""
+        """Say what it is at, for people."""
         return self._loop.describe()
 
     def _next(self) -> Packet | None:
@@ -470,7 +470,7 @@ class Again:
 
 
 def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
-    """A packet again, as padding."""
+    """Return a packet again, as padding."""
     if last is None:
         raise ConfigError(
             f"rank {mesh.rank} has no sample at all, and so nothing to repeat: the data set has fewer shards or "
@@ -481,7 +481,7 @@ def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
 
 
 def _job_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A gloo group of the mesh's ranks, made by all of them when first needed and kept as long as the job's own.
+    """Return a gloo group of the mesh's ranks, made by all of them when first needed and kept as long as the job's own.
 
     One for all loops, and never destroyed alone: a group made anew under the name of an old one meets its old addresses
     in the job's store, and hangs.

@@ -29,19 +29,22 @@ from streaming.samplers.retry import RetrySampler
 
 
 def is_map_style(dataset: object) -> bool:
-    """Whether samples can be had by their number."""
+    """Tell whether samples can be had by their number."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable(dataset)
 
 
 def is_iterable(dataset: object) -> bool:
-    """Whether samples come one after the other, and no other way."""
+    """Tell whether samples come one after the other, and no other way."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
 
 def resolve_dataset(dataset: Any) -> Any:
-    """The data set itself, or what a callable makes; one that makes iterators is kept, and called for every pass."""
+    """Return the data set itself, or what a callable makes.
+
+    One that makes iterators is kept, and called for every pass.
+    """
     if isinstance(dataset, type) or (callable(dataset) and not is_map_style(dataset) and not is_iterable(dataset)):
         made = dataset()
         return Again(dataset) if hasattr(made, "__next__") else made
@@ -49,7 +52,7 @@ def resolve_dataset(dataset: Any) -> Any:
 
 
 def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
-    """The loop for a map-style or iterable data set, or for what a callable makes of either.
+    """Return the loop for a map-style or iterable data set, or for what a callable makes of either.
 
     Raises:
         ConfigError: It is neither, or the choices do not go together.
@@ -117,7 +120,7 @@ class MapLoop(Loop):
         return _MapRun(self, plan, self._retry.follow(self._open()))
 
     def state(self) -> LoaderState:
-        """The position; the same on every rank."""
+        """Return the position; the same on every rank."""
         return self.sampler.state()
 
     def load(self, state: LoaderState) -> None:
@@ -130,7 +133,7 @@ class MapLoop(Loop):
             self.stop()
 
     def report(self) -> dict[str, Any]:
-        """All metrics, and this epoch's bad samples by their index."""
+        """Return all metrics, and this epoch's bad samples by their index."""
         bad = self._retry.bad
         return {**self.metrics.snapshot(), "bad": bad}
 
@@ -149,7 +152,7 @@ class MapLoop(Loop):
         self._retry.close()
 
     def _leave_behind(self) -> None:
-        """In a forked child: the workers are the parent's; a loop begun here starts its own."""
+        """Let go in a forked child: the workers are the parent's; a loop begun here starts its own."""
         self.running = None
         loader, self._loader = self._loader, None
         if loader is not None:
@@ -157,7 +160,7 @@ class MapLoop(Loop):
         self._workers.leave_behind()
 
     def _open(self) -> DataLoader[Any]:
-        """One loader for all epochs: its worker processes stay."""
+        """Return one loader for all epochs: its worker processes stay."""
         if self._loader is None:
             seed = hash_words(self.sampler.order.seed, self.config.mesh.data_rank) >> 1
             self._loader = DataLoader(
@@ -194,11 +197,11 @@ class _Rows:
         return self._sampler.epoch if self.plan is None else self.plan.epoch
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Count the batches of an epoch."""
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """Without substitutes."""
+        """Iterate without substitutes."""
         return self.iterate_with_substitutes(0)
 
     def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
@@ -207,7 +210,7 @@ class _Rows:
             yield from starmap(with_substitutes, self._sampler.rows(self.plan, count))
 
     def stand_in(self, batch: int, count: int) -> tuple[int, tuple[int, ...]]:
-        """For a batch without rows on this rank: an index, with ``count`` others, that shows what a row looks like."""
+        """Return an index, with ``count`` others, that shows what a row looks like where a batch has none here."""
         if self.plan is None:
             raise ConfigError("no plan has begun")
         return self._sampler.row_of_others(self.plan, batch, count)
@@ -222,7 +225,7 @@ class _MapRun:
         self._waiting = False
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         self._waiting = True
         try:
             with self._loop.metrics.timed("wait_for_batch_s"):
@@ -242,7 +245,7 @@ class _MapRun:
         self._batches = iter(())
 
     def describe(self) -> str:
-        """What it is at, for people."""
+        """Say what it is at, for people."""
         if not self._waiting:
             return "the consumer has a batch"
         workers = self._loop.config.num_workers

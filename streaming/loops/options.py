@@ -87,7 +87,7 @@ ELSEWHERE = {
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Those options that were given: that are not None."""
+    """Return those options that were given: that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -125,7 +125,7 @@ def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset | Mixt
 
 
 def checked_balance(balance: Any, cost: Any, dataset: Any, *, collate_fn: Any) -> BalanceRules | None:
-    """How packs of a global batch are balanced; None: they stay as they are dealt.
+    """Return how packs of a global batch are balanced; None: they stay as they are dealt.
 
     Raises:
         ConfigError: There are no packs, or something else was chosen that does not go with it.

@@ -89,7 +89,7 @@ class OrdinaryDataset:
     def config(
         self, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, *, iterable: bool, **building: Any
     ) -> OrdinaryConfig:
-        """The choices of a loop over it.
+        """Return the choices of a loop over it.
 
         Args:
             at_the_loader: What was given to the loader by torch's names.
@@ -202,7 +202,7 @@ class Workers:
         self._end = weakref.finalize(self, _give_back, self._server)
 
     def torch_options(self, *shared: object) -> dict[str, Any]:
-        """Arguments for a new ``torch.utils.data.DataLoader``, whose workers all get ``shared``.
+        """Return arguments for a new ``torch.utils.data.DataLoader``, whose workers all get ``shared``.
 
         Workers are forked, with a warning, where something cannot be sent to another process.
         """
@@ -234,7 +234,7 @@ class Workers:
         self._end()
 
     def leave_behind(self) -> None:
-        """In a forked child: all of it is the parent's."""
+        """Let go in a forked child: all of it is the parent's."""
         self._end.detach()
         self._context = self._server = None
 
@@ -257,7 +257,7 @@ class Collate:
         self._collate_fn, self._jagged = config.collate_fn, config.jagged
 
     def __call__(self, samples: Sequence[Any]) -> Any:
-        """The batch of ``samples``; of a ``NoRow`` alone it is the batch of none."""
+        """Return the batch of ``samples``; of a ``NoRow`` alone it is the batch of none."""
         if samples and isinstance(samples[0], NoRow):
             return without_rows(self, samples[0].sample)
         if self._collate_fn is not None:
@@ -280,7 +280,7 @@ class Collate:
 
 
 def with_valid(batch: Any, valid: torch.Tensor) -> Any:
-    """``batch`` with its mask.
+    """Return ``batch`` with its mask.
 
     Raises:
         ConfigError: It is no dict, so there is no place for one.
@@ -294,7 +294,7 @@ def with_valid(batch: Any, valid: torch.Tensor) -> Any:
 
 
 def leave_behind(iterator: object) -> None:
-    """In a forked child: keep an iterator of torch's ``DataLoader`` from ending its parent's worker processes."""
+    """Keep an iterator of torch's ``DataLoader`` in a forked child from ending its parent's worker processes."""
     if hasattr(iterator, "_shutdown"):
         iterator._shutdown = True
 

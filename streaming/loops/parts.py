@@ -57,12 +57,12 @@ class Cursor:
     ended: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint; JSON-able if the data set's own state is."""
+        """Return a dict for a checkpoint; JSON-able if the data set's own state is."""
         return {**asdict(replace(self, state=None)), "state": self.state}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cursor:
-        """The cursor of :meth:`to_dict`.
+        """Return the cursor of :meth:`to_dict`.
 
         Raises:
             StateError: It is malformed.
@@ -90,7 +90,7 @@ class Packet:
     after: Cursor
 
     def pin_memory(self) -> Packet:
-        """Called by torch's ``DataLoader``."""
+        """Page-lock the batch, as torch's ``DataLoader`` asks for."""
         from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415  private, and only with CUDA
 
         return replace(self, batch=pin_memory(self.batch))  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ class _Part:
         self._samples = self._open(cursor.state)
 
     def take(self, count: int) -> list[Any]:
-        """The next samples, up to ``count``: fewer only at the end of a pass, or never if passes are endless."""
+        """Return the next samples, up to ``count``: fewer only at the end of a pass, or never if passes are endless."""
         samples: list[Any] = []
         with self._rng, _seen_as(self._settings.sharding, self._number, self._settings.num_parts, self._dataset):
             while len(samples) < count:
@@ -181,21 +181,21 @@ class _Part:
         return samples
 
     def cursor(self) -> Cursor:
-        """Where this part stands."""
+        """Return where this part stands."""
         state = None if self._ended else copy.deepcopy(self._state())  # data sets differ in what it is at the end
         return Cursor(
             worker=self._worker, pass_number=self._pass, num_items=self._num_items, state=state, ended=self._ended
         )
 
     def _state(self) -> Any:
-        """That of the iterator or of the data set, perhaps what they themselves go on with; both, of two objects."""
+        """Return that of the iterator or the data set, perhaps what they go on with; both, of two objects."""
         one, other = self._iterator, self._dataset
         if has_state(one) and has_state(other) and one is not other:
             return {_BOTH: [other.state_dict(), one.state_dict()]}
         return next((each.state_dict() for each in (one, other) if has_state(each)), None)
 
     def _open(self, state: Any) -> Iterator[Any]:
-        """The part's samples of this pass from ``_num_items`` on. Lazy: runs inside ``take``."""
+        """Yield the part's samples of this pass from ``_num_items`` on. Lazy: runs inside ``take``."""
         self._rng.seed(hash_words(self._settings.seed, self._pass, 0))
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._pass)
@@ -228,7 +228,7 @@ class _Part:
 
 
 def cut(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
-    """The data set of a part; and whether it holds that part alone (else every n-th sample is to be taken)."""
+    """Return the data set of a part; and whether it holds that part alone (else every n-th sample is to be taken)."""
     if settings.num_parts == 1 or settings.sharding in {"worker_info", "self"}:
         return dataset, True
     if has_sharding_filter(dataset):
@@ -240,19 +240,19 @@ def cut(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
 
 
 def has_state(one: object) -> bool:
-    """Whether ``one`` saves and loads its position, as torchdata's ``Stateful`` does."""
+    """Tell whether ``one`` saves and loads its position, as torchdata's ``Stateful`` does."""
     return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
 def has_sharding_filter(dataset: Any) -> bool:
-    """Whether it is a graph of DataPipes with a ``sharding_filter`` in it."""
+    """Tell whether it is a graph of DataPipes with a ``sharding_filter`` in it."""
     if not isinstance(dataset, IterDataPipe):
         return False
     return any(hasattr(pipe, "apply_sharding") for pipe in get_all_graph_pipes(traverse_dps(dataset)))
 
 
 def num_shards(dataset: Any) -> int | None:
-    """Shards that ``dataset.shard`` can deal out; None if it cannot, or does not say."""
+    """Count the shards that ``dataset.shard`` can deal out; None if it cannot, or does not say."""
     for name in ("num_shards", "n_shards"):
         count = getattr(dataset, name, None)
         if is_whole(count):
@@ -261,7 +261,7 @@ def num_shards(dataset: Any) -> int | None:
 
 
 def can_shard(dataset: Any, num_parts: int) -> bool:
-    """Whether ``dataset.shard`` can make so many parts; one that does not say how many it has is trusted."""
+    """Tell whether ``dataset.shard`` can make so many parts; one that does not say how many it has is trusted."""
     if not callable(getattr(dataset, "shard", None)):
         return False
     count = num_shards(dataset)
@@ -299,7 +299,10 @@ class _Rng:
 
 @contextmanager
 def _seen_as(sharding: Sharding, part: int, num_parts: int, dataset: Any) -> Iterator[None]:
-    """What ``get_worker_info`` says inside the block: nothing, or "one of ``num_parts``"; under "self" the truth."""
+    """Let ``get_worker_info`` say inside the block: nothing, or "one of ``num_parts``".
+
+    Under "self" the truth.
+    """
     module: Any = torch_worker
     before = module._worker_info
     if sharding == "worker_info":

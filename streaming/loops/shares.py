@@ -67,7 +67,10 @@ class Shares:
         self._ahead: tuple[Ledger, Orders] | None = None
 
     def orders(self, settings: OrderSettings) -> Orders:
-        """The orders of all passes; the same object while the settings stay, so that weights can be appended to it."""
+        """Return the orders of all passes.
+
+        The same object while the settings stay, so that weights can be appended to it.
+        """
         if self._orders is None or self._orders.settings != settings:
             self._orders = self._mixture.orders(settings, self.ledger)
         return self._orders
@@ -134,7 +137,7 @@ class Shares:
         return start
 
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
-        """What was drawn of each source before ``row``, by arithmetic: see ``DataLoader.seen``."""
+        """Return what was drawn of each source before ``row``, by arithmetic: see ``DataLoader.seen``."""
         passes, units = self._mixture.passes(self.ledger), self._mixture.units_per_sample
         orders: Any = self.apart(settings)
         found: dict[str, dict[str, float]] = {}
@@ -169,7 +172,7 @@ class Shares:
     def _agreed(
         self, free: int, weights: Mapping[str, float], at: int | None, mesh: DeviceMesh, timeout_s: float
     ) -> int:
-        """The first row that is free on all ranks."""
+        """Return the first row that is free on all ranks."""
         if mesh.world_size == 1:
             return free
         job = job_world_size()

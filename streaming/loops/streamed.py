@@ -78,7 +78,7 @@ class StreamedLoop(BaseLoop):
         return self.shape.batches_in(self._size - samples_seen)
 
     def state(self) -> LoaderState:
-        """The position; the same on every rank."""
+        """Return the position; the same on every rank."""
         return LoaderState(
             epoch=self.position.epoch, samples_seen=self.position.samples_seen, order=self.order,
             next_seed=self.position.next_seed, fingerprint=self._fingerprint, num_samples=self._size,
@@ -136,7 +136,7 @@ class StreamedLoop(BaseLoop):
         )
 
     def _open_crew(self) -> Crew:
-        """Those who build batches, for all runs."""
+        """Return those who build batches, for all runs."""
         if self._crew is not None and self._crew.abandoned:
             self._drop_machinery()
         if self._crew is None:

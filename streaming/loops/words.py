@@ -34,7 +34,7 @@ class Announcer:
             _log.info("%s", self.line(loop, place))
 
     def line(self, loop: Any, place: Place) -> str:
-        """The line: what is read, in which order, within which bounds, by whom."""
+        """Return the line: what is read, in which order, within which bounds, by whom."""
         at = f"epoch {place.epoch} begins"
         if place.samples_seen:  # a checkpoint says so; an epoch without end goes on in any case
             at = f"epoch {place.epoch} goes on after {place.samples_seen} samples"
@@ -85,7 +85,7 @@ class Announcer:
 
 
 def what_is_read(dataset: Any) -> str:
-    """A data set for people, without what may be secret in it."""
+    """Return a data set for people, without what may be secret in it."""
     if isinstance(dataset, StreamingDataset) or type(dataset).__module__.startswith("streaming."):
         return repr(dataset)
     try:

@@ -51,7 +51,7 @@ class Endless(ABC):
         """Rebuild what follows from the schedule, which has changed behind the frontier alone."""
 
     def of_pass(self, number: int) -> Self:
-        """The order itself: there is one pass.
+        """Return the order itself: there is one pass.
 
         Raises:
             ConfigError: Another pass than 0 is asked for.
@@ -67,7 +67,7 @@ class Endless(ABC):
         return made
 
     def under(self, settings: OrderSettings) -> Self:
-        """The same mixture under other settings."""
+        """Return the same mixture under other settings."""
         return type(self)(self.sources.under(settings), self.schedule)
 
     @property
@@ -81,7 +81,7 @@ class Endless(ABC):
 
     @abstractmethod
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """Samples of each source that are due at positions ``[0, place)`` of a lane, int64[``Sources.every_name``]."""
+        """Count the samples of each source due at positions ``[0, place)`` of a lane, int64[``Sources.every_name``]."""
 
     @property
     @abstractmethod
@@ -90,7 +90,7 @@ class Endless(ABC):
 
     @abstractmethod
     def free_pass(self, name: str) -> int:
-        """The first pass over a source that nothing planned is of: from there on the source may have more chunks."""
+        """Find the first pass over a source that nothing planned is of: from there on it may have more chunks."""
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
         """See ``Order``."""
@@ -146,7 +146,7 @@ class Endless(ABC):
 
 
 def checked_schedule(names: Sequence[str], schedule: Sequence[Weights]) -> tuple[Weights, ...]:
-    """Weights by time; of several from one time on, the last.
+    """Return weights by time; of several from one time on, the last.
 
     Raises:
         ConfigError: The first do not apply from 0 on, times fall, or a source is named that is none.

@@ -36,7 +36,7 @@ _DRAWS_AHEAD = 512  # evaluated at once: one takes as long; 4 KiB of each source
 
 
 def own_settings(listing: Listing, settings: OrderSettings) -> OrderSettings:
-    """Those of one source: a seed of its name, and a window of at most twice its mean chunk.
+    """Return those of one source: a seed of its name, and a window of at most twice its mean chunk.
 
     So it holds about five chunks in each lane, however large the chunks of other sources are.
     """
@@ -56,7 +56,7 @@ class DrawsAhead:
         self._kept: dict[int, tuple[int, int, _Int32s, _Int32s]] = {}
 
     def draws(self, lane: int, start: int, stop: int, size: int) -> tuple[Int64Array, Int64Array]:
-        """What ``locate`` gives, of a lane with ``size`` draws."""
+        """Return what ``locate`` gives, of a lane with ``size`` draws."""
         kept = self._kept.get(lane)
         if kept is None or not kept[0] <= start <= stop <= kept[1]:
             ahead = min(max(stop, start + _DRAWS_AHEAD), size)
@@ -90,7 +90,7 @@ class SourceOrder:
         return max(self.settings.window - 1, 0)
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Chunk ids and offsets inside them of draws ``[start, stop)``, at least one, of a lane; int64[n]."""
+        """Return chunk ids and offsets inside them of draws ``[start, stop)``, at least one, of a lane; int64[n]."""
         return self._ahead.draws(lane, start, stop, self._lane_size)
 
     def _located(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
@@ -135,7 +135,7 @@ class ExactLanes(Endless):
             self._shares = BatchShares(names, self.schedule, batch_rows=self.batch_size // lanes, seed=seed)
 
     def under(self, settings: OrderSettings) -> ExactLanes:
-        """The same mixture under other settings."""
+        """Return the same mixture under other settings."""
         return ExactLanes(self.sources.under(settings), self.schedule, batch_size=self.batch_size)
 
     # --- the order ---
@@ -228,7 +228,7 @@ class ExactLanes(Endless):
         return max((stop for entry, stop in spans if any(map(entry.weights.get, absent))), default=0)
 
     def _planned(self, stop: int) -> Shares:
-        """The shares, from now on the same for ever at positions before ``stop``."""
+        """Return the shares, from now on the same for ever at positions before ``stop``."""
         with self._lock:
             # Weights from the frontier on leave what stands before it as it is.
             self._frontier = max(self._frontier, stop)
@@ -259,7 +259,7 @@ def check_lanes(settings: OrderSettings, batch_size: int) -> None:
 def located(
     sources: Int64Array, draws: Int64Array, draws_of: Callable[[int, int, int], tuple[Int64Array, Int64Array]]
 ) -> tuple[Int64Array, Int64Array]:
-    """Chunk ids and offsets inside them of positions of a lane that draw from some sources, int64[n] each.
+    """Return chunk ids and offsets inside them of positions of a lane that draw from some sources, int64[n] each.
 
     Args:
         sources: int64[n], of each position.

@@ -113,7 +113,10 @@ class Runs(Columns):
     begins: Int64Array
 
     def at(self, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Chunk ids and offsets inside them of the samples at places of a lane, whose runs these are; int64[n] each."""
+        """Return chunk ids and offsets inside them of the samples at places of a lane, whose runs these are.
+
+        They are int64[n] each.
+        """
         row = np.searchsorted(self.begins, places, side="right") - 1
         return self.chunk_ids[row], places - (self.begins - self.firsts)[row]
 
@@ -191,7 +194,7 @@ class SourceLanes:
         self._bundles: dict[tuple[int, int], Rounds] = {}
 
     def bundle(self, era: _Era, number: int) -> Rounds:
-        """The rounds made with a round of an era, that follow one another; the latest are kept."""
+        """Return the rounds made with a round of an era, that follow one another; the latest are kept."""
         within = (number - era.first_round) // era.num_bundled
         key = era.first_round, within
         found = self._bundles.get(key)
@@ -206,7 +209,7 @@ class SourceLanes:
         return found
 
     def rounds_of(self, low: int, high: int, start: int, stop: int) -> Iterator[tuple[_Era, range]]:
-        """The rounds, by era, that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
+        """Yield the rounds, by era, that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``."""
         first, last = start * self._lanes + low, (stop - 1) * self._lanes + high - 1
         for era in self.eras:
             if first < era.stop_draw and last >= era.first_draw:
@@ -215,14 +218,14 @@ class SourceLanes:
                 yield era, range(era.first_round + next(places), era.first_round + next(places) + 1)
 
     def free_pass(self, stop: int) -> int:
-        """The first pass that begins a round of which no lane has anything before position ``stop`` of its stream."""
+        """Find the first pass that begins a round of which no lane has anything before ``stop`` of its stream."""
         draw = stop * self._lanes
         era = next(era for era in self.eras if draw <= era.stop_draw)
         rounds = -(-max(draw - era.first_draw, 0) // era.round_samples)
         return era.listing.first_pass + rounds * era.num_passes
 
     def runs(self, low: int, high: int, start: int, stop: int) -> Runs:
-        """The runs that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``, whole."""
+        """Return the runs that hold positions ``[start, stop)`` of the streams of lanes ``[low, high)``, whole."""
         found = []
         for era, numbers in self.rounds_of(low, high, start, stop):
             number = numbers.start
@@ -236,7 +239,7 @@ class SourceLanes:
         return whole.taken(np.argsort(whole.lanes, kind="stable"))
 
     def _runs_of(self, bundle: Rounds, numbers: range, lane_range: tuple[int, int], positions: tuple[int, int]) -> Runs:
-        """The runs of those rounds that a bundle holds, by lane."""
+        """Return the runs of those rounds that a bundle holds, by lane."""
         rounds = range(max(numbers.start, bundle.numbers.start), min(numbers.stop, bundle.numbers.stop))
         # One row for each lane, round, and side of its turn, as they follow one another.
         lanes = np.repeat(np.arange(*lane_range, dtype=np.int64), 2 * len(rounds))
@@ -265,11 +268,11 @@ class SourceLanes:
         )
 
     def _first_of(self, bundle: Rounds, within: Int64Array | int, lanes: Int64Array) -> Int64Array:
-        """Where rounds of a bundle begin in the streams of lanes; any shape."""
+        """Return where rounds of a bundle begin in the streams of lanes; any shape."""
         return (bundle.first_draws[within] - lanes + self._lanes - 1) // self._lanes
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source lies."""
+        """Return lanes and positions of their streams, in ``[start, stop)``, at which a sample of this source lies."""
         found: list[tuple[int, int]] = []
         rounds = [(era, number) for era, numbers in self.rounds_of(0, self._lanes, start, stop) for number in numbers]
         for era, number in rounds:
@@ -304,7 +307,7 @@ class Growth:
 
     @classmethod
     def of_all(cls, growths: Sequence[Growth]) -> Growth:
-        """Those of several sources at the same times as one, of which ``due`` gives all: float64[S]."""
+        """Return those of several sources at the same times as one, of which ``due`` gives all: float64[S]."""
         shares, dues = (np.stack([getattr(one, name) for one in growths], axis=-1) for name in ("shares", "dues"))
         return cls(times=growths[0].times, shares=shares, dues=dues)
 
@@ -315,12 +318,12 @@ class Growth:
         return float(np.append(self.times[1:], np.inf)[given[-1]]) if len(given) else 0.0
 
     def due(self, time: float) -> Any:
-        """Samples that the share of the first ``time`` samples of a lane comes to."""
+        """Count the samples that the share of the first ``time`` samples of a lane comes to."""
         segment = int(np.searchsorted(self.times, time, side="right")) - 1
         return self.dues[segment] + (time - self.times[segment]) * self.shares[segment]
 
     def stamps(self, samples: _Floats) -> _Floats:
-        """The times at which so many samples (above 0) are due, at the earliest; infinity where they never are.
+        """Return the times at which so many samples (above 0) are due, at the earliest; infinity where they never are.
 
         Monotone, whatever is rounded. What is due before a segment starts does not depend on that segment.
         """
@@ -334,7 +337,7 @@ class Growth:
 
 
 def growths(names: Sequence[str], schedule: Sequence[Weights]) -> dict[str, Growth]:
-    """How the shares of all sources grow; those that weights do not name have none."""
+    """Tell how the shares of all sources grow; those that weights do not name have none."""
     times = [float(entry.start) for entry in schedule]
     lengths = [after.start - before.start for before, after in pairwise(schedule)]
     exact = [checked_weights(entry.weights) for entry in schedule]
@@ -398,7 +401,7 @@ class _Drawn:
 
     @classmethod
     def none(cls, num_sources: int) -> _Drawn:
-        """No runs."""
+        """Return no runs."""
         nothing = np.zeros(num_sources, np.int64)
         splits = np.zeros(num_sources + 1, np.int64)
         return cls(since=nothing, until=nothing, splits=splits, runs=Runs.joined([]), stamps=np.empty(0))
@@ -418,7 +421,7 @@ class _Drawn:
         )  # fmt: skip
 
     def of(self, counted: npt.NDArray[np.bool_]) -> tuple[Runs, _Floats, Int64Array, npt.NDArray[np.bool_]]:
-        """The runs of some sources, bool[S], their stamps and sources, and which are their source's first in a lane."""
+        """Take the runs of some sources, bool[S], their stamps and sources, and which are the first in a lane."""
         if counted.all():
             return self.runs, self.stamps, self.sources, self.is_first
         rows = np.flatnonzero(counted[self.sources])
@@ -427,7 +430,7 @@ class _Drawn:
     def stamped(
         self, start: int, stop: int, counted: npt.NDArray[np.bool_], lanes: range
     ) -> tuple[Int64Array, Runs, _Floats]:
-        """What sources gave before ``start``, int64[lanes], and the runs stamped in ``(start, stop]``, with stamps.
+        """Tell what sources gave before ``start``, int64[lanes], and the runs stamped in ``(start, stop]``.
 
         The runs are sorted by lane, then by stamp. What a source gave before is all up to its first run here, and of
         these those that are stamped no later.
@@ -481,7 +484,10 @@ class _ByTime:
         )
 
     def between(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """What was given before ``start``, int64[lanes]; the runs stamped in ``(start, stop]``, by lane and stamp."""
+        """Return what was given before ``start``, int64[lanes].
+
+        The runs stamped in ``(start, stop]``, by lane and stamp.
+        """
         cuts = [low + np.searchsorted(self.stamps[low:high], (start, stop), side="right")
                 for low, high in pairwise(self.splits.tolist())]  # fmt: skip
         lows = np.array([cut[0] for cut in cuts])
@@ -540,7 +546,7 @@ class MixedLanes(Endless):
         self._absent_slack = int(np.ceil(np.abs(self._absent_laid - due).max()))
 
     def laid_at_the_end(self, name: str) -> Int64Array:
-        """Samples of a source that lie in each lane when all of it is laid, int64[L]; it has no share any more.
+        """Count the samples of a source in each lane when all of it is laid, int64[L]; it has no share any more.
 
         Raises:
             ConfigError: It has one.
@@ -618,7 +624,7 @@ class MixedLanes(Endless):
         return sorted(set(found))
 
     def laid(self, lane: int, start: int, stop: int) -> Runs:
-        """The runs at positions ``[start, stop)`` of a lane as it is laid, before the window moves samples."""
+        """Return the runs at positions ``[start, stop)`` of a lane as it is laid, before the window moves samples."""
         group, within = lane // _GROUP, lane % _GROUP
         with self._lock:
             found = list(self._blocks_of(group, slice(within, within + 1), start, stop))
@@ -636,7 +642,7 @@ class MixedLanes(Endless):
             self._frontier = max(self._frontier, int(np.ceil(stamps.max())) + 1)
 
     def given(self, lane: int, place: int) -> Int64Array:
-        """Samples of each source on positions ``[0, place)`` of a lane as it is laid, int64[sources]."""
+        """Count the samples of each source on positions ``[0, place)`` of a lane as it is laid, int64[sources]."""
         group, within = lane // _GROUP, lane % _GROUP
         counts = np.zeros(len(self.sources.every_name), np.int64)
         for number, name in enumerate(self.sources.every_name):
@@ -671,13 +677,13 @@ class MixedLanes(Endless):
         return self._lanes[name].free_pass(int(due) + 2) if due else 0
 
     def _block_starts(self, group: int, block: _Block) -> int:
-        """The time at which a block begins."""
+        """Return the time at which a block begins."""
         return next(number for (of, number), kept in self._blocks.items() if of == group and kept is block) * (
             self._block_time
         )
 
     def _blocks_of(self, group: int, lanes: slice, start: int, stop: int) -> Iterator[_Block]:
-        """The blocks that hold positions ``[start, stop)`` of some lanes of a group."""
+        """Yield the blocks that hold positions ``[start, stop)`` of some lanes of a group."""
         number = start // self._block_time
         while number and (self._block(group, number).starts[lanes] > start).any():
             number -= 1
@@ -691,7 +697,7 @@ class MixedLanes(Endless):
             number += 1
 
     def _block(self, group: int, number: int) -> _Block:
-        """What a group of lanes lays in one stretch of time; the latest are kept."""
+        """Return what a group of lanes lays in one stretch of time; the latest are kept."""
         with self._lock:
             found = self._blocks.get((group, number))
             if found is None:
@@ -701,7 +707,7 @@ class MixedLanes(Endless):
             return found
 
     def _lay(self, group: int, start: int, stop: int) -> _Block:
-        """The runs stamped in ``(start, stop]``, by lane and stamp.
+        """Return the runs stamped in ``(start, stop]``, by lane and stamp.
 
         Raises:
             StateError: Some are of a source that is not there any more.
@@ -760,7 +766,9 @@ class MixedLanes(Endless):
         )
 
     def _drawn(self, group: int, start: int, stop: int) -> tuple[_Drawn, npt.NDArray[np.bool_]]:
-        """The runs of all sources that may be stamped in ``[start, stop]``, and others; which sources have given any.
+        """Return the runs of all sources that may be stamped in ``[start, stop]``, and others.
+
+        Also, which sources have given any.
 
         Those of a few chunks more, and of so many blocks, are kept: most sources have nothing new in most blocks.
         """
@@ -789,14 +797,14 @@ class MixedLanes(Endless):
 
 
 def _phases(name: str, settings: OrderSettings) -> _Floats:
-    """Where in a chunk's length a source begins in each lane: ``(i + 1/2) / lanes``, permuted over the lanes."""
+    """Return where in a chunk's length a source begins in each lane: ``(i + 1/2) / lanes``, permuted over the lanes."""
     places = permutations(keyed_number(settings.seed, "phases", name), np.array([0]), settings.lanes)[0]
     phases: _Floats = (2 * places + 1) / (2 * settings.lanes)
     return phases
 
 
 def drawn_before(orders: MixedPasses | Endless, row: int) -> dict[str, int]:
-    """Samples of each source among the first ``row`` of a run, by arithmetic.
+    """Count the samples of each source among the first ``row`` of a run, by arithmetic.
 
     Args:
         orders: Of the mixture.

@@ -113,11 +113,14 @@ class Listing:
         return -(-self.samples_per_pass // self.num_chunks)
 
     def samples(self, start: int, stop: int) -> Parts:
-        """The parts that hold samples ``[start, stop)`` of the list; those at its ends are cut."""
+        """Return the parts that hold samples ``[start, stop)`` of the list; those at its ends are cut."""
         return listed([self], np.array([start]), np.array([stop]))[0]
 
     def orders(self, numbers: Int64Array) -> Int64Array:
-        """The chunks in the order of each of some passes, int64[n, num_chunks]; those of large sources are kept."""
+        """Return the chunks in the order of each of some passes, int64[n, num_chunks].
+
+        Those of large sources are kept.
+        """
         if not self._shuffle:
             return np.broadcast_to(np.arange(self.num_chunks), (len(numbers), self.num_chunks))
         if self.is_small:
@@ -133,7 +136,9 @@ class Listing:
 
 
 def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -> tuple[Parts, Int64Array]:
-    """The parts that hold samples ``[starts[i], stops[i])`` of each list, and how many these are; list after list.
+    """Return the parts that hold samples ``[starts[i], stops[i])`` of each list, and how many these are.
+
+    They stand list after list.
 
     Parts at the ends are cut. All lists at once: one after the other takes a dozen calls into NumPy for each.
     """
@@ -164,7 +169,7 @@ def listed(listings: Sequence[Listing], starts: Int64Array, stops: Int64Array) -
 
 
 def _orders_of(listings: Sequence[Listing], owner: Int64Array, number: Int64Array) -> Int64Array:
-    """Places of the chunks of some passes, each of the list ``owner``, in their orders, end to end.
+    """Return places of the chunks of some passes, each of the list ``owner``, in their orders, end to end.
 
     Those of small sources are drawn together.
     """
@@ -222,7 +227,7 @@ class Weights:
 
 
 def keyed_number(seed: int, purpose: str, name: str, *numbers: int) -> int:
-    """A 64-bit number from a seed, what it is for, a source's name, and more; the same in every release."""
+    """Return a 64-bit number from a seed, what it is for, a source's name, and more; the same in every release."""
     text = "\n".join([purpose, *map(str, numbers), name]).encode()
     key = seed.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
@@ -236,7 +241,7 @@ def keep_latest(kept: dict[_Key, _Value], key: _Key, value: _Value, most: int) -
 
 
 def eras_grown(eras: Sequence[tuple[int, int]], first_pass: int, num_chunks: int) -> list[tuple[int, int]]:
-    """The eras of a source that has more chunks from a pass on: in place of those that were to begin then or later."""
+    """Grow the eras of a source that has more chunks from a pass on, in place of those from then on."""
     return [*(era for era in eras if era[0] < first_pass), (first_pass, num_chunks)]
 
 
@@ -251,14 +256,14 @@ class Passes:
     sizes: tuple[tuple[int, int], ...]
 
     def draws(self, number: int) -> int:
-        """Samples of all passes before pass ``number``."""
+        """Count the samples of all passes before pass ``number``."""
         stops = [*(first for first, _ in self.sizes[1:]), number]
         return sum(
             max(min(stop, number) - first, 0) * size for (first, size), stop in zip(self.sizes, stops, strict=True)
         )
 
     def read(self, count: float) -> float:
-        """How many passes the first ``count`` samples are."""
+        """Tell how many passes the first ``count`` samples are."""
         first, size = next(era for era in reversed(self.sizes) if self.draws(era[0]) <= count)
         return first + (count - self.draws(first)) / size
 
@@ -267,14 +272,14 @@ class DrawnOrder(Order, Protocol):
     """An order that knows how much of each source came before a position."""
 
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """Samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
+        """Count the samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
 
 
 class Laid(Order, Protocol):
     """An order that lays samples in lanes, of which a window of the lane's own moves them."""
 
     def given(self, lane: int, place: int) -> Int64Array:
-        """Samples of each source on the first ``place`` positions of a lane as it is laid, int64[sources]."""
+        """Count the samples of each source on the first ``place`` positions of a lane as it is laid, int64[sources]."""
 
 
 class Sources:
@@ -340,18 +345,18 @@ class Sources:
         return {name: listing.samples_per_pass for name, listing in self.listings.items()}
 
     def source_of(self, chunk_ids: Int64Array) -> Int64Array:
-        """The place in ``names`` of the source of each chunk; any shape."""
+        """Return the place in ``names`` of the source of each chunk; any shape."""
         return np.searchsorted(self._starts, chunk_ids, side="right") - 1
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
-        """The other chunks of a chunk's source, backwards in storage order; the last follows the first."""
+        """Yield the other chunks of a chunk's source, backwards in storage order; the last follows the first."""
         source = int(self.source_of(np.array([chunk_id]))[0])
         first, stop = self._starts[source : source + 2]
         yield from range(chunk_id - 1, first - 1, -1)
         yield from range(stop - 1, chunk_id, -1)
 
     def drawn(self, order: Laid, number: int, lane: int, place: int) -> Int64Array:
-        """Samples of each source that are due at positions ``[0, place)`` of a lane of pass ``number``, int64[sources].
+        """Count the samples of each source due at positions ``[0, place)`` of a lane of a pass, int64[sources].
 
         All that is laid a window before the place is due, and of what comes behind, what the window brings forward.
         """
@@ -363,7 +368,7 @@ class Sources:
         return order.given(lane, laid) + np.bincount(self.source_of(chunk_ids[behind]), minlength=len(self.every_name))
 
     def under(self, settings: OrderSettings) -> Sources:
-        """The same sources under other settings."""
+        """Return the same sources under other settings."""
         return Sources(self._tables, settings, absent=self._absent, laid=self.laid, eras=self._grown)
 
 
@@ -398,13 +403,13 @@ class MixedPasses:
             raise ConfigError("quotas: all are 0, a pass would be empty")
 
     def of_pass(self, number: int) -> DrawnOrder:
-        """The order of one pass."""
+        """Return the order of one pass."""
         listings = list(self.sources.listings.values())
         parts = lay_pass(listings, self.quotas, number=number, seed=self.settings.seed)
         return MixedOrder(self.sources, parts, number)
 
     def under(self, settings: OrderSettings) -> MixedPasses:
-        """The orders of the same mixture under other settings."""
+        """Return the orders of the same mixture under other settings."""
         return MixedPasses(self.sources.under(settings), quotas=self.quotas)
 
 
@@ -416,7 +421,7 @@ class MixedOrder(LaidOrder):
         self._sources = sources
 
     def given(self, lane: int, place: int) -> Int64Array:
-        """Samples of each source on the first ``place`` positions of a lane as it is laid, int64[sources]."""
+        """Count the samples of each source on the first ``place`` positions of a lane as it is laid, int64[sources]."""
         start, _ = self.lane_bounds(lane)
         first = int(np.searchsorted(self.chunk_starts, start, side="right")) - 1
         stop = int(np.searchsorted(self.chunk_starts, start + place, side="left"))
@@ -426,7 +431,7 @@ class MixedOrder(LaidOrder):
         return counts
 
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """Samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
+        """Count the samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
         return self._sources.drawn(self, self.epoch, lane, place)
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:

@@ -47,7 +47,7 @@ class PassShares(Protocol):
         """See ``streaming.mixing.shares.Shares``."""
 
     def places(self, source: int, lanes: Int64Array, draws: Int64Array) -> Int64Array:
-        """Lane positions of some draws of a source, each in its lane, int64[n]."""
+        """Return the lane positions of some draws of a source, each in its lane, int64[n]."""
 
 
 class QuotaTree(ShareTree):
@@ -153,7 +153,7 @@ class SourcePass(LaidOrder):
         self._ahead = DrawsAhead(self.lane_samples)
 
     def lane_bounds(self, lane: int) -> tuple[int, int]:
-        """Linear positions ``[start, stop)`` of a lane."""
+        """Return the linear positions ``[start, stop)`` of a lane."""
         return int(self._borders[lane]), int(self._borders[lane + 1])
 
     def lane_size(self, lane: int) -> int:
@@ -169,7 +169,7 @@ class SourcePass(LaidOrder):
         return np.searchsorted(self._borders, linear, side="right") - 1
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Chunk ids and offsets inside them of draws ``[start, stop)`` of a lane, int64[n] each."""
+        """Return chunk ids and offsets inside them of draws ``[start, stop)`` of a lane, int64[n] each."""
         return self._ahead.draws(lane, start, stop, self.lane_size(lane))
 
 
@@ -198,11 +198,11 @@ class ExactPasses(MixedPasses):
             raise ConfigError(f"quotas: expected whole batches of {batch_size} samples of one source, got {cut}")
 
     def of_pass(self, number: int) -> ExactPass:
-        """The order of one pass."""
+        """Return the order of one pass."""
         return ExactPass(self.sources, self.quotas, number, self.batch_size)
 
     def under(self, settings: OrderSettings) -> ExactPasses:
-        """The orders of the same mixture under other settings."""
+        """Return the orders of the same mixture under other settings."""
         return ExactPasses(self.sources.under(settings), quotas=self.quotas, batch_size=self.batch_size)
 
 
@@ -268,12 +268,12 @@ class ExactPass:
         return sorted(zip(drawn[due, 0].tolist(), places[due].tolist(), strict=True))
 
     def drawn(self, lane: int, place: int) -> Int64Array:
-        """Samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
+        """Count the samples of each source that are due at positions ``[0, place)`` of a lane, int64[sources]."""
         return self._shares.counts(lane, place)
 
 
 def _dealt(passages: Int64Array, due: int, phases: Int64Array) -> Int64Array:
-    """Of a node's passages in each lane, how many go left, if ``due`` do over all lanes; int64[L].
+    """Tell how many of a node's passages in each lane go left, if ``due`` do over all lanes; int64[L].
 
     Each lane's is the share of its passages, rounded down or up: up where the phase would do so, or nearly so.
     """

@@ -50,21 +50,26 @@ class Shares(Protocol):
     """
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Sources, by their place in the list of names, and draws of lane positions ``[start, stop)``; int64[n] each.
+        """Return sources, by their place in the list of names, and draws of lane positions ``[start, stop)``.
+
+        They are int64[n] each.
 
         Raises:
             ConfigError: There is no such lane, or no such range.
         """
 
     def counts(self, lane: int, position: int) -> Int64Array:
-        """Draws of each source among the first ``position`` positions of a lane, int64[sources].
+        """Count the draws of each source among the first ``position`` positions of a lane, int64[sources].
 
         Raises:
             ConfigError: There is no such lane, or no such position.
         """
 
     def positions(self, lane: int, source: int, draws: Int64Array) -> Int64Array:
-        """Lane positions of some draws of a source, int64[n]; :data:`MAX_POSITIONS` where they never come."""
+        """Return the lane positions of some draws of a source, int64[n].
+
+        :data:`MAX_POSITIONS` where they never come.
+        """
 
 
 class _State(NamedTuple):
@@ -137,7 +142,7 @@ class ShareTree:
     def _over(
         self, names: Sequence[str], weights: Mapping[str, Fraction], shares: list[list[int]], phases: list[Int64Array]
     ) -> int:
-        """A balanced tree over some sources: the heaviest first, ties by name."""
+        """Return a balanced tree over some sources: the heaviest first, ties by name."""
         if len(names) == 1:
             return -1 - self.names.index(names[0])
         names = sorted(names, key=lambda name: (-weights[name], name))
@@ -149,7 +154,7 @@ class ShareTree:
         self, left: tuple[int, frozenset[str]], right: tuple[int, frozenset[str]], shares: list[list[int]],
         phases: list[Int64Array],
     ) -> int:  # fmt: skip
-        """A node above two sides."""
+        """Return a node above two sides."""
         found = []
         for weights in self._exact:
             part, other = (
@@ -164,7 +169,10 @@ class ShareTree:
         return len(self._sides) - 1
 
     def path(self, source: int) -> list[tuple[int, int]]:
-        """The nodes above a source, from the root down, and the side of each that leads to it; () for one not drawn."""
+        """Return the nodes above a source, from the root down, and the side of each that leads to it.
+
+        () for one not drawn.
+        """
         parents = {child: (node, side) for node, sides in enumerate(self._sides) for side, child in enumerate(sides)}
         found, at = [], -1 - source
         while at in parents:
@@ -233,7 +241,7 @@ class ShareTree:
     def _went(
         self, lane: int, segment: int, nodes: Int64Array, passed: Int64Array
     ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Of the first ``passed`` passages of nodes in a segment, how many went left, and whether the next one does."""
+        """Tell how many of the first ``passed`` passages of nodes in a segment went left, and whether the next does."""
         state, share = self._state(lane), self.shares[nodes, segment]
         high, low = product(share, passed - state.passed[nodes, segment])
         below = state.below[nodes, segment] + low
@@ -241,7 +249,7 @@ class ShareTree:
         return left, (below & _MASK) + share >= _UNIT
 
     def _state(self, lane: int) -> _State:
-        """What nodes have done before each segment of one lane; that of some lanes is kept."""
+        """Return what nodes have done before each segment of one lane; that of some lanes is kept."""
         known = self._states.get(lane)
         if known is not None:
             return known
@@ -306,7 +314,7 @@ class BatchShares:
 
 
 def steps_to(share: Int64Array, missing: Int64Array, below: Int64Array) -> Int64Array:
-    """Passages before the one that is number ``missing`` to go to a side, of shares in units of 2**-32, int64[n].
+    """Count the passages before number ``missing`` that goes to a side, of shares in units of 2**-32, int64[n].
 
     The least m with ``share * (m + 1) + below >= (missing + 1) * 2**32``; :data:`MAX_POSITIONS` where there is none.
     """
@@ -319,7 +327,7 @@ def steps_to(share: Int64Array, missing: Int64Array, below: Int64Array) -> Int64
 
 
 def _levels(root: int, sides: Sequence[tuple[int, int]]) -> Iterator[Int64Array]:
-    """The nodes, level by level from the root down."""
+    """Yield the nodes, level by level from the root down."""
     level = [root] if root >= 0 else []
     while level:
         yield np.array(level, np.int64)
@@ -327,7 +335,7 @@ def _levels(root: int, sides: Sequence[tuple[int, int]]) -> Iterator[Int64Array]
 
 
 def product(shares: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """``shares * counts``, shares up to 2**32 and counts up to 2**50, as the words above and below 2**32."""
+    """Return ``shares * counts``, shares up to 2**32 and counts up to 2**50, as the words above and below 2**32."""
     upper = shares * (counts >> _LOW_BITS)
     lower = shares * (counts & ((1 << _LOW_BITS) - 1))
     keep = UNIT_BITS - _LOW_BITS
@@ -336,7 +344,7 @@ def product(shares: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Ar
 
 
 def _halved(weights: Sequence[Fraction]) -> int:
-    """Where to cut a list of weights so that its sides weigh most nearly the same; both sides hold some."""
+    """Return where to cut a list of weights so that its sides weigh most nearly the same; both sides hold some."""
     total, left = sum(weights, Fraction()), Fraction()
     best, cut = None, len(weights) // 2
     for index, weight in enumerate(weights[:-1], start=1):
@@ -348,7 +356,10 @@ def _halved(weights: Sequence[Fraction]) -> int:
 
 
 def _phases(names: Iterable[str], lanes: int, seed: int) -> Int64Array:
-    """``(i + 1/2) / lanes`` in units of 2**-32, permuted over the lanes by the seed and the node's names; int64[L]."""
+    """Return ``(i + 1/2) / lanes`` in units of 2**-32, permuted over the lanes by the seed and the node's names.
+
+    They are int64[L].
+    """
     text = "\n".join(sorted(names)).encode()
     key = int.from_bytes(hashlib.blake2b(text, digest_size=8, key=seed.to_bytes(8, "little")).digest(), "little")
     places = permutations(key, np.array([0]), lanes)[0]

@@ -58,7 +58,10 @@ class Segments:
         return len(self.runs) - 1
 
     def cu_seqlens(self, low: int, high: int, shape: PackShape) -> tuple[npt.NDArray[np.int32], int]:
-        """Where documents begin among the places of packs ``[low, high)``, and their number; the longest of them."""
+        """Return where documents begin among the places of packs ``[low, high)``, and their number.
+
+        The longest of them.
+        """
         first, num_places = self.places[low], self.places[high] - self.places[low]
         heads = self.heads[self.head_splits[low] : self.head_splits[high]]
         fixed = None if shape.max_docs is None else (high - low) * (shape.max_docs + 1) + 1
@@ -272,7 +275,7 @@ class Filler:
             out[max(begin - before, 0) : begin - before + count] = value
 
     def _items(self, found: Found, low: int, high: int) -> npt.NDArray[Any]:
-        """An item for each place of packs ``[low, high)``; those of gaps mean nothing."""
+        """Return an item for each place of packs ``[low, high)``; those of gaps mean nothing."""
         runs, memory = self._runs(low, high), found.memory
         if isinstance(memory, memoryview):
             cuts = map(slice, found.firsts[runs], found.stops[runs])
@@ -283,7 +286,7 @@ class Filler:
         return memory.take(wanted, mode="clip")
 
     def _laid_anew(self, starts: Int64Array, size: int) -> tuple[memoryview, Int64Array]:
-        """The documents that are there one after the other, and the byte at which each begins."""
+        """Return the documents that are there one after the other, and the byte at which each begins."""
         copied, moved = bytearray(), np.zeros_like(starts)
         stops = starts + self._rows.stops * size
         for piece in np.flatnonzero(self._segments.there).tolist():

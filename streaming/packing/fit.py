@@ -127,24 +127,24 @@ def _sorting_by(key: npt.NDArray[Any]) -> Int64Array:
 
 
 def _reordered(packs: Packs, order: Int64Array) -> Packs:
-    """The same packs with other pieces in their places."""
+    """Return the same packs with other pieces in their places."""
     return replace(packs, **{name: getattr(packs, name)[order] for name in _PER_PIECE})
 
 
 def _units(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """Lengths in units of ``multiple``, rounded up; int64[n]."""
+    """Return lengths in units of ``multiple``, rounded up; int64[n]."""
     return rounded(pieces.lengths, rules.multiple) // rules.multiple
 
 
 def _order(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """In which order pieces are placed, int64[n]: by (length descending, index)."""
+    """Return in which order pieces are placed, int64[n]: by (length descending, index)."""
     if rules.budgets or rules.alike:
         return order_of_several(pieces, rules)
     return _sorting_by(rules.length // rules.multiple - _units(pieces, rules))
 
 
 def _fit(pieces: Pieces, order: Int64Array, rules: PackRules) -> Fit:
-    """Which pack each piece goes into, taken in this order."""
+    """Return which pack each piece goes into, taken in this order."""
     if rules.budgets or rules.alike:
         pack_of = fit_several(pieces, order, rules)
     else:

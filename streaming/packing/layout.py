@@ -96,19 +96,19 @@ class PackRows:
         return np.arange(len(self.samples)) - self.splits[self.packs]
 
     def costs_by(self, rules: BalanceRules, length: int) -> Costs:
-        """What each pack costs as a row of ``length`` tokens, [B]."""
+        """Return what each pack costs as a row of ``length`` tokens, [B]."""
         sizes = np.full(self.num_packs, length)
         return pack_costs(self.stops - self.starts, self.splits, sizes, rules.cost)
 
     def kept(self) -> KeptPacks:
-        """The same in the form from which single packs are chosen."""
+        """Return the same in the form from which single packs are chosen."""
         return KeptPacks(
             splits=self.splits.tolist(), pieces=np.stack([self.samples, self.starts, self.stops, self.lengths], axis=1)
         )
 
     @classmethod
     def chosen(cls, parts: list[tuple[KeptPacks, int]]) -> PackRows:
-        """One pack out of each of some packs of a data set, one after the other."""
+        """Return one pack out of each of some packs of a data set, one after the other."""
         found = [kept.pieces[kept.splits[pack] : kept.splits[pack + 1]] for kept, pack in parts]
         columns = np.concatenate([np.empty((0, 4), np.int64), *found]).T
         samples, starts, stops, lengths = np.ascontiguousarray(columns)

@@ -144,7 +144,7 @@ class Packs(Pieces):
     splits: Int64Array
 
     def __len__(self) -> int:
-        """Number of packs, K."""
+        """Return the number of packs, K."""
         return len(self.splits) - 1
 
     @property

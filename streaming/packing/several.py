@@ -21,7 +21,7 @@ _OPENED = 64
 
 
 def order_of_several(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """In which order pieces are placed, int64[n]: by falling share (by tokens where packs are padded), then by index.
+    """Order pieces as they are placed, int64[n]: by falling share (by tokens where packs are padded), then by index.
 
     Those that are to be alike come after each other.
     """
@@ -44,23 +44,26 @@ def fit_several(pieces: Pieces, order: Int64Array, rules: PackRules) -> list[int
 
 
 def _taken(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """What each piece takes of each budget, int64[n, 1 + len(budgets)]."""
+    """Return what each piece takes of each budget, int64[n, 1 + len(budgets)]."""
     amounts = pieces.amounts[:, : len(rules.budgets)]
     return np.column_stack([rounded(pieces.lengths, rules.multiple), amounts])
 
 
 def _kinds(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """In what each piece is to be like others of its pack, int64[n, alike]."""
+    """Return in what each piece is to be like others of its pack, int64[n, alike]."""
     return pieces.amounts[:, len(rules.budgets) :]
 
 
 def _weights(rules: PackRules) -> Int64Array:
-    """The share of a budget that one of it is."""
+    """Return the share of a budget that one of it is."""
     return _WHOLE // np.maximum(np.array([rules.length, *rules.budgets], np.int64), 1)
 
 
 def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
-    """The pack of each piece; the number of pieces is a budget too, of which each takes 1, and that has no share."""
+    """Return the pack of each piece.
+
+    The number of pieces is a budget too, of which each takes 1, and that has no share.
+    """
     limits = [rules.length, *rules.budgets]
     shares = (taken @ _weights(rules)).tolist()
     whole = int(_weights(rules) @ np.array(limits))
@@ -87,7 +90,7 @@ def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
 
 
 def _runs_of_like(taken: Int64Array, kinds: Int64Array, rules: PackRules) -> list[int]:
-    """The run of each piece: as many pieces of a kind, times the most that one takes, as every budget allows."""
+    """Return the run of each piece: as many pieces of a kind, times the most that one takes, as every budget allows."""
     budgets = [rules.length, *rules.budgets]
     is_first = np.concatenate([[True], (kinds[1:] != kinds[:-1]).any(axis=1)]).tolist()
     pack_of: list[int] = []

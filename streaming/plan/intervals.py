@@ -39,7 +39,7 @@ class ChunkIntervals(Columns):
         return cls(chunk_ids=ids[by_time], passes=passes, first_batches=first[by_time], last_batches=last[by_time])
 
     def live_bytes(self, chunk_bytes: Int64Array) -> int:
-        """Most bytes that are needed at the same time; ``chunk_bytes`` is int64[C], of all chunks."""
+        """Return most bytes that are needed at the same time; ``chunk_bytes`` is int64[C], of all chunks."""
         changes = chunk_bytes[self.chunk_ids]
         # Releases come before the acquisitions of the same batch.
         times = np.concatenate([self.last_batches + 1, self.first_batches])

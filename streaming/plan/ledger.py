@@ -103,7 +103,7 @@ class Entry:
         return ("schedule", self.schedule) if self.schedule is not None else ("weights", dict(self.weights))
 
     def to_dict(self) -> dict[str, Any]:
-        """Its form in a state."""
+        """Return its form in a state."""
         made: dict[str, Any] = {"from": self.start, "weights": dict(self.weights) or None}
         if self.schedule is not None:
             made["schedule"] = self.schedule.to_dict()
@@ -119,7 +119,7 @@ class Entry:
 
     @classmethod
     def from_dict(cls, data: Any) -> Entry:
-        """The entry of :meth:`to_dict`.
+        """Return the entry of :meth:`to_dict`.
 
         Raises:
             StateError: It is none.
@@ -222,7 +222,7 @@ class Ledger:
         return dict(sorted(found.items()))
 
     def appended(self, entry: Entry) -> Ledger:
-        """The ledger with one more entry.
+        """Return the ledger with one more entry.
 
         Raises:
             StateError: It lies before the last one.
@@ -230,7 +230,9 @@ class Ledger:
         return Ledger((*self.entries, entry))
 
     def segments(self) -> list[Segment]:
-        """Rows and the weights from each one on, over all entries; each names every source, with 0 where it has none.
+        """Return rows and the weights from each one on, over all entries.
+
+        Each names every source, with 0 where it has none.
 
         A mixture that ends (``quotas``) has none.
         """
@@ -251,17 +253,17 @@ class Ledger:
         return found
 
     def segments_from(self, row: int) -> list[Segment]:
-        """Those from a row on; the first begins there. Of a mixture without end."""
+        """Return those from a row on; the first begins there. Of a mixture without end."""
         segments = self.segments()
         return [(row, value_at(segments, row)), *((start, weights) for start, weights in segments if start > row)]
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Its form in a state."""
+        """Return its form in a state."""
         return [entry.to_dict() for entry in self.entries]
 
     @classmethod
     def from_list(cls, data: Any) -> Ledger:
-        """The ledger of :meth:`to_list`.
+        """Return the ledger of :meth:`to_list`.
 
         Raises:
             StateError: It is none.
@@ -348,7 +350,7 @@ def _check_strings(values: Sequence[object]) -> None:
 
 
 def _rows_of(entry: Entry) -> list[tuple[int, Mapping[str, float]]]:
-    """Rows from the entry's on, and the weights from each one on."""
+    """Return rows from the entry's on, and the weights from each one on."""
     if entry.schedule is None:
         return [(entry.start, entry.weights)]
     found: list[tuple[int, Mapping[str, float]]] = []

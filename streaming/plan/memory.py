@@ -41,49 +41,49 @@ EPOCHS_VARY = 0.9
 
 
 def whole_pages(sizes: npt.ArrayLike) -> Int64Array:
-    """The room that chunks of these sizes take in the arena, int64, any shape."""
+    """Return the room that chunks of these sizes take in the arena, int64, any shape."""
     given = np.asarray(sizes, dtype=np.int64)
     return np.asarray(-(-given // PAGE_BYTES) * PAGE_BYTES, dtype=np.int64)
 
 
 def chunks_limit_bytes(memory_limit_bytes: int) -> int:
-    """What of ``memory_limit`` chunks may take."""
+    """Return what of ``memory_limit`` chunks may take."""
     return int(memory_limit_bytes * CHUNKS_SHARE)
 
 
 def most_room(all_chunks_bytes: int) -> int:
-    """What chunks of a data set may ever take: all of them, and as much again where slices overlap."""
+    """Return what chunks of a data set may ever take: all of them, and as much again where slices overlap."""
     return 2 * all_chunks_bytes + (16 << 20)
 
 
 def batches_limit_bytes(memory_limit_bytes: int, *, is_packed: bool = False) -> int:
-    """What of ``memory_limit`` is for batches that are built but not handed out."""
+    """Return what of ``memory_limit`` is for batches that are built but not handed out."""
     whole = int(memory_limit_bytes * (1 - CHUNKS_SHARE))
     return whole - packs_limit_bytes(memory_limit_bytes) if is_packed else whole
 
 
 def packs_limit_bytes(memory_limit_bytes: int) -> int:
-    """What of ``memory_limit`` a packed set may keep of packs and lengths of documents: a quarter of batches' part."""
+    """Tell what of ``memory_limit`` a packed set may keep of packs and lengths: a quarter of batches' part."""
     return min(int(memory_limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS)
 
 
 def needed_mib(chunks_bytes: int) -> int:
-    """A ``memory_limit``, in MiB, in which so many bytes of chunks fit in every epoch."""
+    """Return a ``memory_limit``, in MiB, in which so many bytes of chunks fit in every epoch."""
     return math.ceil(chunks_bytes / CHUNKS_SHARE / EPOCHS_VARY / (16 << 20)) * 16
 
 
 def enough_for_batches_mib(batches_bytes: int) -> int:
-    """A ``memory_limit``, in MiB, of which batches get so many bytes."""
+    """Return a ``memory_limit``, in MiB, of which batches get so many bytes."""
     return math.ceil(batches_bytes / (1 - CHUNKS_SHARE) / (16 << 20)) * 16
 
 
 def chunks_bytes(memory_limit_bytes: int, live_bytes: int) -> int:
-    """What a rank's chunks take at most: all that is needed at once, and some read-ahead."""
+    """Return what a rank's chunks take at most: all that is needed at once, and some read-ahead."""
     return min(chunks_limit_bytes(memory_limit_bytes), live_bytes + READ_AHEAD_BYTES)
 
 
 def holds_all(memory_limit_bytes: int, all_bytes: int) -> bool:
-    """Whether a rank has room for all chunks of a data set, whatever is needed at once: most small sets are such."""
+    """Tell whether a rank has room for all chunks of a set, whatever is needed at once: most small sets are such."""
     return all_bytes <= min(READ_AHEAD_BYTES, chunks_limit_bytes(memory_limit_bytes))
 
 
@@ -145,7 +145,7 @@ def reads_slices(plan: Plan, chunk_bytes: Int64Array, *, memory_limit_bytes: int
 
 
 def rank_rows(plan: Plan) -> int:
-    """Samples of the largest share of a batch."""
+    """Return samples of the largest share of a batch."""
     return plan.shape.most_rows
 
 
@@ -170,7 +170,7 @@ def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans],
 
 
 def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes: int) -> int:
-    """Most bytes of the pieces that a run of :func:`rank_rows` samples touches.
+    """Return most bytes of the pieces that a run of :func:`rank_rows` samples touches.
 
     Args:
         plan: The plan. Where its epochs are no whole passes, a run may go from the end of a pass to its beginning.
@@ -211,7 +211,7 @@ def check_slices(plan: Plan, batch_bytes: int, *, memory_limit_bytes: int) -> No
 
 
 def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
-    """A number of lanes, fewer than the plan's, that fits with some room for other epochs; "" if none does."""
+    """Return a number of lanes, fewer than the plan's, that fits with some room for other epochs; "" if none does."""
     lanes = plan.settings.lanes
     divides = plan.global_batch_size % lanes == 0
     while lanes > 1:
@@ -224,7 +224,7 @@ def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_byt
 
 
 def _cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int) -> str:
-    """What else helps where lanes and window are fixed: more ranks, which share the lanes, or another order."""
+    """Return what else helps where lanes and window are fixed: more ranks, which share the lanes, or another order."""
     lanes, enough = plan.settings.lanes, plan.dp_world_size
     if lanes == 1:
         return ""
@@ -244,7 +244,7 @@ def _cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: 
 def _fits(
     plan: Plan, chunk_bytes: Int64Array, dp_ranks: Iterable[int], limit_bytes: int, *, lanes: int, dp_world_size: int
 ) -> bool:
-    """Whether these ranks have room for the plan with other lanes or ranks, and some for other epochs."""
+    """Tell whether these ranks have room for the plan with other lanes or ranks, and some for other epochs."""
     settings = OrderSettings(**{**plan.settings.to_dict(), "lanes": lanes})
     other = Plan(
         plan.chunk_samples,

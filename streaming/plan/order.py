@@ -44,7 +44,7 @@ Scope = Literal["global", "lane"]
 
 
 def _argsort_stable(keys: UInt64Array, key_limit: int) -> Int64Array:
-    """``keys.argsort(kind="stable")`` for keys below ``key_limit``, by NumPy's faster sorts where possible.
+    """Return ``keys.argsort(kind="stable")`` for keys below ``key_limit``, by NumPy's faster sorts where possible.
 
     Short ranges carry their index in the low bits, so that sorting values (vectorised in NumPy) sorts the
     indices too. Others use the unstable argsort, which is the stable one whenever no two keys are equal.
@@ -96,17 +96,20 @@ class OrderSettings:
 
     @classmethod
     def unshuffled(cls) -> OrderSettings:
-        """The data set's own order."""
+        """Return the data set's own order."""
         return cls(seed=0, lanes=1, window=0, shuffle=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict that :meth:`from_dict` reads; ``scope`` is in it only where it is not ``"global"``."""
+        """Return a JSON-able dict that :meth:`from_dict` reads.
+
+        ``scope`` is in it only where it is not ``"global"``.
+        """
         plain = {"seed": self.seed, "lanes": self.lanes, "window": self.window, "shuffle": self.shuffle}
         return plain if self.scope == "global" else {**plain, "scope": self.scope}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> OrderSettings:
-        """The settings of :meth:`to_dict`.
+        """Return the settings of :meth:`to_dict`.
 
         Raises:
             StateError: If a key is missing, unknown or holds what it should not.
@@ -138,14 +141,14 @@ def default_lanes(global_batch_size: int) -> int:
 
 
 def default_window(num_samples: int, num_chunks: int) -> int:
-    """Twice the mean number of samples per chunk, rounded up: about five chunks per lane are then live."""
+    """Return twice the mean number of samples per chunk, rounded up: about five chunks per lane are then live."""
     checked_count("num_samples", num_samples)
     checked_int("num_chunks", num_chunks, 1, _MAX_INT32)
     return min(max(-(-2 * num_samples // num_chunks), 1), MAX_WINDOW)
 
 
 def checked_chunk_samples(chunk_samples: npt.ArrayLike) -> Int64Array:
-    """The numbers of samples per chunk as a read-only int64[C].
+    """Return the numbers of samples per chunk as a read-only int64[C].
 
     Raises:
         ConfigError: If they are not one row of non-negative integers below 2**31, or if there is no sample at
@@ -186,7 +189,7 @@ class LaneParts:
 
     @classmethod
     def joined(cls, some: Sequence[LaneParts]) -> LaneParts:
-        """Several lists as one, by chunk id, then by lane."""
+        """Return several lists as one, by chunk id, then by lane."""
         empty = np.empty(0, np.int64)
         columns = {name: np.concatenate([empty, *(getattr(one, name) for one in some)]) for name in
                    ("chunk_ids", "lanes", "begins", "ends")}  # fmt: skip
@@ -202,22 +205,22 @@ class Order(Protocol):
     """The order of one pass, as a plan asks for it. Thread-safe, and a pure function of what it was made from."""
 
     def lane_size(self, lane: int) -> int:
-        """Samples of a lane in this pass."""
+        """Return samples of a lane in this pass."""
 
     def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Chunk ids and offsets inside them, int64[n] each, at positions ``[start, stop)`` of a lane."""
+        """Return chunk ids and offsets inside them, int64[n] each, at positions ``[start, stop)`` of a lane."""
 
     def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
-        """All runs in lanes ``[low, high)`` that may be due at lane positions ``[start, stop)``, perhaps others.
+        """Return all runs in lanes ``[low, high)`` that may be due at lane positions ``[start, stop)``, perhaps others.
 
         A chunk may come in several runs, of one lane too. Their order is by chunk id, then by lane.
         """
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
-        """The other chunks of the chunk's source, whose samples may stand in for its own: nearest first."""
+        """Yield the other chunks of the chunk's source, whose samples may stand in for its own: nearest first."""
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Lanes and lane positions at which a sample is due, between lane positions ``start`` and ``stop``."""
+        """Return lanes and lane positions at which a sample is due, between lane positions ``start`` and ``stop``."""
 
 
 class Orders(Protocol):
@@ -251,10 +254,10 @@ class Orders(Protocol):
     def stretch(self) -> int: ...  # noqa: D102
 
     def of_pass(self, number: int) -> Order:
-        """The order of one pass."""
+        """Return the order of one pass."""
 
     def under(self, settings: OrderSettings) -> Orders:
-        """The orders of the same data under other settings."""
+        """Return the orders of the same data under other settings."""
 
 
 class EpochOrders:
@@ -278,11 +281,11 @@ class EpochOrders:
         self.samples_per_pass = int(self.chunk_samples.sum())
 
     def of_pass(self, number: int) -> EpochOrder:
-        """The order of one pass."""
+        """Return the order of one pass."""
         return EpochOrder(self.chunk_samples, self.settings, number)
 
     def under(self, settings: OrderSettings) -> EpochOrders:
-        """The orders of the same data set under other settings."""
+        """Return the orders of the same data set under other settings."""
         return EpochOrders(self.chunk_samples, settings)
 
 
@@ -316,7 +319,7 @@ class LaidOrder:
         self._lane_size, self._long_lanes = divmod(self.num_samples, settings.lanes)
 
     def lane_bounds(self, lane: int) -> tuple[int, int]:
-        """Linear positions ``[start, stop)`` of a lane; the first D % L lanes are one sample longer."""
+        """Return the linear positions ``[start, stop)`` of a lane; the first D % L lanes are one sample longer."""
         checked_int("lane", lane, 0, self.settings.lanes - 1)
         start = lane * self._lane_size + min(lane, self._long_lanes)
         return start, start + self._lane_size + (lane < self._long_lanes)
@@ -326,17 +329,17 @@ class LaidOrder:
         return self._lane_size + (lane < self._long_lanes)
 
     def lane_starts(self, lanes: Int64Array) -> Int64Array:
-        """Linear position at which each of ``lanes`` starts; L itself starts at D. Any shape."""
+        """Return the linear position at which each of ``lanes`` starts; L itself starts at D. Any shape."""
         return lanes * self._lane_size + np.minimum(lanes, self._long_lanes)
 
     def lanes_of(self, linear: Int64Array) -> Int64Array:
-        """The lane that holds each linear position in ``[0, D)``. Any shape."""
+        """Return the lane that holds each linear position in ``[0, D)``. Any shape."""
         border = self._long_lanes * (self._lane_size + 1)
         in_short = self._long_lanes + (linear - border) // max(self._lane_size, 1)
         return np.where(linear < border, linear // (self._lane_size + 1), in_short)
 
     def lane_slice(self, lane: int, start: int, stop: int) -> Int64Array:
-        """Linear positions of the samples at lane positions ``[start, stop)`` of a lane, in that order.
+        """Return the linear positions of the samples at lane positions ``[start, stop)`` of a lane, in that order.
 
         See :func:`window_slice`.
 
@@ -354,7 +357,7 @@ class LaidOrder:
         return laid
 
     def locate(self, linear: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Data-set chunk id and sample offset inside the chunk of each linear position.
+        """Return data-set chunk id and sample offset inside the chunk of each linear position.
 
         Args:
             linear: int64[n] in ``[0, D)``; fast where they lie close together.
@@ -464,7 +467,7 @@ class EpochOrder(LaidOrder):
 
 
 def _permuted(sizes: Int64Array, settings: OrderSettings, epoch: int) -> Int64Array:
-    """The chunks in the order in which they are laid end to end."""
+    """Return the chunks in the order in which they are laid end to end."""
     of_pass = hash_range(stream_key(settings.seed, epoch, CHUNKS), 0, len(sizes))
     if settings.scope == "global":
         return np.argsort(of_pass, kind="stable")
@@ -510,7 +513,7 @@ def window_slice(settings: OrderSettings, epoch: int, lane: int, start: int, sto
 
 
 def window_place(settings: OrderSettings, epoch: int, lane: int, laid: int, lane_size: int) -> int:
-    """The lane position at which the sample is due that is laid at place ``laid``: see :func:`window_slice`."""
+    """Return the lane position at which the sample is due that is laid at place ``laid``: see :func:`window_slice`."""
     low, high = max(laid - settings.window, 0), min(laid + settings.window + 1, lane_size)
     places = window_slice(settings, epoch, lane, low, high, lane_size)
     return low + int(np.flatnonzero(places == laid)[0])
@@ -519,7 +522,7 @@ def window_place(settings: OrderSettings, epoch: int, lane: int, laid: int, lane
 def deal_by_lane(
     begins: Int64Array, ends: Int64Array, batch: Int64Array, slots: Int64Array, num_lanes: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Lane and lane position at ``slots`` of positions ``[begin, end)`` ordered by lane, from a closed form.
+    """Return lane and lane position at ``slots`` of positions ``[begin, end)`` ordered by lane, from a closed form.
 
     From a row ``a`` of lanes, entered at lane ``x``, to a row ``b``, left before lane ``y``, lanes below
     min(x, y) and from max(x, y) on hold ``b - a`` positions, and those between one more (x < y) or one less.

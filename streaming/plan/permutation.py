@@ -34,14 +34,14 @@ CHUNKS = 1  # purpose of the hashes that sort the chunks of a pass
 
 
 def mix(value: int) -> int:
-    """The finaliser of one number."""
+    """Return the finaliser of one number."""
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
     return value ^ (value >> 31)
 
 
 def mix_each(values: UInt64Array) -> UInt64Array:
-    """The finaliser of each number, in place."""
+    """Return the finaliser of each number, in place."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(_MIX_1)
     values ^= values >> np.uint64(27)
@@ -51,7 +51,7 @@ def mix_each(values: UInt64Array) -> UInt64Array:
 
 
 def stream_key(*words: int) -> int:
-    """One 64-bit key from a few numbers; the order of the numbers matters."""
+    """Return one 64-bit key from a few numbers; the order of the numbers matters."""
     key = 0
     for word in words:
         key = mix(((key ^ (word & _MASK)) + _GOLDEN) & _MASK)
@@ -59,7 +59,7 @@ def stream_key(*words: int) -> int:
 
 
 def hash_range(key: int, start: int, stop: int) -> UInt64Array:
-    """Random numbers ``start`` to ``stop`` of splitmix64 seeded with ``key``."""
+    """Return the random numbers ``start`` to ``stop`` of splitmix64 seeded with ``key``."""
     values = np.arange(start, stop, dtype=np.uint64)
     values *= np.uint64(_GOLDEN)
     values += np.uint64(key)
@@ -67,20 +67,23 @@ def hash_range(key: int, start: int, stop: int) -> UInt64Array:
 
 
 def hash_table(seed: int, numbers: npt.NDArray[np.int64], purpose: int, stop: int) -> UInt64Array:
-    """``hash_range(stream_key(seed, number, purpose), 0, stop)`` of each number, as rows: uint64[n, stop]."""
+    """Return ``hash_range(stream_key(seed, number, purpose), 0, stop)`` of each number, as rows: uint64[n, stop]."""
     keys = _stream_keys(np.uint64(stream_key(seed)), numbers, purpose)
     values = np.arange(stop, dtype=np.uint64) * np.uint64(_GOLDEN)
     return mix_each(keys[:, None] + values)
 
 
 def _stream_keys(seeds: UInt64Array | np.uint64, numbers: npt.NDArray[np.int64], purpose: int) -> UInt64Array:
-    """``stream_key(seed, number, purpose)`` of each number: uint64[n]; of ``seeds`` there are the stream keys."""
+    """Return ``stream_key(seed, number, purpose)`` of each number: uint64[n].
+
+    Of ``seeds`` there are the stream keys.
+    """
     keys = mix_each((numbers.astype(np.uint64) ^ seeds) + np.uint64(_GOLDEN)) ^ np.uint64(purpose)
     return mix_each(keys + np.uint64(_GOLDEN))
 
 
 def hash_words(*words: int) -> int:
-    """A 64-bit number from a few, of another stream than :func:`stream_key`; their order matters."""
+    """Return a 64-bit number from a few, of another stream than :func:`stream_key`; their order matters."""
     key = 0
     for word in words:
         key = mix((((key ^ (word & _MASK)) * _GOLDEN) + _GOLDEN) & _MASK)
@@ -88,17 +91,17 @@ def hash_words(*words: int) -> int:
 
 
 def hash_each(values: UInt64Array, key: int) -> UInt64Array:
-    """The finaliser of each ``value * golden + key``."""
+    """Return the finaliser of each ``value * golden + key``."""
     return mix_each(values * np.uint64(_GOLDEN) + np.uint64(key))
 
 
 def permutations(seed: int, passes: Int64Array, size: int) -> Int64Array:
-    """A permutation of ``size`` for each of some passes, as rows: int64[n, size], sorted by hashes."""
+    """Return a permutation of ``size`` for each of some passes, as rows: int64[n, size], sorted by hashes."""
     return np.argsort(hash_table(seed, passes, CHUNKS, size), axis=1, kind="stable")
 
 
 def permutations_of(seeds: UInt64Array, passes: Int64Array, sizes: Int64Array) -> Int64Array:
-    """What ``permutations(seed, [number], size)`` gives for each seed, pass and size, end to end: int64[sizes.sum()].
+    """Do as ``permutations(seed, [number], size)`` for each seed, pass and size, end to end: int64[sizes.sum()].
 
     One sort for hundreds of small sources; of a few large ones it takes twice as long as one after the other.
     """
@@ -131,7 +134,7 @@ class Permutation:
         self._keys = [hash_words(seed, pass_number, number) for number in range(_ROUNDS)]
 
     def __call__(self, places: Int64Array) -> Int64Array:
-        """The samples at ``places``, int64[n] in ``[0, num_samples)``, in any order and with repeats.
+        """Return the samples at ``places``, int64[n] in ``[0, num_samples)``, in any order and with repeats.
 
         Raises:
             ConfigError: A place is outside.
@@ -158,7 +161,7 @@ class Permutation:
 
 
 def substitutes(passes: Int64Array, positions: Int64Array, *, seed: int, num_samples: int, count: int) -> Int64Array:
-    """Samples that can stand in for those at stream positions: int64[n, count], drawn from the whole data set.
+    """Return samples that can stand in for those at stream positions: int64[n, count], drawn from the whole data set.
 
     They depend on the seed and the position in the stream alone, and so are the same on any world size.
 

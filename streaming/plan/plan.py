@@ -147,7 +147,10 @@ class Plan:
 
     @classmethod
     def of(cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, **where: Any) -> Self:
-        """The batches of ``shape``; ``where`` says from which place on, and in which orders, as the class takes it."""
+        """Return the batches of ``shape``.
+
+        ``where`` says from which place on, and in which orders, as the class takes it.
+        """
         return cls(
             chunk_samples, settings, global_batch_size=shape.global_batch_size, dp_world_size=shape.num_ranks,
             last_batch=shape.last_batch, epoch_size=shape.epoch_size, **where,
@@ -161,7 +164,7 @@ class Plan:
         return range(self._origin // self.samples_per_pass, (self._stop - 1) // self.samples_per_pass + 1)
 
     def order(self, pass_number: int) -> Order:
-        """The order of one pass; the few that were used last are kept."""
+        """Return the order of one pass; the few that were used last are kept."""
         order = self._orders.get(pass_number)
         if order is None:
             order = self.orders.of_pass(pass_number)
@@ -173,17 +176,17 @@ class Plan:
         return order
 
     def batch_size(self, batch: int, dp_rank: int) -> int:
-        """Rows, padding included, of one rank in one batch."""
+        """Return rows, padding included, of one rank in one batch."""
         self._check_range(batch, batch + 1, dp_rank)
         return int(self._slices(np.array([batch]), dp_rank).rows[0])
 
     def num_valid(self, batch: int, dp_rank: int) -> int:
-        """Rows of one rank in one batch, padding left out: the first ones."""
+        """Return rows of one rank in one batch, padding left out: the first ones."""
         self._check_range(batch, batch + 1, dp_rank)
         return int(self._slices(np.array([batch]), dp_rank).counts[0])
 
     def rank_batches(self, first: int, last: int, dp_rank: int) -> RankBatches:
-        """The rows of one rank in batches ``[first, last)``; cheapest in blocks of some ten thousand rows.
+        """Return the rows of one rank in batches ``[first, last)``; cheapest in blocks of some ten thousand rows.
 
         Raises:
             ConfigError: If the range or the rank does not exist.
@@ -209,7 +212,7 @@ class Plan:
         )
 
     def when(self, chunk_id: int, offset: int, *, first: int = 0, last: int | None = None) -> list[tuple[int, int]]:
-        """The batches of ``[first, last)`` that hold a sample, and its rank in each; padding left out.
+        """Return the batches of ``[first, last)`` that hold a sample, and its rank in each; padding left out.
 
         Raises:
             ConfigError: There is no such sample or range; or the epoch has no end, and ``last`` is not given.
@@ -232,7 +235,7 @@ class Plan:
         return sorted(found)
 
     def _dealt_to(self, position: int) -> tuple[int, int]:
-        """The batch of a stream position, and the rank that gets it there."""
+        """Return the batch of a stream position, and the rank that gets it there."""
         batch = (position - self._origin) // self.global_batch_size
         cut = self._slices(np.array([batch]), 0)
         start, stop = int(cut.starts[0]), int(cut.stops[0])
@@ -249,7 +252,7 @@ class Plan:
         return batch, self.shape.rank_of(slot, stop - start)
 
     def chunk_intervals(self, dp_rank: int) -> ChunkIntervals:
-        """When this rank needs which chunk, over all remaining batches, from a closed form.
+        """Tell when this rank needs which chunk, over all remaining batches, from a closed form.
 
         A chunk on lane positions [a, b) is used only while its lane stands in [a - W, b + W]. The bounds hold
         for every use, padding included; they are loose by at most 2 W lane positions.
@@ -277,14 +280,17 @@ class Plan:
                 yield self._intervals(pass_number, stretch, dp_rank) if found is None else found
 
     def rank_chunks(self, dp_rank: int) -> Int64Array:
-        """Ids of the chunks that this rank needs, sorted, int64[n]; of an epoch of many passes perhaps others too."""
+        """Return ids of the chunks that this rank needs, sorted, int64[n].
+
+        Of an epoch of many passes perhaps others too.
+        """
         looked_at, is_all = self._looked_at()
         if not is_all and self.settings.scope == "global":
             return np.arange(len(self.chunk_samples))
         return np.unique(ChunkIntervals.joined(self._look(looked_at, dp_rank)).chunk_ids)
 
     def live_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
-        """Upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
+        """Return an upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
 
         Of an epoch of more than ``PASSES_LOOKED_AT`` passes, or without end, the most of the first ones and a ninth,
         for others put other chunks side by side; never more than all chunks.
@@ -320,7 +326,7 @@ class Plan:
         return _Slices(starts=starts, stops=stops, lows=lows, counts=counts, rows=rows)
 
     def _places(self, cut: _Slices, batch: Int64Array, slots: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Pass, lane and lane position of the rows at ``slots`` of the batches' positions by lane."""
+        """Return pass, lane and lane position of the rows at ``slots`` of the batches' positions by lane."""
         first_pass = cut.starts // self.samples_per_pass
         crossing = np.flatnonzero((cut.stops - 1) // self.samples_per_pass != first_pass)
         begins = cut.starts - first_pass * self.samples_per_pass
@@ -343,7 +349,7 @@ class Plan:
         return passes, lanes, places
 
     def _locate(self, passes: Int64Array, lanes: Int64Array, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Chunk ids and offsets inside them, int64[n] each."""
+        """Return chunk ids and offsets inside them, int64[n] each."""
         chunk_ids, offsets = np.empty_like(lanes), np.empty_like(lanes)
         if not len(passes):
             return chunk_ids, offsets
@@ -377,7 +383,7 @@ class Plan:
         )
 
     def _segment(self, order: Order, pass_number: int, lane: int, low: int, high: int) -> _Segment:
-        """Chunk ids and offsets of a lane range that covers ``[low, high)``; kept for later batches."""
+        """Return chunk ids and offsets of a lane range that covers ``[low, high)``; kept for later batches."""
         segment = self._segments.get((pass_number, lane))
         if segment is None or not segment[0] <= low <= high <= segment[1]:
             ahead = max(high, low + min(max(2 * self.settings.window, LEAST_STRETCH), self.orders.stretch))
@@ -398,7 +404,7 @@ class Plan:
         return sizes
 
     def _touched(self, pass_number: int) -> range:
-        """The remaining batches that hold a sample of a pass."""
+        """Return the remaining batches that hold a sample of a pass."""
         begin = pass_number * self.samples_per_pass - self._origin
         end = begin + self.samples_per_pass
         return range(
@@ -407,7 +413,7 @@ class Plan:
         )
 
     def _stretches(self, pass_number: int) -> Iterator[range]:
-        """The batches of a pass whose intervals are evaluated at once: all, or some of a pass without end."""
+        """Yield the batches of a pass whose intervals are evaluated at once: all, or some of a pass without end."""
         touched, step = self._touched(pass_number), self.stretch_batches
         for first in range(touched.start, touched.stop, step):
             yield range(first, min(first + step, touched.stop))
@@ -421,7 +427,7 @@ class Plan:
         return max(lane_positions * self.settings.lanes // self.global_batch_size, 1)
 
     def _looked_at(self) -> tuple[list[tuple[int, range]], bool]:
-        """The stretches, with their passes, that are looked at when an epoch starts, and whether these are all."""
+        """Choose the stretches, with their passes, that are looked at first; tell whether these are all."""
         if not self.orders.is_endless:
             passes = self.passes[:PASSES_LOOKED_AT]
             return [(number, self._touched(number)) for number in passes], len(passes) == len(self.passes)
@@ -437,7 +443,9 @@ class Plan:
         return [(0, stretch) for stretch in found], len(numbers) == stop
 
     def _look(self, looked_at: Sequence[tuple[int, range]], dp_rank: int) -> list[ChunkIntervals]:
-        """The intervals of some stretches; of a pass that ends they stay known until they are asked for in their turn.
+        """Return the intervals of some stretches.
+
+        Of a pass that ends they stay known until they are asked for in their turn.
 
         What is mixed without an end may change until it is planned.
         """
@@ -449,14 +457,14 @@ class Plan:
         return list(found.values())
 
     def _joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
-        """Intervals of passes, or of stretches of one without end, in two of which a chunk may be needed, as one."""
+        """Join intervals of passes, or of stretches of one without end, in two of which a chunk may be needed."""
         found = ChunkIntervals.joined(parts)
         if not self.orders.is_endless:
             return found
         return ChunkIntervals.merged(found.chunk_ids, found.first_batches, found.last_batches, 0)
 
     def _intervals(self, pass_number: int, stretch: range, dp_rank: int) -> ChunkIntervals:
-        """Live intervals of one pass that begin in one of its stretches, sorted by their first batch."""
+        """Return the live intervals of one pass that begin in one of its stretches, sorted by their first batch."""
         self._check_range(0, 0, dp_rank)
         touched = self._touched(pass_number)
         # Batches that are full and lie in this pass follow the closed form; at most the outer two do not.
@@ -483,7 +491,7 @@ class Plan:
     def _regular_intervals(
         self, pass_number: int, batches: range, stretch: range, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Live intervals over full batches inside a pass that begin in a stretch of them: ids, first, last."""
+        """Find live intervals over full batches inside a pass that begin in a stretch of them: ids, first, last."""
         num_lanes, size = self.settings.lanes, self.global_batch_size
         origin = pass_number * self.samples_per_pass - self._origin
         low, high = self.rank_lanes(dp_rank)
@@ -500,7 +508,7 @@ class Plan:
         return parts.chunk_ids[due], first[due], last[due]
 
     def rank_lanes(self, dp_rank: int) -> tuple[int, int]:
-        """Lanes ``[low, high)`` of which this rank may hold a row in a full batch inside one pass."""
+        """Return lanes ``[low, high)`` of which this rank may hold a row in a full batch inside one pass."""
         size, num_lanes = self.global_batch_size, self.settings.lanes
         low, high = self.shape.share(size, dp_rank)
         if self.last_batch == "pad":
@@ -530,5 +538,5 @@ class _Slices:
 
 
 def _below(position: int, lane: int, num_lanes: int) -> int:
-    """Positions of a pass before one that belong to lanes below ``lane``."""
+    """Return positions of a pass before one that belong to lanes below ``lane``."""
     return position // num_lanes * lane + min(position % num_lanes, lane)

@@ -25,7 +25,7 @@ class Ramp:
 
     @classmethod
     def chosen(cls, batch_size: object, global_batch_size: object, num_ranks: int) -> Self | None:
-        """The ramp that a user chose as one of the two sizes; None: none of them is a schedule.
+        """Return the ramp that a user chose as one of the two sizes; None: none of them is a schedule.
 
         Raises:
             ConfigError: It is no ``Schedule.steps`` of batch sizes, or both are given.
@@ -50,21 +50,21 @@ class Ramp:
         return cls(tuple(steps))
 
     def size_at(self, row: int) -> int:
-        """The size of a batch that begins at a row."""
+        """Return the size of a batch that begins at a row."""
         return value_at(self.steps, row)
 
     def border_behind(self, row: int) -> int | None:
-        """The next row from which on batches have another size."""
+        """Return the next row from which on batches have another size."""
         return next((start for start, _ in self.steps if start > row), None)
 
     def batches_of_size(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
-        """How many batches of so many samples from a row on have the size of the first."""
+        """Tell how many batches of so many samples from a row on have the size of the first."""
         size, border = self.size_at(row), self.border_behind(row)
         whole = num_samples // size if last_batch == "drop" else -(-num_samples // size)
         return max(0, whole if border is None else min(whole, -(-(border - row) // size)))
 
     def batches_in(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
-        """How many batches so many samples from a row on make."""
+        """Tell how many batches so many samples from a row on make."""
         found = 0
         while True:
             count, border = self.batches_of_size(row, num_samples, last_batch), self.border_behind(row)

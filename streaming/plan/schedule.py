@@ -128,7 +128,7 @@ class Schedule:
         return tuple(sorted(value)) if isinstance(value, Mapping) else ()
 
     def segments(self) -> list[tuple[int, Value]]:
-        """Rows, from 0, and the value from each one on; neighbours differ."""
+        """Return rows, from 0, and the value from each one on; neighbours differ."""
         found: list[tuple[int, Value]] = []
         for row, value in self._all_segments():
             if not found or found[-1][1] != value:
@@ -136,7 +136,7 @@ class Schedule:
         return found
 
     def at(self, row: int) -> Value:
-        """The value at a row.
+        """Return the value at a row.
 
         Raises:
             ConfigError: There is no such row.
@@ -145,7 +145,7 @@ class Schedule:
         return value_at(self.segments(), row)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict that :meth:`from_dict` reads."""
+        """Return a JSON-able dict that :meth:`from_dict` reads."""
         if self.shape == "steps":
             return {"shape": self.shape, "steps": [[row, _plain(value)] for row, value in self.listed]}
         made = {"shape": self.shape, "start": _plain(self.start), "end": _plain(self.end), "over": self.over}
@@ -153,7 +153,7 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, data: Any) -> Schedule:
-        """The schedule of :meth:`to_dict`.
+        """Return the schedule of :meth:`to_dict`.
 
         Raises:
             StateError: It is none.
@@ -178,7 +178,7 @@ class Schedule:
         return [*made, (self.over, self.end)]
 
     def _between(self, part: float) -> Value:
-        """The value after a part of the ramp."""
+        """Return the value after a part of the ramp."""
         way = round(_way(self.shape, part, self.degree) * _UNIT) / _UNIT
         low: Any = self.start
         high: Any = self.end  # of the same kind: checked when made
@@ -193,7 +193,7 @@ def value_at(steps: Sequence[tuple[int, _T]], row: int) -> _T:
 
 
 def _called(function: Callable[[int], Value], row: int) -> Value:
-    """A user's function at a row; what it raises says so."""
+    """Return a user's function at a row; what it raises says so."""
     try:
         return function(row)
     except Exception as error:
@@ -210,13 +210,13 @@ def _way(shape: Shape, part: float, degree: float) -> float:
 
 
 def _borders(over: int, segments: int) -> list[int]:
-    """Where the parts of a ramp begin, and its end; no part is empty."""
+    """Return where the parts of a ramp begin, and its end; no part is empty."""
     parts = min(segments, over)
     return [over * number // parts for number in range(parts + 1)]
 
 
 def _plain(value: Any) -> Value:
-    """A value of plain Python numbers, checked.
+    """Return a value of plain Python numbers, checked.
 
     Raises:
         ConfigError: It is none, or holds what is no number from 0 on.
@@ -259,7 +259,7 @@ def _check_alike(values: Sequence[Value]) -> None:
 
 
 def checked_weights(weights: Mapping[str, float], what: str = "weights") -> dict[str, Fraction]:
-    """Weights as exact numbers; ``what`` they are in messages.
+    """Return weights as exact numbers; ``what`` they are in messages.
 
     Raises:
         ConfigError: One is negative or no number, or none is above 0.

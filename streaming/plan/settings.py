@@ -76,7 +76,7 @@ def order_settings(
     num_chunks: int,
     scope: Scope = "global",
 ) -> OrderSettings:
-    """The order of a data set under a loader: what the user chose, and defaults where he chose nothing.
+    """Return the order of a data set under a loader: what the user chose, and defaults where he chose nothing.
 
     Args:
         shuffle: False: storage order, whatever ``lanes`` and ``window`` say.
@@ -131,7 +131,7 @@ class Shape:
         cls, batch_size: int | None, global_batch_size: int | None, num_ranks: int, *, last_batch: str = "drop",
         drop_last: bool | None = None, epoch_size: int | None = None,
     ) -> Self:  # fmt: skip
-        """The shape that a user chose, by torch's names or ours; every rank gets a row of a full batch.
+        """Return the shape that a user chose, by torch's names or ours; every rank gets a row of a full batch.
 
         Args:
             batch_size: Samples per rank; exactly one of it and ``global_batch_size`` is to be given.
@@ -149,11 +149,11 @@ class Shape:
         return cls(global_batch_size=size, num_ranks=num_ranks, epoch_size=epoch_size, last_batch=known)
 
     def at(self, row: int) -> Self:
-        """The shape of the batch that begins at a row of the run."""
+        """Return the shape of the batch that begins at a row of the run."""
         return self if self.ramp is None else replace(self, global_batch_size=self.ramp.size_at(row))
 
     def batches_from(self, row: int, num_samples: int) -> int:
-        """Batches that so many samples from a row of the run on make."""
+        """Return batches that so many samples from a row of the run on make."""
         if self.ramp is None:
             return self.batches_in(num_samples)
         return self.ramp.batches_in(row, num_samples, self.last_batch)
@@ -175,20 +175,20 @@ class Shape:
         return self.batches_in(self.num_samples)
 
     def batches_in(self, num_samples: int) -> int:
-        """Batches that so many samples make, over all ranks; none of fewer than none."""
+        """Return batches that so many samples make, over all ranks; none of fewer than none."""
         whole = num_samples // self.global_batch_size
         return max(0, whole if self.last_batch == "drop" else -(-num_samples // self.global_batch_size))
 
     def share(self, size: _Count, rank: int) -> tuple[_Count, _Count]:
-        """Which of ``size`` samples in their order, ``[low, high)``, one rank gets."""
+        """Return which of ``size`` samples in their order, ``[low, high)``, one rank gets."""
         return size * rank // self.num_ranks, size * (rank + 1) // self.num_ranks
 
     def rank_of(self, place: _Count, size: int) -> _Count:
-        """Which rank gets the sample at a place among ``size`` in their order: the inverse of ``share``."""
+        """Return which rank gets the sample at a place among ``size`` in their order: the inverse of ``share``."""
         return ((place + 1) * self.num_ranks - 1) // size
 
     def rows_of(self, rank: int) -> int:
-        """Samples of one rank in a full batch."""
+        """Return samples of one rank in a full batch."""
         low, high = self.share(self.global_batch_size, rank)
         return high - low
 
@@ -198,12 +198,15 @@ class Shape:
         return -(-self.global_batch_size // self.num_ranks)
 
     def rows(self, batch: int, rank: int) -> tuple[int, int]:
-        """Rows of one rank in a batch: those that are samples of it, and all, padding included."""
+        """Return rows of one rank in a batch: those that are samples of it, and all, padding included."""
         low, high = self.share(min(self.global_batch_size, self.num_samples - batch * self.global_batch_size), rank)
         return high - low, self.most_rows if self.last_batch == "pad" else high - low
 
     def positions(self, batch: int, rank: int) -> Int64Array:
-        """Place in the epoch's global order of each row of one rank in a batch, int64[n]; padding repeats samples."""
+        """Return the place in the epoch's global order of each row of one rank in a batch, int64[n].
+
+        Padding repeats samples.
+        """
         start = batch * self.global_batch_size
         low, _ = self.share(min(self.global_batch_size, self.num_samples - start), rank)
         real, num_rows = self.rows(batch, rank)

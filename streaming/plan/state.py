@@ -105,7 +105,7 @@ class LoaderState:
         return MAX_COUNT if quotas is None else sum(quotas.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """A small JSON-able dict, equal on every rank."""
+        """Return a small JSON-able dict, equal on every rank."""
         made = {
             "version": self.version,
             "epoch": int(self.epoch),
@@ -123,7 +123,7 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderState:
-        """The state of :meth:`to_dict`.
+        """Return the state of :meth:`to_dict`.
 
         Raises:
             StateError: If ``data`` is no such dict: wrong type, version, keys or values.
@@ -194,7 +194,7 @@ def _is_part(some: Any, whole: Any) -> bool:
 
 
 def filter_fingerprint(base: str, parts: Mapping[str, str]) -> str:
-    """What tells a filtered set from every other one, and what it was made of, for messages.
+    """Return what tells a filtered set from every other one, and what it was made of, for messages.
 
     The fingerprint of the shards, then ``;name=value`` of what was asked for, ``%`` and ``;`` as ``%25`` and ``%3B``.
     """

@@ -352,7 +352,7 @@ class RemoteLoop(Loop):
 
 
 def _has_passes(state: State) -> bool:
-    """Whether a reader's state is of an order that has passes: of no mixture that is drawn from without end."""
+    """Tell whether a reader's state is of an order that has passes: of no mixture that is drawn from without end."""
     ledger = state.get("ledger")
     return not ledger or ledger[-1].get("quotas") is not None
 

@@ -32,7 +32,7 @@ _REBUILT: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def encode(batch: Any, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """The batch as one uint8 tensor ``[n]``.
+    """Return the batch as one uint8 tensor ``[n]``.
 
     Args:
         batch: The batch; not changed.
@@ -54,7 +54,7 @@ def encode(batch: Any, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
 
 
 def decode(data: torch.Tensor) -> Any:
-    """The batch of ``encode``; its tensors and arrays are views of ``data`` and keep it alive."""
+    """Return the batch of ``encode``; its tensors and arrays are views of ``data`` and keep it alive."""
     size = int(data[:8].numpy().view("<i8")[0])
     header = json.loads(bytes(data[8 : 8 + size].numpy()))
     return _decoded(header, data[_aligned(8 + size) :])
@@ -66,7 +66,7 @@ class _Encoder:
         self._end = 0
 
     def encode(self, value: Any, where: str) -> Any:
-        """JSON for ``value``: itself, or a list that begins with what it is."""
+        """Return JSON for ``value``: itself, or a list that begins with what it is."""
         kind = type(value)
         if value is None or kind in {bool, int, float, str}:
             return value
@@ -93,7 +93,7 @@ class _Encoder:
         )
 
     def _place(self, flat: torch.Tensor | None) -> int:
-        """Where a tensor's bytes will stand behind the header."""
+        """Return where a tensor's bytes will stand behind the header."""
         start = self._end
         if flat is not None and flat.numel():
             buffer = flat.view(torch.uint8)

@@ -86,13 +86,13 @@ class Sharing:
         cls, replicas: Replicas, broadcast: Broadcast, mesh: DeviceMesh, *, pin: Finish | None,
         reads_inline: bool = False,
     ) -> Sharing:  # fmt: skip
-        """For the replicas of the rank that ``mesh`` speaks for."""
+        """Make it for the replicas of the rank that ``mesh`` speaks for."""
         ranks = mesh.replicas_of(mesh.data_rank)
         portions = {rank: replicas.portion(mesh.with_rank(rank)) for rank in ranks}
         return cls(portions, broadcast, mesh.rank, pin=pin, reads_inline=reads_inline)
 
     def run(self, read: Callable[[], Run], place: Place) -> Run:
-        """Batches from ``place`` on; ``read`` begins to read them, on the one rank that does.
+        """Return batches from ``place`` on; ``read`` begins to read them, on the one rank that does.
 
         Raises:
             ConfigError, ReplicaError: See ``ReplicaGroup``.
@@ -108,7 +108,7 @@ class Sharing:
         self._group = None
 
     def leave_behind(self) -> None:
-        """In a forked child: the connections are the parent's, and their threads are not here to end them."""
+        """Let go in a forked child: the connections are the parent's, and their threads are not here to end them."""
         _left_behind.append(self._group)
         self._group = None
 
@@ -131,7 +131,7 @@ class _Consumer(ABC):
         self._thread = threading.Thread(target=self._work, name=f"shardstream-{name}", daemon=True)
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._waiting or self._ended or self._left, LOOK_UP_S):
                 pass
@@ -210,7 +210,7 @@ class _SourceRun(_Consumer):
             self._reader.join(_GRACE_S)
 
     def describe(self) -> str:
-        """For people."""
+        """Say what it is at, for people."""
         own = "starting" if self._running is None else self._running.describe()
         return f"{own}; reads for ranks {self._sharing.ranks[1:]}, of which one holds {self._others_wait} batches"
 
@@ -260,7 +260,7 @@ class _SourceRun(_Consumer):
                 self._changed.notify_all()
 
     def _next_item(self, number: int) -> tuple[int, Any]:
-        """What comes next, once there is room for it everywhere."""
+        """Return what comes next, once there is room for it everywhere."""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._left or self._decided(), BEAT_S):
@@ -280,7 +280,7 @@ class _SourceRun(_Consumer):
         return room or self._built[0][0] != BATCH or self._gone is not None
 
     def _portioned(self, batch: Any) -> tuple[Any, list[torch.Tensor]]:
-        """This rank's portion, and those of the others, coded; equal ones once."""
+        """Return this rank's portion, and those of the others, coded; equal ones once."""
         num_samples = batch.get(NUM_SAMPLES, 0) if isinstance(batch, dict) else 0
         coded: dict[Part, torch.Tensor] = {}
         for portion in self._portions[1:]:
@@ -315,7 +315,7 @@ class _InlineRun(_SourceRun):
     """
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         while self._running is not None and self._num_read < self._num_taken + 2 and not (self._ended or self._left):
             self._read_one(self._running)
         return super().__next__()
@@ -350,7 +350,7 @@ class _ReplicaRun(_Consumer):
         self._thread.start()
 
     def describe(self) -> str:
-        """For people."""
+        """Say what it is at, for people."""
         source = self._sharing.ranks[0]
         return f"batch {self._num_taken}: rank {source} reads for this one; {len(self._waiting)} batches are here"
 

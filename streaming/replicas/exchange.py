@@ -87,12 +87,12 @@ class PackExchange:
         self._group = None
 
     def leave_behind(self) -> None:
-        """In a forked child: the connections are the parent's, and their threads are not here to end them."""
+        """Let go in a forked child: the connections are the parent's, and their threads are not here to end them."""
         _left_behind.append(self._group)
         self._group = None
 
     def gather(self, own: Int64Array) -> Int64Array:
-        """The rows of all ranks, [ranks, n], of one [n] each."""
+        """Return the rows of all ranks, [ranks, n], of one [n] each."""
         if self._group is None:
             return own[None]
         sent = torch.from_numpy(own)
@@ -134,7 +134,7 @@ class _ExchangedRun(RunOver):
         self._num_batches = 0
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         batch = next(self._run)
         num_packs = int(batch["input_ids"].shape[0])
         with self._peers.metrics.timed("exchange_s"):
@@ -143,11 +143,11 @@ class _ExchangedRun(RunOver):
         return self._peers.cut(batch, num_packs)
 
     def describe(self) -> str:
-        """For people."""
+        """Say what it is at, for people."""
         return f"{super().describe()}; packs are exchanged with ranks {self._peers.ranks}"
 
     def _exchanged(self, batch: Batch, num_packs: int) -> Batch:
-        """The batch of the packs dealt to this rank, as many as it has; all ranks meet here."""
+        """Return the batch of the packs dealt to this rank, as many as it has; all ranks meet here."""
         peers = self._peers
         costs: Any = batch.pop("costs", None)
         valid: Any = batch.get("__valid__")
@@ -234,7 +234,10 @@ def join_packs(rows: Sequence[Batch], shape: PackShape, allocate: Allocate | Non
 
 
 def _narrow(row: Batch) -> Batch:
-    """The row as it travels: what holds tokens as int32, where all of it fits; ``join_packs`` makes it int64 again."""
+    """Return the row as it travels: what holds tokens as int32, where all of it fits.
+
+    ``join_packs`` makes it int64 again.
+    """
     narrow: Batch = dict(row)
     for name in _WIDE:
         value: Any = row[name]
@@ -248,7 +251,7 @@ def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _allocated(size: int) -> torch.Tensor:
-    """Memory of at least this size; messages that follow each other all begin where tensors may."""
+    """Return memory of at least this size; messages that follow each other all begin where tensors may."""
     return torch.empty(-(-size // ALIGN_BYTES) * ALIGN_BYTES, dtype=torch.uint8)
 
 

@@ -69,7 +69,7 @@ class ReplicaGroup:
         return [reply.tolist() for reply in replies]
 
     def hear(self, allocate: Callable[[int], torch.Tensor]) -> tuple[int, int, torch.Tensor | None]:
-        """The next message of member 0: its kind, its number, and its payload in memory from ``allocate``.
+        """Return the next message of member 0: its kind, its number, and its payload in memory from ``allocate``.
 
         Raises:
             ReplicaError: It is gone, or said nothing for longer than the time-out.

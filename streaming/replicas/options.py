@@ -83,13 +83,16 @@ class Replicas:
             )
 
     def broadcast(self, mesh: DeviceMesh) -> Broadcast | None:
-        """How one rank reads for others; None: this rank reads for itself, as one without replicas always does."""
+        """Return how one rank reads for others.
+
+        None: this rank reads for itself, as one without replicas always does.
+        """
         if self.replicate == "read" or mesh.replica_world_size == 1:
             return None
         return self.replicate if isinstance(self.replicate, Broadcast) else Broadcast()
 
     def built(self, mesh: DeviceMesh) -> Portion:
-        """What batches are cut down to where they are built: on a rank that reads for others, to what they need."""
+        """Tell what batches are cut down to where they are built: on a rank that reads for others, to their needs."""
         if self.broadcast(mesh) is None:
             return self.portion(mesh)
         return Portion(counts=self.stage_fields is not None)
@@ -107,7 +110,7 @@ class Replicas:
             )
 
     def portion(self, mesh: DeviceMesh) -> Portion:
-        """What the rank that ``mesh`` speaks for uses of a batch.
+        """Return what the rank that ``mesh`` speaks for uses of a batch.
 
         Raises:
             ConfigError: The mesh has no axis for ``sequence``.
@@ -142,13 +145,13 @@ class CountedRun:
             yield count_only(rows, valid)
 
     def __next__(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         return next(self._batches)
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
         self._batches = iter(())
 
     def describe(self) -> str:
-        """For people."""
+        """Say what it is at, for people."""
         return "a pipeline stage without data: nothing to wait for"

@@ -43,7 +43,7 @@ class StartCheck:
         self._is_remeshed = False
 
     def first(self) -> None:
-        """Before an iteration: compare, if it is the first and the job has other ranks.
+        """Compare before an iteration, if it is the first and the job has other ranks.
 
         Ranks are expected for the shards that this loader reads: a loader over other shards, on some ranks only, is not
         taken for this one.
@@ -109,7 +109,7 @@ class StartCheck:
 
 
 def _described(value: Any) -> Any:
-    """Functions by name, never by address."""
+    """Return functions by name, never by address."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Mapping):

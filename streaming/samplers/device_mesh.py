@@ -120,7 +120,7 @@ class DeviceMeshSampler(Sampler[Any]):
         self._deal_to(self._finder.mesh)
 
     def __len__(self) -> int:
-        """Batches in a whole epoch, the same on every rank."""
+        """Count the batches in a whole epoch, the same on every rank."""
         self._look_again()
         return self.shape.batches_in(self.epoch_samples)
 
@@ -135,7 +135,7 @@ class DeviceMeshSampler(Sampler[Any]):
         return self.position.samples_seen
 
     def __iter__(self) -> Iterator[Any]:
-        """Lists of indices for the epoch due, or the rest of it; without a batch size, single ones.
+        """Yield lists of indices for the epoch due, or the rest of it; without a batch size, single ones.
 
         Raises:
             ConfigError: Batches are given to torch's loader as ``sampler=``; or, on all ranks, there are fewer samples
@@ -151,17 +151,17 @@ class DeviceMeshSampler(Sampler[Any]):
         return _Indices(self, 0, lambda rows, _: rows.tolist())
 
     def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-        """As ``iter``, each index with ``count`` others that may stand in for it; for ``RetrySampler``."""
+        """Iterate, each index with ``count`` others that may stand in for it; for ``RetrySampler``."""
         return _Indices(self, count, with_substitutes)
 
     def row_of_others(self, plan: Plan, batch: int, count: int) -> tuple[int, tuple[int, ...]]:
-        """An index, with ``count`` others, that another rank has in a batch of ``plan`` without rows here."""
+        """Return an index, with ``count`` others, that another rank has in a batch of ``plan`` without rows here."""
         block = plan.rank_batches(batch, batch + 1, plan.dp_world_size - 1)  # the last rank has a row if any has
         (row, *_), (others, *_) = self._rows(block, self.order, count)
         return int(row), tuple(others.tolist())
 
     def follow(self, loader: Iterable[_BATCH]) -> Lasting[_BATCH]:
-        """The batches of ``loader``, counted as they are handed out: ``state_dict`` is then exact with any prefetching.
+        """Yield the batches of ``loader``, counted as they are handed out: ``state_dict`` is then exact.
 
         Args:
             loader: A ``torch.utils.data.DataLoader`` whose ``batch_sampler`` or ``sampler`` this is (or a
@@ -193,7 +193,7 @@ class DeviceMeshSampler(Sampler[Any]):
             run.count(self.position, run.plan.num_batches)
 
     def valid_mask(self, batch: int) -> torch.Tensor:
-        """bool[B]: which rows of batch number ``batch`` of the running iteration are real, and not padding.
+        """Return bool[B]: which rows of batch number ``batch`` of the running iteration are real, and not padding.
 
         The number counts from the iteration's first batch, so it is that of ``enumerate(loader)``.
 
@@ -209,7 +209,7 @@ class DeviceMeshSampler(Sampler[Any]):
         self.position.set_epoch(epoch)
 
     def set_seed(self, seed: int) -> None:
-        """A new order, from the next epoch that starts."""
+        """Take a new order from the next epoch that starts."""
         self.position.set_seed(seed)
 
     def state(self, *, num_consumed: int | None = None) -> LoaderState:
@@ -227,7 +227,7 @@ class DeviceMeshSampler(Sampler[Any]):
         )  # fmt: skip
 
     def state_dict(self, *, num_consumed: int | None = None) -> dict[str, Any]:
-        """The position: small, JSON-able, the same on every rank, valid on any world size.
+        """Return the position: small, JSON-able, the same on every rank, valid on any world size.
 
         Args:
             num_consumed: Batches of the latest iteration that were consumed. Needed only where neither ``follow`` is
@@ -258,7 +258,7 @@ class DeviceMeshSampler(Sampler[Any]):
         return self.position.load(place, state.next_seed)
 
     def batches_left(self, samples_seen: int) -> int:
-        """Batches of an epoch that come after its first ``samples_seen`` samples."""
+        """Count the batches of an epoch that come after its first ``samples_seen`` samples."""
         return self.shape.batches_in(self.epoch_samples - samples_seen)
 
     def use_seed(self, seed: int | None) -> None:
@@ -267,7 +267,7 @@ class DeviceMeshSampler(Sampler[Any]):
             self.order = replace(self.order, seed=seed)
 
     def rows(self, plan: Plan, num_substitutes: int) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """For each batch of ``plan``, this rank's indices int64[B] and their substitutes int64[B, num_substitutes]."""
+        """Yield, for each batch of ``plan``, this rank's indices int64[B] and substitutes int64[B, num_substitutes]."""
         order, rank = self.order, self.mesh.data_rank
         per_block = max(1, _BLOCK_ROWS * plan.dp_world_size // plan.global_batch_size)
         for first in range(0, plan.num_batches, per_block):
@@ -295,7 +295,7 @@ class DeviceMeshSampler(Sampler[Any]):
         return self._latest
 
     def _rows(self, block: RankBatches, order: OrderSettings, count: int) -> tuple[Int64Array, Int64Array]:
-        """Indices int64[n] of planned rows, and others int64[n, count] for each."""
+        """Return indices int64[n] of planned rows, and others int64[n, count] for each."""
         others = substitutes(block.passes, block.positions, seed=order.seed, num_samples=self.num_samples, count=count)
         return self._indices(block, order), others
 
@@ -309,7 +309,7 @@ class DeviceMeshSampler(Sampler[Any]):
         return indices
 
     def _permutation(self, seed: int, pass_number: int) -> Permutation:
-        """Of one pass; the latest two are kept, as an epoch may touch both."""
+        """Return that of one pass; the latest two are kept, as an epoch may touch both."""
         found = self._permutations.get((seed, pass_number))
         if found is None:
             while len(self._permutations) > 1:
@@ -357,7 +357,7 @@ class _Run:
         self.is_asked_out = False
 
     def place(self, num_batches: int, *, has_begun: bool = False) -> Place:
-        """Behind so many batches of this iteration; at 0 samples, the epoch has perhaps ``has_begun``."""
+        """Return the place behind so many batches of this iteration; at 0 samples perhaps with ``has_begun``."""
         epoch, seen = self._start.epoch, self._start.samples_seen + num_batches * self.plan.global_batch_size
         if num_batches == self.plan.num_batches:
             return Place(epoch=epoch + 1, samples_seen=0)
@@ -387,7 +387,7 @@ class _Indices(Iterator[_ITEM]):
         self._num_left = 0
 
     def __next__(self) -> _ITEM:
-        """What the sampler gives for the next batch."""
+        """Return what the sampler gives for the next batch."""
         run = self._run
         if run is not None and not self._num_left:
             raise StopIteration
@@ -408,12 +408,12 @@ class _Indices(Iterator[_ITEM]):
 
 
 def with_substitutes(rows: Int64Array, others: Int64Array) -> list[tuple[int, tuple[int, ...]]]:
-    """The indices of a batch, each with its substitutes."""
+    """Return the indices of a batch, each with its substitutes."""
     return list(zip(rows.tolist(), map(tuple, others.tolist()), strict=True))
 
 
 def _mesh_of(device_mesh: Any, num_replicas: int | None, rank: int | None) -> Any:
-    """The mesh that torch's names describe, or the one given."""
+    """Return the mesh that torch's names describe, or the one given."""
     if num_replicas is None and rank is None:
         return device_mesh
     if device_mesh is not None:

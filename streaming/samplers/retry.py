@@ -56,10 +56,10 @@ class MapStyle(Protocol):
     """What a map-style data set has."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """One sample."""
+        """Return one sample."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return samples."""
 
 
 class Candidates(int):
@@ -68,7 +68,7 @@ class Candidates(int):
     substitutes: tuple[int, ...]
 
     def __new__(cls, index: int, substitutes: tuple[int, ...]) -> Self:
-        """The index with its substitutes, first choice first."""
+        """Return the index with its substitutes, first choice first."""
         made = super().__new__(cls, index)
         made.substitutes = substitutes
         return made
@@ -159,11 +159,11 @@ class RetrySampler(Sampler[Any]):
         )
 
     def __len__(self) -> int:
-        """What the sampler says."""
+        """Return what the sampler says."""
         return len(self.sampler)  # type: ignore[arg-type]  # samplers without a length raise TypeError, as torch's do
 
     def __iter__(self) -> Iterator[Any]:
-        """The sampler's indices (or lists of them), each with its substitutes."""
+        """Yield the sampler's indices (or lists of them), each with its substitutes."""
         self._reports.begin()
         self._take_reports()
         self._bad.clear()
@@ -179,7 +179,10 @@ class RetrySampler(Sampler[Any]):
         return Lasting(self._indices())
 
     def follow(self, loader: Iterable[_BATCH]) -> Lasting[_BATCH]:
-        """The batches of ``loader``, after a look at what was bad; counted as ``DeviceMeshSampler.follow`` does."""
+        """Return the batches of ``loader``, after a look at what was bad.
+
+        Counted as ``DeviceMeshSampler.follow`` does.
+        """
         return Lasting(self._follow(loader))
 
     def _follow(self, loader: Iterable[_BATCH]) -> Generator[_BATCH, None, None]:
@@ -230,16 +233,16 @@ class RetrySampler(Sampler[Any]):
         return int(self.sampler.epoch)  # type: ignore[attr-defined]
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to the sampler."""
+        """Pass it on to the sampler."""
         self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
 
     def state_dict(self, **options: Any) -> dict[str, Any]:
-        """Of the sampler."""
+        """Return that of the sampler."""
         state: dict[str, Any] = self.sampler.state_dict(**options)  # type: ignore[attr-defined]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Passed on to the sampler."""
+        """Pass it on to the sampler."""
         self.sampler.load_state_dict(state)  # type: ignore[attr-defined]
 
     @property
@@ -284,11 +287,11 @@ class RetryingDataset(Dataset[Any]):
         self._max_retries, self._backoff_s, self._reports, self._skips = max_retries, backoff_s, reports, skips
 
     def __len__(self) -> int:
-        """Of the data set."""
+        """Return that of the data set."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        """The sample, or one in its place."""
+        """Return the sample, or one in its place."""
         if isinstance(index, StandIn):
             return NoRow(self[Candidates(int(index), index.substitutes)])
         sample, error = self._found(index)
@@ -297,7 +300,7 @@ class RetryingDataset(Dataset[Any]):
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Many samples, at once where the data set can; one by one where that fails or gives None.
+        """Return many samples, at once where the data set can; one by one where that fails or gives None.
 
         Fewer than asked for, where some are to be skipped.
         """
@@ -320,7 +323,7 @@ class RetryingDataset(Dataset[Any]):
         return self._kept(indices, samples)
 
     def _kept(self, indices: Sequence[int], samples: Sequence[Any]) -> list[Any]:
-        """``samples``, those that are None read one by one; what is to be skipped is left out."""
+        """Return ``samples``, those that are None read one by one; what is to be skipped is left out."""
         kept: list[Any] = []
         last_error: Exception | None = None
         for index, sample in zip(indices, samples, strict=True):
@@ -338,7 +341,7 @@ class RetryingDataset(Dataset[Any]):
         return kept
 
     def _found(self, index: int) -> tuple[Any, Exception | None]:
-        """The sample, or one in its place, and None; or None and the sample's own error."""
+        """Return the sample, or one in its place, and None; or None and the sample's own error."""
         number = int(index)
         sample, error = self._attempt(number)
         if error is None:
@@ -357,7 +360,7 @@ class RetryingDataset(Dataset[Any]):
         return None, error
 
     def _attempt(self, index: int) -> tuple[Any, Exception | None]:
-        """The sample and None, or None and why there is none."""
+        """Return the sample and None, or None and why there is none."""
         for attempt in range(self._max_retries + 1):
             try:
                 sample = self.dataset[index]
@@ -393,7 +396,7 @@ class SharedLog:
         self.open()
 
     def open(self) -> int:
-        """The descriptor of the log; to be opened before there are child processes."""
+        """Return the descriptor of the log; to be opened before there are child processes."""
         if self._descriptor is None:
             self._descriptor, self._taken_bytes = _open_log(), 0
             self._close = weakref.finalize(self, os.close, self._descriptor)
@@ -410,7 +413,7 @@ class SharedLog:
         os.write(self.open(), json.dumps(record).encode() + b"\n")  # appended whole: one write, O_APPEND
 
     def take(self) -> list[dict[str, Any]]:
-        """What was appended since the last call here."""
+        """Return what was appended since the last call here."""
         if self._descriptor is None:
             return []
         data = b""
@@ -437,7 +440,7 @@ class Reports(SharedLog):
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether another attempt may succeed: transfers and the like, but not "not found" or a value that is wrong."""
+    """Tell whether another attempt may succeed: transfers and the like, not "not found" or a value that is wrong."""
     return isinstance(error, OSError) and not isinstance(error, _FINAL)
 
 
@@ -452,7 +455,7 @@ def _open_log() -> int:
 
 
 def _with_neighbours(sampler: Iterable[Any]) -> Iterator[tuple[Any, list[int]]]:
-    """Each item of a sampler (an index, or a list of them) with the indices of items near it, next ones first."""
+    """Yield each item of a sampler (an index, or a list of them) with the indices of items near it, next ones first."""
     items = iter(sampler)
     first = next(items, None)
     if first is None:
@@ -469,7 +472,7 @@ def _with_neighbours(sampler: Iterable[Any]) -> Iterator[tuple[Any, list[int]]]:
 
 
 def _others(rows: Sequence[int], place: int, near: list[int], count: int) -> tuple[int, ...]:
-    """Up to ``count`` indices other than that at ``place``: the rows after it, before it, then those near."""
+    """Return up to ``count`` indices other than that at ``place``: the rows after it, before it, then those near."""
     own = int(rows[place])
     others = dict.fromkeys(int(index) for index in (*rows[place + 1 :], *rows[:place], *near))
     others.pop(own, None)

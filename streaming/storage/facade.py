@@ -72,19 +72,19 @@ class Storage:
         return f"Storage(options=<{', '.join(sorted(self._given)) or 'none'}>)"  # names only: values may be secret
 
     def is_like(self, other: Storage) -> bool:
-        """Whether both were made with the same options, so that one may read in the other's place."""
+        """Tell whether both were made with the same options, so that one may read in the other's place."""
         return self._given == other._given and self._observer is other._observer
 
     def in_flight(self) -> list[ActiveRequest]:
-        """The calls under way in all threads, oldest first: for reports on what is being waited for."""
+        """Return the calls under way in all threads, oldest first: for reports on what is being waited for."""
         return self._active.snapshot()
 
     def info(self, url: str) -> ObjectInfo:
-        """Size and version of the object or file at ``url``."""
+        """Return size and version of the object or file at ``url``."""
         return self._somewhere(url, lambda site: site.named(site.call(lambda adapter: adapter.info(site.url))))
 
     def exists(self, url: str) -> bool:
-        """Whether there is an object or file at ``url``; a missing bucket is False too."""
+        """Tell whether there is an object or file at ``url``; a missing bucket is False too."""
         try:
             self.info(url)
         except NotFoundError:
@@ -92,7 +92,7 @@ class Storage:
         return True
 
     def read(self, url: str, start: int = 0, stop: int | None = None) -> ReadBuffer:
-        """Bytes [start, stop) of ``url``; to its end without ``stop``. One request where nothing fails.
+        """Return bytes [start, stop) of ``url``; to its end without ``stop``. One request where nothing fails.
 
         Returns:
             Memory of exactly that many bytes, owned by the caller.
@@ -126,7 +126,7 @@ class Storage:
         )
 
     def check_unchanged(self, url: str) -> None:
-        """After ``summed`` reads: that ``url`` is the version that the first of them saw, as far as that can be asked.
+        """Check, after ``summed`` reads, that ``url`` is the version that the first of them saw, if it can be asked.
 
         Raises:
             ChangedError: As :meth:`read_into`.
@@ -134,7 +134,7 @@ class Storage:
         self._somewhere(url, lambda site: site.store.check_unchanged(site.url, site.hopeless))
 
     def list(self, url: str) -> Iterator[ObjectInfo]:
-        """All objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.
+        """Yield all objects below ``url`` taken as a directory, at any depth, sorted by URL; nothing if there are none.
 
         Raises:
             NotFoundError: If the bucket does not exist.
@@ -154,7 +154,7 @@ class Storage:
         self._store.call(url, lambda adapter: adapter.put(url, view))
 
     def open_write(self, url: str, part_bytes: int = DEFAULT_PART_BYTES) -> StoreWriter:
-        """A writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
+        """Return a writer that creates or replaces ``url`` when it is closed; see :class:`StoreWriter`.
 
         Object stores get one put up to ``part_bytes``, beyond it an upload in parts of that size while the caller
         writes.
@@ -166,7 +166,7 @@ class Storage:
         self._store.call(url, lambda adapter: adapter.delete(url))
 
     def _connect_anew(self) -> None:
-        """In a forked child: what it inherits of connections, threads and history is its parent's."""
+        """Let go in a forked child: what it inherits of connections, threads and history is its parent's."""
         never_free((self._store, self._mirror_stores))
         self._connect()
 
@@ -177,7 +177,7 @@ class Storage:
         self._mirror_stores = {mirror: self._store_of(mirror) for mirror in self._routes.mirrors}
 
     def _somewhere(self, url: str, work: Callable[[Site], _T]) -> _T:
-        """The result of ``work`` at the primary or, where that fails for good, at the first mirror that can.
+        """Return the result of ``work`` at the primary or, where that fails for good, at the first mirror that can.
 
         "No such object" and "it was replaced" are answers, no failures.
         """
@@ -248,9 +248,9 @@ class Site:
     back: Callable[[str], str] = str
 
     def call(self, attempt: Callable[[Adapter], _T]) -> _T:
-        """The result of ``attempt``, retried."""
+        """Return the result of ``attempt``, retried."""
         return self.store.call(self.url, attempt, self.hopeless)
 
     def named(self, info: ObjectInfo) -> ObjectInfo:
-        """``info`` by the primary's name."""
+        """Return ``info`` by the primary's name."""
         return replace(info, url=self.back(info.url))

@@ -33,7 +33,7 @@ ADAPTERS: dict[str, Callable[[StorageOptions], Adapter]] = {
 
 
 def never() -> bool:
-    """Whether to give up early."""
+    """Tell whether to give up early."""
     return False
 
 
@@ -57,7 +57,7 @@ class Store:
         self._pins = Pins()
 
     def adapter(self, url: str | os.PathLike[str]) -> Adapter:
-        """What talks to the store of ``url``; made at first use."""
+        """Return what talks to the store of ``url``; made at first use."""
         kind = ADAPTERS.get(scheme_of(as_url(url)), FsspecAdapter)
         if kind is ObjectAdapter and self._options.client == "fsspec":
             kind = FsspecAdapter
@@ -67,7 +67,7 @@ class Store:
             return self._adapters[kind]  # one for each kind of store, as long as this object lives
 
     def call(self, url: str, attempt: Callable[[Adapter], _T], hopeless: Callable[[], bool] = never) -> _T:
-        """The result of ``attempt``, retried as far as the policy and ``hopeless`` say; forgets the version."""
+        """Return the result of ``attempt``, retried as far as the policy and ``hopeless`` say; forgets the version."""
         self._pins.drop(url)
         return self._call(url, attempt, hopeless)
 
@@ -85,7 +85,7 @@ class Store:
             raise ChangedError(f"reading {redact(url)}: the object changed since it was first read; use new names")
 
     def _told_version(self, url: str, hopeless: Callable[[], bool]) -> str:
-        """What info tells of the version; empty if it tells nothing."""
+        """Return what info tells of the version; empty if it tells nothing."""
         info = self._call(url, lambda adapter: adapter.info(url), hopeless)
         return "" if info.version is None else f"{info.version} {info.size_bytes}"
 
@@ -105,7 +105,7 @@ class Store:
         summed: bool = False,
         hopeless: Callable[[], bool] = never,
     ) -> memoryview:
-        """Bytes [start, stop) of ``url``, in ``out`` if given.
+        """Return bytes [start, stop) of ``url``, in ``out`` if given.
 
         Args:
             url: Of what.
@@ -168,7 +168,7 @@ class Store:
         )
 
     def traffic_of(self, url: str) -> Traffic | None:
-        """What is known of the bucket or host of ``url``; None for files."""
+        """Return what is known of the bucket or host of ``url``; None for files."""
         scheme = scheme_of(url)
         if scheme == "file":
             return None

@@ -71,12 +71,15 @@ class Members:
 
 
 def padded(size: int) -> int:
-    """``size`` rounded up to whole blocks."""
+    """Return ``size`` rounded up to whole blocks."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def parse_number(field: bytes) -> int | None:
-    """The value of a numeric header field: octal text, or base 256 with the high bit set; None if it is neither."""
+    """Return the value of a numeric header field: octal text, or base 256 with the high bit set.
+
+    None if it is neither.
+    """
     if field[:1] and field[0] & 0x80:  # -1 for a negative number and for one beyond all sizes: both are no size
         return int.from_bytes(field[1:], "big") if field[0] == 0x80 else -1
     text = field.split(b"\0", 1)[0].strip(b" ")
@@ -86,7 +89,7 @@ def parse_number(field: bytes) -> int | None:
 
 
 def checksum_matches(header: bytes) -> bool:
-    """Whether a 512-byte header holds the sum of its own bytes, unsigned or (old tars) signed."""
+    """Tell whether a 512-byte header holds the sum of its own bytes, unsigned or (old tars) signed."""
     stored = parse_number(header[148:156])
     unsigned = sum(header) - sum(header[148:156]) + 8 * 0x20
     if stored == unsigned:
@@ -96,12 +99,12 @@ def checksum_matches(header: bytes) -> bool:
 
 
 def concerns_us(pax_payload: bytes) -> bool:
-    """Whether PAX records may set anything that is read here: the path, the size, or a sparse layout."""
+    """Tell whether PAX records may set anything that is read here: the path, the size, or a sparse layout."""
     return b" path=" in pax_payload or b" size=" in pax_payload or b"GNU.sparse" in pax_payload
 
 
 def parse_pax(payload: bytes, where: Where, offset: int) -> dict[bytes, bytes]:
-    """The records ``length key=value`` of a PAX header's payload that begins at ``offset`` of the buffer.
+    """Return the records ``length key=value`` of a PAX header's payload that begins at ``offset`` of the buffer.
 
     Raises:
         TarError: If a record's length does not hold, or there are more than :data:`MAX_PAX_RECORDS`.
@@ -125,7 +128,7 @@ def parse_pax(payload: bytes, where: Where, offset: int) -> dict[bytes, bytes]:
 
 
 def member_of_pax(records: dict[bytes, bytes], where: Where, offset: int) -> tuple[bytes | None, int | None]:
-    """Name and size that PAX ``records`` give to the next member, None where they say nothing.
+    """Return name and size that PAX ``records`` give to the next member, None where they say nothing.
 
     Raises:
         TarError: For a sparse file, whose bytes are not stored in one run, and for a size that is no number.
@@ -142,13 +145,13 @@ def member_of_pax(records: dict[bytes, bytes], where: Where, offset: int) -> tup
 
 
 def as_array(buffer: Any) -> NDArray[np.uint8]:
-    """``buffer`` (bytes, memoryview, array, …; contiguous) as a uint8 array over the same memory."""
+    """Return ``buffer`` (bytes, memoryview, array, …; contiguous) as a uint8 array over the same memory."""
     view = memoryview(buffer)
     return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
 def is_zero(buffer: Any) -> bool:
-    """Whether all bytes of ``buffer`` are zero."""
+    """Tell whether all bytes of ``buffer`` are zero."""
     return not as_array(buffer).any()
 
 
@@ -160,17 +163,17 @@ _META_NAME = re.compile(r"__[^/]*__($|/)")
 
 
 def decode_name(name: bytes) -> str:
-    """``name`` as text; bytes that are not UTF-8 become surrogates, so :func:`encode_name` gives them back."""
+    """Return ``name`` as text; bytes that are not UTF-8 become surrogates, so :func:`encode_name` gives them back."""
     return name.decode("utf-8", "surrogateescape")
 
 
 def encode_name(name: str) -> bytes:
-    """The inverse of :func:`decode_name`."""
+    """Return the inverse of :func:`decode_name`."""
     return name.encode("utf-8", "surrogateescape")
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Key and field (lower-cased, without the dot) of a member name, or None if it belongs to no sample.
+    """Return key and field (lower-cased, without the dot) of a member name, or None if it belongs to no sample.
 
     No sample have names without a dot in the last component, and names that start with a component such as
     ``__meta__``. Dot-files take their directory as key (``a/b/.x`` is field ``x`` of ``a/b/``), as in webdataset.
@@ -192,5 +195,5 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def is_meta(field: str) -> bool:
-    """Whether a name is like those that readers give to what they note in a sample, such as ``__key__``."""
+    """Tell whether a name is like those that readers give to what they note in a sample, such as ``__key__``."""
     return field.startswith("__") and field.endswith("__") and len(field) > len("____")

@@ -49,7 +49,9 @@ _ROLES[ord("g")] = _GLOBAL
 
 
 def read_members(buffer: BytesLike, where: Where, *, partial: bool = False, verify_headers: bool = False) -> Members:
-    """The regular members of the tar bytes in ``buffer``, which begins at a header; contract as ``walk_members``.
+    """Return the regular members of the tar bytes in ``buffer``, which begins at a header.
+
+    Contract as ``walk_members``.
 
     ``verify_headers`` checks the checksum of every header; otherwise only odd archives are checked so.
     """
@@ -90,12 +92,12 @@ def _read_regular(  # noqa: PLR0911 - one way out for each thing that breaks the
 
 
 def _column(raw: NDArray[np.uint8], dtype: str, offset: int) -> NDArray[Any]:
-    """The value of type ``dtype`` at ``offset`` of every block, as a strided view."""
+    """Return the value of type ``dtype`` at ``offset`` of every block, as a strided view."""
     return np.ndarray((raw.size // BLOCK_BYTES,), dtype, raw, offset, (BLOCK_BYTES,))
 
 
 def _sizes(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, NDArray[np.bool_]]:
-    """Sizes of the headers at blocks ``at``, and which of them are 11 octal digits closed by NUL or space.
+    """Return sizes of the headers at blocks ``at``, and which of them are 11 octal digits closed by NUL or space.
 
     Eight digits are read as one little-endian word and folded in pairs, then fours, then eights.
     """
@@ -110,7 +112,7 @@ def _sizes(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, NDArray[
 
 
 def _chain(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, Int64Array, NDArray[np.uint8]] | None:
-    """The candidates that are headers, with their payload sizes and roles; None where the pattern breaks."""
+    """Return the candidates that are headers, with their payload sizes and roles; None where the pattern breaks."""
     sizes, good = _sizes(raw, at)
     roles = _ROLES[_column(raw, "u1", 156)[at]]
     sizes[roles == _DATALESS] = 0
@@ -124,7 +126,7 @@ def _chain(raw: NDArray[np.uint8], at: Int64Array) -> tuple[Int64Array, Int64Arr
 
 
 def _follow(at: Int64Array, following: Int64Array) -> Int64Array:
-    """Indices of the candidates that are reached from the first one."""
+    """Return indices of the candidates that are reached from the first one."""
     target = np.searchsorted(at, following)
     target[target == at.size] = -1
     target[at[target] != following] = -1
@@ -136,7 +138,7 @@ def _follow(at: Int64Array, following: Int64Array) -> Int64Array:
 
 
 def _fold_octal(digits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The numbers that words of eight octal digits stand for, the first digit in the lowest byte."""
+    """Return the numbers that words of eight octal digits stand for, the first digit in the lowest byte."""
     folded = digits & np.uint64(0x0707070707070707)
     folded = ((folded * np.uint64(0x0801)) >> np.uint64(8)) & np.uint64(0x003F003F003F003F)
     folded = ((folded * np.uint64(0x400001)) >> np.uint64(16)) & np.uint64(0x00000FFF00000FFF)
@@ -144,7 +146,7 @@ def _fold_octal(digits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _checksums_match(raw: NDArray[np.uint8], at: Int64Array) -> bool:
-    """Whether all headers hold six octal digits that are the sum of their bytes (the usual form)."""
+    """Tell whether all headers hold six octal digits that are the sum of their bytes (the usual form)."""
     stored = _column(raw, "<u8", 148)[at]
     if ((stored & np.uint64(0xDFDFF8F8F8F8F8F8)) != np.uint64(0x0000303030303030)).any():
         return False
@@ -160,7 +162,7 @@ def _checksums_match(raw: NDArray[np.uint8], at: Int64Array) -> bool:
 
 
 def _header_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The sum of all bytes in each row of ``words``, ``[n, 64]``: most words are the same in all, and summed once."""
+    """Sum all bytes in each row of ``words``, ``[n, 64]``: most words are the same in all, and summed once."""
     flat = words.reshape(-1)
     differs = (flat[64:] != flat[:-64]).view(np.uint64).reshape(-1, 8)  # uint64 [n - 1, 8]: eight flags each
     varies = np.bitwise_or.reduce(differs, axis=0).view(np.bool_)
@@ -168,7 +170,7 @@ def _header_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _byte_sums(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The sum of all bytes in each row of at most 64 words, in four lanes of 16 bits, which cannot overflow."""
+    """Return the sum of all bytes in each row of at most 64 words, in four lanes of 16 bits, which cannot overflow."""
     lanes = words >> np.uint64(8)
     lanes &= np.uint64(0x00FF00FF00FF00FF)
     lanes += words & np.uint64(0x00FF00FF00FF00FF)
@@ -236,7 +238,7 @@ def _payload(raw: NDArray[np.uint8], at: int, size: int) -> bytes:
 def _apply_extensions(
     raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, roles: NDArray[np.uint8], where: Where
 ) -> dict[int, bytes] | None:
-    """Names given by PAX and GNU headers, by the index of their header; None if the exact reader must look."""
+    """Return names given by PAX and GNU headers, by the index of their header; None if the exact reader must look."""
     names: dict[int, bytes] = {}
     pax = np.flatnonzero(roles == _PAX)
     if pax.size and _any_concerns_us(raw, at[pax], sizes[pax]):
@@ -256,7 +258,7 @@ def _apply_extensions(
 
 
 def _any_concerns_us(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array) -> bool:
-    """Whether any of many PAX payloads may matter; most hold a time stamp and nothing else."""
+    """Tell whether any of many PAX payloads may matter; most hold a time stamp and nothing else."""
     if int(sizes.max()) > BLOCK_BYTES:
         return True
     blocks = raw[: raw.size - raw.size % BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
@@ -284,7 +286,7 @@ def _globals_matter(raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, r
 
 
 def _names(raw: NDArray[np.uint8], at: Int64Array, kept: Int64Array, names_at: dict[int, bytes]) -> Names:
-    """Names of the members at blocks ``at``, whose indices in the chain are ``kept``."""
+    """Return names of the members at blocks ``at``, whose indices in the chain are ``kept``."""
     column = _column(raw, "S100", 0)[at]
     prefixed = (_column(raw, "u1", 345)[at] != 0) & (_column(raw, "u1", 262)[at] == 0)
     if not names_at and not prefixed.any():
@@ -304,7 +306,7 @@ def _names(raw: NDArray[np.uint8], at: Int64Array, kept: Int64Array, names_at: d
 def parse_chunk(
     buffer: BytesLike, *, url: str = "", base: int = 0, verify_headers: bool = False, repeats: bool = False
 ) -> ChunkLayout:
-    """The samples in ``buffer``, which holds whole members from its first byte to its last.
+    """Return the samples in ``buffer``, which holds whole members from its first byte to its last.
 
     The buffer may be a chunk or a whole archive (with or without the end-of-archive mark). Nothing is copied from it
     and no reference to it is kept. Offsets in the result count from the buffer's start; ``record_starts[0]`` is 0 and

@@ -61,7 +61,7 @@ class PackedLayout:
     record_starts: Int64Array
 
     def unpacked(self) -> ChunkLayout:
-        """The same with keys as text."""
+        """Return the same with keys as text."""
         keys = self.keys
         return ChunkLayout(
             keys=keys.to_list() if isinstance(keys, KeyLines) else keys,
@@ -73,7 +73,7 @@ class PackedLayout:
 
 
 def group_members(members: Members, where: Where, *, first: int, stop: int, repeats: bool = False) -> PackedLayout:
-    """The samples that ``members`` make up; the records span ``[first, stop)``.
+    """Return the samples that ``members`` make up; the records span ``[first, stop)``.
 
     Args:
         members: In the order of the archive.
@@ -104,7 +104,7 @@ def group_members(members: Members, where: Where, *, first: int, stop: int, repe
 
 
 def _first_sample(names: list[bytes]) -> tuple[str, list[str]] | None:
-    """Key and extensions, as written, of the leading members with one key; None if they are not plain."""
+    """Return key and extensions, as written, of the leading members with one key; None if they are not plain."""
     key, extensions = None, []
     for raw in names:
         name = decode_name(raw)
@@ -122,7 +122,7 @@ def _first_sample(names: list[bytes]) -> tuple[str, list[str]] | None:
 
 
 def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
-    """Keys and fields if all samples have the fields of the first, in its order, and plain names; else None.
+    """Return keys and fields if all samples have the fields of the first, in its order, and plain names; else None.
 
     Works on the joined names of one field at a time: if every line ends with the extension and holds no dot but the
     extension's (and those of a directory that all lines begin with), the text between two extensions is a key.
@@ -156,7 +156,7 @@ def _uniform(names: Names) -> tuple[KeyLines, tuple[str, ...]] | None:
 
 
 def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
-    """Whether each of ``lines`` is a key and ``end``, with no special name among them."""
+    """Tell whether each of ``lines`` is a key and ``end``, with no special name among them."""
     if lines.count(b"\n") != num_samples or lines.count(end) != num_samples or b"\0" in lines:
         return False
     num_dots = folder.count(b".")

@@ -39,12 +39,12 @@ _PADS: Final = tuple(bytes(n) for n in range(BLOCK_BYTES))
 
 
 def padding(size_bytes: int) -> bytes:
-    """The zero bytes (0 to 511) that follow ``size_bytes`` bytes of content up to the next block."""
+    """Return the zero bytes (0 to 511) that follow ``size_bytes`` bytes of content up to the next block."""
     return _PADS[-size_bytes % BLOCK_BYTES]
 
 
 def member_header(name: str, size_bytes: int) -> bytes:
-    """The header blocks of a regular file, PAX header included where one is needed.
+    """Return the header blocks of a regular file, PAX header included where one is needed.
 
     The content and :func:`padding` of its size follow. Pure: the same arguments give the same bytes.
 
@@ -86,7 +86,7 @@ def _encode_name(name: str) -> bytes:
 
 
 def _split_name(raw_name: bytes) -> tuple[bytes, bytes] | None:
-    """``(name, prefix)`` as ustar stores them, or None where the name needs a PAX header."""
+    """Return ``(name, prefix)`` as ustar stores them, or None where the name needs a PAX header."""
     if len(raw_name) <= _MAX_NAME_BYTES:
         return raw_name, b""
     # The last slash that leaves a prefix of at most 155 bytes gives the shortest possible name.
@@ -102,7 +102,7 @@ def _clip_utf8(raw: bytes, max_bytes: int) -> bytes:
 
 
 def _pax_record(keyword: bytes, value: bytes) -> bytes:
-    """A length, a space, ``keyword=value`` and a newline; the length counts its own digits as well."""
+    """Return a length, a space, ``keyword=value`` and a newline; the length counts its own digits as well."""
     rest = b" " + keyword + b"=" + value + b"\n"
     length = len(rest)
     while length != len(rest) + len(str(length)):

@@ -32,11 +32,11 @@ class KeyLines:
         return self.count
 
     def to_list(self) -> list[str]:
-        """The keys as text."""
+        """Return the keys as text."""
         return decode_name(self.lines[: -len(self.end)]).split(decode_name(self.end))
 
     def packed(self) -> tuple[bytes, Int64Array]:
-        """The keys without anything between them, and where each ends: int64 ``[n]``."""
+        """Return the keys without anything between them, and where each ends: int64 ``[n]``."""
         return self.lines.replace(self.end, b""), self._stops()
 
     def _stops(self) -> Int64Array:
@@ -45,7 +45,7 @@ class KeyLines:
 
 
 def pack_keys(keys: KeyLines | list[str]) -> tuple[bytes, Int64Array]:
-    """As :meth:`KeyLines.packed`, for a list of keys too."""
+    """Do as :meth:`KeyLines.packed`, for a list of keys too."""
     if isinstance(keys, KeyLines):
         return keys.packed()
     parts = [encode_name(key) for key in keys]
@@ -53,12 +53,12 @@ def pack_keys(keys: KeyLines | list[str]) -> tuple[bytes, Int64Array]:
 
 
 def rises(names: NDArray[np.bytes_]) -> bool:
-    """Whether each name is greater than the one before."""
+    """Tell whether each name is greater than the one before."""
     return bool((names[1:] > names[:-1]).all())
 
 
 def surely_unique(parts: list[KeyLines | list[str]]) -> bool:
-    """Whether the keys of all ``parts`` rise from first to last. False says nothing."""
+    """Tell whether the keys of all ``parts`` rise from first to last. False says nothing."""
     bounds: list[NDArray[np.bytes_]] = []
     for part in parts:
         if isinstance(part, list) or part.names is None or part.end != getattr(parts[0], "end", None):
@@ -68,7 +68,7 @@ def surely_unique(parts: list[KeyLines | list[str]]) -> bool:
 
 
 def join_lines(names: Names, field: int, num_fields: int) -> bytes:
-    """Every ``num_fields``-th name from ``field`` on, each closed by a line feed (in place of a NUL after it)."""
+    """Take every ``num_fields``-th name from ``field`` on, each closed by a line feed (in place of a NUL after it)."""
     if not isinstance(names, list):
         width = len(names[field])
         if 0 < width < names.itemsize:

@@ -31,7 +31,7 @@ _WEIGHTS = 8.0 ** np.arange(10, -1, -1)
 
 
 def read_plain(raw: NDArray[np.uint8]) -> Members | None:
-    """The members of the whole of ``raw``; None if it is not what this reader is for."""
+    """Return the members of the whole of ``raw``; None if it is not what this reader is for."""
     walk = _Walk(raw.data)
     if raw.size % BLOCK_BYTES or not walk.go(_FIRST):
         return None
@@ -54,7 +54,7 @@ class _Walk:
         self.sizes: list[int] = []
 
     def go(self, steps: int) -> bool:
-        """At most so many steps; whether there was a plain header at each place before the end."""
+        """Go at most so many steps; tell whether there was a plain header at each place before the end."""
         data, at, end = self._data, self.at, len(self._data) - BLOCK_BYTES
         for _ in range(steps):
             if at > end:
@@ -74,7 +74,7 @@ class _Walk:
         return at > 0
 
     def members(self) -> Members:
-        """What was found; all of the bytes were walked over."""
+        """Return what was found; all of the bytes were walked over."""
         places = np.array(self.places, np.int64)
         return Members(
             names=self.names, headers=places, data=places + BLOCK_BYTES, sizes=np.array(self.sizes, np.int64),
@@ -83,7 +83,7 @@ class _Walk:
 
 
 def _periodic(first: list[int], end: int) -> Int64Array | None:
-    """Where headers are up to ``end`` if the steps between the ``first`` ones come again and again."""
+    """Return where headers are up to ``end`` if the steps between the ``first`` ones come again and again."""
     steps = [b - a for a, b in pairwise(first)]
     for period in range(1, _FIRST // 2 + 1):
         if steps[period:] == steps[:-period]:
@@ -94,7 +94,7 @@ def _periodic(first: list[int], end: int) -> Int64Array | None:
 
 
 def _members(raw: NDArray[np.uint8], places: Int64Array) -> Members | None:
-    """The members with headers at ``places``; None if they are not plain or not there."""
+    """Return the members with headers at ``places``; None if they are not plain or not there."""
     headers = raw.reshape(-1, BLOCK_BYTES).take(places // BLOCK_BYTES, 0)
     digits = headers[:, 124:135] - np.uint8(ord("0"))
     sizes = (digits @ _WEIGHTS).astype(np.int64)

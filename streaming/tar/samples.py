@@ -31,7 +31,7 @@ def iter_samples(
     repeats: bool = False,
     larger: str = "cut it into smaller samples, or read the archive by other means",
 ) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Key and fields of each sample of a tar that comes in ``pieces``, in the order of the archive.
+    """Yield key and fields of each sample of a tar that comes in ``pieces``, in the order of the archive.
 
     A gzip stream is recognised by its first bytes and inflated on the way. A sample is yielded as soon as the next
     one begins; memory is that of one sample and two pieces, in one copy. Samples before a damaged place are
@@ -76,7 +76,7 @@ class _Held:
         self.stop += len(piece)
 
     def samples(self, layout: ChunkLayout) -> Iterator[tuple[str, dict[str, bytes]]]:
-        """The samples of a layout, each once, in the order of the stream."""
+        """Yield the samples of a layout, each once, in the order of the stream."""
         for key, starts, sizes in zip(layout.keys, layout.starts.tolist(), layout.sizes.tolist(), strict=True):
             places = [place for place in zip(starts, sizes, layout.fields, strict=True) if place[0] >= 0]
             first, last = min(places), max(places)
@@ -89,7 +89,7 @@ class _Held:
                 yield key, {field: found.pop(field) for _, _, field in places}
 
     def _cut(self, start: int, stop: int) -> bytes:
-        """The bytes of a field; what lies before ``stop`` is forgotten piece by piece."""
+        """Return the bytes of a field; what lies before ``stop`` is forgotten piece by piece."""
         out = io.BytesIO()
         while start < stop:
             self.drop_before(start)
@@ -105,7 +105,7 @@ class _Held:
 
 
 def inflated(pieces: Iterable[BytesLike], url: str = "", *, max_gzip_ratio: float = MAX_GZIP_RATIO) -> Iterator[bytes]:
-    """``pieces`` as bytes; inflated, in bounded pieces, if they begin as gzip does (several members may follow).
+    """Yield ``pieces`` as bytes; inflated, in bounded pieces, if they begin as gzip does (several members may follow).
 
     Raises:
         TarError: If the gzip stream is damaged, truncated, or inflates to more than it may.

@@ -91,7 +91,7 @@ class TarScanner:
         return self.feed_packed(piece).unpacked()
 
     def feed_packed(self, piece: BytesLike) -> PackedLayout:
-        """As :meth:`feed`, without making a Python string of each key."""
+        """Do as :meth:`feed`, without making a Python string of each key."""
         raw = as_array(piece)
         self.members = None
         if self.num_bytes == 0:
@@ -109,7 +109,7 @@ class TarScanner:
         return self._close(self.members)
 
     def _read(self, raw: NDArray[np.uint8]) -> Members:
-        """Members in the kept tail and ``raw``, which follows it; offsets count from the tail."""
+        """Return members in the kept tail and ``raw``, which follows it; offsets count from the tail."""
         bridge = None
         tail_bytes = len(self._tail)
         if tail_bytes and raw.size > 2 * _BRIDGE_BYTES:  # a tail is short: do not copy all of raw to join them
@@ -128,7 +128,7 @@ class TarScanner:
         return _joined(bridge, _moved(members, offset))
 
     def finish(self) -> ChunkLayout:
-        """The last record, after the last piece.
+        """Return the last record, after the last piece.
 
         Raises:
             TarError: If the archive ends inside a member, or without the end-of-archive mark.
@@ -136,7 +136,7 @@ class TarScanner:
         return self.finish_packed().unpacked()
 
     def finish_packed(self) -> PackedLayout:
-        """As :meth:`finish`, without making a Python string of each key."""
+        """Do as :meth:`finish`, without making a Python string of each key."""
         if not self._ended:
             self._fail_truncated()
         members, self._open = self._open, None
@@ -195,7 +195,7 @@ _NONE = read_members(bytes(512), Where())
 
 
 def _moved(members: Members, offset: int) -> Members:
-    """``members`` with offsets that count from ``offset`` bytes earlier."""
+    """Return ``members`` with offsets that count from ``offset`` bytes earlier."""
     return replace(members, headers=members.headers + offset, data=members.data + offset, end=members.end + offset)
 
 
@@ -230,7 +230,7 @@ def _joined_names(first: Names, second: Names) -> Names:
 
 
 def _last_sample(names: Names) -> list[int]:
-    """Indices of the members of the last sample."""
+    """Return indices of the members of the last sample."""
     key: str | None = None
     indices: list[int] = []
     for index in range(len(names) - 1, -1, -1):

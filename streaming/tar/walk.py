@@ -94,7 +94,7 @@ class _Walk:
         self.ended = True
 
     def _check(self, header: bytes) -> tuple[int, int]:
-        """Type and size of a header whose checksum holds."""
+        """Return type and size of a header whose checksum holds."""
         member = header[:100].split(b"\0", 1)[0]
         if not checksum_matches(header):
             self.where.fail(
@@ -160,14 +160,14 @@ class _Walk:
 
 
 def plain_name(header: bytes) -> bytes:
-    """The name in a header itself: the name field, after the prefix where the magic is POSIX's."""
+    """Return the name in a header itself: the name field, after the prefix where the magic is POSIX's."""
     name = header[:100].split(b"\0", 1)[0]
     prefix = header[345:500].split(b"\0", 1)[0] if header[257:263] == b"ustar\0" else b""
     return prefix + b"/" + name if prefix else name
 
 
 def walk_members(view: memoryview, where: Where, *, partial: bool) -> Members:
-    """The regular members of the tar bytes in ``view``, which begins at a header.
+    """Return the regular members of the tar bytes in ``view``, which begins at a header.
 
     Args:
         view: The bytes.

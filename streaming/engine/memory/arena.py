@@ -80,7 +80,7 @@ class Extents:
             self.give(capacity - added, added)
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """The free ranges, sorted, merged."""
+        """Return the free ranges, sorted, merged."""
         return list(self._free)
 
 
@@ -111,7 +111,7 @@ class Arena:
         self._closed = False
 
     def _reserve(self, *, shared: bool) -> tuple[Extents, mmap.mmap]:
-        """An address range of twice the budget, or of a quarter more where the system limits the address space.
+        """Return an address range of twice the budget, or of a quarter more where the system limits the address space.
 
         Raises:
             MemoryLimitError: It grants neither.
@@ -261,7 +261,7 @@ def _pages(num_bytes: int) -> int:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """Calls that may wait, for a disk or for another thread's: the GIL is given away. Python's ``madvise`` keeps it."""
+    """Open the C library for calls that may wait, and give the GIL away: Python's ``madvise`` keeps it."""
     libc = ctypes.CDLL(None, use_errno=True)
     where, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [where, size, number, number, number, ctypes.c_int64], where
@@ -271,7 +271,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _mapped(address: int) -> int:
-    """An address that the system gave.
+    """Return an address that the system gave.
 
     Raises:
         OSError: It is none, but says that something failed.

@@ -107,7 +107,7 @@ class ChunkStore:
         self._closed = False
 
     def admit(self, wanted: FetchRange) -> Unit | None:
-        """The unit, with one more user; its fetch is started if need be. None if there is no room for it now."""
+        """Return the unit, with one more user; its fetch is started if need be. None if there is no room for it now."""
         key = wanted.key
         unit = self._units.get(key)
         if unit is None:
@@ -134,11 +134,11 @@ class ChunkStore:
         self._threads.submit(run)
 
     def holds(self, wanted: FetchRange) -> bool:
-        """Whether the unit is here or on its way: nothing is to be started for it."""
+        """Tell whether the unit is here or on its way: nothing is to be started for it."""
         return wanted.key in self._units
 
     def release(self, unit: Unit) -> None:
-        """One user less. Without users a unit is dropped, or kept as long as the room is not needed."""
+        """Count one user less. Without users a unit is dropped, or kept as long as the room is not needed."""
         unit.users -= 1
         if unit.users == 0 and unit.ready and not self._closed:
             self._retire(unit)
@@ -156,7 +156,7 @@ class ChunkStore:
         return len(kept)
 
     def hold(self, wanted: FetchRange) -> list[Unit]:
-        """Units that have come and share samples with ``wanted``, each with one more user."""
+        """Return units that have come and share samples with ``wanted``, each with one more user."""
         first, stop = wanted.first_sample, wanted.first_sample + wanted.num_samples
         found = [
             unit
@@ -189,7 +189,7 @@ class ChunkStore:
                 _note(unit, error)
 
     def pending(self) -> list[Unit]:
-        """Units whose fetch has not ended yet."""
+        """Return units whose fetch has not ended yet."""
         return [unit for unit in self._units.values() if not unit.ready]
 
     def close(self) -> None:
@@ -293,7 +293,7 @@ class ChunkStore:
 
 
 def _note(unit: Unit, error: BaseException) -> None:
-    """What went wrong is the unit's: its bytes, or the fetch altogether."""
+    """Note what went wrong as the unit's: its bytes, or the fetch altogether."""
     if isinstance(error, DataError) and not isinstance(error, IndexMismatchError):
         unit.damage = error
     else:

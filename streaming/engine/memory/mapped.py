@@ -90,7 +90,7 @@ class FileMaps:
 
     @staticmethod
     def skew_bytes(wanted: FetchRange) -> int:
-        """Room that is wanted before a range: in the arena it is to begin as far into a page as in the file."""
+        """Return the room that is wanted before a range: it is to begin as far into a page as in the file."""
         return wanted.byte_start % PAGE_BYTES if wanted.num_bytes >= LEAST_BYTES else 0
 
     def map(self, wanted: FetchRange, start: int, data: memoryview) -> bool:
@@ -125,7 +125,7 @@ class FileMaps:
         return done
 
     def unmap(self, wanted: FetchRange, start: int) -> None:
-        """Nobody reads there any more."""
+        """Unmap it: nobody reads there any more."""
         with self._lock:
             file = self._files.get(wanted.url)
             if file is not None and file.mapped.pop(start, None) is not None:
@@ -160,7 +160,7 @@ class FileMaps:
             self._watcher.join()
 
     def _take(self, wanted: FetchRange, first: int, stop: int, *, is_whole: bool) -> tuple[_File | None, bool]:
-        """The file to map a range of, None if it is to be read; and whether its place shows another file."""
+        """Return the file to map a range of, None if it is to be read; and whether its place shows another file."""
         maps = is_whole and wanted.sums and wanted.num_bytes >= LEAST_BYTES and self._reads_whole(wanted)
         with self._lock:
             was_left = self._forget(first, stop)
@@ -171,7 +171,7 @@ class FileMaps:
         return file, was_left
 
     def _forget(self, first: int, stop: int) -> bool:
-        """Nothing is left over in ``[first, stop)``: somebody has a use for it. Whether anything was."""
+        """Leave nothing over in ``[first, stop)``, for which somebody has a use; tell whether anything was."""
         found = [one for one in self._left if one[0] < stop and first < one[1]]
         for one in found:
             self._left.remove(one)
@@ -251,13 +251,13 @@ _DESCRIPTORS = _Descriptors()
 
 
 def _place_of(wanted: FetchRange, start: int, num_bytes: int | None = None) -> tuple[int, int]:
-    """The pages of the arena that a range, or ``num_bytes`` of it, at byte ``start`` takes: first, and one past all."""
+    """Return the pages of the arena that a range (``num_bytes`` of it) at byte ``start`` takes: first, one past all."""
     stop = -(-(start + (wanted.num_bytes if num_bytes is None else num_bytes)) // PAGE_BYTES) * PAGE_BYTES
     return start - FileMaps.skew_bytes(wanted), stop
 
 
 def _leased(path: str, own_devices: frozenset[int]) -> int:
-    """Descriptor of a file under lease.
+    """Return the descriptor of a file under lease.
 
     Raises:
         OSError: There is no file, or no lease to be had.
@@ -275,7 +275,7 @@ def _leased(path: str, own_devices: frozenset[int]) -> int:
 
 
 def _devices_of_own_disks() -> frozenset[int]:
-    """Numbers of the devices with file systems whose pages may be mapped; none where the system cannot say."""
+    """Return numbers of the devices with file systems whose pages may be mapped; none where the system cannot say."""
     found = set()
     with suppress(OSError), open("/proc/self/mountinfo") as file:
         for line in file:

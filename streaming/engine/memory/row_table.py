@@ -55,7 +55,7 @@ class RowTable:
                 del self._damage[row]
 
     def damage(self, rows: Int64Array) -> dict[int, DataError]:
-        """Which of some rows, by their place among them, hold damaged bytes, and why."""
+        """Return which of some rows, by their place among them, hold damaged bytes, and why."""
         with self._lock:
             if not self._damage:
                 return {}
@@ -63,7 +63,7 @@ class RowTable:
             return {place: known[row] for place, row in enumerate(rows.tolist()) if row in known}
 
     def select(self, rows: Int64Array, fields: tuple[str, ...] | None) -> tuple[list[str], dict[str, FieldRange]]:
-        """Keys, and the places of the fields (all that any of the rows has, or those asked for), of some rows.
+        """Return keys, and the places of the fields (all that any of the rows has, or those asked for), of some rows.
 
         It does not depend on what other rows there are: a field that is asked for is there if no row has it, too.
         """
@@ -85,7 +85,7 @@ class RowTable:
         return np.zeros(capacity, np.int64), np.full(capacity, -1, np.int64)
 
     def _grow(self, num_samples: int) -> None:
-        """Room for ``num_samples`` more rows in one piece, at least doubling."""
+        """Make room for ``num_samples`` more rows in one piece, at least doubling."""
         old = self._extents.capacity
         self._extents.grow(max(4096, 2 * old, old + num_samples))
         self._keys = np.concatenate([self._keys, np.full(self._extents.capacity - old, "", np.object_)])

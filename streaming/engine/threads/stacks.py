@@ -24,23 +24,23 @@ _STATES = {
 
 
 def thread_named(prefix: str) -> list[threading.Thread]:
-    """This process's threads whose names begin so, in the order of their names."""
+    """Return this process's threads whose names begin so, in the order of their names."""
     return sorted((one for one in threading.enumerate() if one.name.startswith(prefix)), key=lambda one: one.name)
 
 
 def where_is(ident: int | None) -> str:
-    """Where a thread of this process stands; "" if it is gone."""
+    """Return where a thread of this process stands; "" if it is gone."""
     frame = None if ident is None else sys._current_frames().get(ident)
     return summary(_places(frame))
 
 
 def where_in(dump: str) -> str:
-    """The same, from what ``faulthandler`` wrote; "" if that is nothing."""
+    """Return the same, from what ``faulthandler`` wrote; "" if that is nothing."""
     return summary((file, int(line), name) for file, line, name in _DUMPED.findall(dump))
 
 
 def summary(innermost_first: Iterable[Spot]) -> str:
-    """The innermost spot in the user's own code, and the innermost of all if that is another one."""
+    """Return the innermost spot in the user's own code, and the innermost of all if that is another one."""
     spots = list(innermost_first)
     if not spots:
         return ""
@@ -51,7 +51,7 @@ def summary(innermost_first: Iterable[Spot]) -> str:
 
 
 def state_of(pid: int) -> str:
-    """Whether a process lives, from ``/proc``."""
+    """Tell whether a process lives, from ``/proc``."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]

@@ -91,7 +91,7 @@ class ShardStream(Delivery):
     # --- what Delivery asks for ---
 
     def _num_ready(self) -> int:
-        """Batches below this number lie in the arena."""
+        """Return the number below which batches lie in the arena."""
         return self._num_gathered
 
     def _stop_reading(self) -> None:
@@ -170,7 +170,10 @@ class ShardStream(Delivery):
             self._changed.notify_all()
 
     def _admit(self, number: int, num_bytes: int) -> int | None:
-        """Where batch ``number`` is to lie; None while there is no room, or enough is read ahead. Under the lock."""
+        """Return where batch ``number`` is to lie.
+
+        None while there is no room, or enough is read ahead. Under the lock.
+        """
         if self._closed:
             raise StreamClosedError
         if number - self._started >= self._settings.depth:
@@ -180,7 +183,7 @@ class ShardStream(Delivery):
         return self._arena.allocate(num_bytes)
 
     def _free(self, batch: _Gathered) -> None:
-        """Nobody needs the batch's bytes any more. Under the lock."""
+        """Free the batch's bytes, which nobody needs any more. Under the lock."""
         self._in_use -= 1
         if batch.start != _ALONE:
             self._arena.free(batch.start, batch.num_bytes)

@@ -29,7 +29,7 @@ class Packing:
     num_bytes: int
 
     def place(self, memory: Any, view: memoryview, base: int) -> Rows:
-        """The rows, copied to byte ``base`` of a buffer and the bytes behind it."""
+        """Return the rows, copied to byte ``base`` of a buffer and the bytes behind it."""
         fields = {
             name: FieldRange(starts=where.starts + base, sizes=where.sizes) for name, where in self.fields.items()
         }
@@ -48,14 +48,17 @@ class Packing:
         )
 
     def place_alone(self) -> Rows:
-        """The rows, in memory of their own."""
+        """Return the rows, in memory of their own."""
         room = bytearray(self.num_bytes)
         rows = self.place(room, memoryview(room), 0)
         return replace(rows, view=memoryview(room).toreadonly())
 
 
 def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -> Packing:
-    """Room for the fields that are ``wanted``, whether any of the samples has them or not; None: all that any has."""
+    """Return the room for the fields that are ``wanted``, whether any of the samples has them or not.
+
+    None: all that any has.
+    """
     names = sorted({name for sample in samples for name in sample.fields}) if wanted is None else wanted
     # int64 [samples, fields], -1 where a sample lacks a field
     sizes = np.array(
@@ -70,14 +73,14 @@ def pack_samples(samples: Sequence[RawSample], wanted: tuple[str, ...] | None) -
 
 
 def neighbours(rows: Rows, row: int) -> Iterator[Rows]:
-    """The other rows of a batch, from ``row`` on, each in memory of its own."""
+    """Yield the other rows of a batch, from ``row`` on, each in memory of its own."""
     num_rows = len(rows.keys)
     for step in range(1, num_rows):
         yield alone(rows, (row + step) % num_rows)
 
 
 def alone(rows: Rows, row: int) -> Rows:
-    """One of the rows, in memory of its own."""
+    """Return one of the rows, in memory of its own."""
     one = slice(row, row + 1)
     places = [(int(where.starts[row]), int(where.sizes[row])) for where in rows.fields.values()]
     begin = min((start for start, size in places if size >= 0), default=0)

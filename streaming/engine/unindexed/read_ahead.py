@@ -26,7 +26,7 @@ class StreamClosedError(Exception):
 
 
 def piece_bytes_of(memory_limit_bytes: int) -> int:
-    """Bytes of one request, such that all pieces in memory take a sixteenth of the limit.
+    """Return the bytes of one request, such that all pieces in memory take a sixteenth of the limit.
 
     ``PIECES_AHEAD`` are under way or wait, one is being parsed; the parser holds up to three more: a copy of that one,
     what is left of the one before, and the two joined.
@@ -60,7 +60,7 @@ class ReadAhead:
         self._threads = JobThreads(PIECES_AHEAD, "shardstream-read")
 
     def pieces(self, url: str) -> Iterator[memoryview]:
-        """The bytes of ``url``, of one version of it; a piece counts until the next one is asked for.
+        """Yield the bytes of ``url``, of one version of it; a piece counts until the next one is asked for.
 
         Raises:
             StreamClosedError: This was closed.

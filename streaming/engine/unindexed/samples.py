@@ -77,7 +77,7 @@ class StreamSettings:
 
 
 def shard_sequence(settings: StreamSettings) -> Iterator[str]:
-    """This rank's shards without end: pass after pass over all shards, each in an order of its own, every R-th its own.
+    """Yield this rank's shards without end: pass after pass, each in an order of its own, of which it has every R-th.
 
     Where there are fewer shards than ranks, ranks far apart go through the same shards in different passes.
     """
@@ -95,7 +95,7 @@ def read_shard(
     reader: ReadAhead, url: str, *, keep_duplicates: bool = False, max_gzip_ratio: float = MAX_GZIP_RATIO,
     max_sample_bytes: int = MAX_SAMPLE_BYTES,
 ) -> Iterator[RawSample]:  # fmt: skip
-    """The samples of one shard."""
+    """Yield the samples of one shard."""
     shown = redact(url)
     samples = iter_samples(
         reader.pieces(url), shown, repeats=keep_duplicates, max_gzip_ratio=max_gzip_ratio,
@@ -106,7 +106,7 @@ def read_shard(
 
 
 def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator[RawSample]:
-    """``samples`` through a window: each leaves it at random, when the next one comes in."""
+    """Yield ``samples`` through a window: each leaves it at random, when the next one comes in."""
     window = settings.order.window
     if not settings.order.shuffle or window <= 1:
         yield from samples
@@ -126,7 +126,7 @@ def shuffled(samples: Iterator[RawSample], settings: StreamSettings) -> Iterator
 
 
 def samples_of(reader: ReadAhead, settings: StreamSettings, before: Callable[[str], None]) -> Iterator[RawSample]:
-    """This rank's samples without end, in the order of delivery.
+    """Yield this rank's samples without end, in the order of delivery.
 
     Args:
         reader: Reads shards.

@@ -42,7 +42,7 @@ class Work:
     since_s: float = field(default_factory=time.monotonic)
 
     def describe(self, row: int | None = None) -> str:
-        """Which batch for how long, and which sample, if any: row ``row``, default: as this process knows."""
+        """Return which batch for how long, and which sample, if any: row ``row``, default: as this process knows."""
         text = f"builds batch {self.batch} for {time.monotonic() - self.since_s:.1f} s"
         at = self.row[0] if row is None else row
         if 0 <= at < len(self.keys):
@@ -62,14 +62,14 @@ class Cell:
         os.ftruncate(self.fd, _CELL_BYTES)
 
     def row(self) -> int:
-        """The row that the worker decodes; -1: none."""
+        """Return the row that the worker decodes; -1: none."""
         with self._lock:
             if self.fd < 0:
                 return -1
             return int(_ROW.unpack(os.pread(self.fd, _ROW.size, 0))[0])
 
     def where(self, pid: int) -> str:
-        """Where the worker stands; "" if it does not answer. Waits up to a third of a second."""
+        """Return where the worker stands; "" if it does not answer. Waits up to a third of a second."""
         with self._lock:
             if self.fd < 0:
                 return ""

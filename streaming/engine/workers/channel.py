@@ -46,7 +46,7 @@ class Channel:
             raise ChannelClosedError(f"cannot send: {error}") from error
 
     def receive(self) -> tuple[Any, list[int]]:
-        """The next message and the descriptors sent with it (the caller closes them); blocks.
+        """Return the next message and the descriptors sent with it (the caller closes them); blocks.
 
         Raises:
             ChannelClosedError: If none will come any more.

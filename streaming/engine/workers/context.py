@@ -70,11 +70,11 @@ class ServerContext(BaseContext):
         self._give_back()
 
     def get_context(self, method: str | None = None) -> Any:
-        """Itself, for the queues and locks that it makes."""
+        """Return itself, for the queues and locks that it makes."""
         return self if method is None else super().get_context(method)
 
     def Process(self, *args: Any, **options: Any) -> BaseProcess:  # noqa: N802  multiprocessing's name
-        """A process, as ``multiprocessing.Process``."""
+        """Return a process, as ``multiprocessing.Process``."""
         return _Process(self, *args, **options)
 
     def _give_back(self) -> None:
@@ -109,7 +109,7 @@ class _Pickler(portable.Pickler):
         self._sent = {id(one.thing): number for number, one in enumerate(sent)}
 
     def persistent_id(self, obj: Any) -> int | None:
-        """The number of what was sent once."""
+        """Return the number of what was sent once."""
         return self._sent.get(id(obj))
 
 
@@ -155,11 +155,11 @@ class _Popen:
         return len(self._fds) - 1
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """The exit code, or None while the process runs."""
+        """Return the exit code, or None while the process runs."""
         return self.wait(0.0 if flag == os.WNOHANG else None)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The same, after waiting so long."""
+        """Return the same, after waiting so long."""
         if self.returncode is None and connection.wait([self.sentinel], timeout):
             status = self._server.status(self._number)
             self.returncode = 255 if status is None else os.waitstatus_to_exitcode(status)

@@ -82,11 +82,11 @@ class ForkServer:
         return self._process.pid
 
     def is_alive(self) -> bool:
-        """Whether the process is running."""
+        """Tell whether the process is running."""
         return self._process.poll() is None
 
     def is_starting(self) -> bool:
-        """Whether it still imports what workers need; they cannot be up before it is done."""
+        """Tell whether it still imports what workers need; they cannot be up before it is done."""
         with self._lock:
             if self._is_ready:
                 return False
@@ -152,7 +152,7 @@ class ForkServer:
             self._control.send(_REQUEST.pack(_KILL_UNHEARD, number))
 
     def leave_behind(self) -> None:
-        """In a forked child: let go of this end, so that the parent's is the only one."""
+        """Let go of this end in a forked child, so that the parent's is the only one."""
         self._control.close()
         self._process.returncode = 0  # it is no child of this process: nobody here is to wait for it, or to miss that
 
@@ -190,7 +190,7 @@ class SharedServer:
         self._knows_forks = False
 
     def borrow(self) -> ForkServer:
-        """The server, started if need be: anew, if it has died or was started with another import path."""
+        """Return the server, started if need be: anew, if it has died or was started with another import path."""
         if not self._knows_forks:
             self._knows_forks = True
             in_children(self, SharedServer._leave_behind)
@@ -201,7 +201,7 @@ class SharedServer:
             return self._server
 
     def give_back(self, server: ForkServer) -> bool:
-        """One user less; the last one ends the server, as does every user of one that was replaced.
+        """Count one user less; the last one ends the server, as does every user of one that was replaced.
 
         Returns:
             Whether the server goes on.
@@ -216,7 +216,10 @@ class SharedServer:
         return False
 
     def _leave_behind(self) -> None:
-        """In a forked child: the server is the parent's, and would take orders from both; the next user starts one."""
+        """Let go in a forked child: the server is the parent's, and would take orders from both.
+
+        The next user starts one.
+        """
         renew_lock(self)
         server, self._server, self._users = self._server, None, 0
         if server is not None:
@@ -235,7 +238,7 @@ SHARED = SharedServer()
 
 
 def serve(control_fd: int, parent_pid: int) -> None:
-    """The server's main loop."""
+    """Run the server's main loop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     opencv()
@@ -256,7 +259,7 @@ def serve(control_fd: int, parent_pid: int) -> None:
 
 
 def _handle(control: socket.socket, parent_fd: int | None, children: dict[int, int]) -> bool:
-    """One request; False when there will be no more."""
+    """Serve one request; False when there will be no more."""
     try:
         data, fds, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError:
@@ -323,7 +326,7 @@ def _reap(pid: int, patience_s: float) -> int:
 
 
 def _pidfd(pid: int) -> int | None:
-    """A descriptor that is readable once the process has ended; None on kernels before 5.3."""
+    """Return a descriptor that is readable once the process has ended; None on kernels before 5.3."""
     try:
         return os.pidfd_open(pid)
     except OSError:
@@ -331,7 +334,7 @@ def _pidfd(pid: int) -> int | None:
 
 
 def _wait(fds: list[int]) -> int:
-    """The last of ``fds`` that is readable: the parent's end goes before requests."""
+    """Return the last of ``fds`` that is readable: the parent's end goes before requests."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -129,7 +129,7 @@ class Descriptor:
         self._place = place
 
     def detach(self) -> int:
-        """The child's own."""
+        """Return the child's own."""
         return os.dup(_inherited[self._place])
 
 
@@ -163,7 +163,7 @@ def _trim_heap() -> None:
 
 
 def _be_killed_first() -> None:
-    """If memory runs out, let the kernel choose a worker, which is replaced, and not the training process."""
+    """Let the kernel choose a worker if memory runs out, which is replaced, and not the training process."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(_OOM_SCORE)
 
@@ -197,7 +197,7 @@ class _Worker:
         channel.send((HELLO, os.getpid()))
 
     def serve(self) -> None:
-        """Orders, until the channel is closed."""
+        """Carry out orders, until the channel is closed."""
         while True:
             (kind, order), fds = self._channel.receive()
             if kind != ORDER:
@@ -235,7 +235,7 @@ class _Worker:
             return FAILED, error_to_wire(error, _where(rows))
 
     def _built(self, order: Order, rows: Rows, slot: Slot) -> tuple[Any, SlotWriter]:
-        """The batch, and the writer that gave its memory."""
+        """Return the batch, and the writer that gave its memory."""
 
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> tuple[Any, SlotWriter]:
             writer = SlotWriter(slot)
@@ -248,7 +248,7 @@ class _Worker:
         return self._watch.build(attempt, self._report)
 
     def _substitutes(self, row: int) -> Iterator[Rows]:
-        """Those that the parent gives, which gives each once; a batch that is built again gets the same."""
+        """Yield those that the parent gives, which gives each once; a batch that is built again gets the same."""
         found = self._found.setdefault(row, [])
         for number in count():
             if number == len(found):
@@ -275,7 +275,7 @@ def _where(rows: Rows | None) -> str:
 
 
 def describe_rows(keys: list[str], urls: list[str]) -> str:
-    """The samples of a batch, for a message: all shards (up to three) and the first and last key."""
+    """Return the samples of a batch, for a message: all shards (up to three) and the first and last key."""
     if not keys:
         return "no samples"
     shards = list(dict.fromkeys(urls))

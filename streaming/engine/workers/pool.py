@@ -70,20 +70,20 @@ class _Job:
     _given_up: bool = False
 
     def begin(self, worker: Worker) -> None:
-        """``worker`` has it now."""
+        """Note that ``worker`` has it now."""
         with self._lock:
             self._worker = worker  # whoever gives the job up from here on shuts this one's channel
             if self._given_up:
                 worker.channel.shut()
 
     def end(self) -> bool:
-        """No worker has it any more; whether it is still wanted. If not, the worker's channel is shut."""
+        """Note that no worker has it any more; tell whether it is wanted. If not, the worker's channel is shut."""
         with self._lock:
             self._worker = None  # what comes after this shuts no channel: the worker may be at another job
             return not self._given_up
 
     def give_up(self) -> None:
-        """Nobody wants it any more: whoever talks to its worker gets ChannelClosedError."""
+        """Note that nobody wants it any more: whoever talks to its worker gets ChannelClosedError."""
         with self._lock:
             self._given_up = True  # for good: the worker that has it, or the next one, finds its channel shut
             if self._worker is not None:
@@ -160,7 +160,7 @@ class WorkerPool:
         seed: int | None = None,
         batch: int = -1,
     ) -> Any:
-        """The batch of ``rows``, as ``BatchBuilder.build`` gives it; its tensors lie in the ring.
+        """Return the batch of ``rows``, as ``BatchBuilder.build`` gives it; its tensors lie in the ring.
 
         ``substitutes`` and ``report`` are called in this thread, while the worker waits. What they raise aborts the
         batch and is raised here. A worker that dies is replaced and its batch built again.
@@ -195,7 +195,7 @@ class WorkerPool:
             job.give_up()
 
     def describe(self) -> list[str]:
-        """What each worker is at, and who has the ring's slots, for people; from any thread."""
+        """Return what each worker is at, and who has the ring's slots, for people; from any thread."""
         workers = self._processes.all()
         building = sum(worker.work is not None for worker in workers)
         kept = max(0, self._ring.num_taken - building)
@@ -238,7 +238,7 @@ class WorkerPool:
     # --- the conversation about one batch ---
 
     def _done(self, job: _Job, number: int) -> Any:
-        """The batch, not finished; see ``build``."""
+        """Return the batch, not finished; see ``build``."""
         while True:
             worker = self._processes.take()
             worker.work = Work(number, job.rows.keys, job.rows.urls)
@@ -268,7 +268,7 @@ class WorkerPool:
             return batch
 
     def _converse(self, worker: Worker, job: _Job) -> Any:
-        """The batch, not finished.
+        """Return the batch, not finished.
 
         Raises:
             ChannelClosedError: The worker has died.
@@ -339,7 +339,7 @@ class _Dialogue:
         self._num_reports = 0
 
     def reply(self, kind: str, value: Any) -> tuple[Any, ...]:
-        """The answer to one question.
+        """Return the answer to one question.
 
         Raises:
             BaseException: Whatever ``report`` or ``substitutes`` raised.

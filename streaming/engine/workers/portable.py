@@ -38,7 +38,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
 
     def reducer_override(self, obj: Any) -> Any:
-        """How to pickle ``obj``; NotImplemented: as always."""
+        """Return how to pickle ``obj``; NotImplemented: as always."""
         if type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type == "cpu":
             return _reduce_tensor(obj)
         nested = nested_parts(obj)
@@ -52,7 +52,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
 
 def dumps(thing: Any) -> bytes:
-    """``thing``, for ``pickle.loads`` in another process.
+    """Return ``thing``, for ``pickle.loads`` in another process.
 
     Raises:
         Exception: Whatever pickling something in it raised.
@@ -108,7 +108,7 @@ class SentOnce:
 
 
 def received(body: bytes, places: list[tuple[int, int]], fd: int) -> Any:
-    """The object of a ``SentOnce``, in another process; its memory is the file's until it is written to."""
+    """Return the object of a ``SentOnce``, in another process; its memory is the file's until it is written to."""
     num_bytes = max((start + size for start, size in places), default=0)
     whole = np.empty(0, np.uint8)
     if num_bytes:
@@ -133,7 +133,7 @@ def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_gr
 
 
 def _reduce_memmap(array: Any) -> Any:
-    """By its file, which may be larger than memory; NumPy would send the contents."""
+    """Pickle it by its file, which may be larger than memory; NumPy would send the contents."""
     file: Any = array._mmap
     if file is None or array.filename is None or not array.flags.c_contiguous or array.mode not in {"r", "r+", "c"}:
         return np.asarray(array).__reduce_ex__(5)

@@ -73,7 +73,7 @@ class Processes:
         return None if server is None else server.pid
 
     def all(self) -> list[Worker]:
-        """All workers, the oldest first."""
+        """Return all workers, the oldest first."""
         with self._changed:
             return list(self._workers.values())
 
@@ -89,12 +89,14 @@ class Processes:
                 self._spawn()
 
     def are_starting(self) -> bool:
-        """Whether none can be up yet: the process that they are forked from still imports what they need."""
+        """Tell whether none can be up yet: the process that they are forked from still imports what they need."""
         server = self._server
         return server is not None and server.is_starting()
 
     def take(self) -> Worker:
-        """A free worker, for the caller alone, to be followed by ``give_back`` or ``replace``; blocks until there is.
+        """Return a free worker, for the caller alone, to be followed by ``give_back`` or ``replace``.
+
+        Blocks until there is.
 
         Raises:
             RuntimeError: If closed, before or while waiting.
@@ -120,7 +122,7 @@ class Processes:
         worker.pid = pid
 
     def give_back(self, worker: Worker) -> None:
-        """The worker is free again."""
+        """Take back the worker, which is free again."""
         with self._changed:
             worker.work = None
             if self._closed:
@@ -181,7 +183,7 @@ class Processes:
             raise RuntimeError("the worker pool is closed")
 
     def _spawn(self) -> None:
-        """One more worker, in a new server if there is none or it has ended. With the lock held."""
+        """Start one more worker, in a new server if there is none or it has ended. With the lock held."""
         server = self._server or self._start_server()
         ours, theirs = socket.socketpair()
         worker = Worker(number=next(NUMBERS), channel=Channel(ours))

@@ -74,7 +74,7 @@ class Slot:
 
     @classmethod
     def create(cls, number: int, span_bytes: int) -> Slot:
-        """A new slot of zeros."""
+        """Return a new slot of zeros."""
         fd = unnamed_file("shardstream-ring")
         try:
             os.ftruncate(fd, span_bytes)
@@ -98,7 +98,7 @@ class Slot:
         self.follow()
 
     def touched(self, num_bytes: int) -> None:
-        """Its first bytes were written: their pages stay until ``trim``."""
+        """Note that its first bytes were written: their pages stay until ``trim``."""
         self.held_bytes = max(self.held_bytes, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
 
     def trim(self) -> None:
@@ -131,15 +131,15 @@ class Slot:
             locked[0].unlock(locked[1])
 
     def leave_locked(self) -> None:
-        """In a forked child: the pages stay locked for the parent, and CUDA, which locked them, works there alone."""
+        """Let go in a forked child: pages stay locked for the parent: CUDA, which locked them, works there alone."""
         self._locked = None
 
     def part(self) -> None:
-        """In a forked child: keep what it holds, and what is written here from now on, apart from the parent's."""
+        """Keep what a forked child holds, and what is written in it from now on, apart from the parent's."""
         map_privately(_address(self.array()), self.span_bytes, self.fd)
 
     def array(self, num_bytes: int | None = None) -> Memory:
-        """A new array over its first bytes (default: all); what is cut from it refers to it."""
+        """Return a new array over its first bytes (default: all); what is cut from it refers to it."""
         return np.frombuffer(self.memory, np.uint8, self.span_bytes if num_bytes is None else num_bytes)
 
     def close_fd(self) -> None:
@@ -149,7 +149,7 @@ class Slot:
             os.close(fd)
 
     def close(self) -> None:
-        """Of no use any more; the mapping goes with the last array over it."""
+        """Close it, which is of no use any more; the mapping goes with the last array over it."""
         self.unlock()
         self.close_fd()
         del self.memory
@@ -165,7 +165,7 @@ class SlotWriter:
         self.used_bytes = 0
 
     def reserve(self, num_bytes: int) -> Memory:
-        """``num_bytes`` of room, with any content."""
+        """Return ``num_bytes`` of room, with any content."""
         start = -(-self.used_bytes // ALIGN_BYTES) * ALIGN_BYTES
         if start + num_bytes > self._slot.span_bytes:
             self._slot.grow(start + num_bytes)
@@ -175,11 +175,11 @@ class SlotWriter:
         return self._whole[start : self.used_bytes]
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor in the slot, with any content: the hook of ``streaming.batches.collate``."""
+        """Return a contiguous tensor in the slot, with any content: the hook of ``streaming.batches.collate``."""
         return tensor_on(self.reserve(_num_bytes(shape, dtype)), shape, dtype)
 
     def place(self, data: Memory) -> int:
-        """Where ``data`` lies in the slot; it is copied there if it lies elsewhere."""
+        """Return where ``data`` lies in the slot; it is copied there if it lies elsewhere."""
         if not len(data):
             return 0
         address = _address(data)
@@ -205,7 +205,7 @@ class Lease:
         return 0 if self._root is None else min(self._used_bytes, len(self._root))
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor with any content, in the slot or, where that is full or given up, in fresh memory."""
+        """Allocate a contiguous tensor with any content, in the slot or, where that is full or given up, elsewhere."""
         start = -(-self._used_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self._used_bytes = start + _num_bytes(shape, dtype)
         if self._root is None:
@@ -216,7 +216,7 @@ class Lease:
         return tensor_on(self._root[start : self._used_bytes], shape, dtype)
 
     def end(self) -> None:
-        """Nothing more will be allocated."""
+        """Note that nothing more will be allocated."""
         self._root = None
 
 
@@ -269,7 +269,7 @@ class BatchRing:
         )
 
     def take(self) -> Slot:
-        """A slot for the caller alone; to be followed by ``wrap``, ``give_back`` or ``discard``."""
+        """Return a slot for the caller alone; to be followed by ``wrap``, ``give_back`` or ``discard``."""
         try:
             slot = self._free.pop()  # the last one used: its pages are likely in a cache
         except IndexError:
@@ -278,7 +278,10 @@ class BatchRing:
         return slot
 
     def wrap(self, slot: Slot, num_bytes: int) -> Memory:
-        """The slot's first bytes as an array; when it and all cut from it are gone, the slot comes back by itself."""
+        """Return the slot's first bytes as an array.
+
+        When it and all cut from it are gone, the slot comes back by itself.
+        """
         self._trim_pages()
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         if len(self._taken) > self.num_slots + MAX_EXTRA_SLOTS:  # so many are kept that new ones are copied out
@@ -291,7 +294,7 @@ class BatchRing:
         return root
 
     def give_back(self, slot: Slot) -> None:
-        """The slot is free. In a forked child nothing happens: it is the parent's."""
+        """Take back the slot, which is free. In a forked child nothing happens: it is the parent's."""
         if os.getpid() != self._maker_pid:
             return
         self._taken.discard(slot)
@@ -304,12 +307,12 @@ class BatchRing:
         self._trim_pages()
 
     def discard(self, slot: Slot) -> None:
-        """Never use the slot again: somebody else may still write into it."""
+        """Discard the slot, never to be used again: somebody else may still write into it."""
         self._taken.discard(slot)
         slot.close()
 
     def numbers(self) -> set[int]:
-        """Numbers of the slots that may be used again."""
+        """Return numbers of the slots that may be used again."""
         return {slot.number for slot in (*self._free.copy(), *self._taken.copy())}
 
     def want_span(self, num_bytes: int) -> None:
@@ -319,7 +322,7 @@ class BatchRing:
 
     @contextmanager
     def lease(self) -> Iterator[Lease]:
-        """A slot for a batch built in this process: ``with ring.lease() as lease: build(…, lease.allocate)``."""
+        """Return a slot for a batch built in this process: ``with ring.lease() as lease: build(…, lease.allocate)``."""
         root = slot = None
         if len(self._taken) < self.num_slots + MAX_EXTRA_SLOTS and not self._closed:
             slot = self.take()
@@ -343,11 +346,14 @@ class BatchRing:
             slot.close_fd()
 
     def _lend(self) -> None:
-        """Before a fork: the child gets every batch that lies in a slot now."""
+        """Lend the child, before a fork, every batch that lies in a slot now."""
         self._lent |= self._taken.copy()
 
     def _part(self) -> None:
-        """In a forked child: what it writes to its batches does not reach its parent's; free slots are the parent's."""
+        """Let go in a forked child: what it writes to its batches does not reach its parent's.
+
+        Free slots are the parent's.
+        """
         self.locker = None
         free, self._free = self._free, deque()
         for slot in free:
@@ -371,7 +377,7 @@ class BatchRing:
             )
 
     def _trim_pages(self) -> None:
-        """Free slots give pages back, the one idle longest first, until all hold no more than the limit."""
+        """Give pages of free slots back, the one idle longest first, until all hold no more than the limit."""
         for _ in range(len(self._free)):
             if self.held_bytes <= self._limit_bytes:
                 return
@@ -391,7 +397,7 @@ class BatchRing:
 
 
 def tensor_on(memory: Memory, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The bytes of ``memory`` as a tensor, which keeps ``memory`` alive."""
+    """Return the bytes of ``memory`` as a tensor, which keeps ``memory`` alive."""
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 

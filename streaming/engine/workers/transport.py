@@ -37,7 +37,7 @@ WireRows: TypeAlias = tuple[
 
 
 def rows_to_wire(rows: Rows, arena: Arena | None) -> WireRows:
-    """``rows`` without their buffer if it is the arena, else with it."""
+    """Return ``rows`` without their buffer if it is the arena, else with it."""
     inline = None if arena is not None and rows.memory is arena.memory else bytes(rows.memory)
     fields = {name: (where.starts, where.sizes) for name, where in rows.fields.items()}
     damage = dumps(dict(rows.damage)) if rows.damage else None
@@ -45,7 +45,7 @@ def rows_to_wire(rows: Rows, arena: Arena | None) -> WireRows:
 
 
 def rows_from_wire(wire: WireRows, memory: Any, view: memoryview) -> Rows:
-    """The rows; ``memory`` and ``view`` are the arena's."""
+    """Return the rows; ``memory`` and ``view`` are the arena's."""
     inline, keys, urls, fields, damage, numbers, positions, sources, packs = wire
     return Rows(
         memory=memory if inline is None else inline,
@@ -82,7 +82,7 @@ class Parcel:
 
 
 def pack(batch: Any, rows: Rows, writer: SlotWriter) -> Parcel:
-    """``batch``, its memory in the writer's slot.
+    """Return ``batch``, its memory in the writer's slot.
 
     Raises:
         Exception: Whatever pickling something in the batch raised.
@@ -112,7 +112,7 @@ def pack(batch: Any, rows: Rows, writer: SlotWriter) -> Parcel:
 
 
 def unpack(parcel: Parcel, memory: Memory, keys: list[str], urls: list[str]) -> Any:
-    """The batch; its tensors and arrays are views of ``memory`` (the slot's used bytes) and keep it alive."""
+    """Return the batch; its tensors and arrays are views of ``memory`` (the slot's used bytes) and keep it alive."""
     buffers = [memory[start : start + size] for start, size in parcel.buffers]
     body = buffers.pop().data if parcel.body is None else parcel.body
     batch = pickle.loads(body, buffers=buffers)  # noqa: S301  from our own worker
@@ -122,7 +122,7 @@ def unpack(parcel: Parcel, memory: Memory, keys: list[str], urls: list[str]) -> 
 
 
 def _lighter(name: Any, value: Any, rows: Rows, writer: SlotWriter, echoes: dict[str, str]) -> Any:
-    """``value``, or something that stands for it and costs less to send."""
+    """Return ``value``, or something that stands for it and costs less to send."""
     if type(value) is not list or not value:
         return value
     if name == "__key__" and value == rows.keys:
@@ -179,7 +179,7 @@ def _bytes_list(memory: Any, sizes: Int64Array) -> list[bytes | None]:
 
 
 def error_to_wire(error: BaseException, where: str) -> list[bytes]:
-    """The exception and its causes, each pickled; ``where`` and the traceback become notes."""
+    """Return the exception and its causes, each pickled; ``where`` and the traceback become notes."""
     trace = "".join(traceback.format_exception(error))
     chain: list[BaseException] = [error]
     while chain[-1].__cause__ is not None and len(chain) < 8:
@@ -189,7 +189,7 @@ def error_to_wire(error: BaseException, where: str) -> list[bytes]:
 
 
 def error_from_wire(blobs: list[bytes]) -> BaseException:
-    """The exception, to be raised; its causes and notes as in the worker."""
+    """Return the exception, to be raised; its causes and notes as in the worker."""
     *chain, note = [pickle.loads(blob) for blob in blobs]  # noqa: S301  from our own worker
     for link, cause in pairwise(chain):
         link.__cause__ = cause
@@ -199,7 +199,7 @@ def error_from_wire(blobs: list[bytes]) -> BaseException:
 
 
 def _portable(error: BaseException) -> bytes:
-    """The exception pickled or, where it does not survive that, a WorkerError that says what it was."""
+    """Return the exception pickled or, where it does not survive that, a WorkerError that says what it was."""
     try:
         blob = dumps(error)
         if type(pickle.loads(blob)) is type(error):  # noqa: S301  what has just been pickled

@@ -48,7 +48,7 @@ class S3Access:
 
 
 def s3_endpoint(options: StorageOptions, environ: Mapping[str, str]) -> str | None:
-    """The endpoint to use in place of AWS's own, if any."""
+    """Return the endpoint to use in place of AWS's own, if any."""
     found = options.endpoint_url or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     if found and not found.startswith(("http://", "https://")):
         raise ConfigError(f"endpoint_url {found!r}: expected http://host:port or https://host")
@@ -56,7 +56,7 @@ def s3_endpoint(options: StorageOptions, environ: Mapping[str, str]) -> str | No
 
 
 def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None) -> S3Access:
-    """Credentials, region and endpoint for s3, from ``options`` and ``environ`` (default: this process's).
+    """Return credentials, region and endpoint for s3, from ``options`` and ``environ`` (default: this process's).
 
     Raises:
         ConfigError: For a profile without boto3, or one that does not exist.
@@ -87,7 +87,7 @@ def s3_access(options: StorageOptions, environ: Mapping[str, str] | None = None)
 def _s3_source(  # noqa: PLR0911 (one return for each source, in order)
     options: StorageOptions, environ: Mapping[str, str]
 ) -> tuple[str, Callable[[], Any] | None, str | None]:
-    """Words for the source, the provider if it is ours to make, and the region if the source knows one."""
+    """Return words for the source, the provider if it is ours to make, and the region if the source knows one."""
     if options.anon:
         return "no credentials (anon=True)", None, None
     if options.key is not None and options.secret is not None:
@@ -133,7 +133,7 @@ def _has_aws_files(environ: Mapping[str, str]) -> bool:
 
 
 def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, Callable[[], Any] | None, str | None]:
-    """Credentials of a named profile (static, SSO, assumed role, process), refreshed by boto3."""
+    """Return credentials of a named profile (static, SSO, assumed role, process), refreshed by boto3."""
     try:
         import boto3  # noqa: PLC0415 (optional)
         import botocore.exceptions  # type: ignore[import-untyped] # noqa: PLC0415
@@ -156,7 +156,7 @@ def _from_profile(name: str | None, words: str, *, needed: bool) -> tuple[str, C
 
 
 def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
-    """The configuration of obstore for gs, and words for the source of its credentials."""
+    """Return the configuration of obstore for gs, and words for the source of its credentials."""
     environ = os.environ if environ is None else environ
     config: dict[str, Any] = {"base_url": options.endpoint_url} if options.endpoint_url else {}
     if options.anon or options.token == "anon":  # noqa: S105 (gcsfs's word for none)
@@ -175,7 +175,7 @@ def gcs_config(options: StorageOptions, environ: Mapping[str, str] | None = None
 
 
 def azure_config(options: StorageOptions, environ: Mapping[str, str] | None = None) -> tuple[dict[str, Any], str]:
-    """The configuration of obstore for az, and words for the source of its credentials."""
+    """Return the configuration of obstore for az, and words for the source of its credentials."""
     environ = os.environ if environ is None else environ
     given = {"account_name": options.account_name, "endpoint": options.endpoint_url}
     config: dict[str, Any] = {name: value for name, value in given.items() if value}
@@ -193,5 +193,5 @@ def azure_config(options: StorageOptions, environ: Mapping[str, str] | None = No
 
 
 def s3_endpoint_of_process(options: StorageOptions) -> str | None:
-    """:func:`s3_endpoint` with this process's environment."""
+    """Call :func:`s3_endpoint` with this process's environment."""
     return s3_endpoint(options, os.environ)

@@ -168,7 +168,7 @@ class FsspecAdapter:
 
     @contextmanager
     def _errors(self, url: str, doing: str) -> Iterator[None]:
-        """The one place where errors of fsspec and its file systems, which may be of any type, become ours."""
+        """Turn errors of fsspec and its file systems, which may be of any type, into ours: the one place for it."""
         try:
             yield
         except ShardstreamError:
@@ -180,7 +180,7 @@ class FsspecAdapter:
 
 
 def filesystem_arguments(scheme: str, options: StorageOptions) -> dict[str, Any]:
-    """Keyword arguments of the fsspec file system for ``scheme``, in its own names."""
+    """Return the keyword arguments of the fsspec file system for ``scheme``, in its own names."""
     found: dict[str, Any] = {}
     names = ("endpoint_url", "key", "secret", "token", "profile", "account_name", "account_key", "sas_token",
              "connection_string")  # fmt: skip
@@ -216,13 +216,13 @@ def _info(url: str, entry: dict[str, Any]) -> ObjectInfo:
 
 
 def _make_parents(system: Any, path: str) -> None:
-    """For file systems with real directories."""
+    """Make parents, for file systems with real directories."""
     if not getattr(system, "async_impl", False) and "/" in path:
         system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
 
 
 def _says(text: str, words: tuple[str, ...]) -> bool:
-    """Whether one of ``words`` is in ``text``; a status code only where it stands alone, not inside a name."""
+    """Tell whether one of ``words`` is in ``text``; a status code only where it stands alone, not inside a name."""
     return any(re.search(rf"(?<!\w){word}(?!\w)", text) if word.isdigit() else word in text for word in words)
 
 

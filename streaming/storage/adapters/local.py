@@ -20,7 +20,7 @@ _HELD_BYTES = 256 << 10  # of small pieces that are to be written together
 
 @contextmanager
 def _os_errors(url: str, doing: str) -> Iterator[None]:
-    """The one place where the operating system's errors become ours."""
+    """Turn the operating system's errors into ours: the one place for it."""
     try:
         yield
     except StorageError:
@@ -40,7 +40,7 @@ def _os_errors(url: str, doing: str) -> Iterator[None]:
 
 
 def _file_status(url: str, file: str | int) -> os.stat_result:
-    """What the system knows about a file, by path or descriptor; directories are not files."""
+    """Return what the system knows about a file, by path or descriptor; directories are not files."""
     with _os_errors(url, "looking at"):
         status = os.stat(file)
     if stat.S_ISDIR(status.st_mode):
@@ -247,5 +247,5 @@ def _sync_directory(path: str) -> None:
 
 
 def is_directory(url: str) -> bool:
-    """Whether ``url`` is a local directory."""
+    """Tell whether ``url`` is a local directory."""
     return scheme_of(url) == "file" and os.path.isdir(local_path(url))

@@ -158,7 +158,7 @@ class ObjectAdapter:
                 raise
 
     def _at(self, url: str, *, patient: bool = False) -> tuple[Any, str, Place]:
-        """The store that holds ``url``, the key in it, and the place for messages."""
+        """Return the store that holds ``url``, the key in it, and the place for messages."""
         scheme = scheme_of(url)
         if scheme in HTTP_SCHEMES:
             path, query = split_query(url)
@@ -179,7 +179,7 @@ class ObjectAdapter:
         return store, key, place.at(url)
 
     def _connect(self, scheme: str, root: str, *, patient: bool) -> tuple[Any, Place]:
-        """A client for one bucket or host; ``patient`` ones retry by themselves (uploads in parts)."""
+        """Return a client for one bucket or host; ``patient`` ones retry by themselves (uploads in parts)."""
         common: dict[str, Any] = {
             "client_options": self._client_options(root),
             "retry_config": self._retry_config(patient=patient),
@@ -265,7 +265,9 @@ class ObjectAdapter:
 
 
 def _shared(make: Callable[[], Any], *parts: object) -> Any:
-    """The client that this process has made of the same parts, as long as somebody uses it; else what ``make`` returns.
+    """Return the client that this process has made of the same parts, as long as somebody uses it.
+
+    Else what ``make`` returns.
 
     A client of its own loads the system's certificates (9 ms) and connects anew.
     """
@@ -279,7 +281,7 @@ def _shared(make: Callable[[], Any], *parts: object) -> Any:
 
 
 def _quoted(tag: str | None) -> str | None:
-    """An ETag as headers carry it; Azure's listings leave its quotation marks out."""
+    """Return an ETag as headers carry it; Azure's listings leave its quotation marks out."""
     return tag if not tag or tag.endswith('"') else f'"{tag}"'
 
 

@@ -60,11 +60,11 @@ class Place:
     span: str = ""
 
     def at(self, url: str) -> Place:
-        """The same for ``url``."""
+        """Return the same for ``url``."""
         return replace(self, url=url)
 
     def with_range(self, start: int, stop: int | None) -> Place:
-        """The same for a byte range."""
+        """Return the same for a byte range."""
         return replace(self, span=f" bytes [{start}, {'end' if stop is None else stop})")
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Place:
 
 @contextmanager
 def object_errors(place: Place, doing: str) -> Iterator[None]:
-    """Raises our errors for obstore's. The foreign one stays as ``__cause__`` unless it may hold a secret."""
+    """Raise our errors for obstore's. The foreign one stays as ``__cause__`` unless it may hold a secret."""
     try:
         yield
     except ShardstreamError:
@@ -89,7 +89,7 @@ def object_errors(place: Place, doing: str) -> Iterator[None]:
 def _translate(  # noqa: PLR0911 (one return for each kind)
     place: Place, doing: str, error: Exception
 ) -> ShardstreamError:
-    """The error to raise for ``error``."""
+    """Return the error to raise for ``error``."""
     errors = client().errors
     text = str(error)
     head, _, debug = text.partition("Debug source:")
@@ -127,7 +127,7 @@ def _translate(  # noqa: PLR0911 (one return for each kind)
 
 
 def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
-    """Status, code and words for one key that a delete of several left: the answer as a whole was a 200."""
+    """Return status, code and words for one key that a delete of several left: the answer as a whole was a 200."""
     said = f" ({code}: {message})" if message else f" ({code})"
     if code.isdigit():  # Azure names the status
         return int(code), "", said
@@ -139,7 +139,7 @@ def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
 
 
 def _transfer_error(where: str, place: Place, status: int, said: str, text: str) -> StorageError:
-    """For what is left: faults of the way, and answers that nobody foresaw."""
+    """Make an error of what is left: faults of the way, and answers that nobody foresaw."""
     head, _, debug = text.partition("Debug source:")
     final = next((words for token, words in _FINAL if token in debug), None)
     if final is not None:
@@ -198,7 +198,7 @@ _FINAL = (
 
 
 def _said(status: int, code: str, text: str) -> str:
-    """What the server said, short: status, code and message."""
+    """Return what the server said, short: status, code and message."""
     message = found[1].strip() if (found := _MESSAGE.search(text)) else ""
     words = " ".join(word for word in (str(status) if status else "", code) if word)
     return f" ({words}{': ' if words and message else ''}{message})" if words or message else ""

@@ -106,7 +106,7 @@ class ObjectWriter(StoreWriter):
         self._ended = True
 
     def _upload(self) -> None:
-        """The uploading thread: obstore pulls the parts and sends several at once."""
+        """Upload, on a thread: obstore pulls the parts and sends several at once."""
         try:
             client().api.put(
                 self._store,

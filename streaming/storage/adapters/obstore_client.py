@@ -49,7 +49,7 @@ _loading: dict[int, threading.Lock] = {}
 
 
 def client() -> Client:
-    """The client of this process.
+    """Return the client of this process.
 
     Raises:
         StorageError: In a forked child that cannot load a copy of the library; names the cure.

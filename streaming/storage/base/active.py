@@ -53,7 +53,7 @@ class ActiveCalls:
 
     @contextmanager
     def under_way(self, url: str, start: int = 0, stop: int | None = None) -> Iterator[Call]:
-        """A call, listed until the block ends."""
+        """List a call until the block ends."""
         call = Call(url, start, stop)
         with self._lock:
             self._calls[id(call)] = call
@@ -64,7 +64,7 @@ class ActiveCalls:
                 del self._calls[id(call)]
 
     def snapshot(self) -> list[ActiveRequest]:
-        """The calls under way, oldest first."""
+        """Return the calls under way, oldest first."""
         with self._lock:
             calls = list(self._calls.values())
         now_s = time.monotonic()

@@ -127,7 +127,7 @@ class StoreWriter(Protocol):
 
 
 def maker_of_writer(url: str) -> Maker:
-    """This process, as the maker of a writer of ``url``."""
+    """Return this process, as the maker of a writer of ``url``."""
     return Maker(f"the open writer of {redact(url)}", "Close it before the fork, or open another one in this process")
 
 
@@ -144,19 +144,19 @@ class Adapter(Protocol):
     keeps_versions: bool
 
     def info(self, url: str) -> ObjectInfo:
-        """Size and version of one object."""
+        """Return size and version of one object."""
 
     def open_range(self, url: str, start: int, stop: int | None, version: str | None) -> RangeBody:
         """Ask for bytes [start, stop), or from ``start`` to the end; of this ``version`` only, if one is given."""
 
     def list(self, url: str) -> list[ObjectInfo]:
-        """All objects below ``url`` taken as a directory, in any order; empty when there are none."""
+        """Return all objects below ``url`` taken as a directory, in any order; empty when there are none."""
 
     def put(self, url: str, data: memoryview) -> None:
         """Create or replace one object, atomically."""
 
     def open_write(self, url: str, part_bytes: int) -> StoreWriter:
-        """A writer that creates or replaces one object."""
+        """Return a writer that creates or replaces one object."""
 
     def delete(self, url: str) -> None:
         """Remove one object; nothing happens when there is none."""

@@ -37,7 +37,7 @@ class Mirror:
 
 
 def parse_mirrors(given: object) -> dict[str, tuple[Mirror, ...]]:
-    """The storage option ``mirrors``: prefix → mirror or a list of them, each a URL or a dict with ``url`` and options.
+    """Check the option ``mirrors``: prefix → mirror or a list of them, each a URL or a dict with ``url`` and options.
 
     Raises:
         ConfigError: It is something else.
@@ -65,7 +65,7 @@ def _mirror(given: object) -> Mirror:
 
 
 def mirrors_of(urls: object, mirrors: object) -> dict[str, Sequence[object]]:
-    """The storage option ``mirrors`` for a data set: its directory, and the directories that stand for it.
+    """Return the storage option ``mirrors`` for a data set: its directory, and the directories that stand for it.
 
     Args:
         urls: The data set as users write it.
@@ -93,7 +93,7 @@ def mirrors_of(urls: object, mirrors: object) -> dict[str, Sequence[object]]:
 
 
 def _folder(spec: str) -> str:
-    """The directory of a URL, or of all that its braces stand for."""
+    """Return the directory of a URL, or of all that its braces stand for."""
     plain, brace, _ = spec.partition("{")
     names_shard = bool(brace) or plain.partition("?")[0].endswith(SHARD_SUFFIXES)
     return split_url(plain)[0] if names_shard else plain.rstrip("/")
@@ -122,7 +122,7 @@ class Route:
             return self._rests_until_s is not None
 
     def turn(self) -> tuple[bool, bool]:
-        """Whether this call is to ask the primary, and whether that is the one trial after its rest."""
+        """Tell whether this call is to ask the primary, and whether that is the one trial after its rest."""
         with self._lock:
             if self._rests_until_s is None:
                 return True, False
@@ -132,7 +132,7 @@ class Route:
             return True, True
 
     def failed(self, error: Exception) -> None:
-        """The primary failed for good: mirrors from now on. Says so, the first time."""
+        """Note that the primary failed for good: mirrors from now on. Say so, the first time."""
         with self._lock:
             self._rests_until_s, self._tried = self._clock() + REST_S, False
             first, self._warned = not self._warned, True
@@ -143,21 +143,21 @@ class Route:
             )  # fmt: skip
 
     def worked(self) -> None:
-        """The primary answered."""
+        """Note that the primary answered."""
         with self._lock:
             self._rests_until_s, self._tried = None, False
 
     def undecided(self) -> None:
-        """The call to the primary was given up, for a reason of the caller's."""
+        """Note that the call to the primary was given up, for a reason of the caller's."""
         with self._lock:
             self._tried = False
 
     def at(self, mirror: Mirror, url: str) -> str:
-        """Where ``url`` lies in ``mirror``."""
+        """Return where ``url`` lies in ``mirror``."""
         return mirror.url + url[len(self.prefix) :]
 
     def back(self, mirror: Mirror, url: str) -> str:
-        """What ``url`` of ``mirror`` is called at the primary."""
+        """Return what ``url`` of ``mirror`` is called at the primary."""
         return self.prefix + url[len(mirror.url) :]
 
 
@@ -173,7 +173,7 @@ class Routes:
         self._routes = [Route(prefix, mirrors[prefix]) for prefix in sorted(mirrors, key=len, reverse=True)]
 
     def of(self, url: Any) -> Route | None:
-        """The route of the longest prefix of ``url``, if there is one."""
+        """Return the route of the longest prefix of ``url``, if there is one."""
         if not self._routes:
             return None
         text = as_url(url)

@@ -153,7 +153,7 @@ _NAMES = tuple(item.name for item in fields(StorageOptions) if item.name not in 
 
 
 def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
-    """``options`` checked and typed.
+    """Return ``options`` checked and typed.
 
     Raises:
         ConfigError: For an unknown name (the message lists the known ones) or a value of the wrong type. Never
@@ -179,7 +179,7 @@ def parse_options(options: Mapping[str, object] | None) -> StorageOptions:
 
 
 def _checked(name: str, value: object) -> object:
-    """``value`` if its type fits; never shown, for it may be secret."""
+    """Return ``value`` if its type fits; never shown, for it may be secret."""
     expected: type = bool if name in _BOOLEANS else Mapping if name == "fsspec" else str
     if value is None:
         return None if name not in {"anon", "requester_pays", "fsspec"} else expected() if expected is bool else {}

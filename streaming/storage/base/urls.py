@@ -17,13 +17,16 @@ HTTP_SCHEMES = frozenset({"http", "https"})
 
 
 def scheme_of(url: str) -> str:
-    """The scheme in lower case; ``"file"`` for plain paths."""
+    """Return the scheme in lower case; ``"file"`` for plain paths."""
     match = _SCHEME.match(url)
     return match[1].lower() if match else "file"
 
 
 def local_path(url: str) -> str:
-    """The path of a ``file:`` URL (percent-decoded), or the path itself; ``~`` is the user's home, as in a shell."""
+    """Return the path of a ``file:`` URL (percent-decoded), or the path itself.
+
+    ``~`` is the user's home, as in a shell.
+    """
     if not _SCHEME.match(url):
         return os.path.expanduser(url) if url.startswith("~") else url
     rest = url.split(":", 1)[1]
@@ -36,7 +39,7 @@ def local_path(url: str) -> str:
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """``url`` without its query string, and the query with its question mark; only http(s) URLs have one."""
+    """Return ``url`` without its query string, and the query with its question mark; only http(s) URLs have one."""
     if scheme_of(url) not in HTTP_SCHEMES:
         return url, ""
     path, mark, query = url.partition("?")
@@ -44,7 +47,7 @@ def split_query(url: str) -> tuple[str, str]:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Directory and name of ``url``; a query string stays with the directory, so that joining brings it back.
+    """Return directory and name of ``url``; a query string stays with the directory, so that joining brings it back.
 
     ``"s3://b/dir/x.tar"`` → ``("s3://b/dir", "x.tar")``; ``"x.tar"`` → ``("", "x.tar")``.
     """
@@ -64,7 +67,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def join_url(base: str, *names: str) -> str:
-    """``base`` with ``names`` below it, exactly one slash between them; a query string stays at the end."""
+    """Return ``base`` with ``names`` below it, exactly one slash between them; a query string stays at the end."""
     path, query = split_query(base)
     for name in names:
         path = name if not path else path + name if path.endswith("/") else f"{path}/{name}"
@@ -72,7 +75,7 @@ def join_url(base: str, *names: str) -> str:
 
 
 def redact(url: str) -> str:
-    """``url`` for messages: without user and password, and without a query string that may be a signature.
+    """Return ``url`` for messages: without user and password, and without a query string that may be a signature.
 
     Outside http(s) a question mark may be part of a key: what follows it is hidden where it looks like ``name=value``.
     """
@@ -86,12 +89,12 @@ def redact(url: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """``text`` with every URL in it redacted."""
+    """Return ``text`` with every URL in it redacted."""
     return _URL.sub(lambda found: redact(found[0]), text)
 
 
 def bucket_and_key(url: str) -> tuple[str, str]:
-    """Bucket (or container, or host) and key of an object URL.
+    """Return bucket (or container, or host) and key of an object URL.
 
     Raises:
         ConfigError: If there is no bucket, or the key has empty, ``.`` or ``..`` parts.
@@ -107,7 +110,7 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 
 
 def as_url(url: str | os.PathLike[str]) -> str:
-    """``url`` as a string; paths as they are."""
+    """Return ``url`` as a string; paths as they are."""
     if not isinstance(url, (str, os.PathLike)) or not (text := os.fspath(url)):
         raise ConfigError(f"expected a URL or path, got {url!r}")
     return text

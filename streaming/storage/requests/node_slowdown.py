@@ -57,7 +57,7 @@ class NodeSlowdown(SlowdownState):
 
     @contextmanager
     def _open(self, flags: int) -> Iterator[int]:
-        """The file, in a folder that nobody else can write to.
+        """Return the file, in a folder that nobody else can write to.
 
         Raises:
             OSError: There is none, or it is not ours alone.
@@ -89,7 +89,7 @@ def _check_private(found: os.stat_result, user: int, kind: int) -> None:
 
 
 def _digest(store: str) -> str:
-    """Names the store and this boot of this machine; holds no secret."""
+    """Return names the store and this boot of this machine; holds no secret."""
     boot = b""
     with suppress(OSError), open(_BOOT, "rb") as file:
         boot = file.read().strip()
@@ -97,7 +97,7 @@ def _digest(store: str) -> str:
 
 
 def _parse(data: bytes) -> Slowdown:
-    """What a file says, if it can be believed."""
+    """Return what a file says, if it can be believed."""
     if len(data) == _LAYOUT.size:
         share, at_s, crc = _LAYOUT.unpack(data)
         age_s = time.monotonic() - at_s

@@ -82,7 +82,7 @@ def retrying(
     allowance: TokenBucket | None = None,
     hopeless: Callable[[], bool] = lambda: False,
 ) -> _T:
-    """The result of ``attempt``, called again after a :class:`PassingError` as ``policy`` allows.
+    """Return the result of ``attempt``, called again after a :class:`PassingError` as ``policy`` allows.
 
     Args:
         policy: The limits.

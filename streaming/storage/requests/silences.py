@@ -32,7 +32,7 @@ class Silences:
         self._limit_s: float | None = self._unknown_s
 
     def note(self, silence_s: float) -> None:
-        """There was such a silence."""
+        """Note such a silence."""
         with self._lock:
             self._silences_s.append(silence_s)
             self._limit_s = None

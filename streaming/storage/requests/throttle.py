@@ -37,11 +37,11 @@ class Slowdown:
     at_s: float = 0.0
 
     def share_at(self, now_s: float) -> float:
-        """The share of the usual requests at once, in (0, 1]."""
+        """Return the share of the usual requests at once, in (0, 1]."""
         return min(1.0, self.share + max(0.0, now_s - self.at_s) / RECOVERY_S)
 
     def after(self, now_s: float, given_back: float, sent_at: float | None = None) -> Slowdown:
-        """After answers that gave back so much, and the refusal, if any, of a request sent at the share ``sent_at``.
+        """Go on after answers that gave back so much, and a refusal, if any, of one sent at the share ``sent_at``.
 
         Refusals take no more than half of the share at which their request was sent. So all of one round trip together
         halve it at most, and no round trip need be measured.
@@ -59,7 +59,7 @@ class SlowdownState:
         self._state = Slowdown()
 
     def read(self) -> Slowdown:
-        """The state; the default one if there is none."""
+        """Return the state; the default one if there is none."""
         return self._state
 
     def change(self, how: Callable[[Slowdown], Slowdown]) -> Slowdown:
@@ -118,7 +118,7 @@ class Gate:
             return share
 
     def try_enter(self) -> bool:
-        """Whether one more request, beside one that stalls, may be under way at once; if so, it counts."""
+        """Tell whether one more request, beside one that stalls, may be under way at once; if so, it counts."""
         with self._changed:
             share = self._share()
             if self._under_way >= self._limit(share) and share < _RIVALS_SHARE:
@@ -127,19 +127,19 @@ class Gate:
             return True
 
     def leave(self) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         with self._changed:
             self._under_way -= 1
             self._changed.notify(2)  # for its place, and for one more that the answer may have given back
 
     def answered(self) -> None:
-        """A request was not refused."""
+        """Note that a request was not refused."""
         with self._changed:
             if self._share() < 1:
                 self._given_back += GIVEN_BACK
 
     def refused(self, sent_at: float) -> None:
-        """A request was refused because the store is too busy; ``sent_at`` is what :meth:`enter` returned for it."""
+        """Note that a request was refused by a busy store; ``sent_at`` is what :meth:`enter` returned for it."""
         with self._changed:
             self._change(sent_at)
 

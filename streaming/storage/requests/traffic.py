@@ -46,7 +46,7 @@ class Traffic:
 
     @contextmanager
     def request(self, until_s: float) -> Iterator[None]:
-        """A request: begins when there is room for it, and what becomes of it is noted.
+        """Return a request: begins when there is room for it, and what becomes of it is noted.
 
         Raises:
             ThrottledError: There is no room before ``until_s`` (monotonic).

@@ -39,10 +39,10 @@ class Hedging(Protocol):
     threads: RequestThreads
 
     def begin(self, until_s: float) -> bool:
-        """Whether a second request may be made now, for a call that ends at ``until_s``; if so, it counts."""
+        """Tell whether a second request may be made now, for a call that ends at ``until_s``; if so, it counts."""
 
     def end(self, *, won: bool) -> None:
-        """A second request is over, for us."""
+        """Note that a second request is over, for us."""
 
 
 class _LostError(Exception):
@@ -70,7 +70,7 @@ class _Request:
         self.transfer.take(self, put)
 
     def hear(self) -> None:
-        """A sign of life: the first one is that the answer begins."""
+        """Note a sign of life: the first one is that the answer begins."""
         now_s = time.monotonic()
         if self.first_s is None:
             self.first_s = now_s - self.heard_s
@@ -79,12 +79,12 @@ class _Request:
         self.heard_s = now_s
 
     def patient_s(self, patience: Patience) -> float:
-        """For how long it may still be silent."""
+        """Tell for how long it may still be silent."""
         kind = patience.first if self.first_s is None else patience.later
         return kind.limit_s * self.scale - (time.monotonic() - self.heard_s)
 
     def teach(self, patience: Patience) -> None:
-        """What its silences were; one that was lost is silent up to now."""
+        """Teach what its silences were; one that was lost is silent up to now."""
         last_s = time.monotonic() - self.heard_s if self.lost else 0.0
         if self.first_s is None:
             patience.first.note(last_s / self.scale)
@@ -136,7 +136,7 @@ class Transfer:
         return self._out is not None and self._received == len(self._out)
 
     def result(self) -> memoryview:
-        """The bytes; all of them, once the transfer is done."""
+        """Return the bytes; all of them, once the transfer is done."""
         return memoryview(b"") if self._out is None else self._out
 
     def forget(self) -> None:
@@ -162,7 +162,7 @@ class Transfer:
                     request.lost = True
 
     def take(self, request: _Request, put: Callable[[memoryview], int]) -> None:
-        """Room for a request's bytes, if it is still ahead; the others fall behind.
+        """Give room for a request's bytes, if it is still ahead; the others fall behind.
 
         Raises:
             _LostError: It is not.
@@ -213,7 +213,7 @@ class Transfer:
     # --- with rivals ---
 
     def _race(self, hedging: Hedging, until_s: float) -> None:
-        """The first request on a thread of the threads; another one whenever all that are left are silent for too long.
+        """Begin the first request on one of the threads, and another whenever all are silent for too long.
 
         Raises:
             PassingError: They still are at ``until_s``. (obstore's time-outs come first; file systems may have none.)
@@ -238,7 +238,7 @@ class Transfer:
                 self._account(hedging)
 
     def _work(self, request: _Request) -> Callable[[], None]:
-        """A threads thread's part; what is returned tells whoever waits."""
+        """Return a threads thread's part; what is returned tells whoever waits."""
         error: BaseException | None = None
         try:
             self._serve(request)
@@ -254,7 +254,7 @@ class Transfer:
             self._changed.notify_all()
 
     def _is_over(self) -> bool:
-        """Whether every byte is there.
+        """Tell whether every byte is there.
 
         Raises:
             StorageError: Some are not, and no request is left.
@@ -268,7 +268,7 @@ class Transfer:
         raise next((error for error in errors if not isinstance(error, PassingError)), errors[-1])
 
     def _account(self, hedging: Hedging) -> None:
-        """What the silences were, and who won."""
+        """Count what the silences were, and who won."""
         for request in self._requests:
             if request.rival:
                 hedging.end(won=self.is_done and not request.lost)
@@ -281,5 +281,5 @@ class Transfer:
 
 
 def _memory(num_bytes: int) -> memoryview:
-    """Writable bytes that nobody has zeroed: they are about to be overwritten."""
+    """Return writable bytes that nobody has zeroed: they are about to be overwritten."""
     return np.empty(num_bytes, np.uint8).data
