@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -49,7 +49,7 @@ from shard_tools.token_verbs import convert_tokens, take_token_options, tokenize
 from shard_tools.verbs import ToolGroup, emit, finish
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
-from streaming.types import VERSION, DuplicateKeys
+from streaming.types import VERSION, DuplicateKeys, LastBatch
 
 _DEFAULT_MAX_BYTES = "256MB"  # a few seconds of one connection; 100 TB are 400,000 objects
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
@@ -77,7 +77,7 @@ def cli() -> None:
 @click.argument("target")
 @click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="What SOURCE is.")
 @click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Largest shard.")
-@click.option("--max-samples", type=click.IntRange(min=1), help="Most samples of a shard.")
+@click.option("--max-samples", type=COUNT, help="Most samples of a shard.")
 @click.option("--shuffle", "shuffle_seed", type=click.IntRange(min=0), metavar="SEED", help="Mix the records.")
 @click.option("--key", "key_field", metavar="FIELD", help="Take keys from this field; 'number' counts.")
 @click.option(
@@ -110,7 +110,7 @@ def cli() -> None:
 @engine_option
 @click.option(
     "--workers",
-    type=click.IntRange(min=1),
+    type=COUNT,
     help="Reading threads (default 8), tasks on Ray (64), or processes of a tokenizer (as many as processors).",
 )
 @click.option("--overwrite", is_flag=True, help="Delete what the target holds, and begin anew.")
@@ -148,7 +148,7 @@ def convert_command(
 
 @cli.command("index")
 @engine_option
-@click.option("--workers", type=click.IntRange(min=1), help="Shards at a time (default 8; on Ray 64).")
+@click.option("--workers", type=COUNT, help="Shards at a time (default 8; on Ray 64).")
 @click.option("--force", is_flag=True, help="Index anew what has an index.")
 @click.option("--prune", is_flag=True, help="Take shards that are gone out of the index.")
 @click.option(
@@ -198,7 +198,7 @@ def index_command(
 )
 @click.option("--write-bad", metavar="FILE", help="Write the samples found bad to such a list, for reshard --drop.")
 @duplicates_option
-@click.option("--workers", type=click.IntRange(min=1), default=8, show_default=True, help="Shards at a time.")
+@click.option("--workers", type=COUNT, default=8, show_default=True, help="Shards at a time.")
 @json_option
 @with_storage_options
 def verify_command(
@@ -450,7 +450,7 @@ def cat_command(
 @click.option("--epoch-size", type=COUNT, metavar="N", help="Samples of a virtual epoch. Default: one pass.")
 @click.option(
     "--last-batch",
-    type=click.Choice(["drop", "pad", "partial"]),
+    type=click.Choice(get_args(LastBatch)),
     default="drop",
     show_default=True,
     help="What becomes of the tail of the epoch.",

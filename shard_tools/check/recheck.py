@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shard_tools.check.shard_check import undecodable
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Finding, Report
@@ -17,15 +18,8 @@ from shard_tools.sets.tables import load_samples
 from streaming.batches.bad_file import BadRecord
 from streaming.catalog.build import no_samples
 from streaming.catalog.urls import expand_urls
-from streaming.decode import FieldDecoder, decode_field, resolve_decoders
-from streaming.errors import (
-    ChecksumError,
-    ConfigError,
-    DataError,
-    DecodeError,
-    IndexMismatchError,
-    StorageError,
-)
+from streaming.decode import FieldDecoder, resolve_decoders
+from streaming.errors import ChecksumError, DataError, IndexMismatchError, StorageError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage
 
@@ -150,7 +144,7 @@ class _Shard:
         key = table.keys[row]
         begin, end = table.record_starts[row : row + 2].tolist()
         self.num_bytes += wanted.num_bytes
-        number, good = row - int(pieces.bounds[piece]), True
+        number = row - int(pieces.bounds[piece])
         try:
             buffer, layout = read_pieces(self._storage, wanted, lambda: table)
             if number in layout.damage:
@@ -159,19 +153,7 @@ class _Shard:
             kind = next(kind for type_, kind in _KINDS if isinstance(error, type_))
             self._find(kind, f"cannot be read: {error}", key=key, byte_start=begin, byte_end=end)
             return False
-        for column, name in enumerate(layout.fields):
-            start, size = int(layout.starts[number, column]), int(layout.sizes[number, column])
-            if start < 0:
-                continue
-            try:
-                decode = self._decoder.decoder_for(name)
-            except ConfigError:  # a pickle and the like: safe to store, not to open
-                continue
-            try:
-                decode_field(decode, memoryview(buffer)[start : start + size], url=self._url, key=key, field=name)
-            except DecodeError as error:
-                self._find(
-                    "decode", f"field {name!r} does not decode: {error}", key=key, byte_start=begin, byte_end=end
-                )
-                good = False
-        return good
+        wrong = list(undecodable(self._decoder, layout, memoryview(buffer), [number], self._url, set()))
+        for _, _, what in wrong:
+            self._find("decode", what, key=key, byte_start=begin, byte_end=end)
+        return not wrong

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import crc32c
@@ -13,6 +13,7 @@ from shard_tools.running.progress import Progress
 from shard_tools.running.report import Finding
 from streaming.decode import FieldDecoder, decode_field
 from streaming.errors import ConfigError, DataError, DecodeError, NotFoundError, StorageError
+from streaming.fetch.layout import UnitLayout
 from streaming.fetch.sums import sums_of
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.large import LargeSums
@@ -228,26 +229,15 @@ class ShardCheck:
             )  # fmt: skip
 
     def _decode(self, layout: ChunkLayout, body: memoryview, base: int) -> None:
-        decoder = self.decoder
-        if decoder is None:
+        if self.decoder is None:
             return
-        for column, name in enumerate(layout.fields):
-            try:
-                decode = decoder.decoder_for(name)
-            except ConfigError:  # a pickle and the like: safe to store, not to open
-                self.not_decoded.add(name)
-                continue
-            for number, key in enumerate(layout.keys):
-                start, size = int(layout.starts[number, column]), int(layout.sizes[number, column])
-                if start < 0:
-                    continue
-                try:
-                    decode_field(decode, body[start : start + size], url=self.task.url, key=key, field=name)
-                except DecodeError as error:
-                    self._find(
-                        "decode", f"field {name!r} does not decode: {error}", key=key, byte_start=base + start,
-                        byte_end=base + start + size, cure="remove or replace this sample",
-                    )  # fmt: skip
+        numbers = range(len(layout.keys))
+        for number, column, what in undecodable(self.decoder, layout, body, numbers, self.task.url, self.not_decoded):
+            start, size = int(layout.starts[number, column]), int(layout.sizes[number, column])
+            self._find(
+                "decode", what, key=layout.keys[number], byte_start=base + start, byte_end=base + start + size,
+                cure="remove or replace this sample",
+            )  # fmt: skip
 
     def _check_tail(self, start: int, size_bytes: int) -> None:
         """Check that only zeros lie behind the last chunk: the end-of-archive mark and padding."""
@@ -261,6 +251,30 @@ class ShardCheck:
                 return
         if size_bytes - start < 1024:
             self._find("tail", "the end-of-archive mark is missing", byte_start=start, byte_end=size_bytes)
+
+
+def undecodable(
+    decoder: FieldDecoder, layout: ChunkLayout | UnitLayout, body: memoryview, numbers: Iterable[int], url: str,
+    not_decoded: set[str],
+) -> Iterator[tuple[int, int, str]]:  # fmt: skip
+    """Decode the fields of some samples; yield number, column and what is wrong of those that do not decode.
+
+    Fields without a safe decoder are added to ``not_decoded``.
+    """
+    for column, name in enumerate(layout.fields):
+        try:
+            decode = decoder.decoder_for(name)
+        except ConfigError:  # a pickle and the like: safe to store, not to open
+            not_decoded.add(name)
+            continue
+        for number in numbers:
+            start, size = int(layout.starts[number, column]), int(layout.sizes[number, column])
+            if start < 0:
+                continue
+            try:
+                decode_field(decode, body[start : start + size], url=url, key=layout.keys[number], field=name)
+            except DecodeError as error:
+                yield number, column, f"field {name!r} does not decode: {error}"
 
 
 def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:

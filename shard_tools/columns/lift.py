@@ -10,9 +10,8 @@ import pyarrow as pa
 from shard_tools.columns.target import AddReport, ColumnTarget
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.pieces import ShardPieces
-from shard_tools.sets.tables import load_samples
+from shard_tools.sets.tables import needed_samples
 from shard_tools.write.columns import ColumnValue, column_value
-from streaming.catalog.build import no_samples
 from streaming.errors import ConfigError, DataError
 from streaming.fetch.read import FieldsOf, fetch_range
 from streaming.filters.late_columns import find_columns
@@ -110,11 +109,7 @@ def sample_table_of(target: ColumnTarget, shard: int) -> SampleTable:
     Raises:
         IndexMissingError: It has none.
     """
-    url = target.urls[shard]
-    table = load_samples(target.storage, url, target.index_url)
-    if table is None:
-        raise no_samples(url)
-    return table
+    return needed_samples(target.storage, target.urls[shard], target.index_url)
 
 
 def samples_of(

@@ -141,7 +141,7 @@ def _write_shard(work: Work, shard: _Shard) -> tuple[_Shard, int]:
     try:
         with contextlib.closing(work.reader.records(shard.start)) as records:
             for record in itertools.islice(records, shard.num_samples):
-                writer.write({**record.fields, "__key__": record.key, "__metadata__": record.metadata})
+                writer.write(record.sample)
                 num_bytes += sum(map(len, record.fields.values()))
         writer.close(chunk_table=False)
     except BaseException:

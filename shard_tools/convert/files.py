@@ -62,10 +62,15 @@ class FileSource:
 
     def identity(self) -> dict[str, object]:
         """Return the names and sizes of the files, as one digest."""
-        digest = hashlib.sha256()
-        for file in self.files:
-            digest.update(f"{file.name}\0{file.size_bytes}\n".encode())
-        return {"kind": self.kind, "num_files": len(self.files), "sha256_of_names": digest.hexdigest()}
+        return identity_of(self.kind, [f"{file.name}\0{file.size_bytes}" for file in self.files])
+
+
+def identity_of(kind: str, lines: Sequence[str]) -> dict[str, object]:
+    """Tell a source from others by a line for each of its files."""
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(f"{line}\n".encode())
+    return {"kind": kind, "num_files": len(lines), "sha256_of_names": digest.hexdigest()}
 
 
 def is_local(url: str) -> bool:

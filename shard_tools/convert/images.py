@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -11,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shard_tools.convert.files import SourceFile, find_files, is_local, walk_folder
+from shard_tools.convert.files import SourceFile, find_files, identity_of, is_local, walk_folder
 from shard_tools.convert.journal import CLASSES
 from shard_tools.convert.records import (
     NUMBER_KEYS,
@@ -102,10 +101,7 @@ class ImageFolder:
 
     def identity(self) -> dict[str, object]:
         """Return a digest of names and sizes, in order."""
-        digest = hashlib.sha256()
-        for image in self._images:
-            digest.update(f"{image.key}\0{image.file.name}\0{image.file.size_bytes}\n".encode())
-        return {"kind": self.kind, "num_files": len(self._images), "sha256_of_names": digest.hexdigest()}
+        return identity_of(self.kind, [f"{one.key}\0{one.file.name}\0{one.file.size_bytes}" for one in self._images])
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Return the images from number ``start`` on, read by several threads."""

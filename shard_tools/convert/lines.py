@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -18,7 +17,7 @@ from shard_tools.convert.records import Record, SourceOptions, permutation
 from shard_tools.convert.rows import RowMapper, unreadable
 from shard_tools.running.engine import map_ordered
 from streaming.arrays import sums
-from streaming.catalog.lines import MAX_LINE_BYTES, scan_lines
+from streaming.catalog.lines import MAX_LINE_BYTES, json_line, scan_lines
 from streaming.errors import ConfigError, DataError, StorageError
 from streaming.storage import Storage
 from streaming.types import Int64Array
@@ -97,14 +96,7 @@ class LineFiles(FileSource):
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: byte {error.start} is not UTF-8; re-encode the file") from error
             return ({"text": text} if self._unit == "line" else {"text": text, "path": name}), None
-        line = line.strip().removeprefix(b"\xef\xbb\xbf")
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON: {error}; got {line[:60]!r}; correct or remove this line") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: expected a JSON object a line, got {line[:60]!r}")
-        return row, line
+        return json_line(line, where)
 
 
 def _units(lines: Iterator[bytes], unit: str) -> Iterator[tuple[int, bytes]]:

@@ -259,7 +259,7 @@ def _write(work: Work, start: int, first_shard: int, known_keys: Collection[str]
     with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:
         for record in records:
             refuse_known(record.key, known_keys)
-            writer.write({**record.fields, "__key__": record.key, "__metadata__": record.metadata})
+            writer.write(record.sample)
             progress.advance(num_bytes=sum(map(len, record.fields.values())), num=1)
             number += 1
     return number

@@ -38,6 +38,11 @@ class Record:
     where: str = ""
     problem: DataError | None = None
 
+    @property
+    def sample(self) -> dict[str, object]:
+        """What a ``ShardWriter`` writes, with the metadata that columns are taken from."""
+        return {**self.fields, "__key__": self.key, "__metadata__": self.metadata}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(Report):

@@ -6,10 +6,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from shard_tools.running.engine import map_ordered
-from shard_tools.sets.tables import load_samples, sizes_of
+from shard_tools.sets.tables import needed_samples, sizes_of
 from streaming.arguments import format_bytes
 from streaming.batches.bad_file import shown_url
-from streaming.catalog.build import load_index, no_samples
+from streaming.catalog.build import load_index
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.urls import expand_urls
 from streaming.errors import IndexMissingError, NotFoundError
@@ -108,8 +108,4 @@ def table_of(shards: OpenSet, position: int, storage: Storage) -> SampleTable:
     """
     if shards.scanned is not None:
         return shards.scanned[position]
-    url = shards.urls[position]
-    table = load_samples(storage, url, shards.index_url)
-    if table is None:
-        raise no_samples(url)
-    return table
+    return needed_samples(storage, shards.urls[position], shards.index_url)

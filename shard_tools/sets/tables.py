@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shard_tools.running.engine import map_ordered
-from streaming.catalog.build import samples_url
+from streaming.catalog.build import no_samples, samples_url
 from streaming.errors import NotFoundError
 from streaming.index.sample_table import SampleTable
 from streaming.storage import Storage, join_url, redact
@@ -44,3 +44,15 @@ def load_samples(storage: Storage, url: str, index_url: str | None) -> SampleTab
         return SampleTable.from_parquet(storage.read(source), redact(source))
     except NotFoundError:
         return None
+
+
+def needed_samples(storage: Storage, url: str, index_url: str | None) -> SampleTable:
+    """Return the sample table of the shard at ``url``, without which nothing can be done.
+
+    Raises:
+        IndexMissingError: There is none.
+    """
+    table = load_samples(storage, url, index_url)
+    if table is None:
+        raise no_samples(url)
+    return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -126,3 +127,19 @@ class RecordStarts:
         count = int.from_bytes(data[:8], "little")
         stop = 8 + 8 * count
         return cls(np.frombuffer(data[stop:], np.uint32), np.frombuffer(data[8:stop], np.int64))
+
+
+def json_line(line: bytes, where: str) -> tuple[dict[str, object], bytes]:
+    """Return the object of a line of JSONL, and its text without white space around it and a mark of its encoding.
+
+    Raises:
+        DataError: The line is no JSON, or no object; ``where`` names it.
+    """
+    text = line.strip().removeprefix(b"\xef\xbb\xbf")
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}; got {text[:60]!r}; correct or remove this line") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected a JSON object a line, got {text[:60]!r}")
+    return row, text

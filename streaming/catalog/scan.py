@@ -164,7 +164,7 @@ class _Scan:
     def __init__(self, shown_url: str, rule: ChunkRule, duplicate_keys: DuplicateKeys) -> None:
         self.url = shown_url
         self.duplicate_keys: DuplicateKeys = duplicate_keys
-        self.scanner = TarScanner(shown_url, verify_headers=True, repeats=duplicate_keys == "keep")
+        self.scanner = TarScanner(shown_url, repeats=duplicate_keys == "keep")
         self.sums = _Sums()
         self.cutter = ChunkCutter(rule)
         self.span_cutter = SpanCutter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import numpy as np
 from infra import agent_store
 from streaming.arguments import check_choice, checked_place, checks_names
 from streaming.arrays import sums
-from streaming.catalog.lines import RecordStarts, scan_lines
+from streaming.catalog.lines import RecordStarts, json_line, scan_lines
 from streaming.catalog.open import digest_of
 from streaming.errors import ConfigError, DataError
 from streaming.job.once import shared
@@ -138,7 +137,7 @@ class TableDataset:
     def _row(self, file: int, data: bytes, begin: int, index: int) -> Any:
         where = f"{redact(self.urls[file])}: the row at byte {begin}"
         header = self._headers[file]
-        row = _parsed_json(data, where) if header is None else _parsed_csv(data, self._kinds[file], header, where)
+        row = json_line(data, where)[0] if header is None else _parsed_csv(data, self._kinds[file], header, where)
         row.setdefault("__key__", str(index))
         return row if self.transform is None else self.transform(row)
 
@@ -178,16 +177,6 @@ def _kind_of(url: str, kind: str | None) -> str:
         + f", or pack it into shards: shard_tools convert {redact(url)} TARGET"
         + ("" if compressed else "; kind= says what a file of another name is")
     )
-
-
-def _parsed_json(data: bytes, where: str) -> Row:
-    try:
-        row = json.loads(data.strip().removeprefix(b"\xef\xbb\xbf"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}; got {data[:60]!r}; correct or remove this line") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object a line, got {data[:60]!r}")
-    return row
 
 
 def _parsed_csv(data: bytes, kind: str, header: list[str], where: str) -> Row:

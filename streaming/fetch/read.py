@@ -117,20 +117,14 @@ class FieldsOf:
 _NOTHING_KNOWN = FieldsOf(samples=lambda: None, fields=None, gap_bytes=0)
 
 
-def fetch_range(
-    storage: Storage,
-    wanted: FetchRange,
-    out: memoryview,
-    cache: NodeCache | None = None,
-    known: FieldsOf = _NOTHING_KNOWN,
-) -> UnitLayout:
+def fetch_range(storage: Storage, wanted: FetchRange, out: memoryview, known: FieldsOf = _NOTHING_KNOWN) -> UnitLayout:
     """Fetch a range into ``out`` and take it apart at once: see :func:`fetch_unit`.
 
     Raises:
         TarError: The bytes match no checksum (there is none) and are not whole samples.
         ChecksumError, IndexMismatchError, StorageError: As :func:`fetch_unit`.
     """
-    return taken_apart(fetch_unit(storage, wanted, out, cache, known), out)
+    return taken_apart(fetch_unit(storage, wanted, out, None, known), out)
 
 
 def fetch_unit(

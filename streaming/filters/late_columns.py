@@ -29,6 +29,23 @@ _VERSION = f"{_MAJOR}.0"
 _KIND = "late column"
 
 
+def document_bytes(kind: str, content: Mapping[str, Any]) -> bytes:
+    """Write a document beside an index as JSON, with its kind and version."""
+    return json.dumps({"kind": kind, "version": _VERSION, **content}, indent=1, sort_keys=True).encode()
+
+
+def read_document(data: bytes, kind: str) -> Any:
+    """Read what :func:`document_bytes` wrote.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: It is no document of this kind, or of a newer major version.
+    """
+    content = json.loads(data)
+    if content["kind"] != kind or str(content["version"]).partition(".")[0] != _MAJOR:
+        raise ValueError(f"kind {content['kind']!r}, version {content['version']!r}")
+    return content
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnDocument:
     """What there is to say about a late column of the shards of one index; ``column.json``.
@@ -53,7 +70,7 @@ class ColumnDocument:
 
     def to_bytes(self) -> bytes:
         """Return JSON, with kind and version."""
-        return json.dumps({"kind": _KIND, "version": _VERSION, **asdict(self)}, indent=1, sort_keys=True).encode()
+        return document_bytes(_KIND, asdict(self))
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str) -> ColumnDocument:
@@ -63,9 +80,7 @@ class ColumnDocument:
             IndexFormatError: It is no such document, or of a newer major version.
         """
         try:
-            content = json.loads(data)
-            if content["kind"] != _KIND or str(content["version"]).partition(".")[0] != _MAJOR:
-                raise ValueError(f"kind {content['kind']!r}, version {content['version']!r}")  # noqa: TRY301
+            content = read_document(data, _KIND)
             document = cls(**{name: content[name] for name in cls.__dataclass_fields__})
             type_named(document.type)
         except (ValueError, TypeError, KeyError, RecursionError) as error:

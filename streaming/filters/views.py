@@ -10,15 +10,13 @@ from typing import Any
 
 from streaming.catalog.open import OpenShards, digest_of
 from streaming.errors import ConfigError, IndexFormatError, NotFoundError, StorageError
-from streaming.filters.late_columns import homes_of
+from streaming.filters.late_columns import document_bytes, homes_of, read_document
 from streaming.filters.select import Filter, checked_subset, excluded_keys, filter_hash
 from streaming.index.layout import checked_name, view_path, views_directory
 from streaming.index.where import as_where
 from streaming.job.once import Peers, shared
 from streaming.storage import Storage, join_url, redact
 
-_MAJOR = "1"
-_VERSION = f"{_MAJOR}.0"
 _KIND = "view"
 
 
@@ -63,7 +61,7 @@ class View:
 
     def to_bytes(self) -> bytes:
         """Return JSON, with kind and version."""
-        return json.dumps({"kind": _KIND, "version": _VERSION, **self.as_dict()}, indent=1, sort_keys=True).encode()
+        return document_bytes(_KIND, self.as_dict())
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str) -> View:
@@ -73,9 +71,7 @@ class View:
             IndexFormatError: It is no such document, of a newer major version, or its hash is not that of its content.
         """
         try:
-            content = json.loads(data)
-            if content["kind"] != _KIND or str(content["version"]).partition(".")[0] != _MAJOR:
-                raise ValueError(f"kind {content['kind']!r}, version {content['version']!r}")  # noqa: TRY301
+            content = read_document(data, _KIND)
             subset = checked_subset(content["subset"])
             values = {name: content[name] for name in cls.__dataclass_fields__}
             view = cls(**{**values, "subset": subset, "excluded": tuple(map(str, content["excluded"]))})

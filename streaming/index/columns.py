@@ -490,6 +490,6 @@ def type_named(name: str) -> pa.DataType:
     return kind
 
 
-def no_values(num_rows: int, kind: pa.DataType | None = None) -> pa.Array:
+def no_values(num_rows: int) -> pa.Array:
     """Return a column without any value: what a shard has in the place of a column of other shards."""
-    return pa.nulls(num_rows, kind or pa.null())
+    return pa.nulls(num_rows)

@@ -28,7 +28,7 @@ from streaming.epochs.position import Place
 from streaming.forks import in_children
 from streaming.loops.iterable import IterableLoop
 from streaming.loops.ordinary_options import Collate, OrdinaryConfig, with_valid
-from streaming.loops.parts import Cursor
+from streaming.loops.parts import Cursor, pinned
 from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
 
@@ -264,6 +264,4 @@ def _unpacked(decode: Callable[[Any], Any], packet: Mapping[str, Any]) -> dict[s
 
 
 def _pinned(packet: Mapping[str, Any]) -> dict[str, Any]:
-    from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415  private, and only with CUDA
-
-    return {**packet, "batch": pin_memory(packet["batch"])}  # type: ignore[no-untyped-call]
+    return {**packet, "batch": pinned(packet["batch"])}

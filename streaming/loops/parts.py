@@ -91,9 +91,14 @@ class Packet:
 
     def pin_memory(self) -> Packet:
         """Page-lock the batch, as torch's ``DataLoader`` asks for."""
-        from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415  private, and only with CUDA
+        return replace(self, batch=pinned(self.batch))
 
-        return replace(self, batch=pin_memory(self.batch))  # type: ignore[no-untyped-call]
+
+def pinned(batch: Any) -> Any:
+    """Page-lock a batch as torch's ``DataLoader`` does."""
+    from torch.utils.data._utils.pin_memory import pin_memory  # noqa: PLC0415  private, and only with CUDA
+
+    return pin_memory(batch)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ def iter_samples(
         TarError: For a damaged or truncated archive, or a sample beyond ``max_sample_bytes``.
         DuplicateKeyError: If a sample holds one field twice, unless ``repeats``.
     """
-    scanner = TarScanner(url, verify_headers=True, repeats=repeats)
+    scanner = TarScanner(url, repeats=repeats)
     held = _Held()
     for piece in inflated(pieces, url, max_gzip_ratio=max_gzip_ratio):
         held.add(piece)

@@ -52,14 +52,12 @@ class TarScanner:
 
     Args:
         url: The shard, for messages.
-        verify_headers: Check the checksum of every header.
         repeats: A field that a sample holds already begins another sample of the same key; else that is an error.
     """
 
-    def __init__(self, url: str = "", *, verify_headers: bool = False, repeats: bool = False) -> None:
+    def __init__(self, url: str = "", *, repeats: bool = False) -> None:
         self.url = url
         self.repeats = repeats
-        self.verify_headers = verify_headers
         self.num_bytes = 0
         """Offset up to which bytes were fed."""
         self.record_start = 0
@@ -114,14 +112,14 @@ class TarScanner:
         tail_bytes = len(self._tail)
         if tail_bytes and raw.size > 2 * _BRIDGE_BYTES:  # a tail is short: do not copy all of raw to join them
             joint = self._tail + raw[:_BRIDGE_BYTES].tobytes()
-            bridge = read_members(joint, self._where(), partial=True, verify_headers=self.verify_headers)
+            bridge = read_members(joint, self._where(), partial=True, verify_headers=True)
         if bridge is not None and not bridge.ended and bridge.end >= tail_bytes:
             buffer, offset = raw[bridge.end - tail_bytes :], bridge.end
         else:
             bridge, offset = None, 0
             buffer = as_array(self._tail + raw.tobytes()) if tail_bytes else raw
         where = Where(self.url, self._settled + offset, strict=True)
-        members = read_members(buffer, where, partial=True, verify_headers=self.verify_headers)
+        members = read_members(buffer, where, partial=True, verify_headers=True)
         self._ended = members.ended
         self._settled += members.end + offset
         self._tail = b"" if members.ended else buffer[members.end :].tobytes()
