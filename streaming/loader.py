@@ -393,7 +393,9 @@ class DeviceMeshFetcher(Closable):
             raise ConfigError(f"remesh: {_NO_REMESH.get(type(loop).__name__, _NOT_STREAMING)}")
         checked_int("remesh: dp_size", dp_size, 1, 2**31 - 1)
         mesh = old.with_data_rank(checked_int("remesh: dp_rank", dp_rank, 0, dp_size - 1), int(dp_size))
-        resolve_batch_size(None, size, mesh.data_world_size)
+        ramp = self._shape.ramp
+        for each in [size] if ramp is None else [each for _, each in ramp.steps]:
+            resolve_batch_size(None, each, mesh.data_world_size)
         position: LoaderState | int
         if isinstance(at, Mapping):
             position = LoaderState.from_dict(at)
@@ -407,7 +409,6 @@ class DeviceMeshFetcher(Closable):
         loop.remesh(mesh, position, f"remesh() to {who}, generation {number},")
         self._generation, self._shape, self._finder = number, loop.shape, MeshFinder(mesh)
         self._loaded = loop.state().to_dict()
-        ramp = loop.shape.ramp
         sizes = size if ramp is None else Schedule.steps(dict(ramp.steps))
         self._options = {**self._options, "batch_size": None, "global_batch_size": sizes}
         loop.announce = Announcer(self.dataset, loop, self._finder)

@@ -373,6 +373,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(samples: SampleSet, tmp_p
                 loader.remesh(**({"dp_rank": 0, "dp_size": 1, "at": 0} | given))
         next(running)
         assert (loader.generation, loader.state_dict()["samples_seen"]) == (0, 8)
+    falling = Schedule.steps({0: 8, 64: 4})  # later batches have no row for some of five ranks
+    with DataLoader(dataset, global_batch_size=falling, device_mesh=mesh_of(2, 0)) as loader:
+        with pytest.raises(ConfigError, match="4 samples cannot be dealt to 5"):
+            loader.remesh(0, 5, at=0)
+        assert loader.device_mesh.data_world_size == 2
 
 
 def test_loops_that_cannot_change_their_world_say_what_to_do(samples: SampleSet, tmp_path: Path) -> None:
