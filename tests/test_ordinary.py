@@ -391,6 +391,14 @@ def test_stateful_iterables_are_not_read_again(caplog: pytest.LogCaptureFixture)
     assert "read again" in caplog.text
 
 
+def test_an_epoch_that_is_gone_on_with_in_larger_batches_is_no_longer() -> None:
+    loop = IterableLoop(Stream(1000), config(epoch_size=96))
+    list(islice(loop.run(), 3))
+    again = IterableLoop(Stream(1000), config(epoch_size=96, global_batch_size=16))
+    again.load(loop.state())
+    assert [i for batch in again.run() for i in ids(batch)] == list(range(24, 88))
+
+
 def test_seeds_epochs_and_loops_left_early() -> None:
     loop = IterableLoop(Shuffled(40), config(seed=1))
     first = [ids(batch) for batch in loop.run()]

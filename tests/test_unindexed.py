@@ -183,11 +183,12 @@ def test_resume_reads_again_what_was_read(streamed: SampleSet) -> None:
         with DataLoader(streamed.open(seed=5), device_mesh=mesh_of(2, rank), **options) as other:
             other.load_state_dict(state)
             assert [check_batch(batch) for batch in other] == expected[rank][3:]
-    for ranks, size, words in (
-        (3, 200, "cannot go on with 3 data-parallel ranks that began with 2"),
-        (2, 220, "epoch_size"),
+    for ranks, size, batch_size, words in (
+        (3, 200, 20, "cannot go on with 3 data-parallel ranks that began with 2"),
+        (2, 220, 20, "epoch_size"),
+        (2, 200, 16, "behind 120 samples, which are no batches of 32"),
     ):
-        other = DataLoader(dataset, device_mesh=mesh_of(ranks, 0), batch_size=20, epoch_size=size)
+        other = DataLoader(dataset, device_mesh=mesh_of(ranks, 0), batch_size=batch_size, epoch_size=size)
         with pytest.raises(StateError, match=words):
             other.load_state_dict(state)
 

@@ -144,8 +144,7 @@ class IterableLoop(Loop):
         """
         if not self.is_counted:
             raise TypeError("an iterable data set has no length; give epoch_size to say how long an epoch is")
-        size = self.shape.global_batch_size
-        return max(0, self._epoch_samples() // size - samples_seen // size)
+        return max(0, (self._epoch_samples() - samples_seen) // self.shape.global_batch_size)
 
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``.

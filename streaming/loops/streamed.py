@@ -102,6 +102,12 @@ class StreamedLoop(BaseLoop):
                 f"with {began_with}. Go on with {began_with}, begin the next epoch with set_epoch("
                 f"{state.epoch + 1}), or index the shards (shard_tools index URL) and start anew"
             )
+        if state.samples_seen % self.shape.global_batch_size:
+            raise StateError(
+                f"without an index an epoch goes on behind whole batches: the state lies behind {state.samples_seen} "
+                f"samples, which are no batches of {self.shape.global_batch_size}. Give the batch size with which it "
+                f"was saved, or begin the next epoch with set_epoch({state.epoch + 1})"
+            )
         self.order = replace(state.order, lanes=self.order.lanes)
         self.go_to(Place.of(state), state.next_seed)
 
