@@ -74,8 +74,8 @@ fuzz: venv
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
 
 torture: venv
-	$(BIN)/python -m pytest -n 0 -s -o faulthandler_timeout=0 tests/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
-	$(BIN)/python -m pytest -n 0 -s -o faulthandler_timeout=0 tests/test_remesh_processes.py --torture-changes $(or $(CHANGES),1000) --torture-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n 0 -s tests/test_torture.py --torture-faults $(or $(FAULTS),10000) --torture-seed $(or $(SEED),1)
+	$(BIN)/python -m pytest -n 0 -s tests/test_remesh_processes.py --torture-changes $(or $(CHANGES),1000) --torture-seed $(or $(SEED),1)
 
 differential: venv
 	$(BIN)/python -m pytest -n $(JOBS) tests/test_differential.py tests/test_differential_streamed.py --differential-cases $(or $(CASES),10000) --differential-seed $(or $(SEED),1)

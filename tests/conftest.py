@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Generator
@@ -45,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not getattr(config.option, "numprocesses", None):  # the process that hands out tests to others runs none
         gc.disable()  # until all tests are collected: looking for garbage takes a sixth of an import's time
         config.pluginmanager.import_plugin("shared_fixtures")
+        config.stash[_STDERR] = os.dup(2)  # nothing is captured yet
 
 
 LONGEST_FIRST = (
@@ -55,6 +58,11 @@ LONGEST_FIRST = (
     "test_unindexed", "test_imports", "test_readme", "test_tar_parse", "test_reshard", "test_loader", "test_lanes",
     "test_mixture_exact", "test_curriculum", "test_remesh", "test_epochs",
 )  # fmt: skip
+
+
+def pytest_unconfigure() -> None:
+    """Nothing is watched any more."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,15 +99,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Modules and test items live to the end: a collection of garbage, of which many tests need some, skips them."""
+    """Modules and test items live to the end: a collection of garbage, of which many tests need some, skips them.
+
+    Some 40 loggers of torch's do not tell the root logger; pytest would add its handlers to each of them, and remove
+    them, six times a test: a millisecond.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """So do the libraries that a file of tests was the first to use, and reports; its own fixtures are gone by then."""
+    """So do the libraries that a file of tests was the first to use, and reports; its own fixtures are gone by then.
+
+    What a file's tests stand in after a long time is written to stderr, from C; pytest's own ``faulthandler_timeout``
+    starts a thread for each test, and waits until it is gone: a millisecond and more.
+    """
+    if item.session.stash.get(_WATCHED, None) != item.path:
+        item.session.stash[_WATCHED] = item.path
+        faulthandler.dump_traceback_later(_LONG_S, file=item.config.stash[_STDERR])
     result = yield
     if nextitem is not None and nextitem.path != item.path:
         if next(_FILES) % _LOOKED_THROUGH_EVERY == 0 or our_threads():
@@ -109,6 +131,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return result
 
 
+_STDERR = pytest.StashKey[int]()
+_WATCHED = pytest.StashKey[Path]()
+_LONG_S = 600.0
+"""Of a file of tests: ten times what the longest takes; a test of its own is given up after ``timeout``, if it can."""
 _FILES = count(1)
 _LOOKED_THROUGH_EVERY = 16
 """Files: to look through the half a million objects that are alive takes a third of a second."""
