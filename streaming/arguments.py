@@ -195,6 +195,12 @@ def no_option(owner: str, name: str, known: tuple[str, ...], elsewhere: Mapping[
     return f"{owner}: no option {name!r}; there are {', '.join(known)}"
 
 
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a hint at what is spelt like ``name``, to stand behind it in a message; "" where nothing is."""
+    close = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
 def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, num_ranks: int) -> int:
     """Return the global batch size of ``num_ranks`` data-parallel ranks; exactly one of the two sizes is to be given.
 

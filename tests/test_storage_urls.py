@@ -115,7 +115,7 @@ class TestExpand:
 
 class TestOptions:
     def test_unknown_names_list_the_known_ones(self) -> None:
-        with pytest.raises(ConfigError, match="did you mean endpoint_url") as caught:
+        with pytest.raises(ConfigError, match="did you mean 'endpoint_url'") as caught:
             Storage({"endpoint_ur": "http://x"})
         assert "region" in str(caught.value)
 

@@ -120,7 +120,7 @@ def test_what_is_selected(text: str, expected: list[int]) -> None:
         ("__import__('os').system('x')", "not understood"),
         ("__import__('os') = 1", "no function '__import__'; there are hash, length"),
         ("hash('a') = 1", "takes the name of a column"),
-        ("leng(t) = 1", r"did you mean length\?"),
+        ("leng(t) = 1", r"did you mean 'length'\?"),
         ("length(n) = 1", r"length\(\) is for text, not for column 'n' \(number\)"),
         ("t + 1 = 2", r"\+ is for numbers, not for column 't' \(text\), at character 1"),
         ("n = 1 and (n + x)", r"column 'n' \+ column 'x' \(number\) alone is no condition.*at character 12"),

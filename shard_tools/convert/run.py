@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import itertools
 import logging
 import time
@@ -18,6 +17,7 @@ from shard_tools.convert.records import ShardOptions, Skipped, Source, SourceOpt
 from shard_tools.convert.sources import open_source
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
+from streaming.arguments import did_you_mean
 from streaming.errors import ConfigError
 from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
@@ -204,8 +204,7 @@ def check_columns(reader: Source, named: Sequence[tuple[str, str]], *, in_fields
     for option, name in named if there or not free else ():
         if name in there or (option != "--field" and name.partition(".")[0] in there):
             continue
-        close = difflib.get_close_matches(name, there, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(name, there)
         what = f"{option}: no column {name!r} in {'the first records' if free else 'the source'}{hint}; there are: "
         what += ", ".join(there) or "none"
         if not free:

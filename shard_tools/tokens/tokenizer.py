@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import json
@@ -17,6 +16,7 @@ from shard_tools.tokens.adapters import (
     SentencePieceTokenizer,
     Tokenizer,
 )
+from streaming.arguments import did_you_mean
 from streaming.errors import ConfigError, NotFoundError
 from streaming.storage import Storage, join_url, local_path, redact, scheme_of, split_url
 
@@ -205,8 +205,7 @@ def _id_of(option: str, given: str | None, file: TokenizerFile, tokenizer: Token
         raise ConfigError(
             f"{option} {given}: the vocabulary has ids below {tokenizer.vocab_size:,}; see {redact(file.url)}"
         )
-    close = difflib.get_close_matches(given, [name for name in tokenizer.ends() if name], n=1, cutoff=0.3)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    hint = did_you_mean(given, filter(None, tokenizer.ends()), cutoff=0.3)
     raise ConfigError(
         f"{option} {given!r}: no such token in {redact(file.url)}{hint}; give a name, an id, or {_NO_END!r}"
     )

@@ -322,11 +322,17 @@ def _footers(storage: Storage, home: str, names: dict[str, str], beside: str | N
 
 def _read_footer(storage: Storage, url: str) -> ChunkTable | None:
     """Return the chunk rows from the end of a sample file; None if there is no such file."""
+    tail = footer_of(storage, url)
+    return None if tail is None else chunk_rows_from_footer(tail, redact(url))
+
+
+def footer_of(storage: Storage, url: str) -> bytes | None:
+    """Return the end of an index file, which holds its footer; None if there is no such file."""
     try:
         size_bytes = storage.info(url).size_bytes
     except NotFoundError:
         return None
-    return chunk_rows_from_footer(read_footer(partial(storage.read, url), size_bytes, redact(url)), redact(url))
+    return read_footer(partial(storage.read, url), size_bytes, redact(url))
 
 
 def check_sizes(storage: Storage, urls: Sequence[str], table: ChunkTable) -> None:

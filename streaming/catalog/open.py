@@ -9,13 +9,20 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import partial
 from os import PathLike
 from typing import Any
 
-from streaming.arguments import format_bytes
-from streaming.catalog.build import check_sizes, if_there, in_order, load_index, load_tables, samples_url, shard_name
+from streaming.arguments import did_you_mean, format_bytes
+from streaming.catalog.build import (
+    check_sizes,
+    footer_of,
+    if_there,
+    in_order,
+    load_index,
+    load_tables,
+    samples_url,
+    shard_name,
+)
 from streaming.catalog.listing import Found, StorageAhead
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.urls import expand_urls
@@ -29,7 +36,7 @@ from streaming.errors import (
     StorageError,
 )
 from streaming.index.chunk_table import ChunkTable
-from streaming.index.files import read_facts, read_footer
+from streaming.index.files import read_facts
 from streaming.index.layout import TOKENS_FILE, chunks_path
 from streaming.index.sample_table import Records, SampleTable
 from streaming.job.once import PEER_WAIT_S, Peers, shared
@@ -257,15 +264,10 @@ def check_decoded(
             return b""
         for name in plain:
             if name.lower() not in there:
-                close = get_close_matches(name.lower(), there, n=1)
                 _log.warning(
-                    "%s: no sample of %s has a field %r%s; there are %s",
-                    option,
-                    redact(shards.urls[0]),
-                    name,
-                    f" (did you mean {close[0]!r}?)" if close else "",
-                    ", ".join(sorted(there)),
-                )
+                    "%s: no sample of %s has a field %r%s; there are %s", option, redact(shards.urls[0]), name,
+                    did_you_mean(name.lower(), there), ", ".join(sorted(there)),
+                )  # fmt: skip
         return b""
 
     shared(peers if plain else None, f"decode/{digest_of([shards.urls, shards.index, plain])}", look)
@@ -287,12 +289,11 @@ def _look_for(storage: Storage, shards: OpenShards, fields: Sequence[str]) -> No
     if not count:
         return
     missing = next(name for name in fields if name not in known)
-    close = get_close_matches(missing, known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise ConfigError(
         f"fields: no sample of {redact(shards.urls[0])}"
         f"{f' and the {len(places) - 1} other shards looked at' if len(places) > 1 else ''} has a field "
-        f"{missing!r}{hint}; there are {', '.join(sorted(known))}. Correct fields=, or leave it out to read all"
+        f"{missing!r}{did_you_mean(missing, known)}; there are {', '.join(sorted(known))}. "
+        f"Correct fields=, or leave it out to read all"
     )
 
 
@@ -310,12 +311,8 @@ def _fields_of(storage: Storage, shards: OpenShards, shard: int) -> tuple[str, .
 
 def _footer_facts(storage: Storage, url: str, kind: str) -> dict[str, Any] | None:
     """Return what the footer of an index file says about the whole file, or None if there is no such file."""
-    try:
-        size_bytes = storage.info(url).size_bytes
-    except NotFoundError:
-        return None
-    tail = read_footer(partial(storage.read, url), size_bytes, redact(url))
-    return read_facts(tail, kind, redact(url))
+    tail = footer_of(storage, url)
+    return None if tail is None else read_facts(tail, kind, redact(url))
 
 
 def _check_no_index(storage: Storage, urls: Sequence[str], index: str | None, missing: IndexMissingError) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from streaming.errors import IndexFormatError, IndexMismatchError
-from streaming.index.files import read_table, write_table
+from streaming.index.files import content_errors, read_table, write_table
 from streaming.tar.headers import BLOCK_BYTES
 from streaming.types import Int64Array
 
@@ -266,14 +266,10 @@ class ChunkTable:
             IndexFormatError: If the bytes are damaged, no chunk table, or of a newer major version.
         """
         table, facts = read_table(buffer, KIND, source)
-        try:
+        with content_errors(source, "not a chunk table"):
             shards = shards_of_rows(facts["shards"])
             columns = {name: numbers(table.column(name), dtype) for name, dtype in list(_COLUMNS.items())[1:]}
             columns["shard"] = _places(table.column("shard"), [shard.name for shard in shards])
-        except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-            raise IndexFormatError(
-                f"{source}: not a chunk table ({error}); rebuild it with `shard_tools index`"
-            ) from error
         chunks = cls(shards=shards, **columns)
         chunks.validate(source)
         return chunks

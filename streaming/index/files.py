@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -232,6 +233,17 @@ def _check_version(version: str, source: str) -> None:
         raise IndexFormatError(
             f"{source}: index format {version}, this release reads {FORMAT_VERSION[0]}.x; upgrade shardstream"
         )
+
+
+@contextmanager
+def content_errors(source: str, what: str) -> Iterator[None]:
+    """Turn what reading raises, where content is not as the format has it, into our error; ``what`` is wrong of it."""
+    try:
+        yield
+    except IndexFormatError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
+        raise IndexFormatError(f"{source}: {what} ({error}); {_cure()}") from error
 
 
 def _damaged(source: str, why: str) -> IndexFormatError:

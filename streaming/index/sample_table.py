@@ -21,7 +21,7 @@ from streaming.index.chunk_table import (
     shard_rows,
     shards_of_rows,
 )
-from streaming.index.files import read_facts, read_table, write_table
+from streaming.index.files import content_errors, read_facts, read_table, write_table
 from streaming.index.keys import Keys, key_array
 from streaming.index.large import LargeSums
 from streaming.types import Int64Array
@@ -288,7 +288,7 @@ class SampleTable:
         """
         rows, facts = read_table(buffer, KIND, source)
         chunks = _chunks_of_facts(facts, source)
-        try:
+        with content_errors(source, "not a sample table"):
             span_starts, span_crc32c = _spans(rows, facts)
             starts = numbers(rows.column("record_start"), np.int64)
             sizes = numbers(rows.column("record_size"), np.int64)
@@ -299,19 +299,12 @@ class SampleTable:
                 record_starts=np.concatenate((starts, starts[-1:] + sizes[-1:]))
                 if starts.size
                 else np.zeros(1, np.int64),
-                fields={
-                    name: (numbers(rows.column(_START + name), np.int64), numbers(rows.column(_SIZE + name), np.int64))
-                    for name in facts["fields"]
-                },
+                fields=_ranges(rows, facts["fields"]),
                 columns={name: rows.column(name).combine_chunks() for name in facts["columns"]},
                 span_starts=span_starts,
                 span_crc32c=span_crc32c,
                 large=_large(rows, facts, span_starts),
             )
-        except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-            raise IndexFormatError(
-                f"{source}: not a sample table ({error}); rebuild it with `shard_tools index`"
-            ) from error
         table.validate(source)
         return table
 
@@ -357,17 +350,9 @@ class Records:
             return ["key", *(part + name for name in known for part in (_START, _SIZE))]
 
         rows, facts = read_table(buffer, KIND, source, columns=wanted)
-        try:
+        with content_errors(source, "not a sample table"):
             chunks = _chunks_of_facts(facts, source)
-            found = {
-                name: (numbers(rows.column(_START + name), np.int64), numbers(rows.column(_SIZE + name), np.int64))
-                for name in facts["fields"]
-                if name in fields
-            }
-        except (KeyError, TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-            raise IndexFormatError(
-                f"{source}: not a sample table ({error}); rebuild it with `shard_tools index`"
-            ) from error
+            found = _ranges(rows, [name for name in facts["fields"] if name in fields])
         keys = rows.column("key").combine_chunks()
         if len(keys) != chunks.shards[0].num_samples or keys.null_count:
             raise IndexFormatError(f"{source}: {chunks.shards[0].num_samples} samples, but {len(keys)} keys")
@@ -388,10 +373,16 @@ def chunk_rows_from_footer(buffer: Any, source: str = "sample file") -> ChunkTab
 
 
 def _chunks_of_facts(facts: Mapping[str, Any], source: str) -> ChunkTable:
-    try:
+    with content_errors(source, "damaged footer"):
         return one_shard_table(shards_of_rows([facts["shard"]])[0], facts["chunks"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise IndexFormatError(f"{source}: damaged footer ({error}); rebuild it with `shard_tools index`") from error
+
+
+def _ranges(rows: pa.Table, names: Sequence[str]) -> FieldRanges:
+    """Return where each field begins in the samples, and its sizes."""
+    return {
+        name: (numbers(rows.column(_START + name), np.int64), numbers(rows.column(_SIZE + name), np.int64))
+        for name in names
+    }
 
 
 def _spans(rows: pa.Table, facts: Mapping[str, Any]) -> tuple[Int64Array, NDArray[np.uint32]]:

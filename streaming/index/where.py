@@ -23,13 +23,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from difflib import get_close_matches
 from functools import partial, reduce
 from typing import Any, NoReturn, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from streaming.arguments import did_you_mean
 from streaming.errors import ConfigError
 
 _MAX_CHARACTERS = 10_000
@@ -163,9 +163,8 @@ def as_where(where: Any) -> Where | None:
 def unknown_column(name: str, there: Iterable[str], what: str = "where") -> ConfigError:
     """Say that no shard has a column that the option ``what`` asks for, and which there are."""
     known = sorted(there)
-    close = get_close_matches(name, known, n=1)
     return ConfigError(
-        f"{what}: no column {name!r}{f' (did you mean {close[0]!r}?)' if close else ''}; there are: "
+        f"{what}: no column {name!r}{did_you_mean(name, known)}; there are: "
         f"{', '.join(known) or 'none'}. A column is lifted when shards are written (columns=), or added with "
         f"`shard_tools column add`"
     )
@@ -567,8 +566,7 @@ class _Parser:
             self._need(")")
             return lambda types: _length(inner(types))
         if name != "hash":
-            close = get_close_matches(name, _FUNCTIONS, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            hint = did_you_mean(name, _FUNCTIONS)
             self._refuse_at(f"no function {token.text!r}{hint}; there are {', '.join(_FUNCTIONS)}", token.at)
         if self._token.kind not in {"name", "quoted"}:
             self._refuse("hash() takes the name of a column")

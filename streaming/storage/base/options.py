@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from streaming.arguments import checked_flag, is_number
+from streaming.arguments import checked_flag, did_you_mean, is_number
 from streaming.errors import ConfigError
 from streaming.storage.base.mirrors import Mirror, parse_mirrors
 
@@ -190,9 +189,7 @@ def _checked(name: str, value: object) -> object:
 
 def _unknown(name: str) -> str:
     known = sorted((*_NAMES, *_TIMES, *_HEDGES))
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
     return (
-        f"unknown storage option {name!r}{hint}; known: {', '.join(known)}. "
+        f"unknown storage option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}. "
         'Options of an fsspec file system go into the option "fsspec", a dict'
     )
