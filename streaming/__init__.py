@@ -1,4 +1,4 @@
-"""shardstream: WebDataset tar shards, streamed from cloud storage into PyTorch training.
+"""Stream WebDataset tar shards from cloud storage into PyTorch training.
 
 Three concepts: a ``StreamingDataset`` (what to read), an ``infra.DeviceMesh`` (where this process is, found by
 itself) and a ``DataLoader`` (the loop). Names are loaded when they are first used, so that ``import streaming.errors``

@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose.
+"""Define every error that this package raises on purpose.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What becomes of our objects in a forked child: it has their memory, but not the threads that serve them.
+"""Keep our objects right in a forked child: it has their memory, but not the threads that serve them.
 
 A child of ``os.fork`` (and so of ``multiprocessing`` with the method "fork") has one thread. What the others were doing
 stays half done in it: their locks stay taken, their queues have no reader. And what the child writes to shared memory

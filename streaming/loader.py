@@ -1,4 +1,4 @@
-"""``DataLoader``, the loop that training runs, and ``DeviceMeshFetcher``, the share of a rank that is under it."""
+"""Loop over a rank's share: ``DataLoader``, which training runs, and ``DeviceMeshFetcher``, which is under it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters and waits of one loader: the numbers behind "why is it waiting"."""
+"""Count and time what one loader does: the numbers behind "why is it waiting"."""
 
 from __future__ import annotations
 

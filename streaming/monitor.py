@@ -1,4 +1,4 @@
-"""A lock with a condition that no exception out of a signal's handler leaves taken, or waited for in vain.
+"""Lock and wait, so that no exception out of a signal's handler leaves a lock taken, or waited for in vain.
 
 Ctrl-C, an alarm of a test framework, a notebook's "interrupt": each throws wherever the main thread is. ``with`` over a
 ``threading.Condition`` runs two functions of Python, and between their lines the exception finds the lock taken with

@@ -1,4 +1,4 @@
-"""What only some systems have: asked for here, so that what lacks it is known in one place.
+"""Ask for what only some systems have here, so that what lacks it is known in one place.
 
 Linux has everything. macOS reads, writes and indexes, with threads: worker processes need files without a name that
 processes map together (``memfd_create``), sockets that keep messages apart and a kernel that ends children with their

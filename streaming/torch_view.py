@@ -1,4 +1,4 @@
-"""``TorchIterable``: the promises of the loader inside torch's own ``DataLoader``."""
+"""Keep the loader's promises inside torch's own ``DataLoader``: ``TorchIterable``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that several layers share: a sample, the bytes of a field, and the callables that work on them."""
+"""Name what several layers share: a sample, the bytes of a field, and the callables that work on them."""
 
 from __future__ import annotations
 

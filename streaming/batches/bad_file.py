@@ -1,4 +1,4 @@
-"""The list of bad samples on disk: one JSON object a line, which ``shard_tools verify`` and ``reshard`` take."""
+"""List bad samples on disk: one JSON object a line, which ``shard_tools verify`` and ``reshard`` take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of samples that could not be delivered, and the limit on them."""
+"""Keep account of samples that could not be delivered, and the limit on them."""
 
 from __future__ import annotations
 

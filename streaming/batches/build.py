@@ -1,4 +1,4 @@
-"""A batch from its rows: decode, transform, collate; what is unreadable is substituted, masked or raised."""
+"""Build a batch of its rows: decode, transform, collate; what is unreadable is substituted, masked or raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples into a batch: arrays of one shape and numbers become tensors, all else stays a list."""
+"""Collate samples into a batch: arrays of one shape and numbers become tensors, all else stays a list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of one field for many rows at once, where they are only cut out of memory or decoded one after the other.
+"""Take values of a field for many rows at once, where they are only cut out of memory or decoded in turn.
 
 What is common to the rows (are they complete, are they of one size, which blocks hold them) is looked up once, for the
 rows of several batches; then each batch is cut.

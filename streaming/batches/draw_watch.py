@@ -1,4 +1,4 @@
-"""Functions that draw from the generators of the whole process: ``random``, ``numpy.random``, ``torch`` on the CPU.
+"""Find functions that draw from the generators of the whole process: ``random``, ``numpy.random``, ``torch``.
 
 They get the same numbers everywhere, too: these generators are seeded before each sample, by its position in the epoch.
 It takes 10 us, so it is done only for functions that do draw, and only of the generators that they draw from. Who draws

@@ -1,4 +1,4 @@
-"""The random numbers of users' functions: of seed, epoch and the sample's position in the epoch, and of nothing else.
+"""Draw the random numbers of users' functions from seed, epoch and the sample's position in the epoch alone.
 
 So they are the same on any number of ranks, workers and threads, on tensor-parallel peers, and after a resume::
 

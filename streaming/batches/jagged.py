@@ -1,4 +1,4 @@
-"""Jagged fields: the values of all samples of a batch end to end, and where each begins."""
+"""Lay the values of jagged fields end to end, those of all samples of a batch, and say where each begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an epoch lost, in the log: samples that did not come because they were bad, or a transform dropped them.
+"""Tell in the log what an epoch lost: samples that did not come because they were bad, or a transform dropped them.
 
 The first one of an epoch is a warning with the user's traceback, then every power of ten, and the end sums up. So
 nothing that changes what is trained on happens without a word, and no log is filled with the same line.

@@ -1,4 +1,4 @@
-"""What of a batch one rank uses: all of it, some fields (pipeline stages), a slice of the sequence (context parallel).
+"""Cut out of a batch what one rank uses: all, some fields (pipeline stages), a slice (context parallel).
 
 A portion is cut where the batch is built, before it goes into shared or page-locked memory or to another rank.
 """

@@ -1,4 +1,4 @@
-"""What a batch is built from: its samples as places in a buffer, and who is told which of them is being decoded."""
+"""Hold what a batch is built from: its samples as places in a buffer, and which of them is being decoded."""
 
 from __future__ import annotations
 

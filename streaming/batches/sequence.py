@@ -1,4 +1,4 @@
-"""Context parallel: which positions of a sequence each peer gets, and cutting them out of a batch.
+"""Cut for context parallel: which positions of a sequence each peer gets of a batch.
 
 Of a sequence cut for 2 peers in a ring, position by position::
 

@@ -1,4 +1,4 @@
-"""Indexing shards: scan what is not indexed yet, write the index files, and load what was indexed."""
+"""Index shards: scan what is not indexed yet, write the index files, and load what was indexed."""
 
 from __future__ import annotations
 

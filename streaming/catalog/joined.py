@@ -1,4 +1,4 @@
-"""``JoinedSource``: several data sets as one table of chunks, for loops and engines."""
+"""Join several data sets into one table of chunks, for loops and engines: ``JoinedSource``."""
 
 from __future__ import annotations
 

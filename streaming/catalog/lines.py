@@ -1,4 +1,4 @@
-"""Where the records of a text file begin: one vectorised pass, four bytes a record to keep."""
+"""Find where the records of a text file begin: one vectorised pass, four bytes a record to keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening a data set: from the URLs that a user writes to shards with an index."""
+"""Open a data set: from the URLs that a user writes to shards with an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``PackedSource``: groups of chunks of a data set, whose documents are dealt out in packs."""
+"""Deal out the documents of groups of chunks in packs: ``PackedSource``."""
 
 from __future__ import annotations
 

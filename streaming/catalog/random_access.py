@@ -1,4 +1,4 @@
-"""Random access to samples, one by one, and what tells one shard from another at the same URL."""
+"""Read single samples, and tell one shard from another at the same URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Recent``: what was asked for last, kept at hand, and made once however many threads ask for it."""
+"""Keep what was asked for last at hand, made once however many threads ask for it: ``Recent``."""
 
 from __future__ import annotations
 

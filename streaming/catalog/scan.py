@@ -1,4 +1,4 @@
-"""Scanning a shard as it lies in a store: one pass over its bytes gives its sample table and chunk rows.
+"""Scan a shard as it lies in a store: one pass over its bytes gives its sample table and chunk rows.
 
 A scan reads a shard once, front to back, in bounded memory. Whoever cuts chunks uses one rule
 (:mod:`streaming.index.cutter`), so scanning a shard of our own writer gives the writer's index.

@@ -1,4 +1,4 @@
-"""``ChunkSource``: shards as loops and engines read them: chunk by chunk, or in slices, with their order."""
+"""Read shards as loops and engines do, chunk by chunk or in slices, with their order: ``ChunkSource``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a user writes to the list of shard URLs."""
+"""Expand what a user writes to the list of shard URLs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What users name as data: shards, mixtures, files of records. Not here: how chunks are read (``catalog``)."""
+"""Name the data as users do: shards, mixtures, files of records. Not here: how chunks are read (``catalog``)."""

@@ -1,4 +1,4 @@
-"""``Balanced``: the classes of a data set in given shares, whatever their sizes."""
+"""Draw from the classes of a data set in given shares, whatever their sizes: ``Balanced``."""
 
 from __future__ import annotations
 

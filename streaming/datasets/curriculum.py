@@ -1,4 +1,4 @@
-"""``Curriculum``: easy samples first, by a pool that grows with the rows of the run."""
+"""Draw easy samples first, from a pool that grows with the rows of the run: ``Curriculum``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``StreamingDataset``: which samples there are, and how their bytes become Python objects."""
+"""Say which samples there are, and how their bytes become Python objects: ``StreamingDataset``."""
 
 from __future__ import annotations
 

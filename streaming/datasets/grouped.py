@@ -1,4 +1,4 @@
-"""A data set as a mixture of groups of its samples: what ``Curriculum`` and ``Balanced`` have in common."""
+"""Make a data set a mixture of groups of its samples: what ``Curriculum`` and ``Balanced`` have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Mixture``: several data sets as one, in given shares."""
+"""Mix several data sets into one, in given shares: ``Mixture``."""
 
 from __future__ import annotations
 

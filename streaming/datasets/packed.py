@@ -1,4 +1,4 @@
-"""``Packed``: documents of a data set in packs of a fixed number of tokens."""
+"""Pack documents of a data set into rows of a fixed number of tokens: ``Packed``."""
 
 from __future__ import annotations
 

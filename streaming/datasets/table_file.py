@@ -1,4 +1,4 @@
-"""``TableDataset``: CSV and JSONL files as they lie, as a map-style data set."""
+"""Read CSV and JSONL files as they lie, as a map-style data set: ``TableDataset``."""
 
 from __future__ import annotations
 

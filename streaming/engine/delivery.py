@@ -1,4 +1,4 @@
-"""Deliver one rank's batches of one epoch in order: threads, building ahead, handing out and closing, for every reader.
+"""Deliver one rank's batches of one epoch in order: threads, building ahead, handing out, closing, for every reader.
 
 Life cycle of a batch::
 

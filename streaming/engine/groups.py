@@ -1,4 +1,4 @@
-"""Batches that are only cut out of memory, looked up in groups.
+"""Look up batches in groups that are only cut out of memory.
 
 The book-keeping of such a batch would cost more than cutting it. So the rows of as many batches as lie ready, up to a
 bound, are looked up at once; units are given back hardly later.

@@ -1,4 +1,4 @@
-"""One rank's batches of one epoch, in order: what is fetched when, what is built when, and who waits for what.
+"""Read one rank's batches of one epoch: what is fetched when, what is built when, and who waits for what.
 
 Life cycle of a batch k::
 

@@ -1,4 +1,4 @@
-"""``Source``: what the loop, the engine and the plan ask of a data set, whatever it is made of."""
+"""Define what the loop, the engine and the plan ask of a data set, whatever it is made of: ``Source``."""
 
 from __future__ import annotations
 

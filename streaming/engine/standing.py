@@ -1,4 +1,4 @@
-"""Where a pipeline stands, in words: what the next batch waits for, and the oldest fetches."""
+"""Say where a pipeline stands: what the next batch waits for, and the oldest fetches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins for samples that cannot be delivered: which ones, in which order, and where their bytes come from.
+"""Choose stand-ins for samples that cannot be delivered: which, in which order, and where their bytes come from.
 
 Which ones depends on the plan's order and on what is damaged in the store, so it is the same on every world size. Their
 bytes come from the arena where they are there, else from the store.

@@ -1,4 +1,4 @@
-"""From the plan to work: which units the batches of one rank need, from which batch on, and until which."""
+"""Make work of the plan: which units the batches of one rank need, from which batch on, and until which."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Epochs one after the other: the place in them, the iterator that users get, the watch over it. Nothing reads here."""
+"""Go from epoch to epoch: the place, the iterator that users get, the watch over it. Nothing reads here."""

@@ -1,4 +1,4 @@
-"""The watchdog: where no batch comes for too long, one report of what every stage waits for."""
+"""Watch for batches that do not come: then one report says what every stage waits for."""
 
 from __future__ import annotations
 

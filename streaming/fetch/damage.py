@@ -1,4 +1,4 @@
-"""Layouts by the sample table: of ranges that were read in pieces, and of damaged ones, whose headers say nothing."""
+"""Lay out by the sample table what headers do not say: ranges that were read in pieces, and damaged ones."""
 
 from __future__ import annotations
 

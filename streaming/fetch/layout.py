@@ -1,4 +1,4 @@
-"""Where the samples of a fetched range lie in memory, and which of them are damaged."""
+"""Say where the samples of a fetched range lie in memory, and which of them are damaged."""
 
 from __future__ import annotations
 

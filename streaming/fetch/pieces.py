@@ -1,4 +1,4 @@
-"""Which pieces of a range to read for some fields: the fewest bytes that their requests are worth."""
+"""Choose the pieces of a range to read for some fields: the fewest bytes that their requests are worth."""
 
 from __future__ import annotations
 

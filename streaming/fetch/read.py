@@ -1,4 +1,4 @@
-"""Fetching one unit: a run of consecutive samples of one shard, checked and taken apart."""
+"""Fetch one unit: a run of consecutive samples of one shard, checked and taken apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes of a shard have a checksum of their own, and whose samples they are."""
+"""Find which bytes of a shard have a checksum of their own, and whose samples they are."""
 
 from __future__ import annotations
 

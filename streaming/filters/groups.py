@@ -1,4 +1,4 @@
-"""Groups of samples by the values of columns: which group each sample is in, worked out in one pass, by all ranks.
+"""Group samples by the values of columns: which group each sample is in, in one pass, by all ranks.
 
 Each rank reads the columns of a run of the shards, once. All exchange which values there are and how often; what groups
 follow from that is a pure function, which each evaluates for itself. Then they exchange the groups of their samples: a

@@ -1,4 +1,4 @@
-"""Late columns: values that came after the shards, in files of their own beside the index (``docs/format.md``)."""
+"""Read late columns: values that came after the shards, in files beside the index (``docs/format.md``)."""
 
 from __future__ import annotations
 

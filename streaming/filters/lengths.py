@@ -1,4 +1,4 @@
-"""The number of tokens of every sample, and what else packs count: columns, read shard by shard and kept at hand."""
+"""Read the number of tokens of every sample, and what else packs count, shard by shard; kept at hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters: which samples of a data set are kept, worked out once over sample tables and late columns, by all ranks.
+"""Select which samples of a set are kept: once, over sample tables and late columns, by all ranks.
 
 A sample is kept if it lies in the ``subset``, fits ``where``, and its key is not excluded. All three are about samples
 as they are stored, so it does not matter in which order they are looked at.

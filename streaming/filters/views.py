@@ -1,4 +1,4 @@
-"""Saved views: filters with a name, in a small file beside the index (``docs/format.md``)."""
+"""Save views: filters with a name, in a small file beside the index (``docs/format.md``)."""
 
 from __future__ import annotations
 

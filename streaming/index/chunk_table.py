@@ -1,4 +1,4 @@
-"""The chunk table: every chunk of every shard, and all that streaming needs to know about a data set."""
+"""Hold every chunk of every shard, and all that streaming needs to know about a data set: the chunk table."""
 
 from __future__ import annotations
 

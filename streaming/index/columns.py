@@ -1,4 +1,4 @@
-"""Columns of samples, lifted into sample tables or late in files of their own, and what conditions make of them."""
+"""Lift columns of samples, into sample tables or late, and work out what conditions make of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""THE rule that cuts the records of a shard into chunks, shared by the writer and the indexer.
+"""Cut the records of a shard into chunks: THE rule, shared by the writer and the indexer.
 
 A chunk closes after the record with which it holds 4 MiB, or 1 MiB and 256 samples. So chunks of large records are
 about 4 MiB, one fast ranged GET; chunks of small records are about 1 MiB, because a shuffle over many small chunks

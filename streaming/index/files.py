@@ -1,4 +1,4 @@
-"""What both kinds of index files share: Parquet in memory, with a JSON document about the whole file in its footer."""
+"""Write and read what all index files share: Parquet in memory, with a JSON document in its footer."""
 
 from __future__ import annotations
 

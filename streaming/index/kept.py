@@ -1,4 +1,4 @@
-"""Which samples of some shards are kept by a filter, or are in which group, and the chunk table of what is left."""
+"""Say which samples of some shards a filter keeps, or which group each is in; the chunk table of what is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of a shard's samples as one Arrow array: no Python object per key until somebody asks for it."""
+"""Hold the keys of a shard's samples as one Arrow array: no Python object per key until somebody asks."""
 
 from __future__ import annotations
 

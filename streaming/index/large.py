@@ -1,4 +1,4 @@
-"""Checksums of large members, so that a reader may leave them out, or read nothing else, and still check all it reads.
+"""Sum large members apart, so that a reader may leave them out, or read nothing else, and still check all.
 
 THE rule, shared by the writer and the indexer: a member is *large* from 128 KiB on. Its bytes have a CRC32C of their
 own, and so has the *rest* of its span: what is left of the span without the bytes of its large members, end to end.

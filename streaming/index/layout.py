@@ -1,4 +1,4 @@
-"""Where the files of an index lie, relative to the index's directory (``docs/format.md``)."""
+"""Say where the files of an index lie, relative to the index's directory (``docs/format.md``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample table of one shard: keys, byte ranges of every field, and columns lifted from the samples."""
+"""Hold keys, byte ranges of every field, and lifted columns of one shard: the sample table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans: runs of records with a checksum of their own, so that a part of a chunk can be read and still be checked.
+"""Sum spans, runs of records, so that a part of a chunk can be read and still be checked.
 
 THE rule, shared by the writer and the indexer: a span closes after the record with which it holds 64 KiB, and where
 its chunk closes. Span checksums cost no second pass over the bytes: whoever sums a chunk notes the CRC32C so far at

@@ -1,4 +1,4 @@
-"""``where``: a condition over columns, in a small part of SQL; text in, a pyarrow expression out, nothing evaluated.
+"""Parse ``where``: a condition over columns, a small part of SQL, to a pyarrow expression; nothing is evaluated.
 
     condition   or-ed, and-ed, NOT-ed, in parentheses
     predicate   value = != <> < <= > >= value

@@ -1,4 +1,4 @@
-"""What both loops over a ``StreamingDataset`` share: an order, an account of bad samples, those who build batches."""
+"""Share what both loops over a ``StreamingDataset`` have: order, account of bad samples, builders of batches."""
 
 from __future__ import annotations
 

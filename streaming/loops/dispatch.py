@@ -1,4 +1,4 @@
-"""``sharding="dispatch"``: one rank iterates a data set that cannot be cut, and deals its samples out to all.
+"""Iterate a data set that cannot be cut on one rank, and deal its samples out: ``sharding="dispatch"``.
 
 The reading rank runs the loop that one process alone would run, over global batches; each is cut into the rows of every
 data rank before it is collated, and travels as replicas' batches do (``streaming.replicas.broadcast``)::

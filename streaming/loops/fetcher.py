@@ -1,4 +1,4 @@
-"""The loop over a set with an index: plan and engine of one rank, one arena, shares of sources, a changing world."""
+"""Loop over a set with an index: plan and engine of one rank, one arena, shares of sources, a changing world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop over iterable torch data sets: as many promises as a stream of samples allows.
+"""Loop over iterable torch data sets: as many promises as a stream of samples allows.
 
 - Every sample goes to one rank and worker (see ``streaming.loops.parts``), random numbers are seeded by (seed, epoch).
 - All ranks end together: by ``epoch_size``, or else, where torch.distributed runs, by asking a few batches ahead

@@ -1,4 +1,4 @@
-"""Loops over ordinary torch data sets, with the same surface as ``streaming.loops.fetcher.EpochLoop``.
+"""Loop over map-style torch data sets, with the same surface as ``streaming.loops.fetcher.EpochLoop``.
 
 Map-style data sets (``__getitem__`` and ``__len__``) keep all promises: exactly once, equal ends, elastic, resumable to
 the batch. Iterable ones keep what they make possible; see ``streaming.loops.iterable``.

@@ -1,4 +1,4 @@
-"""torch's names for options, and those of some data sets only: mapped where they mean something, else explained."""
+"""Map torch's names for options, and those of some data sets only, where they mean something; else explain."""
 
 from __future__ import annotations
 

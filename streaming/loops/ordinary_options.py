@@ -1,4 +1,4 @@
-"""What the loops over ordinary torch data sets have in common: their choices, and how samples become a batch."""
+"""Share what the loops over ordinary torch data sets have: their choices, and how samples become a batch."""
 
 from __future__ import annotations
 

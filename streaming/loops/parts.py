@@ -1,4 +1,4 @@
-"""The worker's side of iterable data sets: which samples belong to this part, and where it stands.
+"""Cut iterable data sets in the worker: which samples belong to this part, and where it stands.
 
 With R data-parallel ranks and W workers each, the data set is cut into R * W *parts*. How, best first:
 

@@ -1,4 +1,4 @@
-"""What a run draws of each source of a mixture, and from which row on: its ledger, and the orders that follow."""
+"""Keep the ledger of a run: what it draws of each source, and from which row on, and the orders that follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop over shards without an index: the same surface as ``EpochLoop``, without its promises."""
+"""Loop over shards without an index: the same surface as ``EpochLoop``, without its promises."""
 
 from __future__ import annotations
 

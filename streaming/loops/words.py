@@ -1,4 +1,4 @@
-"""What a loader says of itself: the line at the start of an epoch, and its ``repr``."""
+"""Say what a loader is: the line at the start of an epoch, and its ``repr``."""
 
 from __future__ import annotations
 

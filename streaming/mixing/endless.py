@@ -1,4 +1,4 @@
-"""What orders of mixtures without end have in common: sources, weights by time, and where these may still change."""
+"""Share what orders of mixtures without end have: sources, weights by time, and where these may still change."""
 
 from __future__ import annotations
 

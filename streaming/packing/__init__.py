@@ -1,1 +1,1 @@
-"""Packs of documents: which pieces stand together, from lengths alone. Pure; not here: tokens, files, data sets."""
+"""Pack documents: which pieces stand together, from lengths alone. Pure; not here: tokens, files, data sets."""

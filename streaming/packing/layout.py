@@ -1,4 +1,4 @@
-"""What a batch of packs is made of: places of documents, and the choices of its entries."""
+"""Describe a batch of packs: places of documents, and the choices of its entries."""
 
 from __future__ import annotations
 

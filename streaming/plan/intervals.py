@@ -1,4 +1,4 @@
-"""Between which batches a rank needs which chunk: values, and how they are put together."""
+"""Tell between which batches a rank needs which chunk: values, and how they are put together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger of a mixture: from which row on which sources were drawn with which weights. Append-only.
+"""Note from which row on which sources of a mixture were drawn with which weights: the ledger. Append-only.
 
 It is part of every checkpoint of a mixture (``state_dict()["ledger"]``), as a list of entries::
 

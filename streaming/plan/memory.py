@@ -1,4 +1,4 @@
-"""What a plan asks of memory: the arithmetic that the loop obeys and ``shard_tools plan`` prints.
+"""Count what a plan asks of memory: the arithmetic that the loop obeys and ``shard_tools plan`` prints.
 
 ``memory_limit`` of a rank is shared out: chunks get three quarters, the rest is for batches that are built but not
 handed out, and of a packed set for what packs are made of. What a plan needs at once must fit into the chunks' part;

@@ -1,4 +1,4 @@
-"""The order of one pass over a data set: a pure function of (chunk sizes, settings, pass number).
+"""Order one pass over a data set: a pure function of (chunk sizes, settings, pass number).
 
 Three maps, each with a closed form, lead from a *global position* (when a sample is due) to a sample of the
 data set::

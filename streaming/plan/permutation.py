@@ -1,4 +1,4 @@
-"""Random numbers and permutations that every release and platform makes alike.
+"""Draw random numbers and permutations that every release and platform makes alike.
 
 The numbers are those of splitmix64, written out, counter-based (Steele, Lea, Flood, "Fast splittable pseudorandom
 number generators", 2014; constants: Stafford's variant 13). Not from :mod:`numpy.random`, whose streams may change

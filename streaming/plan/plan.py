@@ -1,4 +1,4 @@
-"""Which rank gets which sample in which batch, and how long each chunk is needed for it.
+"""Decide which rank gets which sample in which batch, and how long each chunk is needed for it.
 
 A *stream* repeats the data set without end: stream position ``s`` is global position ``s % D`` of pass
 ``s // D``, and every pass has an order of its own. Epoch ``e`` covers ``[e * E, (e + 1) * E)`` of the stream;

@@ -1,4 +1,4 @@
-"""Batch sizes that change with the rows of a run: which batch is how large, and how many there are."""
+"""Change batch sizes with the rows of a run: which batch is how large, and how many there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Schedule``: weights, or a number, that change with the rows of a mixture; sampled into segments: a pure value."""
+"""Change weights, or a number, with the rows of a mixture; sampled into segments: ``Schedule``, a pure value."""
 
 from __future__ import annotations
 

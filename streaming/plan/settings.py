@@ -1,4 +1,4 @@
-"""The order of a data set and the shape of its batches: what a user may choose, and the defaults."""
+"""Choose the order of a data set and the shape of its batches: what a user may set, and the defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a position in the order, not a replay.
+"""Hold what a checkpoint does: a position in the order, not a replay.
 
 The state is the same on every rank, so it may be saved by one of them and loaded by any number of others.
 """

@@ -1,4 +1,4 @@
-"""A batch as JSON and bytes, and back: how it travels from one rank to another. No pickle.
+"""Turn a batch into JSON and bytes, and back: how it travels from one rank to another. No pickle.
 
 Tensors, NumPy arrays and byte strings travel as they lie in memory, jagged fields as their parts; dicts with text keys,
 lists, tuples, text, numbers, bools and None as one JSON header. Anything else (objects that a user's ``collate_fn``

@@ -1,4 +1,4 @@
-"""One rank reads for others: ``replicate="broadcast"`` within a data share, ``sharding="dispatch"`` for a whole job.
+"""Read for others: ``replicate="broadcast"`` in a data share, ``sharding="dispatch"`` for a whole job.
 
 Each side runs a thread, so that batch k + 1 travels while the training loop works with batch k::
 

@@ -1,4 +1,4 @@
-"""``balance="exchange"``: the data ranks deal the packs of each global batch anew among themselves, by cost.
+"""Exchange packs: the data ranks deal those of each global batch anew, by cost (``balance="exchange"``).
 
 Every rank reads and builds the packs of its own lanes, as without; then packs travel, over a gloo group of our own::
 

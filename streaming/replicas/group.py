@@ -1,4 +1,4 @@
-"""A process group of our own among the ranks of one data share: messages from the one that reads, replies to it.
+"""Talk among the ranks of one data share: messages from the one that reads, replies to it, in a group of our own.
 
 Always gloo, whatever backend the job uses, and apart from the job's groups: its messages cannot mix with the user's
 collectives. Every message is answered, so that after the last answer nothing is on the way.

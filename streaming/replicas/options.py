@@ -1,4 +1,4 @@
-"""What the ranks of one data share get of its batches, and who of them reads."""
+"""Choose what the ranks of one data share get of its batches, and who of them reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks compare before they iterate: the facts of a loader over a ``StreamingDataset``."""
+"""Compare before iterating what ranks know: the facts of a loader over a ``StreamingDataset``."""
 
 from __future__ import annotations
 

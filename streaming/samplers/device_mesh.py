@@ -1,4 +1,4 @@
-"""``DeviceMeshSampler``: the promises of the loader for map-style data sets under torch's own ``DataLoader``.
+"""Keep the loader's promises for map-style data sets under torch's ``DataLoader``: ``DeviceMeshSampler``.
 
 ::
 

@@ -1,4 +1,4 @@
-"""``RetrySampler``: damaged and unreachable samples of a map-style data set are retried, then replaced, and named.
+"""Retry damaged and unreachable samples of a map-style data set, then replace and name them: ``RetrySampler``.
 
 ::
 

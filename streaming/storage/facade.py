@@ -1,4 +1,4 @@
-"""The ``Storage`` that everything else talks to: picks the adapter, retries, checks lengths, counts."""
+"""Talk to all stores: ``Storage`` picks the adapter, retries, checks lengths, counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to one set of stores, with what makes each of them come through: retries, a gate, second requests, pins."""
+"""Send requests to one set of stores, so that each comes through: retries, a gate, second requests, pins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fast and the exact reader of tar headers share: values, limits, octal fields, PAX records, names."""
+"""Share what both readers of tar headers need: values, limits, octal fields, PAX records, names."""
 
 from __future__ import annotations
 

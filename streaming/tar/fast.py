@@ -1,4 +1,4 @@
-"""The fast reader of tar headers: all headers of a buffer in one NumPy pass.
+"""Read tar headers fast: all of a buffer in one NumPy pass.
 
 Blocks that carry the ustar magic are candidates; the size of each says where the next header must be. If that chain
 runs through all candidates, they are the headers. If it does not (a payload that holds a tar), it is followed link by

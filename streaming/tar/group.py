@@ -1,4 +1,4 @@
-"""Members of a tar, in order, to samples: neighbours with one key are one sample, each extension is a field."""
+"""Group members of a tar into samples: neighbours with one key are one sample, each extension is a field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tar member headers as shardstream writes them: deterministic, plain ustar wherever ustar suffices.
+"""Write tar member headers: deterministic, plain ustar wherever ustar suffices.
 
 A header depends on the member's name and size alone: mtime, uid and gid are 0, the owner's names are empty,
 the mode is 0644. A PAX header (1 KiB more per member) precedes it only where ustar cannot say it:

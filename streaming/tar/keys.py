@@ -1,4 +1,4 @@
-"""Keys of many samples without a Python object for each: the names of one field, line by line."""
+"""Hold keys of many samples without a Python object for each: the names of one field, line by line."""
 
 from __future__ import annotations
 

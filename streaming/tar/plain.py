@@ -1,4 +1,4 @@
-"""The reader of chunks that hold nothing but regular members in plain ustar headers, as most shards do.
+"""Read chunks that hold nothing but regular members in plain ustar headers, as most shards do.
 
 It looks only where headers are: it follows the first few, and then either goes on so (large members), or expects the
 same steps again and again (members of one size). The guess is checked, so what it finds is what

@@ -1,4 +1,4 @@
-"""Samples from a tar that comes as a stream: shards without an index, and ``.tar.gz``."""
+"""Read samples from a tar that comes as a stream: shards without an index, and ``.tar.gz``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tar that comes in pieces: records and fields as soon as they are whole, in bounded memory."""
+"""Scan a tar that comes in pieces: records and fields as soon as they are whole, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exact reader of tar headers: one member at a time, every form of header, every check, every error.
+"""Walk tar headers exactly: one member at a time, every form of header, every check, every error.
 
 :mod:`streaming.tar.fast` reads what is regular; whatever it does not understand comes here, so all messages about
 damaged archives are written here.

@@ -1,4 +1,4 @@
-"""The chunk arena: one fixed byte budget of anonymous memory in which all fetched chunks of a rank lie."""
+"""Keep all fetched chunks of a rank in one fixed byte budget of anonymous memory: the chunk arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units in the arena: fetched in the background, shared by everybody who needs them, given back by count."""
+"""Fetch units into the arena in the background, share them, and give them back by count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks of files on this machine's own disks: mapped into the arena where others are copied into it.
+"""Map chunks of files on this machine's own disks into the arena, where others are copied into it.
 
 The page cache has these bytes already. A copy costs a read, memory that nobody has touched before, and the clearing of
 that memory: most of what a pass over local shards takes. What a map lacks is that the bytes stay as they were when they

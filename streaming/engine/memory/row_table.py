@@ -1,4 +1,4 @@
-"""The row table: where every field of every resident sample lies in the arena, as columns."""
+"""Say where every field of every resident sample lies in the arena, as columns: the row table."""
 
 from __future__ import annotations
 

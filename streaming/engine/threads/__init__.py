@@ -1,1 +1,1 @@
-"""The engine's threads: jobs on them, their end, and where each of them stands. Knows nothing of what they do."""
+"""Run the engine's jobs on threads, end these, and say where each stands. Knows nothing of what they do."""

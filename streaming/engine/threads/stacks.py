@@ -1,4 +1,4 @@
-"""Where a thread or a process stands at this moment, in one line: for reports of what hangs."""
+"""Tell where a thread or a process stands at this moment, in one line: for reports of what hangs."""
 
 from __future__ import annotations
 

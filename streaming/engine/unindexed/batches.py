@@ -1,4 +1,4 @@
-"""One rank's batches of one epoch over shards without an index, in order: who reads, who builds, who waits for what.
+"""Read one rank's batches of one epoch over shards without an index: who reads, who builds, who waits.
 
 Life cycle of a batch k::
 

@@ -1,4 +1,4 @@
-"""Samples that were read one by one, brought together as the rows of a batch."""
+"""Bring samples that were read one by one together as the rows of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards read from beginning to end, a few pieces ahead, by threads that nobody has to wait for."""
+"""Read shards from beginning to end, a few pieces ahead, on threads that nobody has to wait for."""
 
 from __future__ import annotations
 

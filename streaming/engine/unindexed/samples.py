@@ -1,4 +1,4 @@
-"""Shards without an index: read one after the other, shuffled through a window, dealt out by whole shards.
+"""Read shards without an index one after the other, shuffled through a window, dealt out by whole shards.
 
 No promise of exactly once here: nobody knows how many samples there are before they have been read.
 """

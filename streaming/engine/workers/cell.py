@@ -1,4 +1,4 @@
-"""What is being built where at this moment: kept up to date by whoever builds, read by whoever asks what hangs."""
+"""Note what is being built where at this moment, for whoever asks what hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between processes over a Unix socket: pickles of our own making, with file descriptors beside them."""
+"""Send messages between processes over a Unix socket: pickles of our own making, with file descriptors."""
 
 from __future__ import annotations
 

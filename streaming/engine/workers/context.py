@@ -1,4 +1,4 @@
-"""A ``multiprocessing`` context whose processes are forked from our server: for torch's ``DataLoader``.
+"""Fork the processes of ``multiprocessing`` from our server: a context for torch's ``DataLoader``.
 
 The context "fork" copies the training process with all that its threads leave half done: a child that reads from an
 object store, or copies a large tensor, may hang for ever. "forkserver" and "spawn" run the user's script again in every

@@ -1,4 +1,4 @@
-"""A small process from which decode workers are forked: both ends of it.
+"""Fork decode workers from a small process: both ends of it.
 
 Why not fork the training process: a child inherits locks held by threads that it does not have, and hangs in torch's or
 OpenMP's thread pools. Why not ``multiprocessing``'s fork server: it runs the user's script again in every worker, which

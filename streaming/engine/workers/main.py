@@ -1,4 +1,4 @@
-"""A decode worker: takes the rows of a batch, reads their bytes from the arena, builds the batch in a ring slot.
+"""Be a decode worker: take the rows of a batch, read their bytes from the arena, build it in a ring slot.
 
 Its life: forked by the server, told the recipe, then one order after the other until the socket ends. It owns nothing
 that outlives it, and holds nothing of the user's but their functions.

@@ -1,4 +1,4 @@
-"""Objects on their way to another process: what the main script defines goes by value, large memory goes once.
+"""Send objects to another process: what the main script defines goes by value, large memory goes once.
 
 A worker process cannot import the main script: there may be no file of it, or no ``if __name__ == "__main__"`` that
 would keep it from training again. So functions and classes of the main script are sent by value, also where the script

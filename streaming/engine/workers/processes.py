@@ -1,4 +1,4 @@
-"""The worker processes of one pool: started together, lent to one thread at a time, replaced when they die."""
+"""Start the worker processes of a pool together, lend each to one thread, replace those that die."""
 
 from __future__ import annotations
 

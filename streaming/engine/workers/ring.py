@@ -1,4 +1,4 @@
-"""The batch ring: slots of anonymous shared memory in which batches are built, and which their users own.
+"""Build batches in slots of anonymous shared memory, which their users own: the batch ring.
 
 A slot is handed out for one batch and comes back when nothing refers to that batch's memory any more: every tensor,
 view and array of the batch keeps one NumPy array alive, and a finalizer on it gives the slot back. So a batch that is

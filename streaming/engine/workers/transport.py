@@ -1,4 +1,4 @@
-"""What travels between the training process and its workers: rows one way, batches and errors the other.
+"""Carry rows from the training process to its workers, and batches and errors back.
 
 A batch goes as a pickle (protocol 5) whose buffers lie in a ring slot: those of tensors and arrays wherever they stand
 in it, and long lists of ``bytes`` as one buffer. Tensors that ``SlotWriter.allocate`` gave are there already.

@@ -1,4 +1,4 @@
-"""Whose name requests are sent in: the one module that reads the environment, and only when a store is first used.
+"""Find whose name requests are sent in: alone in reading the environment, when a store is first used.
 
 For s3 the order is: ``anon``; ``key`` and ``secret``; ``profile``; the environment's key; the environment's or default
 profile (if boto3 is installed); web identity and container roles; the instance's role. The source that was used is kept

@@ -1,4 +1,4 @@
-"""Every other store through fsspec: memory://, hf://, sftp://, s3fs and gcsfs by request, and what else it knows."""
+"""Reach every other store through fsspec: memory://, hf://, sftp://, s3fs and gcsfs by request, and more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files: positioned reads straight into the caller's memory, writes by temporary file and rename."""
+"""Read files by position straight into the caller's memory; write them by temporary file and rename."""
 
 from __future__ import annotations
 

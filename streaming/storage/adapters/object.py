@@ -1,4 +1,4 @@
-"""Object stores through obstore: s3, gs, az and plain http(s) servers.
+"""Reach object stores through obstore: s3, gs, az and plain http(s) servers.
 
 obstore's own retries are off for reads: the facade's loop keeps the bytes that came and asks for the rest, counts, and
 gives up early where no connection stands. Measured on loopback (2 cores, 8 threads, 8 MiB ranges): streaming an answer

@@ -1,4 +1,4 @@
-"""obstore's errors in our words: the one place that reads them.
+"""Say obstore's errors in our words: the one place that reads them.
 
 obstore has few types and puts the rest into text, so the text is matched here (0.8 to 0.12). What the server said in
 its XML is repeated as code and message only: a full answer may hold a session token or a signed query.

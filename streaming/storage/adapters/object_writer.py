@@ -1,4 +1,4 @@
-"""Writing one object to an object store: one put while it is small, an upload in parts once it grows."""
+"""Write one object to an object store: one put while it is small, an upload in parts once it grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""obstore as this process can use it: the module itself or, in a forked child, a copy of its native library.
+"""Open obstore as this process can use it: the module or, in a forked child, a copy of its native library.
 
 obstore has one tokio runtime, made at the first request and kept for good. A forked child inherits it without the
 threads that drive it: every request of the child hangs, also those of stores that it makes itself. tokio does not

@@ -1,4 +1,4 @@
-"""What a storage is doing at this moment: the calls under way, for whoever asks why nothing comes."""
+"""Note what a storage is doing at this moment: the calls under way, for whoever asks why nothing comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter for one kind of store must do; the facade adds retries, exact lengths and counters.
+"""Define what an adapter for one kind of store must do; the facade adds retries, exact lengths and counters.
 
 An adapter makes ONE attempt per call and turns every foreign error into a type of ``streaming.errors``. The two private
 types here tell the retry loop what another attempt may cure; anything else is final.

@@ -1,4 +1,4 @@
-"""Second places for the same objects: who is asked when the first one fails, and when the first one is tried again.
+"""Choose second places for objects: who is asked when the first fails, and when the first is tried again.
 
 A mirror is a whole copy. Nothing is compared with the primary; the index's checksums tell a copy that differs.
 """

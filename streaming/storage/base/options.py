@@ -1,4 +1,4 @@
-"""The ``storage_options`` that users give: names, aliases, checks."""
+"""Check the ``storage_options`` that users give: names, aliases, values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""URLs and paths as people write them: taking them apart, joining them, and showing them without secrets.
+"""Take URLs and paths apart as people write them, join them, and show them without secrets.
 
 A "directory" here has no slash at its end (but the root ``/``), so that ``join_url(*split_url(url)) == url``.
 """

@@ -1,4 +1,4 @@
-"""A slowdown that the processes of one user on one node share: two numbers in a file that only a refusal creates.
+"""Share a slowdown among a user's processes on a node: two numbers in a file that only a refusal creates.
 
 No locks to clean up, no process that owns it: flock ends with its holder, a file that is damaged, of another boot or
 older than a recovery is the same as none, and wherever the file cannot be had the process is on its own.

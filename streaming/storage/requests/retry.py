@@ -1,4 +1,4 @@
-"""When to try again, and for how long.
+"""Say when to try again, and for how long.
 
 Delays are exponential with full jitter (uniform between nothing and the doubling bound), which spreads the clients of
 a throttled store best: Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.

@@ -1,4 +1,4 @@
-"""How long to wait for a byte before asking a second time: a multiple of what answers took lately."""
+"""Tell how long to wait for a byte before asking a second time: a multiple of what answers took lately."""
 
 from __future__ import annotations
 

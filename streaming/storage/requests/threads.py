@@ -1,4 +1,4 @@
-"""Threads that make requests for others, so that whoever waits for a request need not wait for its end."""
+"""Make requests on threads for others, so that whoever waits for one need not wait for its end."""
 
 from __future__ import annotations
 

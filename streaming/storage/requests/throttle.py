@@ -1,4 +1,4 @@
-"""Fewer requests at once while a store says that it is too busy: each refusal takes some, each answer gives some back.
+"""Send fewer requests at once to a busy store: each refusal takes some, each answer gives some back.
 
 After AIMD: Chiu and Jain, "Analysis of the Increase and Decrease Algorithms for Congestion Avoidance", 1989. The
 design, and what follows from the numbers here: docs/design/0009-failing-stores.md.

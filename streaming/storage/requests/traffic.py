@@ -1,4 +1,4 @@
-"""All that is known of one bucket (or host) from its recent answers, and what follows for the next requests."""
+"""Hold what recent answers of a bucket (or host) tell, and what follows for the next requests."""
 
 from __future__ import annotations
 

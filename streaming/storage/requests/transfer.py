@@ -1,4 +1,4 @@
-"""One byte range on its way into the caller's memory: what came stays, and a silent request gets a rival.
+"""Bring a byte range into the caller's memory: what came stays, and a silent request gets a rival.
 
 Who may write, normative: the request that brought the last byte, or, right after a rival was started, whichever brings
 the next one. From that moment the other is *lost*: it gets no room any more, and its thread ends with its answer. When
