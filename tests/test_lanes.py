@@ -19,7 +19,7 @@ from streaming.errors import ConfigError, StateError
 from streaming.mixing import lanes
 from streaming.mixing.exact import ExactLanes
 from streaming.mixing.lanes import MixedLanes, Rounds, Runs, SourceLanes, growths
-from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
+from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
@@ -256,6 +256,21 @@ def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
         waiting += stream
     laid = sorted(waiting, key=lambda run: run[0])
     return [(chunk, first + k) for _, chunk, first, size in laid for k in range(size)][:stop]
+
+
+def test_lanes_of_more_samples_than_32_bits_count_hold_each_once() -> None:
+    sizes, num_lanes = [2**31 - 1] * 24, 8
+    runs = SourceLanes(
+        [Listing("huge", sizes, first_chunk=0, seed=1)], OrderSettings(seed=1, lanes=num_lanes, window=0)
+    ).runs(0, num_lanes, 0, sum(sizes) // num_lanes)
+    parts = sorted(zip(runs.chunk_ids.tolist(), runs.firsts.tolist(), runs.sizes.tolist(), strict=True))
+    for chunk, found in groupby(parts, key=lambda part: part[0]):
+        ends = [0]
+        for _, first, size in found:
+            assert first == ends[-1], chunk
+            ends.append(first + size)
+        assert ends[-1] == sizes[chunk]
+    assert {chunk for chunk, *_ in parts} == set(range(24))
 
 
 @unhurried

@@ -254,6 +254,25 @@ def test_a_seed_outlasts_a_first_step_that_fails_and_an_epoch_that_starts_again(
     assert play(samples.open(), 1, batch_size=16, state=state) == [expected]
 
 
+def test_another_seed_given_behind_a_loaded_one_is_for_the_same_epoch_as_in_a_local_loader(
+    samples: SampleSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state says that its epoch had begun when a seed was given, which was for the next one."""
+    read_here(monkeypatch)
+    local = DataLoader(samples.open(), batch_size=16, device_mesh=mesh_of(1, 0))
+    with local, remote(samples, 1, batch_size=16) as loader:
+        batches = iter(local)
+        next(batches)
+        batches.hold_back(1)
+        local.seed(7)
+        state = local.state_dict()
+        for one in (local, loader):
+            one.load_state_dict(state)
+            one.seed(5)
+        assert loader.state_dict() == local.state_dict()
+        assert [keys_of(batch)[0] for batch in loader] == [valid_keys(batch) for batch in local]
+
+
 def test_a_mixture_without_end_goes_on_where_it_was_as_in_a_local_loader(
     samples: SampleSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

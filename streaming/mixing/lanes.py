@@ -89,7 +89,9 @@ class Rounds:
         draw = hash_table(keyed_number(listing.seed, "turns", listing.name), np.array(numbers), 0, lanes) >> np.uint64(
             33
         )
-        anywhere = begins + (draw.astype(np.int64) * (ends - begins) >> 31)
+        sizes, drawn = ends - begins, draw.astype(np.int64)
+        # drawn * sizes >> 31, whose product would not fit for lanes of 2**32 samples.
+        anywhere = begins + drawn * (sizes >> 31) + (drawn * (sizes & (1 << 31) - 1) >> 31)
         borders = [self.starts[np.searchsorted(self.starts, place)] for place in (anywhere, begins)]
         self.turns = np.where(borders[0] < ends, borders[0], np.where(borders[1] < ends, borders[1], begins))
 
