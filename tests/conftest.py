@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--differential-cases",
         type=int,
-        help="cases that test_differential.py plays, and a fifth as streams: 100, under --matrix 300",
+        help="cases of test_differential.py, a fifth as streams, a twentieth as histories: 100, under --matrix 300",
     )
     parser.addoption("--differential-first", type=int, default=0, help="number of the first of them")
     parser.addoption(
