@@ -466,7 +466,7 @@ class Case:
 
     def play(self) -> None:
         happenings = [self.take] * 4 + [self.resume, self.remesh] * 3 + [self.set_weights, self.other_sources] * 2
-        happenings += [self.copied, self.whole, self.leave_early, self.set_epoch, self.set_seed]
+        happenings += [self.copied, self.leave_early, self.set_epoch] + [self.whole, self.set_seed] * 2
         for _ in range(self.dice.randint(3, 8)):
             happens = self.dice.choice(happenings)
             self.told.append(f"{happens.__name__} in epoch {self.epoch} at batch {self.number} on {len(self.ranks)}")
