@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import tarfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -516,6 +517,23 @@ def test_options_that_do_not_fit(tmp_path: Path) -> None:
     assert (tmp_path / "tars" / "000000.tar").exists()
     with pytest.raises(ConfigError, match="folder or prefix"):
         convert(str(source), str(tmp_path / "out.tar"))
+
+
+@pytest.mark.parametrize(("kind", "text"), [("text", "line\n"), ("csv", "a,b\n1,2\n"), ("jsonl", '{"a": 1}\n')])
+def test_small_files_of_a_store_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch, kind: str, text: str) -> None:
+    """One after the other, each file took a round trip to the store."""
+    storage, read, both = Storage(), Storage.read, threading.Barrier(2)
+    folder = f"memory://ahead-{kind}/"
+    for name in "abcdef":
+        storage.put(f"{folder}{name}.{'txt' if kind == 'text' else kind}", text.encode())
+
+    def read_in_pairs(self: Storage, *what: object) -> object:
+        both.wait(timeout=20)  # broken, and an error, where no other read is under way
+        return read(self, *what)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Storage, "read", read_in_pairs)
+    source = open_source(folder, storage, kind=kind, options=SourceOptions(num_threads=2))
+    assert [record.key for record in source.records(0)] == [f"{number:09d}" for number in range(6)]
 
 
 def test_a_run_that_wrote_no_shard_leaves_nothing_to_overwrite(tmp_path: Path) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gzip
 import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 import pyarrow as pa
 
 from shard_tools.convert.records import Skipped
+from shard_tools.running.engine import map_ordered
 from streaming.catalog.urls import expand_urls
 from streaming.errors import NotFoundError
 from streaming.storage import Storage, local_path, redact, scheme_of, split_query, split_url
@@ -223,9 +225,34 @@ class StoredFile(io.RawIOBase):
         return count
 
 
-def open_stored(file: SourceFile, storage: Storage, *, unzip: bool = True) -> BinaryIO:
-    """Return a buffered reader of ``file``; ``.gz`` and ``.zst`` are unpacked on the way. The caller closes it."""
+def open_each(
+    files: Sequence[SourceFile], storage: Storage, num_threads: int
+) -> Generator[tuple[SourceFile, BinaryIO], None, None]:
+    """Open files one after the other; of a store their first blocks, most files' all, are fetched ahead on threads."""
+
+    def opened(file: SourceFile) -> tuple[SourceFile, BinaryIO]:
+        return file, open_stored(file, storage, fetch=not is_local(file.url))
+
+    if all(is_local(file.url) for file in files):
+        num_threads = 1
+    with contextlib.closing(map_ordered(opened, files, num_threads)) as each:
+        for file, stream in each:
+            with stream:
+                yield file, stream
+
+
+def open_stored(file: SourceFile, storage: Storage, *, unzip: bool = True, fetch: bool = False) -> BinaryIO:
+    """Return a buffered reader of ``file``; ``.gz`` and ``.zst`` are unpacked on the way. The caller closes it.
+
+    Args:
+        file: What to read.
+        storage: The store that holds it.
+        unzip: Unpack it.
+        fetch: Read its first block now.
+    """
     reader = io.BufferedReader(StoredFile(file.url, file.size_bytes, storage), _BLOCK_BYTES)
+    if fetch:
+        reader.peek(1)
     if unzip and file.name.lower().endswith(".gz"):
         return cast("BinaryIO", gzip.GzipFile(fileobj=reader, mode="rb"))
     if unzip and file.name.lower().endswith(".zst"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -12,7 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from shard_tools.convert.files import FileSource, SourceFile, find_files, open_stored
+from shard_tools.convert.files import FileSource, SourceFile, find_files, open_each, open_stored
 from shard_tools.convert.records import Record, SourceOptions, permutation
 from shard_tools.convert.rows import RowMapper, unreadable
 from shard_tools.running.engine import map_ordered
@@ -57,8 +58,8 @@ class LineFiles(FileSource):
 
     def _in_order(self, start: int) -> Generator[Record, None, None]:
         number = 0
-        for file in self.files:
-            with open_stored(file, self._storage) as stream:
+        with contextlib.closing(open_each(self.files, self._storage, self._num_threads)) as opened:
+            for file, stream in opened:
                 for line_number, text in _units(read_lines(stream, file.shown_url), self._unit):
                     if number >= start:
                         yield self._record(text, number, f"{file.shown_url}:{line_number}", file.name)
@@ -166,13 +167,13 @@ class CsvFiles(FileSource):
 
     def __init__(self, spec: str, storage: Storage, options: SourceOptions) -> None:
         super().__init__("csv", find_files(spec, storage, SUFFIXES["csv"], exclude=options.exclude), storage)
-        self._mapper = RowMapper.of(options)
+        self._mapper, self._num_threads = RowMapper.of(options), options.num_threads
 
     def records(self, start: int) -> Generator[Record, None, None]:
         """Yield the rows from number ``start`` on."""
         number = 0
-        for file in self.files:
-            with open_stored(file, self._storage) as stream:
+        with contextlib.closing(open_each(self.files, self._storage, self._num_threads)) as opened:
+            for file, stream in opened:
                 for row, where in self._rows(stream, file):
                     if number < start:
                         pass
