@@ -74,7 +74,7 @@ def checked_seed(name: str, seed: object) -> int:
     return checked_int(name, seed, 0, MAX_SEED)
 
 
-def checked_place(index: SupportsIndex, count: int, what: str, owner: str) -> int:
+def checked_number(index: SupportsIndex, count: int, what: str, owner: str) -> int:
     """Return ``index`` as a number from 0 on; negative ones count from the end.
 
     Raises:

@@ -30,7 +30,7 @@ def rows_by(values: Int64Array) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns:
+class IntColumns:
     """Rows of numbers, as columns: each field of a class below is int64[n]."""
 
     def taken(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_] | slice) -> Self:

@@ -20,7 +20,7 @@ from streaming.arguments import (
     checked_index,
     checked_limit,
     checked_path,
-    checked_place,
+    checked_number,
     checked_ratio,
     checked_urls,
     checks_names,
@@ -216,7 +216,7 @@ class StreamingDataset(ChunkSource):
         """
         if isinstance(index, builtins.slice):
             return self._view(index)
-        return self.sample_at(checked_place(index, self.table.total_samples, "sample", "the data set has"))
+        return self.sample_at(checked_number(index, self.table.total_samples, "sample", "the data set has"))
 
     def sample_at(self, index: int, source: str = "") -> Sample:
         """Return sample ``index``, which there is; that of a mixture says which ``source`` of it this set is."""

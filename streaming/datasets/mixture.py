@@ -21,7 +21,7 @@ from streaming.arguments import (
     check_choice,
     checked_limit,
     checked_path,
-    checked_place,
+    checked_number,
     checks_names,
     format_bytes,
     most_bad,
@@ -265,7 +265,7 @@ class Mixture(JoinedSource):
                 "mixture[a:b]: a mixture has no ranges; take those of its sources: Mixture({…: dataset[a:b], …})"
             )
         quotas = self.sizes if self._blend.quotas is None else self._blend.quotas
-        number = checked_place(index, sum(quotas.values()), "sample", "the mixture has")
+        number = checked_number(index, sum(quotas.values()), "sample", "the mixture has")
         for name in self.names:
             if number < quotas[name]:
                 return self.leaves[name].sample_at(number % self.sizes[name], self.shown_names[name])

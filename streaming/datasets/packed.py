@@ -19,7 +19,7 @@ from infra import agent_store
 from streaming.arguments import (
     checked_flag,
     checked_int,
-    checked_place,
+    checked_number,
     checks_names,
     is_list,
     most_bad,
@@ -281,7 +281,7 @@ class Packed(PackedSource):
         """
         if isinstance(index, builtins.slice):
             raise ConfigError("packed[a:b]: packs have no ranges; take those of the documents: Packed(dataset[a:b], …)")
-        return self.sample_at(checked_place(index, len(self), "pack", "the data set has"))
+        return self.sample_at(checked_number(index, len(self), "pack", "the data set has"))
 
     def sample_at(self, index: int, source: str = "") -> Sample:
         """Return pack ``index``, which there is; that of a mixture says which ``source`` of it this set is."""

@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import check_choice, checked_place, checks_names
+from streaming.arguments import check_choice, checked_number, checks_names
 from streaming.arrays import sums
 from streaming.catalog.lines import RecordStarts, json_line, scan_lines
 from streaming.catalog.open import digest_of
@@ -129,7 +129,7 @@ class TableDataset:
 
     def _place(self, given: SupportsIndex) -> tuple[int, int, int, int]:
         """Find file, first byte, one past the last byte, and number of a row."""
-        index = checked_place(given, len(self), "row", "the files have")
+        index = checked_number(given, len(self), "row", "the files have")
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         record = index - int(self._firsts[file]) + (self._headers[file] is not None)
         return file, *self._files[file].range_of(record), index

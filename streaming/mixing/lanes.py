@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arrays import Columns, sums
+from streaming.arrays import IntColumns, sums
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
 from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, keep_latest, keyed_number
@@ -97,7 +97,7 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Runs(Columns):
+class Runs(IntColumns):
     """Runs of samples of one chunk each, in lanes; int64[n] each, sorted by lane, then as they follow one another.
 
     Attributes:

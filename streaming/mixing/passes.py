@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from streaming.arrays import Columns
+from streaming.arrays import IntColumns
 from streaming.errors import ConfigError
 from streaming.plan.order import ENDLESS, LaidOrder, Order, OrderSettings, checked_chunk_samples, window_slice
 from streaming.plan.permutation import permutations, permutations_of
@@ -36,7 +36,7 @@ _KEPT_FROM = 2**14  # chunks: permutations of fewer cost less than a millisecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts(Columns):
+class Parts(IntColumns):
     """Chunks, or parts of chunks, in the order in which they are laid; int64[n] each.
 
     Attributes:

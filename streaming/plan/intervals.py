@@ -7,12 +7,12 @@ from typing import Self
 
 import numpy as np
 
-from streaming.arrays import Columns, sums
+from streaming.arrays import IntColumns, sums
 from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkIntervals(Columns):
+class ChunkIntervals(IntColumns):
     """Times, counted in batches of one rank, between which chunks are needed; sorted by ``first_batches``.
 
     A chunk across a lane border is needed late in one lane and early in the next: it has two rows, and is
