@@ -24,7 +24,7 @@ import numpy as np
 from streaming.cache import NodeCache
 from streaming.cache.entry import HEADER_BYTES, file_bytes
 from streaming.cache.key import EntryKey
-from streaming.cache.paths import Layout
+from streaming.cache.paths import CachePaths
 from streaming.cache.space import Space
 from streaming.metrics import Metrics
 
@@ -42,7 +42,7 @@ class Bench:
         self.source_crc = crc32c.crc32c(self.source)
         self.out = np.zeros(CHUNK_BYTES, np.uint8)
         self.cache = NodeCache(folder, 1 << 40)
-        self.layout = Layout(folder)
+        self.layout = CachePaths(folder)
 
     def fetch(self, view: memoryview) -> None:
         view[:] = self.source.data
@@ -114,7 +114,7 @@ def in_turns(
 
 def large_cache(folder: str, num_entries: int) -> None:
     """Scan and eviction with many entries of no content: what counting them costs."""
-    layout = Layout(folder)
+    layout = CachePaths(folder)
     layout.make()
     for number in range(num_entries):
         path = layout.entry(EntryKey.of(URL, "v1", number, 4000))

@@ -8,19 +8,19 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessGroup:
+class DefaultGroup:
     """This process in the default group of torch.distributed."""
 
     rank: int
     world_size: int
 
 
-def process_group() -> ProcessGroup | None:
+def process_group() -> DefaultGroup | None:
     """Ask torch.distributed for this process's place; None where it is not initialised."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
-    return ProcessGroup(rank=dist.get_rank(), world_size=dist.get_world_size())
+    return DefaultGroup(rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

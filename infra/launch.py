@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from infra.errors import MeshError, RankUnknownError
-from infra.frameworks import ProcessGroup, process_group, train_worker
+from infra.frameworks import DefaultGroup, process_group, train_worker
 
 Environ = Mapping[str, str]
 
@@ -145,7 +145,7 @@ def _by_environment(env: Environ) -> Launch:
     return found[0]
 
 
-def _by_group(group: ProcessGroup, env: Environ, launch: Launch | None) -> Launch:
+def _by_group(group: DefaultGroup, env: Environ, launch: Launch | None) -> Launch:
     """Return the place that torch.distributed names, with what the launcher adds to it.
 
     Raises:

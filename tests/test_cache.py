@@ -26,7 +26,7 @@ from streaming.cache import NodeCache, node, space
 from streaming.cache.entry import HEADER_BYTES, charged_bytes, file_bytes
 from streaming.cache.key import EntryKey, normalised
 from streaming.cache.locks import try_lock, unlock
-from streaming.cache.paths import Layout
+from streaming.cache.paths import CachePaths
 from streaming.errors import ConfigError, TransferError
 from streaming.metrics import Metrics
 
@@ -47,7 +47,7 @@ class Reader:
     def __init__(self, directory: Path | str, limit_bytes: int = 1 << 20, wait_s: float = 30) -> None:
         self.metrics = Metrics()
         self.cache = NodeCache(directory, limit_bytes, metrics=self.metrics, wait_s=wait_s)
-        self.layout = Layout(str(directory))
+        self.layout = CachePaths(str(directory))
         self.fetches = 0
 
     def read(
@@ -84,7 +84,7 @@ class Reader:
 
 def used_bytes(directory: Path | str) -> int:
     """What entries and parts take, in whole blocks, by the files themselves."""
-    root = Path(Layout(str(directory)).root)
+    root = Path(CachePaths(str(directory)).root)
     files = [*root.glob("entries/*/*"), *root.glob("parts/*")]
     return sum(charged_bytes(file.stat().st_size) for file in files)
 
@@ -467,7 +467,7 @@ def test_files_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_an_older_layout_is_cleared_and_a_newer_one_is_not_touched(tmp_path: Path) -> None:
-    layouts = {version: Layout(str(tmp_path), version) for version in (0, 2)}
+    layouts = {version: CachePaths(str(tmp_path), version) for version in (0, 2)}
     names = {}
     for version, layout in layouts.items():
         layout.make()
@@ -483,7 +483,7 @@ def test_a_cache_of_an_older_layout_is_cleared_and_a_newer_one_is_not_touched(tm
 
 
 def test_clearing_an_older_layout_spares_what_is_not_ours(tmp_path: Path) -> None:
-    old = Layout(str(tmp_path), 0)
+    old = CachePaths(str(tmp_path), 0)
     old.make()
     mine = Path(old.entries) / "mine.txt"
     mine.write_text("mine")
@@ -493,7 +493,7 @@ def test_clearing_an_older_layout_spares_what_is_not_ours(tmp_path: Path) -> Non
 
 
 def test_the_maker_of_the_marker_was_killed(tmp_path: Path) -> None:
-    layout = Layout(str(tmp_path))
+    layout = CachePaths(str(tmp_path))
     Path(layout.root).mkdir()
     Path(layout.marker).touch()
     reader = Reader(tmp_path)

@@ -19,7 +19,7 @@ import pytest
 from streaming.cache import NodeCache, space
 from streaming.cache.entry import charged_bytes, file_bytes
 from streaming.cache.locks import locked
-from streaming.cache.paths import Layout
+from streaming.cache.paths import CachePaths
 from streaming.metrics import Metrics
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -99,7 +99,7 @@ def hold(directory: str, reached: Connection, stage: str) -> None:
 
 def used_bytes(directory: Path) -> int:
     """What all files take. A file that moves while we look is found once, in either place."""
-    root = Path(Layout(str(directory)).root)
+    root = Path(CachePaths(str(directory)).root)
     sizes: dict[int, int] = {}
     for pattern in ("parts/*", "entries/*/*"):
         for path in root.glob(pattern):
@@ -115,7 +115,7 @@ def used_bytes(directory: Path) -> int:
 def watched_size(directory: Path) -> Iterator[list[int]]:
     """Sizes of the cache, seen all the while at moments when nothing is reserved or evicted (files may be renamed)."""
     seen, stop = [0], threading.Event()
-    layout = Layout(str(directory))
+    layout = CachePaths(str(directory))
 
     def watch() -> None:
         while not stop.wait(0.005):
@@ -181,7 +181,7 @@ def check_afterwards(directory: Path, limit_bytes: int, log: Path) -> None:
         read_one(cache, number, 0, descriptor, out)
     cache.read_into("s3://b/new", "v", 0, memoryview(bytearray(5)), lambda view: None, crc32c=None)
     os.close(descriptor)
-    assert os.listdir(Layout(str(directory)).parts) == []
+    assert os.listdir(CachePaths(str(directory)).parts) == []
     assert metrics.get("cache_damaged") == 0
     assert metrics.get("cache_errors") == 0
     assert used_bytes(directory) <= limit_bytes
@@ -202,7 +202,7 @@ def test_eight_processes_a_tenth_of_the_data_and_random_kills(tmp_path: Path, nu
     assert killed >= 0.6 * num_kills
     assert max(sizes) <= limit_bytes  # promised: one chunk per process more
     assert max(sizes) > limit_bytes // 2
-    usage = os.open(Layout(str(directory)).usage, os.O_RDONLY)
+    usage = os.open(CachePaths(str(directory)).usage, os.O_RDONLY)
     counted = space._read(usage)
     os.close(usage)
     assert counted is not None
@@ -258,4 +258,4 @@ def test_whoever_waits_takes_over_when_the_holder_is_killed(tmp_path: Path, stag
     assert np.array_equal(out, content(0, 0))
     assert metrics.get("cache_wait_timeouts") == 0
     assert used_bytes(tmp_path) == CHARGE
-    assert os.listdir(Layout(str(tmp_path)).parts) == []
+    assert os.listdir(CachePaths(str(tmp_path)).parts) == []

@@ -25,7 +25,7 @@ from shard_tools.check.verify import verify
 from shard_tools.convert import ConvertOptions, convert
 from shard_tools.tokens import TokenizeOptions, tokenize
 from streaming import DataLoader, StreamingDataset
-from streaming.cache.paths import Layout
+from streaming.cache.paths import CachePaths
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.storage import Storage
@@ -286,4 +286,4 @@ def test_a_rank(forked: Forked, tmp_path: Path, num_workers: int) -> None:
         with DataLoader(StreamingDataset(samples.url, cache_dir=str(tmp_path / "cache")), 4) as loader:
             loader.load_state_dict(lines[-1]["state"])
             assert [batch["__key__"] for batch in loader] == calm[steps + 1 :]
-    assert os.listdir(Layout(str(tmp_path / "cache")).parts) == []
+    assert os.listdir(CachePaths(str(tmp_path / "cache")).parts) == []

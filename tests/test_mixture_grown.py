@@ -13,7 +13,7 @@ import pytest
 from data_sets import Batches, merged, total, write_set
 from test_mixture import FIRST, source_of, take, take_on, world
 
-from shard_tools.plan.steps import Run
+from shard_tools.plan.steps import PlannedRun
 from streaming import DataLoader, Mixture, Schedule, ShuffleConfig, StreamingDataset
 from streaming.errors import StateError
 from streaming.plan.state import LoaderState
@@ -93,7 +93,7 @@ def test_all_changes_of_a_run_are_replayed_from_its_ledger_alone(
     replayed, _ = world(grown, 2, len(run), {**state, "samples_seen": 0})
     assert replayed == run
     # What tells who was in a step asks the same ledger, and finds the samples that came later.
-    told_by = Run(
+    told_by = PlannedRun(
         planned=grown, state=LoaderState.from_dict(state), global_batch_size=12, num_ranks=2, last_batch="drop"
     )
     for step in (0, 35, len(run) - 1):

@@ -17,7 +17,7 @@ import torch
 from shard_tools import ShardWriter
 from streaming import DataLoader, DevicePrefetcher, StreamingDataset
 from streaming.device.copiers import Copied, CpuCopier, CudaCopier, CudaPageLocker
-from streaming.engine.groups import Groups
+from streaming.engine.groups import BatchGroups
 from streaming.engine.workers.fork_server import ForkServer
 from streaming.engine.workers.ring import BatchRing, Memory
 
@@ -181,8 +181,8 @@ def test_arrays_of_one_size_which_the_consumer_cuts_in_groups_are_page_locked_to
     copier, opened = Watching(), []
     dataset = StreamingDataset(url, shuffle=False, decode={"npy": "array:int32"})
     with DataLoader(dataset, 10, num_threads=num_threads) as loader, pytest.MonkeyPatch.context() as patch:
-        group_of = Groups.open
-        patch.setattr(Groups, "open", lambda *given: opened.append(group_of(*given)) or opened[-1])
+        group_of = BatchGroups.open
+        patch.setattr(BatchGroups, "open", lambda *given: opened.append(group_of(*given)) or opened[-1])
         for number, batch in enumerate(DevicePrefetcher(loader, "cpu", depth=2, copier=copier)):
             assert batch["npy"][:, -1].tolist() == list(range(10 * number, 10 * number + 10))
         assert copier.seen == [True] * 20

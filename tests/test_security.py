@@ -36,7 +36,7 @@ from shard_tools.convert import convert
 from shard_tools.tokens.run import TokenizeOptions, tokenize
 from streaming import DataLoader, StreamingDataset
 from streaming.cache import NodeCache
-from streaming.cache.paths import Layout
+from streaming.cache.paths import CachePaths
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, DataError, IndexFormatError, ShardstreamError, StorageError, TarError
 from streaming.index.chunk_table import ChunkTable
@@ -248,7 +248,7 @@ def test_a_cache_folder_that_others_can_write_is_not_used(
     metrics = Metrics()
     assert not cache_read(tmp_path / "c", metrics)
     assert cache_read(tmp_path / "c", metrics)
-    root = Path(Layout(str(tmp_path / "c")).root)
+    root = Path(CachePaths(str(tmp_path / "c")).root)
     if trap == "link":
         root.rename(tmp_path / "elsewhere")
         root.symlink_to(tmp_path / "elsewhere")
@@ -270,7 +270,7 @@ def test_the_cache_can_be_read_by_its_user_alone(tmp_path: Path) -> None:
         cache_read(tmp_path / "c", Metrics())
     finally:
         os.umask(before)
-    root = Path(Layout(str(tmp_path / "c")).root)
+    root = Path(CachePaths(str(tmp_path / "c")).root)
     paths = [root, *root.rglob("*")]
     assert len(paths) > 4
     assert all(path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600) for path in paths)

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (the back
 
 from infra import AgentStore
 from streaming import StreamingDataset
-from streaming.catalog.listing import Found
+from streaming.catalog.listing import FoundShards
 from streaming.errors import ConfigError, IndexMismatchError, NotFoundError
 from streaming.index.chunk_table import ChunkTable, ShardInfo
 from streaming.job import once as shared
@@ -214,11 +214,11 @@ def test_what_was_found_survives_as_bytes() -> None:
         byte_start=np.zeros(2), byte_end=np.array([1024, 2048]), crc32c=np.array([7, 2**32 - 1]),
     )  # fmt: skip
     for found in (
-        Found(urls=("a", "ü"), table=table),
-        Found(urls=("a",), table=None, missing_index="none"),
-        Found(urls=("a",), table=None, sizes=(5,)),
+        FoundShards(urls=("a", "ü"), table=table),
+        FoundShards(urls=("a",), table=None, missing_index="none"),
+        FoundShards(urls=("a",), table=None, sizes=(5,)),
     ):
-        assert Found.from_bytes(found.to_bytes()) == found
+        assert FoundShards.from_bytes(found.to_bytes()) == found
 
 
 def test_a_job_of_torch_distributed_reads_the_index_on_rank_0_alone(

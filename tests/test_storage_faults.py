@@ -17,7 +17,7 @@ from servers import HttpServer, with_port
 
 from streaming.errors import AccessDeniedError, ConfigError, NotFoundError, StorageError, TransferError
 from streaming.storage import Storage
-from streaming.storage.adapters.object_errors import Place, object_errors
+from streaming.storage.adapters.object_errors import RequestPlace, object_errors
 from streaming.storage.base.adapter import ThrottledError
 
 MIB = 1 << 20
@@ -367,9 +367,11 @@ class TestRefusals:
 class TestMessages:
     """What cannot be met on loopback: obstore's own texts, as it words them."""
 
-    PLACE = Place(url="s3://b/x.tar?no-query-here", endpoint="s3.us-east-1.amazonaws.com", source="the instance's role")
+    PLACE = RequestPlace(
+        url="s3://b/x.tar?no-query-here", endpoint="s3.us-east-1.amazonaws.com", source="the instance's role"
+    )
 
-    def raised(self, error: Exception, place: Place = PLACE) -> Exception:
+    def raised(self, error: Exception, place: RequestPlace = PLACE) -> Exception:
         def work() -> None:
             with object_errors(place, "reading"):
                 raise error
@@ -386,7 +388,7 @@ class TestMessages:
         assert "anon=True" in str(error)
 
     def test_a_redirect_to_another_region(self) -> None:
-        place = Place(url="s3://b/x", endpoint="e", source="s", region="us-east-1 (from the default)")
+        place = RequestPlace(url="s3://b/x", endpoint="e", source="s", region="us-east-1 (from the default)")
         text = "Received redirect without LOCATION, this normally indicates an incorrectly configured region"
         assert "not in region us-east-1 (from the default)" in str(self.raised(GenericError(text), place))
 

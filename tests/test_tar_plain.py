@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from streaming.tar.blocks import Members, Where, as_array
+from streaming.tar.blocks import Members, Origin, as_array
 from streaming.tar.fast import read_members
 from streaming.tar.headers import member_header, padding
 from streaming.tar.plain import read_plain
@@ -47,7 +47,7 @@ def check(chunk: bytes) -> None:
     """What is read is what the exact reader reads."""
     found = read_plain(as_array(chunk))
     if found is not None:
-        assert as_lists(found) == as_lists(walk_members(memoryview(chunk), Where(), partial=False))
+        assert as_lists(found) == as_lists(walk_members(memoryview(chunk), Origin(), partial=False))
 
 
 READ = {
@@ -72,14 +72,14 @@ def test_reads_what_is_plain(name: str) -> None:
     chunk = chunk_of(READ[name])
     found = read_plain(as_array(chunk))
     assert found is not None
-    assert as_lists(found) == as_lists(walk_members(memoryview(chunk), Where(), partial=False))
+    assert as_lists(found) == as_lists(walk_members(memoryview(chunk), Origin(), partial=False))
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_leaves_the_rest_to_others(name: str) -> None:
     chunk = chunk_of(LEFT_ALONE[name])
     assert read_plain(as_array(chunk)) is None
-    assert as_lists(read_members(chunk, Where())) == as_lists(walk_members(memoryview(chunk), Where(), partial=False))
+    assert as_lists(read_members(chunk, Origin())) == as_lists(walk_members(memoryview(chunk), Origin(), partial=False))
 
 
 sizes_of_samples = st.one_of(

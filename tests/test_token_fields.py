@@ -15,7 +15,7 @@ from test_tokenize import TEXTS, jsonl, run
 
 from shard_tools.sets.copy import copy
 from streaming import DataLoader, Mixture, Packed, StreamingDataset
-from streaming.catalog.listing import Found
+from streaming.catalog.listing import FoundShards
 from streaming.storage import Storage
 
 NOTE = Path("_shardstream/tokens.json")
@@ -110,8 +110,8 @@ def test_directories_must_agree(mine: Path, tmp_path: Path, caplog: pytest.LogCa
 def test_a_copy_carries_it_and_ranks_tell_each_other(text: Path, tmp_path: Path) -> None:
     copy(str(text), str(tmp_path / "copied"))
     assert isinstance(StreamingDataset(str(tmp_path / "copied"))[0]["tok"], np.ndarray)
-    found = Found(urls=("a",), table=None, missing_index="none", types={"tok": "array:uint16->int64"})
-    assert Found.from_bytes(found.to_bytes()) == found
+    found = FoundShards(urls=("a",), table=None, missing_index="none", types={"tok": "array:uint16->int64"})
+    assert FoundShards.from_bytes(found.to_bytes()) == found
 
 
 def test_a_prefix_without_tokens_costs_no_request(text: Path, mini_s3: MiniS3Server) -> None:

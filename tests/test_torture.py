@@ -32,7 +32,7 @@ from torture_rank import GLOBAL_BATCH, PROBE, SHUFFLE, Part, Step, checked_keys,
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, StreamingDataset
-from streaming.cache.paths import Layout
+from streaming.cache.paths import CachePaths
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.index.cutter import ChunkRule
@@ -263,6 +263,6 @@ def test_every_sample_survives(
     assert run.events["killed ranks"]
     assert run.events["IndexMismatchError"]
     assert calm_epoch(url, options, len(lost), str(tmp_path / "cache")) == calm, "killed ranks leave a sound cache"
-    assert list(Path(Layout(str(tmp_path / "cache")).parts).iterdir()) == []
+    assert list(Path(CachePaths(str(tmp_path / "cache")).parts).iterdir()) == []
     assert {one.name for one in tmp_path.iterdir()} - files_before <= {"cache", f"shardstream-of-{os.getuid()}"}
     assert left == Counter()

@@ -27,7 +27,7 @@ _MIN_RANGE, _MAX_RANGE, _RANGES = 64, 100_000, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class ConvertWork:
     """What every call needs to know.
 
     Attributes:
@@ -67,7 +67,13 @@ class _Shard:
 
 
 def write_elsewhere(
-    work: Work, executor: Executor, progress: Progress, *, start: int, first_shard: int, known_keys: Collection[str]
+    work: ConvertWork,
+    executor: Executor,
+    progress: Progress,
+    *,
+    start: int,
+    first_shard: int,
+    known_keys: Collection[str],
 ) -> int:
     """Write all shards from ``first_shard`` on, which begins with record ``start``; the number of all records.
 
@@ -91,7 +97,9 @@ def write_elsewhere(
     return num_records
 
 
-def _measured(work: Work, executor: Executor, numbers: range, known_keys: Collection[str]) -> Iterator[tuple[str, int]]:
+def _measured(
+    work: ConvertWork, executor: Executor, numbers: range, known_keys: Collection[str]
+) -> Iterator[tuple[str, int]]:
     """Yield key and size of every record, in order; no key is among ``known_keys``."""
     length = min(_MAX_RANGE, max(_MIN_RANGE, len(numbers) // _RANGES))
     ranges = (numbers[first : first + length] for first in range(0, len(numbers), length))
@@ -101,7 +109,7 @@ def _measured(work: Work, executor: Executor, numbers: range, known_keys: Collec
             yield key, num_bytes
 
 
-def _measure(work: Work, numbers: range) -> list[tuple[str, int]]:
+def _measure(work: ConvertWork, numbers: range) -> list[tuple[str, int]]:
     """Measure these records: key, and bytes in a tar."""
     with contextlib.closing(work.reader.records(numbers.start)) as records:
         return [
@@ -110,7 +118,7 @@ def _measure(work: Work, numbers: range) -> list[tuple[str, int]]:
         ]
 
 
-def _cut(sizes: Iterator[tuple[str, int]], work: Work, start: int, number: int) -> Iterator[_Shard]:
+def _cut(sizes: Iterator[tuple[str, int]], work: ConvertWork, start: int, number: int) -> Iterator[_Shard]:
     """Yield the shards, by the writer's own rule."""
     seen = SeenKeys()
     shard_bytes = shard_samples = 0
@@ -134,7 +142,7 @@ def _cut(sizes: Iterator[tuple[str, int]], work: Work, start: int, number: int) 
         yield _Shard(number=number, start=start, num_samples=shard_samples)
 
 
-def _write_shard(work: Work, shard: _Shard) -> tuple[_Shard, int]:
+def _write_shard(work: ConvertWork, shard: _Shard) -> tuple[_Shard, int]:
     """Write one shard and its sample table; the bytes of its fields. May be repeated."""
     num_bytes = 0
     writer = work.writer(shard.number)

@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from shard_tools.convert.elsewhere import Work, write_elsewhere
+from shard_tools.convert.elsewhere import ConvertWork, write_elsewhere
 from shard_tools.convert.files import is_local
 from shard_tools.convert.journal import NAME, Journal, TargetNotEmptyError, load_journal, save_journal
 from shard_tools.convert.records import ShardOptions, Source, refuse_known
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class PackedTarget:
     """What there is in the target now, and how many of its samples an earlier run had written."""
 
     num_shards: int
@@ -42,7 +42,7 @@ class Packed:
 
 def pack(
     reader: Source,
-    place: Place,
+    place: Destination,
     options: ShardOptions,
     *,
     identity: Mapping[str, object],
@@ -51,7 +51,7 @@ def pack(
     storage_options: Mapping[str, object] | None,
     executor: Executor | None = None,
     progress: Progress,
-) -> Packed:
+) -> PackedTarget:
     """Write all records of ``reader``; go on where an earlier run of the same work was stopped.
 
     Args:
@@ -78,7 +78,7 @@ def pack(
     progress.start(total_bytes=reader.num_bytes, total=reader.num_records)
     progress.advance(num_bytes=earlier.num_bytes, num=earlier.num_samples)
     if not earlier.complete:
-        work = Work(
+        work = ConvertWork(
             reader=reader,
             pattern=place.pattern,
             options=options,
@@ -102,7 +102,7 @@ def pack(
     table = read_chunks(storage, place.directory)
     if not earlier.complete:
         save_journal(place.directory, replace(journal, complete=True, num_samples=table.total_samples), storage)
-    return Packed(
+    return PackedTarget(
         num_shards=len(table.shards),
         num_samples=table.total_samples,
         num_bytes=sum(shard.size_bytes for shard in table.shards),
@@ -111,14 +111,14 @@ def pack(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Destination:
     """Where the shards go: a directory, and the pattern of their names (``{:06d}.tar``)."""
 
     directory: str
     name: str
 
     @classmethod
-    def of(cls, target: str) -> Place:
+    def of(cls, target: str) -> Destination:
         """Return the place that a user's ``target`` means: a folder or prefix, or a pattern.
 
         Raises:
@@ -139,7 +139,7 @@ class Place:
         return join_url(self.directory, self.name)
 
 
-def refuse_overlap(source: str, place: Place) -> None:
+def refuse_overlap(source: str, place: Destination) -> None:
     """Refuse to write into what is read, which could delete it.
 
     Raises:
@@ -149,7 +149,7 @@ def refuse_overlap(source: str, place: Place) -> None:
         raise ConfigError(f"{redact(source)}: source and target are the same place; give another target")
 
 
-def warn_of_nesting(source: str, place: Place) -> None:
+def warn_of_nesting(source: str, place: Destination) -> None:
     """Say so where shards are written below what is read: from now on readers of the source get both."""
     if _whole(place.directory).startswith(_whole(source).rstrip("/") + "/"):
         _log.warning(
@@ -176,7 +176,9 @@ class _Earlier:
     keys: frozenset[str] = frozenset()
 
 
-def _prepare(place: Place, journal: Journal, storage: Storage, *, overwrite: bool, position: str | None) -> _Earlier:
+def _prepare(
+    place: Destination, journal: Journal, storage: Storage, *, overwrite: bool, position: str | None
+) -> _Earlier:
     """Make the target ready: empty, or holding the finished shards of this very conversion.
 
     Raises:
@@ -205,7 +207,7 @@ def _prepare(place: Place, journal: Journal, storage: Storage, *, overwrite: boo
     return _Earlier()
 
 
-def _forget_the_empty(place: Place, storage: Storage) -> None:
+def _forget_the_empty(place: Destination, storage: Storage) -> None:
     """Delete the journal of a run that ended before its first shard: there is nothing to go on with or to overwrite."""
     with contextlib.suppress(ShardstreamError):
         there = [info.url for info in storage.list(place.directory) if _is_ours(info.url, place)]
@@ -213,14 +215,14 @@ def _forget_the_empty(place: Place, storage: Storage) -> None:
             storage.delete(url)
 
 
-def _is_ours(url: str, place: Place) -> bool:
+def _is_ours(url: str, place: Destination) -> bool:
     """Tell whether ``url`` is a shard or part of an index directly in the target."""
     base = place.directory.rstrip("/") + "/"
     name = url.removeprefix(base)
     return name.startswith("_shardstream/") or ("/" not in name and name.endswith(".tar"))
 
 
-def _earlier_work(place: Place, storage: Storage, *, complete: bool, position: str | None) -> _Earlier:
+def _earlier_work(place: Destination, storage: Storage, *, complete: bool, position: str | None) -> _Earlier:
     """Return the finished shards: numbered from 0 without a gap, each with its sample table, of the size it tells.
 
     Unless all is done the last one is left out and written again: so there is always a shard to write, and with it
@@ -243,7 +245,7 @@ def _earlier_work(place: Place, storage: Storage, *, complete: bool, position: s
     )
 
 
-def _finished_shard(place: Place, number: int, sizes: Mapping[str, int], storage: Storage) -> SampleTable | None:
+def _finished_shard(place: Destination, number: int, sizes: Mapping[str, int], storage: Storage) -> SampleTable | None:
     name = place.name.format(number)
     url = join_url(place.directory, samples_path(name))
     size_bytes = sizes.get(join_url(place.directory, name))
@@ -253,7 +255,7 @@ def _finished_shard(place: Place, number: int, sizes: Mapping[str, int], storage
     return table if table.shard.size_bytes == size_bytes else None
 
 
-def _write(work: Work, start: int, first_shard: int, known_keys: Collection[str], progress: Progress) -> int:
+def _write(work: ConvertWork, start: int, first_shard: int, known_keys: Collection[str], progress: Progress) -> int:
     """Write all records but those that are there, one after the other; the number of all records."""
     number = start
     with work.writer(first_shard) as writer, contextlib.closing(work.reader.records(number)) as records:

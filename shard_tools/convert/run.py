@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shard_tools.convert.images import save_classes
-from shard_tools.convert.pack import Place, pack, refuse_overlap
+from shard_tools.convert.pack import Destination, pack, refuse_overlap
 from shard_tools.convert.records import ShardOptions, Skipped, Source, SourceOptions
 from shard_tools.convert.sources import open_source
 from shard_tools.running.progress import NoProgress, Progress
@@ -58,7 +58,7 @@ class RecordOptions(ShardOptions):
             ConfigError: Options do not fit the source, or it is the target.
             NotFoundError: There is nothing to read.
         """
-        place = Place.of(target)
+        place = Destination.of(target)
         options = SourceOptions(
             fields=self.fields, key_field=self.key_field, shuffle_seed=self.shuffle_seed, num_threads=self.workers,
             exclude=place.directory, max_gzip_ratio=self.max_gzip_ratio, **how,
@@ -145,7 +145,7 @@ def convert(
     started = time.monotonic()
     options = options or ConvertOptions()
     storage = Storage(storage_options)
-    place = Place.of(target)
+    place = Destination.of(target)
     reader = options.open(source, target, storage, classes=options.classes)
     check_columns(reader, options.named_columns)
     classes: dict[str, int] = getattr(reader, "classes", {})

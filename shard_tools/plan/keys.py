@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SamplePlace:
     """Where a data set has a sample: a chunk of those that it gives, and the offset among what that gives."""
 
     chunk: int
@@ -54,7 +54,7 @@ def keys_at(dataset: ChunkSource, chunk_ids: Int64Array, offsets: Int64Array) ->
     return keys
 
 
-def places_by_order(dataset: ChunkSource, key: str) -> list[Place]:
+def places_by_order(dataset: ChunkSource, key: str) -> list[SamplePlace]:
     """Find the samples that have a key if keys ascend from shard to shard; else most likely none.
 
     So a writer that numbers its samples leaves them. A dozen of the key columns say in which shard a key is then.
@@ -67,7 +67,7 @@ def places_by_order(dataset: ChunkSource, key: str) -> list[Place]:
     return [] if shard is None else list(_given(dataset, shard, _rows_in(dataset, shard, wanted)))
 
 
-def all_places(dataset: ChunkSource, key: str) -> list[Place]:
+def all_places(dataset: ChunkSource, key: str) -> list[SamplePlace]:
     """Find all samples that have a key; reads all key columns.
 
     Raises:
@@ -111,7 +111,7 @@ def _rows_in(
     return rows
 
 
-def _given(dataset: ChunkSource, shard: int, rows: Iterable[int]) -> Iterator[Place]:
+def _given(dataset: ChunkSource, shard: int, rows: Iterable[int]) -> Iterator[SamplePlace]:
     """Find the places of rows of a shard, without those that a filter or a range leaves out."""
     table = dataset.table
     low, high = table.rows_of(shard)
@@ -122,4 +122,4 @@ def _given(dataset: ChunkSource, shard: int, rows: Iterable[int]) -> Iterator[Pl
         count = int(table.num_samples[chunk])
         inside = dataset.samples_of(np.full(count, chunk), np.arange(count))
         for offset in np.flatnonzero(inside == row - int(table.first_sample[chunk])).tolist():
-            yield Place(chunk=chunk, offset=offset)
+            yield SamplePlace(chunk=chunk, offset=offset)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import numpy as np
 
-from shard_tools.plan.keys import Place, all_places, keys_at, places_by_order
+from shard_tools.plan.keys import SamplePlace, all_places, keys_at, places_by_order
 from shard_tools.plan.sources import OpenedSet, Planned, sets_of
 from shard_tools.running.report import Report
 from streaming.arrays import sums
@@ -73,7 +73,7 @@ class StepReport(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PlannedRun:
     """The steps of a run over one data set, or a mixture with the ledger of the state. Reads sample tables for keys.
 
     Attributes:
@@ -183,7 +183,7 @@ class Run:
             NotFoundError: No sample has this key.
             IndexMissingError: A shard has no sample table, and could hold it.
         """
-        places: list[tuple[int, Place]] = []
+        places: list[tuple[int, SamplePlace]] = []
         if not thorough:
             places = [(at, place) for at, (_, one) in enumerate(self._sets) for place in places_by_order(one, key)]
         by_order = bool(places) and len(self.planned.urls) > 1
@@ -210,7 +210,7 @@ class Run:
     def _epochs(self, steps: range) -> range:
         return range(steps.start // self.batches_per_epoch, -(-steps.stop // self.batches_per_epoch))
 
-    def _searched(self, places: Sequence[tuple[int, Place]]) -> range:
+    def _searched(self, places: Sequence[tuple[int, SamplePlace]]) -> range:
         """Return the steps that are looked at if nobody says which."""
         if not self.is_endless:
             first = self.state.epoch * self.batches_per_epoch
@@ -316,7 +316,7 @@ def _check_mixture(planned: Planned, ledger: Ledger) -> None:
 
 def open_run(
     planned: Planned, state_url: str, *, storage: Storage, global_batch_size: int, num_ranks: int, last_batch: LastBatch
-) -> Run:
+) -> PlannedRun:
     """Open the run that a saved ``loader.state_dict()`` (JSON) belongs to.
 
     Raises:
@@ -328,7 +328,7 @@ def open_run(
         raise StateError(f"{redact(state_url)}: not JSON ({error}); save json.dumps(loader.state_dict())") from error
     if not isinstance(content, Mapping):
         raise StateError(f"{redact(state_url)}: expected an object, as loader.state_dict() gives it")
-    return Run(
+    return PlannedRun(
         planned=planned,
         state=LoaderState.from_dict(content),
         global_batch_size=global_batch_size,

@@ -11,7 +11,7 @@ import crc32c
 import numpy as np
 
 from shard_tools.convert.journal import TargetNotEmptyError, carry_notes
-from shard_tools.convert.pack import Place, refuse_overlap, warn_of_nesting
+from shard_tools.convert.pack import Destination, refuse_overlap, warn_of_nesting
 from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
@@ -111,7 +111,7 @@ def copy(
     started = time.monotonic()
     progress = progress or NoProgress()
     there, here = Storage(storage_options), Storage(storage_options if target_options is None else target_options)
-    place = Place.of(target)
+    place = Destination.of(target)
     if "{" in target:
         raise ConfigError(f"{redact(target)}: copied shards keep their names; give a folder or prefix")
     if target_options is None:

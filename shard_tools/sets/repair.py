@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from crc32c import crc32c
 
-from shard_tools.convert.pack import Place, refuse_overlap
+from shard_tools.convert.pack import Destination, refuse_overlap
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.sets.tables import load_samples, sizes_of
 from streaming.catalog.build import index_shards
@@ -24,7 +24,7 @@ from streaming.tar.blocks import (
     MAX_MEMBER_BYTES,
     PAX_TYPES,
     REGULAR_TYPES,
-    Where,
+    Origin,
     checksum_matches,
     decode_name,
     is_meta,
@@ -120,9 +120,9 @@ def repair(
     """
     progress = progress or NoProgress()
     shards = expand_urls(list(urls), storage)
-    folder = Place.of(target).directory
+    folder = Destination.of(target).directory
     for url in shards:
-        refuse_overlap(split_url(url)[0], Place.of(target))
+        refuse_overlap(split_url(url)[0], Destination.of(target))
         if not url.endswith(".tar"):
             raise ConfigError(f"{redact(url)}: only plain tars are repaired; decompress it first (`gunzip`)")
     sizes = sizes_of(storage, shards)
@@ -262,8 +262,8 @@ def _extension(source: _Source, kind: int, start: int, size: int) -> tuple[bytes
     if kind not in PAX_TYPES:
         return None, None, None
     try:
-        records = parse_pax(payload, Where(source.url), start)
-        path, told = member_of_pax(records, Where(source.url), start)
+        records = parse_pax(payload, Origin(source.url), start)
+        path, told = member_of_pax(records, Origin(source.url), start)
     except TarError as error:
         raise _DamageError(str(error), start + padded(size)) from error
     return path, records.get(b"linkpath"), told

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shard_tools.convert.journal import carry_notes
-from shard_tools.convert.pack import Place, pack, refuse_overlap, warn_of_nesting
+from shard_tools.convert.pack import Destination, pack, refuse_overlap, warn_of_nesting
 from shard_tools.convert.records import ShardOptions, permutation
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
@@ -150,7 +150,7 @@ def reshard(
     started = time.monotonic()
     options = options or ReshardOptions()
     storage = Storage(storage_options)
-    place = Place.of(target)
+    place = Destination.of(target)
     refuse_overlap(source, place)
     warn_of_nesting(source, place)
     drop = load_bad_list(options.drop, storage)

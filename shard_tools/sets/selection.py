@@ -26,7 +26,7 @@ from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Part:
+class ShardPart:
     """What is taken of one shard.
 
     Attributes:
@@ -62,7 +62,7 @@ class Selection:
         not_found: Records of the list that mean no sample of the source.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPart, ...]
     columns: tuple[str, ...]
     fields: tuple[str, ...]
     num_source: int
@@ -102,7 +102,7 @@ def select(
     """
     shards_by_shown_url(shards.urls)  # refuses names that are not clear, before anything is dropped by them
     progress.start(total_bytes=None, total=len(shards.urls))
-    parts: list[Part] = []
+    parts: list[ShardPart] = []
     columns: set[str] = set()
     fields: set[str] = set()
     not_found = [record for url, records in drop.by_shard.items() for record in records if url not in _shown(shards)]
@@ -165,10 +165,10 @@ def _names(where: Where | None) -> frozenset[str]:
 
 def _part(
     url: str, table: SampleTable, rows: Int64Array, samples: Callable[[], SampleTable], *, first: int, with_keys: bool
-) -> Part:
+) -> ShardPart:
     keys = [key.encode("utf-8", "surrogateescape") for key in table.keys] if with_keys else None
     taken = pa.array(rows)
-    return Part(
+    return ShardPart(
         pieces=ShardPieces.of(url, table),
         rows=rows,
         columns={name: column.take(taken) for name, column in table.columns.items()},

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from shard_tools.convert.records import Record, Skipped, number_key
 from shard_tools.sets.pieces import read_pieces
-from shard_tools.sets.selection import Part, Selection
+from shard_tools.sets.selection import Selection, ShardPart
 from streaming.errors import DataError
 from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
@@ -34,7 +34,7 @@ class _Run:
     ``positions`` are those of the wanted samples in their window, ``kept`` their numbers within the part, in order.
     """
 
-    part: Part
+    part: ShardPart
     first_piece: int
     stop_piece: int
     positions: Int64Array
@@ -193,7 +193,7 @@ class ShardSource:
                 found.append((position, Record(key=key, fields=fields, metadata=metadata)))
         return found
 
-    def _key(self, key: str, part: Part, row: int) -> str:
+    def _key(self, key: str, part: ShardPart, row: int) -> str:
         prefix = self._key_prefix
         if prefix:
             shard = split_url(part.pieces.url)[1].removesuffix(".tar").replace(".", "_")
@@ -201,7 +201,7 @@ class ShardSource:
         return prefix + key.removeprefix("./").lstrip("/")
 
 
-def _part_runs(part: Part, positions: Int64Array, kept: Int64Array) -> Iterator[_Run]:
+def _part_runs(part: ShardPart, positions: Int64Array, kept: Int64Array) -> Iterator[_Run]:
     pieces = part.pieces.piece_of(part.rows[kept])
     ends = part.pieces.record_starts[part.pieces.bounds]
     begin = 0

@@ -88,7 +88,7 @@ class Document:
 
 
 @dataclass(slots=True)
-class Tally:
+class SetTally:
     """What one run found in one set; changed by the thread that reads alone.
 
     Attributes:

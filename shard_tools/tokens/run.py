@@ -11,13 +11,13 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from shard_tools.convert.files import is_local
-from shard_tools.convert.pack import Packed, Place, pack
+from shard_tools.convert.pack import Destination, PackedTarget, pack
 from shard_tools.convert.records import TEXT_UNITS, Source
 from shard_tools.convert.run import RecordOptions, check_columns
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.tokens.chat import ChatTemplate
-from shard_tools.tokens.documents import Reading, Share, Tally, parse_shares
+from shard_tools.tokens.documents import Reading, SetTally, Share, parse_shares
 from shard_tools.tokens.encode import Encoder
 from shard_tools.tokens.source import POSITION_COLUMN, TOKENS_COLUMN, TokenSource, check_kept, describe
 from shard_tools.tokens.tokenizer import (
@@ -197,7 +197,7 @@ def tokenize(
         raise ConfigError(f"--split: each set gets a folder of its own in TARGET; name a folder, got {redact(target)}")
     reader = _reader(source, target, options, storage)
     progress = progress or NoProgress()
-    tallies = [Tally() for _ in shares]
+    tallies = [SetTally() for _ in shares]
     sets = []
     with contextlib.ExitStack() as stack:
         executor = executor or stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="shard_tools-encode"))
@@ -215,7 +215,7 @@ def tokenize(
                 progress=progress,
                 tally=tally,
             )
-            place = Place.of(join_url(target, share.name) if share.name else target)
+            place = Destination.of(join_url(target, share.name) if share.name else target)
             sets.append(_write(documents, place, options, storage_options))
     seconds = time.monotonic() - started
     ends = encoder.ends
@@ -303,7 +303,7 @@ def _reading(options: TokenizeOptions, reader: Source, share: Share) -> Reading:
 
 
 def _write(
-    documents: TokenSource, place: Place, options: TokenizeOptions, storage_options: Mapping[str, object] | None
+    documents: TokenSource, place: Destination, options: TokenizeOptions, storage_options: Mapping[str, object] | None
 ) -> TokenSet:
     """Write one set, and the note beside its index that says what its tokens are."""
     storage = Storage(storage_options)
@@ -348,7 +348,7 @@ def _write(
     )
 
 
-def _earlier_counts(place: Place, packed: Packed, storage: Storage) -> Iterator[int]:
+def _earlier_counts(place: Destination, packed: PackedTarget, storage: Storage) -> Iterator[int]:
     """Yield the numbers of tokens of the documents that an earlier run had written: those of the first shards."""
     left = packed.num_resumed_samples
     for shard in read_chunks(storage, place.directory).shards if left else ():

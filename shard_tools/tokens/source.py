@@ -14,7 +14,7 @@ from shard_tools.convert.rows import dump_json
 from shard_tools.running.engine import ordered
 from shard_tools.running.progress import Progress
 from shard_tools.tokens.chat import Conversation, RejectedError
-from shard_tools.tokens.documents import Document, Reading, Tally
+from shard_tools.tokens.documents import Document, Reading, SetTally
 from shard_tools.tokens.encode import Encoded, Encoder
 from shard_tools.write.columns import follow
 from streaming.errors import ConfigError, DataError
@@ -54,7 +54,7 @@ class TokenSource:
     columns: tuple[str, ...]
     on_error: str
     progress: Progress
-    tally: Tally = field(default_factory=Tally)
+    tally: SetTally = field(default_factory=SetTally)
 
     @property
     def kind(self) -> str:

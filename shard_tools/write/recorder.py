@@ -34,7 +34,7 @@ _NUM_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class TarRecord:
     """One sample as it goes into a tar: a whole number of 512-byte blocks.
 
     ``starts`` are offsets of the fields' contents from the record's first byte; ``pieces`` are valid only as
@@ -67,7 +67,7 @@ class ShardRecorder:
         self._span_crcs = array("L")
         self._large_crcs: dict[int, int] = {}
 
-    def add(self, record: Record, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
+    def add(self, record: TarRecord, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
         """Add the next sample; ``pieces`` are the record's bytes."""
         start = self._record_starts[-1]
         for field, field_start, size in zip(record.fields, record.starts, record.sizes, strict=True):
@@ -92,7 +92,7 @@ class ShardRecorder:
         if chunk_closes:
             self._close_chunk()
 
-    def _sum_large(self, record: Record, pieces: Buffers, start: int) -> None:
+    def _sum_large(self, record: TarRecord, pieces: Buffers, start: int) -> None:
         """Sum a record, and note the sum at the start and the end of each large field."""
         large = [(at, at + size) for at, size in zip(record.starts, record.sizes, strict=True) if size >= LARGE_BYTES]
         borders = sorted(border for span in large for border in span)
@@ -207,7 +207,7 @@ class IndexRecorder:
         """Begin a shard: from here on, samples belong to it."""
         self._shard = ShardRecorder(shard_name(url, self._elsewhere), self._columns)
 
-    def add(self, record: Record, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
+    def add(self, record: TarRecord, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
         """Add the next sample of the shard."""
         if self._shard is not None:
             self._shard.add(record, pieces, values)

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 from shard_tools.write.columns import ColumnSpec, ColumnValue
 from shard_tools.write.encode import Buffers, encode_field
 from shard_tools.write.keys import SeenKeys, check_field, check_key
-from shard_tools.write.recorder import IndexRecorder, Record
+from shard_tools.write.recorder import IndexRecorder, TarRecord
 from streaming.arguments import checks_names, is_whole, parse_bytes
 from streaming.errors import ConfigError, StorageError
 from streaming.forks import Maker
@@ -212,7 +212,7 @@ class ShardWriter:
         if self._recorder is not None:
             self._recorder.start_shard(url)
 
-    def _append(self, record: Record, values: tuple[ColumnValue, ...]) -> None:
+    def _append(self, record: TarRecord, values: tuple[ColumnValue, ...]) -> None:
         out = self._out
         if out is None:  # pragma: no cover  # our own invariant
             raise ConfigError("no shard is open")
@@ -248,7 +248,7 @@ def is_full(shard_bytes: int, shard_samples: int, num_bytes: int, *, max_bytes: 
     return shard_bytes + num_bytes + len(END_OF_ARCHIVE) > max_bytes
 
 
-def make_record(sample: Mapping[str, object], key: str) -> Record:
+def make_record(sample: Mapping[str, object], key: str) -> TarRecord:
     """Return the tar blocks of one sample, its fields sorted by name.
 
     Raises:
@@ -273,7 +273,7 @@ def make_record(sample: Mapping[str, object], key: str) -> Record:
         sizes.append(size)
         pieces += (header, *content, pad)
         offset += len(header) + size + len(pad)
-    return Record(key=key, fields=fields, starts=tuple(starts), sizes=tuple(sizes), num_bytes=offset, pieces=pieces)
+    return TarRecord(key=key, fields=fields, starts=tuple(starts), sizes=tuple(sizes), num_bytes=offset, pieces=pieces)
 
 
 def _key_of(sample: Mapping[str, object]) -> str:

@@ -19,7 +19,7 @@ from streaming.batches.draws import BatchDraws, Chain, as_chain
 from streaming.batches.jagged import Allocate, Form
 from streaming.batches.losses import user_trace
 from streaming.batches.portion import Portion
-from streaming.batches.rows import FieldRange, Place, Rows
+from streaming.batches.rows import DecodedRow, FieldRange, Rows
 from streaming.decode import FieldDecoder, decode_field, raw, runs_code_of_user
 from streaming.errors import ConfigError, DecodeError, TooManyBadSamplesError
 from streaming.packing.layout import PackRows, PackShape
@@ -149,7 +149,7 @@ class Recipe:
         return self.parts[0 if rows.sources is None else int(rows.sources[i])]
 
     def columns(
-        self, rows: Rows, allocate: Allocate | None = None, place: Place | None = None
+        self, rows: Rows, allocate: Allocate | None = None, place: DecodedRow | None = None
     ) -> Columns | PackColumns:
         """Return the rows, none of them damaged, as columns from which plain batches are cut.
 
@@ -226,12 +226,12 @@ class BatchBuilder:
         substitutes: Callable[[int], Iterator[Rows]],
         report: BadSampleReport,
         allocate: Allocate | None = None,
-        place: Place | None = None,
+        place: DecodedRow | None = None,
         draws: BatchDraws | None = None,
     ) -> None:
         self._draws = draws or BatchDraws()
         self._allocate = allocate if recipe.portion.is_whole else None
-        self._place: Place = [-1] if place is None else place
+        self._place: DecodedRow = [-1] if place is None else place
         self._recipe = recipe
         self._substitutes = substitutes
         self._report = report

@@ -18,7 +18,7 @@ import torch
 from streaming.arrays import sums
 from streaming.batches.collate import collate_field
 from streaming.batches.jagged import Allocate, Form, collate_jagged, joined
-from streaming.batches.rows import FieldRange, Place, Rows
+from streaming.batches.rows import DecodedRow, FieldRange, Rows
 from streaming.decode import ArrayDecoder, FieldDecoder, raw
 from streaming.errors import ConfigError, DecodeError
 from streaming.packing.fill import Filler, segments_of
@@ -52,7 +52,7 @@ class Columns:
 
     def __init__(
         self, rows: Rows, decoders: Sequence[FieldDecoder], allocate: Allocate | None = None,
-        place: Place | None = None, names: Sequence[str] = (), jagged: Mapping[str, Form] | None = None,
+        place: DecodedRow | None = None, names: Sequence[str] = (), jagged: Mapping[str, Form] | None = None,
     ) -> None:  # fmt: skip
         self._rows = rows
         self._sources: list[str] | None = None
@@ -194,7 +194,7 @@ def _decoders_of(rows: Rows, decoders: Sequence[FieldDecoder], name: str, where:
 
 
 def _cut_of(
-    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, place: Place
+    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None, place: DecodedRow
 ) -> Cut:
     values = _values_of(rows, decoder, where, place)
     if isinstance(decoder, list):
@@ -212,7 +212,7 @@ def _cut_of(
 
 
 def _values_of(
-    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, place: Place
+    rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, place: DecodedRow
 ) -> Callable[[int, int], list[Any]]:
     """Return the decoded values of rows [low, high), None where a sample lacks the field.
 
@@ -233,7 +233,7 @@ def _values_of(
 
 def _jagged(
     name: str, form: Form, rows: Rows, decoder: Decoder | list[Decoder], where: FieldRange, allocate: Allocate | None,
-    place: Place,
+    place: DecodedRow,
 ) -> Cut:  # fmt: skip
     """Return values end to end; bytes and plain items go from where they lie into the batch by one copy."""
     values = _values_of(rows, decoder, where, place)
@@ -281,7 +281,7 @@ def gathered_bytes(view: memoryview, where: FieldRange) -> Cut:
 
 
 def _decoded(
-    view: memoryview, decoder: Decoder, starts: list[int], stops: list[int], place: Place, first_row: int = 0
+    view: memoryview, decoder: Decoder, starts: list[int], stops: list[int], place: DecodedRow, first_row: int = 0
 ) -> list[Any]:
     values = []
     try:

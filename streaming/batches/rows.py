@@ -54,7 +54,7 @@ class Rows:
     packs: PackRows | None = None
 
 
-class Place(Protocol):
+class DecodedRow(Protocol):
     """Item 0 is the row of the batch that is being decoded; -1: none. Writing it costs nothing worth a name."""
 
     def __setitem__(self, index: int, row: int, /) -> None: ...

@@ -21,7 +21,7 @@ _MAGIC = b"shstcch1"
 _HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s8x")
 
 
-class Found(enum.Enum):
+class LookupResult(enum.Enum):
     """What came of looking for an entry."""
 
     WHOLE = "whole"
@@ -39,7 +39,7 @@ def charged_bytes(length_bytes: int) -> int:
     return -(-length_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memoryview) -> Found:
+def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memoryview) -> LookupResult:
     """Fill ``out`` from the entry at ``path``, and note that it was used now.
 
     ``out`` holds the right bytes only after ``WHOLE``. The file may be unlinked meanwhile: what is open stays readable.
@@ -50,19 +50,19 @@ def read_entry(path: str, key: EntryKey, expected_crc32c: int | None, out: memor
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return Found.ABSENT
+        return LookupResult.ABSENT
     try:
         header = bytearray(HEADER_BYTES)
         beyond = bytearray(1)
         if _read_all(fd, [memoryview(header), out, memoryview(beyond)]) != HEADER_BYTES + len(out):
-            return Found.DAMAGED
+            return LookupResult.DAMAGED
         magic, crc, header_crc, num_bytes, digest = _HEADER.unpack(header)
         if (magic, num_bytes, digest) != (_MAGIC, key.num_bytes, key.digest) or header_crc != _header_crc(header):
-            return Found.DAMAGED
+            return LookupResult.DAMAGED
         if crc32c.crc32c(out) != crc or expected_crc32c not in {None, crc}:
-            return Found.DAMAGED
+            return LookupResult.DAMAGED
         touch(fd)
-        return Found.WHOLE
+        return LookupResult.WHOLE
     finally:
         os.close(fd)
 

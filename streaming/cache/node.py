@@ -17,11 +17,11 @@ from os import PathLike
 import crc32c as crc32c_of
 
 from streaming.arguments import format_bytes, parse_bytes
-from streaming.cache.entry import Found, read_entry, write_entry
+from streaming.cache.entry import LookupResult, read_entry, write_entry
 from streaming.cache.key import EntryKey
 from streaming.cache.locks import Waiting, try_lock
-from streaming.cache.paths import Layout
-from streaming.cache.space import Part, Space
+from streaming.cache.paths import CachePaths
+from streaming.cache.space import PartFile, Space
 from streaming.errors import ConfigError
 from streaming.metrics import Metrics
 
@@ -68,7 +68,7 @@ class NodeCache:
     ) -> None:
         if limit_bytes <= 0 or wait_s <= 0:
             raise ConfigError(f"cache: limit_bytes and wait_s must be positive, got {limit_bytes} and {wait_s}")
-        self._layout = Layout(os.path.abspath(os.fspath(directory)))
+        self._layout = CachePaths(os.path.abspath(os.fspath(directory)))
         self._limit_bytes = limit_bytes
         self._wait_s = wait_s
         self.metrics = metrics or Metrics()
@@ -151,7 +151,7 @@ class NodeCache:
         try:
             self._layout.check_owner()
             found = read_entry(path, key, crc32c, out)
-            if found is Found.DAMAGED:
+            if found is LookupResult.DAMAGED:
                 self.metrics.add("cache_damaged")
                 os.unlink(path)
         except FileNotFoundError:  # deleted by somebody else
@@ -162,10 +162,10 @@ class NodeCache:
                 with suppress(OSError):
                     os.unlink(path)
             return False
-        if found is Found.WHOLE:
+        if found is LookupResult.WHOLE:
             self.metrics.add("cache_hits")
             self.metrics.add("cache_hit_bytes", len(out))
-        return found is Found.WHOLE
+        return found is LookupResult.WHOLE
 
     def _may_store(self, key: EntryKey) -> bool:
         if time.monotonic() < self._resume_at_s or not self._space.fits(key.num_bytes):
@@ -187,7 +187,7 @@ class NodeCache:
             old.remove()
         self._ready = True
 
-    def _claim(self, key: EntryKey, crc32c: int | None, out: memoryview) -> Part | None:
+    def _claim(self, key: EntryKey, crc32c: int | None, out: memoryview) -> PartFile | None:
         """Claim the right to fetch that entry; None: fetch without storing; ``_LOADED``: ``out`` is filled.
 
         A claim is the lock on the entry's part. It ends with its holder: the next one who waits takes it over.
@@ -210,7 +210,7 @@ class NodeCache:
             return _LOADED
         return part
 
-    def _try_claim(self, key: EntryKey) -> Part | None:
+    def _try_claim(self, key: EntryKey) -> PartFile | None:
         part = self._open_part(self._layout.part(key))
         while part is not None and part.reserved_bytes:  # left by a dead process
             try:
@@ -220,15 +220,15 @@ class NodeCache:
             part = self._open_part(self._layout.part(key))
         return part
 
-    def _open_part(self, path: str) -> Part | None:
+    def _open_part(self, path: str) -> PartFile | None:
         try:
             fd = try_lock(path)
         except FileNotFoundError:  # the folders were deleted under us
             self._layout.make()
             fd = try_lock(path)
-        return None if fd is None else Part(path, fd)
+        return None if fd is None else PartFile(path, fd)
 
-    def _store(self, key: EntryKey, expected: int | None, part: Part, data: memoryview) -> bool:
+    def _store(self, key: EntryKey, expected: int | None, part: PartFile, data: memoryview) -> bool:
         """Turn the part into the entry, whole. False if the disk fails or is full: it is still a part then."""
         started_s = time.monotonic()
         crc = crc32c_of.crc32c(data) if expected is None else expected  # fetch has checked it, and readers will again
@@ -252,7 +252,7 @@ class NodeCache:
             os.makedirs(os.path.dirname(entry), mode=0o700, exist_ok=True)
             os.rename(part, entry)
 
-    def _end_claim(self, part: Part, *, stored: bool) -> None:
+    def _end_claim(self, part: PartFile, *, stored: bool) -> None:
         """Let the next one have it. A part that did not become an entry is deleted, and its space given back."""
         try:
             if not stored:
@@ -279,7 +279,7 @@ class NodeCache:
             )
 
 
-_LOADED = Part("", -1)
+_LOADED = PartFile("", -1)
 """Stands for "no claim needed": somebody else has published the entry meanwhile."""
 
 

@@ -28,7 +28,7 @@ _FOLDER = re.compile(r"shardstream-cache-v([0-9]{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CachePaths:
     """Paths of one cache. Making one touches nothing.
 
     Attributes:
@@ -125,13 +125,13 @@ class Layout:
             if folder.is_dir(follow_symlinks=False):
                 yield from (entry for entry in _scan(folder.path) if is_entry_name(entry.name))
 
-    def older(self) -> list[Layout]:
+    def older(self) -> list[CachePaths]:
         """Return the caches of earlier releases in the same directory, by name and marker."""
         found = []
         for entry in _scan(self.directory):
             match = _FOLDER.fullmatch(entry.name)
             if match and int(match[1]) < self.version and entry.is_dir(follow_symlinks=False):
-                layout = Layout(self.directory, int(match[1]))
+                layout = CachePaths(self.directory, int(match[1]))
                 if _text(layout.marker).startswith(_MARKER):
                     found.append(layout)
         return found

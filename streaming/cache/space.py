@@ -20,7 +20,7 @@ import crc32c
 
 from streaming.cache.entry import charged_bytes, file_bytes
 from streaming.cache.locks import Waiting, locked, try_lock, unlock
-from streaming.cache.paths import Layout, try_lock_existing
+from streaming.cache.paths import CachePaths, try_lock_existing
 from streaming.metrics import Metrics
 
 LOW_WATER = 0.9
@@ -35,7 +35,7 @@ _MAGIC = b"shstuse1"
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class PartFile:
     """An entry being made: an open file that is locked by this process until it is closed.
 
     Attributes:
@@ -72,7 +72,7 @@ class Space:
         metrics: Counts ``cache_evictions`` and ``cache_evicted_bytes``.
     """
 
-    def __init__(self, layout: Layout, limit_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, layout: CachePaths, limit_bytes: int, metrics: Metrics) -> None:
         self._layout = layout
         self._limit_bytes = limit_bytes
         self._metrics = metrics
@@ -81,7 +81,7 @@ class Space:
         """Tell whether an entry of ``num_bytes`` could ever be kept."""
         return charged_bytes(file_bytes(num_bytes)) <= self._limit_bytes
 
-    def reserve(self, part: Part, num_bytes: int) -> None:
+    def reserve(self, part: PartFile, num_bytes: int) -> None:
         """Count an entry of ``num_bytes`` in, and stretch ``part`` to its length. Evicts if need be.
 
         Raises:
@@ -105,7 +105,7 @@ class Space:
                     f"hold or make it. Is one of them stopped, or the limit of {self._limit_bytes} bytes too small?"
                 )
 
-    def drop(self, part: Part) -> None:
+    def drop(self, part: PartFile) -> None:
         """Delete ``part`` and count out what was reserved for it; it stays open and locked.
 
         Raises:
@@ -123,7 +123,7 @@ class Space:
         """Delete the parts of processes that are gone; those of living ones are locked, and stay."""
         for path in self._layout.part_paths():
             if (fd := try_lock_existing(path)) is not None:
-                part = Part(path, fd)
+                part = PartFile(path, fd)
                 try:
                     self.drop(part)
                 finally:

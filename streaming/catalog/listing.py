@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundShards:
     """Shards as they were found.
 
     Attributes:
@@ -49,7 +49,7 @@ class Found:
         return framed(head, *(column.tobytes() for column in columns))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Found:
+    def from_bytes(cls, data: bytes) -> FoundShards:
         """Return the inverse."""
         head, start = unframed(data)
         table = None

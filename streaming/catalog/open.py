@@ -23,7 +23,7 @@ from streaming.catalog.build import (
     samples_url,
     shard_name,
 )
-from streaming.catalog.listing import Found, StorageAhead
+from streaming.catalog.listing import FoundShards, StorageAhead
 from streaming.catalog.scan import scan_shard
 from streaming.catalog.urls import expand_urls
 from streaming.errors import (
@@ -53,7 +53,7 @@ the index says shows at its first damaged or failing read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenShards(Found):
+class OpenShards(FoundShards):
     """Shards as they were found, in the order of the data set, and what was made of those without an index.
 
     Attributes:
@@ -92,7 +92,7 @@ def open_shards(
     else:
         name = digest_of([str(urls) if isinstance(urls, (str, PathLike)) else list(map(str, urls)), index])
         data = shared(peers, f"open/{name}", lambda: _find(storage, urls, index).to_bytes())
-        found = Found.from_bytes(data)
+        found = FoundShards.from_bytes(data)
     if not found.sizes:
         return OpenShards(
             urls=found.urls, table=found.table, missing_index=found.missing_index, index=index, scanned=None,
@@ -109,7 +109,9 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _find(lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None) -> Found:
+def _find(
+    lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[str]], index: str | None
+) -> FoundShards:
     """List the shards and read their index; with ``sizes`` where they are to be scanned."""
     with closing(StorageAhead(lasting)) as storage:
         folders = _folders_of(urls)
@@ -137,7 +139,7 @@ def _find(lasting: Storage, urls: str | PathLike[str] | Sequence[str | PathLike[
                     f"the URLs, or rebuild the index: shard_tools index <urls of the shards that there are>"
                 ) from error
         homes = [index] if index is not None else list(dict.fromkeys(split_url(url)[0] for url in shards))
-        return Found(urls=shards, table=table, types=_token_types(storage, homes, folders))
+        return FoundShards(urls=shards, table=table, types=_token_types(storage, homes, folders))
 
 
 def _token_types(storage: StorageAhead, homes: Sequence[str], folders: Sequence[str]) -> dict[str, str]:
@@ -378,19 +380,19 @@ def _check_all_listed(tables: Mapping[str, ChunkTable], folders: Sequence[str], 
             )
 
 
-def _without_index(storage: Storage, urls: tuple[str, ...], missing: IndexMissingError) -> Found:
+def _without_index(storage: Storage, urls: tuple[str, ...], missing: IndexMissingError) -> FoundShards:
     with ThreadPoolExecutor(min(16, len(urls)), "shardstream-open") as threads:
         sizes = tuple(threads.map(lambda url: storage.info(url).size_bytes, urls))
     compressed = [url for url in urls if url.partition("?")[0].endswith((".gz", ".tgz"))]
     total_bytes = sum(sizes)
     if total_bytes <= SCAN_LIMIT_BYTES and not compressed:
-        return Found(urls=urls, table=None, sizes=sizes)
+        return FoundShards(urls=urls, table=None, sizes=sizes)
     why = (
         f"{compressed[0]} is compressed, and compressed shards have no index before they are unpacked (`gunzip`)"
         if compressed
         else f"{missing}; its {format_bytes(total_bytes)} are too much to index at every start"
     )
-    return Found(urls=urls, table=None, missing_index=why)
+    return FoundShards(urls=urls, table=None, missing_index=why)
 
 
 def _scan(

@@ -43,7 +43,7 @@ def kept_fits() -> Fits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Groups:
+class PackGroups:
     """Runs of chunks of one shard each, that are packed on their own; int64[G] each.
 
     Attributes:
@@ -78,7 +78,7 @@ class PackedSource(OneOrder):
     fields: tuple[str, ...] | None
 
     def __init__(
-        self, documents: ChunkSource, groups: Groups, lengths_of: LengthsOf, rules: PackRules, fits: Fits
+        self, documents: ChunkSource, groups: PackGroups, lengths_of: LengthsOf, rules: PackRules, fits: Fits
     ) -> None:
         self.documents = documents
         self.rules = rules

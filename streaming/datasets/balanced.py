@@ -22,7 +22,7 @@ from streaming.datasets.grouped import (
     grouped,
     resharding,
 )
-from streaming.datasets.mixture import Quotas, listed
+from streaming.datasets.mixture import Quotas, some_names
 from streaming.errors import ConfigError
 from streaming.filters.groups import Codes, Counted, Values, labels_of
 from streaming.plan.schedule import Schedule
@@ -173,10 +173,11 @@ class _Classes:
         given = {_name(label): weight for label, weight in weights.items()}
         unknown, missing = [sorted(some) for some in (given.keys() - set(self.names), set(self.names) - given.keys())]
         if unknown or missing:
-            said = [f"{listed(unknown)}: no such class"] if unknown else []
-            said += [f"{listed(missing)} missing: give 0 to a class that is not to be read"] if missing else []
+            said = [f"{some_names(unknown)}: no such class"] if unknown else []
+            said += [f"{some_names(missing)} missing: give 0 to a class that is not to be read"] if missing else []
             raise ConfigError(
-                f"Balanced: weights: {'; '.join(said)}. The classes are {listed(self.names)}, from column {self.by!r}"
+                f"Balanced: weights: {'; '.join(said)}. The classes are {some_names(self.names)}, from column "
+                f"{self.by!r}"
             )
         return given
 

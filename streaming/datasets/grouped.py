@@ -14,7 +14,7 @@ import numpy as np
 from infra import agent_store
 from streaming.arguments import check_choice, checked_flag, option_names
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.mixture import Mixture, Quotas, listed
+from streaming.datasets.mixture import Mixture, Quotas, some_names
 from streaming.errors import ConfigError, StateError
 from streaming.filters.groups import Coding, Counted, Grouping, group_samples
 from streaming.job.store import job_peers
@@ -113,8 +113,8 @@ class GroupedMixture(Mixture):
         missing = sorted(set(ledger.sources) - set(self.names))
         if missing:
             raise StateError(
-                f"this state drew from the groups {listed(missing)}, which this {type(self).__name__} lacks: it "
-                f"has {listed(self.names)}. Make it of the same columns, in the same groups, over the same "
+                f"this state drew from the groups {some_names(missing)}, which this {type(self).__name__} lacks: it "
+                f"has {some_names(self.names)}. Make it of the same columns, in the same groups, over the same "
                 "samples; its schedule and weights may change"
             )
         others = [name for name, found in self.fingerprints.items() if ledger.sources.get(name, found) != found]

@@ -20,8 +20,8 @@ import numpy as np
 from streaming.arguments import (
     check_choice,
     checked_limit,
-    checked_path,
     checked_number,
+    checked_path,
     checks_names,
     format_bytes,
     most_bad,
@@ -194,7 +194,7 @@ class Mixture(JoinedSource):
         made = cls._described(read_description(path, options), "", options)
         unknown = sorted(set(transforms or {}) - set(made.leaves))
         if unknown:
-            raise ConfigError(f"transforms: {unknown[0]!r} is no source; they are {listed(sorted(made.leaves))}")
+            raise ConfigError(f"transforms: {unknown[0]!r} is no source; they are {some_names(sorted(made.leaves))}")
         return made._with_transforms(transforms or {}, "")
 
     @classmethod
@@ -286,7 +286,7 @@ class Mixture(JoinedSource):
         return self
 
     def __repr__(self) -> str:
-        parts = [f"{len(self.names)} sources: {listed(self.names)}"]
+        parts = [f"{len(self.names)} sources: {some_names(self.names)}"]
         parts += [f"{sum(self.sizes.values())} samples", format_bytes(int(self.chunk_bytes.sum()))]
         parts.append(self._shares_in_words())
         parts.append(f"shuffle seed {self.seed}" if self.shuffle else "in storage order")
@@ -299,7 +299,7 @@ class Mixture(JoinedSource):
         total = sum(first.values())
         shown = [f"{name} {share / total:.1%}" for name, share in sorted(first.items()) if share]
         changing = "" if self._blend.weights is None or len(self._blend.segments()) == 1 else " at first, by a schedule"
-        return f"without end, {listed(shown)} of samples{changing}"
+        return f"without end, {some_names(shown)} of samples{changing}"
 
     # --- what the engine needs (streaming.engine.source.Source) ---
 
@@ -433,7 +433,7 @@ class Mixture(JoinedSource):
         missing = self.needed(ledger)
         if missing:
             raise StateError(
-                f"this state drew from {listed(list(map(repr, missing)))}, which this mixture lacks. Where the others "
+                f"this state drew from {some_names([*map(repr, missing)])}, which this mixture lacks. Where the others "
                 "stand follows from the chunks that were drawn beside theirs: keep it in the mixture, with the weight "
                 "0 (weights or the Schedule at a resume, or set_weights). States say from then on what it has laid, "
                 "and when that is read it may be left out, and be gone"
@@ -472,7 +472,7 @@ class Mixture(JoinedSource):
         if len(names) * lanes > _MOST_LAID:
             _log.info(
                 "%s: without a weight from row %d on. Of what it laid states hold no more than %d numbers, so it has "
-                "to stay in the mixture", listed(names), last.start, _MOST_LAID,
+                "to stay in the mixture", some_names(names), last.start, _MOST_LAID,
             )  # fmt: skip
             return ledger
         laid = {name: tuple(made.laid_at_the_end(name).tolist()) for name in names}
@@ -599,7 +599,7 @@ class Mixture(JoinedSource):
         for (_, before), (start, weights) in pairwise(segments):
             opened = [name for name in self.names if weights[name] and not before[name]]
             if opened and start > row:
-                found.append((start, listed(opened)))
+                found.append((start, some_names(opened)))
         return found
 
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
@@ -709,7 +709,7 @@ class Mixture(JoinedSource):
             return dict.fromkeys(self.names, 1.0)
         mean = _mean_tokens if self.unit == "tokens" else _mean_bytes
         found = {name: mean(name, self.leaves[name]) for name in self.names}
-        shown = listed([f"{name} {count:.1f}" for name, count in found.items()])
+        shown = some_names([f"{name} {count:.1f}" for name, count in found.items()])
         _log.info("unit=%r: a sample has on average %s %s; weights are divided by it", self.unit, shown, self.unit)
         return found
 
@@ -769,7 +769,9 @@ def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, 
     exact = {name: weight for name, weight in checked_weights(weights).items() if weight}
     unread = sorted(set(sizes) - set(exact))
     if unread and ends == "all":
-        raise ConfigError(f'ends="all": {listed(unread)} with the weight 0 would never come to an end; leave them out')
+        raise ConfigError(
+            f'ends="all": {some_names(unread)} with the weight 0 would never come to an end; leave them out'
+        )
     lengths = [sizes[name] / weight for name, weight in exact.items()]
     length = min(lengths) if ends == "first" else max(lengths)
     return {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
@@ -837,11 +839,11 @@ def _check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
         )
     unknown, missing = sorted(set(given) - set(sources), key=str), sorted(set(sources) - set(given))
     if unknown or missing:
-        hint = "" if not missing else f"; missing: {listed(missing)} (give 0 where a source is not to be read)"
+        hint = "" if not missing else f"; missing: {some_names(missing)} (give 0 where a source is not to be read)"
         if any(str(name).partition("/")[0] in sources for name in unknown):
             hint += "; shares within a mixture are its own weights="
-        known = f"{what}: the sources are {listed(sorted(sources))}"
-        raise ConfigError(known + (f", got {listed(list(map(repr, unknown)))}" if unknown else "") + hint)
+        known = f"{what}: the sources are {some_names(sorted(sources))}"
+        raise ConfigError(known + (f", got {some_names(list(map(repr, unknown)))}" if unknown else "") + hint)
     if isinstance(given, Mapping):
         checked_weights(given, what)
 
@@ -886,7 +888,7 @@ def _check_packs(leaves: Mapping[str, StreamingDataset | Packed]) -> None:
     others = sorted(leaves.keys() - packed.keys())
     if others:
         raise ConfigError(
-            f"sources: {listed(sorted(packed))} are Packed and {listed(others)} are not; pack all of them, "
+            f"sources: {some_names(sorted(packed))} are Packed and {some_names(others)} are not; pack all of them, "
             f"Packed(…, length={next(iter(packed.values())).length}), or none"
         )
     first, shape = next(iter(packed.items()))
@@ -913,6 +915,6 @@ def _kind(given: object) -> str:
     return shown if len(shown) < _SHORT and not callable(given) else f"a {type(given).__name__}"
 
 
-def listed(names: Sequence[str]) -> str:
+def some_names(names: Sequence[str]) -> str:
     """Return the first names of a list, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

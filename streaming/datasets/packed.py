@@ -32,7 +32,7 @@ from streaming.batches.draws import Chain
 from streaming.batches.rows import FieldRange, Rows
 from streaming.catalog.joined import JoinedSource
 from streaming.catalog.open import check_fields, digest_of
-from streaming.catalog.packed import Fits, Groups, PackedSource, kept_fits, samples_between, tokens_of
+from streaming.catalog.packed import Fits, PackedSource, PackGroups, kept_fits, samples_between, tokens_of
 from streaming.catalog.source import ChunkSource
 from streaming.datasets.dataset import StreamingDataset
 from streaming.decode import DecodeSpec, FieldDecoder, RawFields
@@ -446,7 +446,7 @@ class _Work:
         self._documents, self._lengths, self._rules, self._columns = documents, lengths, rules, columns
         self._fits = fits
 
-    def of_all(self, peers: Peers | None) -> tuple[Groups, PackCounts]:
+    def of_all(self, peers: Peers | None) -> tuple[PackGroups, PackCounts]:
         """Return all groups, and what became of the documents; with peers, each rank looks at a run of the shards.
 
         Raises:
@@ -468,7 +468,7 @@ class _Work:
                 f"Packed: nothing to pack: of {counts.documents:,} documents {counts.empty:,} have no tokens by column "
                 f"{self._columns[0]!r}, and {left_out}"
             )
-        return Groups(firsts=firsts, stops=stops, packs=packs, digest=digest.hexdigest()), counts
+        return PackGroups(firsts=firsts, stops=stops, packs=packs, digest=digest.hexdigest()), counts
 
     def _part(self, rank: int, world_size: int) -> bytes:
         with ThreadPoolExecutor(_REQUESTS, "shardstream-packs") as threads:

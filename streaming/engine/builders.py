@@ -20,7 +20,7 @@ from streaming.batches.rows import Rows
 from streaming.decode import ArrayDecoder, RawFields, integer, is_ours, raw, text
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.stacks import where_is
-from streaming.engine.workers.cell import Work
+from streaming.engine.workers.cell import BatchWork
 from streaming.engine.workers.pool import WorkerPool
 from streaming.engine.workers.ring import BatchRing, PageLocker
 from streaming.metrics import Metrics
@@ -82,7 +82,7 @@ class LocalBuilder:
     def __init__(self, recipe: Recipe, metrics: Metrics | None = None) -> None:
         self._recipe = recipe
         self._metrics = metrics or Metrics()
-        self._under_way: dict[int, Work] = {}
+        self._under_way: dict[int, BatchWork] = {}
         self.allocate: Allocate | None = None
         self.holds_gil = False
         functions = recipe.functions_of_user
@@ -109,7 +109,7 @@ class LocalBuilder:
         if not self.holds_gil:
             self.holds_gil = is_trivial(self._recipe, rows.fields)
         thread = threading.get_ident()
-        work = self._under_way[thread] = Work(batch, rows.keys, rows.urls)
+        work = self._under_way[thread] = BatchWork(batch, rows.keys, rows.urls)
 
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> Any:
             draws = BatchDraws(seed or 0, rows.positions, seeds)

@@ -58,7 +58,7 @@ class Group:
         return recipe.whole(self.columns.batch(low, high), recipe.mask_of(high - low, valid), high - low)
 
 
-class Groups:
+class BatchGroups:
     """Open one group after the other, each as large as the size of the last one suggests. Not thread-safe."""
 
     def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:

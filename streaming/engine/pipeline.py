@@ -30,7 +30,7 @@ from streaming.batches.draws import epoch_key
 from streaming.batches.rows import Rows
 from streaming.engine.builders import Builder
 from streaming.engine.delivery import Delivery
-from streaming.engine.groups import Group, Groups
+from streaming.engine.groups import BatchGroups, Group
 from streaming.engine.memory.chunk_store import ChunkStore, Unit
 from streaming.engine.source import Source
 from streaming.engine.standing import Standing, standing_lines
@@ -118,7 +118,7 @@ class Pipeline(Delivery):
         self._releases: dict[int, list[Unit]] = defaultdict(list)
         self._built: set[int] = set()
         self._num_built = 0
-        self._groups = Groups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad")
+        self._groups = BatchGroups(settings.recipe, store.limit_bytes, padded=plan.last_batch == "pad")
         self._group: Group | None = None
         self._start()
 

@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 from streaming.errors import ChecksumError, DataError
 from streaming.fetch.layout import UnitLayout
-from streaming.fetch.pieces import Pieces
+from streaming.fetch.pieces import RangePieces
 from streaming.fetch.sums import sums_of
 from streaming.index.sample_table import Records, SampleTable
 
 
 def narrowed(
-    samples: SampleTable, rows: range, pieces: Pieces, data: memoryview, fields: Sequence[str] | None, url: str,
+    samples: SampleTable, rows: range, pieces: RangePieces, data: memoryview, fields: Sequence[str] | None, url: str,
     *, kept: npt.NDArray[np.bool_] | None = None,
 ) -> UnitLayout | None:  # fmt: skip
     """Return the layout of damaged bytes; its ``damage`` names the samples that no checksum vouches for.
@@ -47,7 +47,7 @@ def narrowed(
 
 
 def layout_by_table(
-    samples: SampleTable | Records, rows: range, pieces: Pieces, fields: Sequence[str] | None,
+    samples: SampleTable | Records, rows: range, pieces: RangePieces, fields: Sequence[str] | None,
     damage: Mapping[int, DataError],
 ) -> UnitLayout:  # fmt: skip
     """Return where the sample table says that the fields of some samples lie in the memory of ``pieces``."""

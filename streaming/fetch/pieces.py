@@ -14,7 +14,7 @@ from streaming.types import Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class RangePieces:
     """Ranges of a shard, and how they lie in memory: end to end.
 
     Attributes:
@@ -57,7 +57,7 @@ class Pieces:
         return found
 
 
-def pieces_of(sums: Iterable[Sum], start: int, end: int, gap_bytes: int) -> Pieces | None:
+def pieces_of(sums: Iterable[Sum], start: int, end: int, gap_bytes: int) -> RangePieces | None:
     """Return the pieces of ``[start, end)`` to read so that ``sums`` can be checked.
 
     None if it is better read as a whole.
@@ -71,5 +71,5 @@ def pieces_of(sums: Iterable[Sum], start: int, end: int, gap_bytes: int) -> Piec
             ranges[-1] = ranges[-1][0], max(high, ranges[-1][1])
         else:
             ranges.append((low, high))
-    pieces = Pieces(ranges=tuple(ranges))
+    pieces = RangePieces(ranges=tuple(ranges))
     return pieces if end - start - pieces.num_bytes >= gap_bytes else None

@@ -16,7 +16,7 @@ from streaming.cache import NodeCache
 from streaming.errors import ChecksumError, DataError, IndexMismatchError, NotFoundError, StorageError
 from streaming.fetch.damage import checksum_error, layout_by_table, narrowed
 from streaming.fetch.layout import TakeApart, UnitLayout, taken_apart
-from streaming.fetch.pieces import Pieces, pieces_of
+from streaming.fetch.pieces import RangePieces, pieces_of
 from streaming.fetch.sums import Sum, sums_of
 from streaming.index.large import LARGE_BYTES
 from streaming.index.sample_table import Records, SampleTable
@@ -191,7 +191,7 @@ def size_of_unit(wanted: FetchRange, known: FieldsOf) -> int:
 class _Plan:
     """What to read, and the sums to check it by."""
 
-    pieces: Pieces
+    pieces: RangePieces
     sums: tuple[Sum, ...]
 
 
@@ -231,7 +231,7 @@ def _whole_of(wanted: FetchRange) -> _Plan:
         stop = wanted.byte_start + end
         sums.append(Sum(ranges=((start, stop),), crc32c=expected, first=0, stop=wanted.num_samples))
         start = stop
-    return _Plan(pieces=Pieces(ranges=((wanted.byte_start, wanted.byte_end),)), sums=tuple(sums))
+    return _Plan(pieces=RangePieces(ranges=((wanted.byte_start, wanted.byte_end),)), sums=tuple(sums))
 
 
 def _through_cache(

@@ -34,7 +34,7 @@ from streaming.index.columns import (
     there_of,
     unpack_counts,
 )  # fmt: skip
-from streaming.index.kept import Groups, Selected
+from streaming.index.kept import SampleGroups, Selected
 from streaming.index.where import unknown_column
 from streaming.job.once import Peers, framed, part_of, shared_parts, unframed
 from streaming.plan.state import filter_fingerprint
@@ -46,7 +46,7 @@ __all__ = [
     "Codes",
     "Counted",
     "Grouping",
-    "Groups",
+    "SampleGroups",
     "Selected",
     "Values",
     "group_samples",
@@ -96,7 +96,7 @@ class Grouping:
         versions: Of the late columns that it was made from.
     """
 
-    groups: Groups
+    groups: SampleGroups
     versions: Mapping[str, str]
 
     def selected(self, number: int, base: str, name: str) -> Selected:
@@ -141,7 +141,7 @@ def group_samples(
         raise ConfigError(f"{option}: {chosen.num_groups:,} groups; there can be {MAX_GROUPS:,}")
     parts = shared_parts(peers, f"codes/{place}", partial(once.codes, coding=chosen))
     codes = np.concatenate([np.frombuffer(part, "<u2") for part in parts]).astype(np.uint16)
-    groups = Groups(table, codes, chosen.num_groups)
+    groups = SampleGroups(table, codes, chosen.num_groups)
     return Grouping(groups=groups, versions={name: column.version for name, column in late.items()})
 
 

@@ -125,7 +125,7 @@ class Kept:
         return some[place + first - 8 * low :][: stop - first]
 
 
-class Groups:
+class SampleGroups:
     """Which group each sample of some shards is in: a number a sample, whatever the number of groups; immutable.
 
     Args:
@@ -197,7 +197,7 @@ class Member:
         total: Samples of the group.
     """
 
-    groups: Groups = field(repr=False)
+    groups: SampleGroups = field(repr=False)
     number: int
     firsts: Int64Array = field(repr=False)
     ranks: Int64Array = field(repr=False)

@@ -14,7 +14,7 @@ from streaming.loader import DataLoader
 __all__ = ["prepare_loader"]
 
 
-def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | DevicePrefetcher | ReadAhead:
+def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | DevicePrefetcher | OneBehind:
     """Keep the position of ``loader`` right where Lightning reads one batch ahead: of loaders without a length.
 
     Lightning saves their state while it holds a batch that the module has not been given: without this, a resumed run
@@ -33,11 +33,11 @@ def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | Device
                 "prepare_loader(loader): a DevicePrefetcher without a length; give its loader, prepare_loader("
                 "prefetcher.loader): Lightning copies batches to the device itself"
             ) from None
-        return ReadAhead(loader)
+        return OneBehind(loader)
     return loader
 
 
-class ReadAhead:
+class OneBehind:
     """A loader whose position leaves out the batch handed out last, until it is asked for the next one."""
 
     def __init__(self, loader: DataLoader) -> None:

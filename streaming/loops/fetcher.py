@@ -27,7 +27,7 @@ from streaming.epochs.position import Place
 from streaming.errors import ConfigError, StateError
 from streaming.fetch.read import FetchRange, UnitKey
 from streaming.loops.base import BaseLoop, LoopConfig, open_crew
-from streaming.loops.shares import Shares
+from streaming.loops.shares import RunShares
 from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 from streaming.plan import memory as budget
@@ -66,7 +66,7 @@ class EpochLoop(BaseLoop):
     def __init__(self, dataset: Source, config: LoopConfig) -> None:
         self.dataset = dataset
         self._num_samples = int(dataset.chunk_samples.sum())
-        self.shares = Shares(dataset, config.shape) if isinstance(dataset, Mixture) else None
+        self.shares = RunShares(dataset, config.shape) if isinstance(dataset, Mixture) else None
         if not self._num_samples:
             raise ConfigError(
                 f"no samples in {redact(dataset.urls[0])} and {len(dataset.urls) - 1} other shards. "

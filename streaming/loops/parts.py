@@ -164,7 +164,7 @@ class _Part:
         self._settings = settings
         self._worker, self._pass, self._num_items = cursor.worker, cursor.pass_number, cursor.num_items
         self._number = settings.first_part + cursor.worker
-        self._dataset, own = cut(dataset, self._number, settings)
+        self._dataset, own = cut_dataset(dataset, self._number, settings)
         self._stride, self._offset = (1, 0) if own else (settings.num_parts, self._number)
         self._rng = _Rng()
         self._ended = False
@@ -232,7 +232,7 @@ class _Part:
         self._samples = self._open(None)
 
 
-def cut(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
+def cut_dataset(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
     """Return the data set of a part; and whether it holds that part alone (else every n-th sample is to be taken)."""
     if settings.num_parts == 1 or settings.sharding in {"worker_info", "self"}:
         return dataset, True

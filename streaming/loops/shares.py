@@ -25,7 +25,7 @@ _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", 
 _log = logging.getLogger("streaming")
 
 
-class Shares:
+class RunShares:
     """Keep the ledger of one run over a mixture. For the thread that iterates.
 
     Rows are samples of the run over all ranks and epochs.

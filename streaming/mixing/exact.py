@@ -27,7 +27,7 @@ from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
 from streaming.mixing.lanes import SourceLanes
 from streaming.mixing.passes import Listing, Sources, Weights, keyed_number
-from streaming.mixing.shares import BatchShares, Shares, ShareTree
+from streaming.mixing.shares import BatchShares, LaneShares, ShareTree
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.types import Int64Array
 
@@ -128,7 +128,7 @@ class ExactLanes(Endless):
     def _weigh(self) -> None:
         """See ``Endless``."""
         names, seed, lanes = self.sources.every_name, self.settings.seed, self.settings.lanes
-        self._shares: Shares
+        self._shares: LaneShares
         if self.batch_size is None:
             self._shares = ShareTree(names, self.schedule, lanes=lanes, seed=seed)
         else:
@@ -227,7 +227,7 @@ class ExactLanes(Endless):
         spans = zip(self.schedule, stops, strict=True)
         return max((stop for entry, stop in spans if any(map(entry.weights.get, absent))), default=0)
 
-    def _planned(self, stop: int) -> Shares:
+    def _planned(self, stop: int) -> LaneShares:
         """Return the shares, from now on the same for ever at positions before ``stop``."""
         with self._lock:
             # Weights from the frontier on leave what stands before it as it is.

@@ -41,10 +41,10 @@ class PassShares(Protocol):
     sizes: Int64Array
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """See ``streaming.mixing.shares.Shares``."""
+        """See ``streaming.mixing.shares.LaneShares``."""
 
     def counts(self, lane: int, position: int) -> Int64Array:
-        """See ``streaming.mixing.shares.Shares``."""
+        """See ``streaming.mixing.shares.LaneShares``."""
 
     def places(self, source: int, lanes: Int64Array, draws: Int64Array) -> Int64Array:
         """Return the lane positions of some draws of a source, each in its lane, int64[n]."""

@@ -43,7 +43,7 @@ _MASK = np.int64(_UNIT - 1)
 _KEPT_NUMBERS = 2**23  # 64 MiB of what is known of lanes: a number of every node and segment, three times
 
 
-class Shares(Protocol):
+class LaneShares(Protocol):
     """Say which source each position of a lane draws from, and its how many-th draw that is. Thread-safe.
 
     A source's draws in one lane are numbered 0, 1, 2, … in the order of the positions.
@@ -85,7 +85,7 @@ class _State(NamedTuple):
 
 
 class ShareTree:
-    """The shares of :class:`Shares`, of single positions.
+    """The shares of :class:`LaneShares`, of single positions.
 
     Immutable after construction but for what it remembers of lanes, which is only ever what it would compute again:
     safe to share between threads.
@@ -183,7 +183,7 @@ class ShareTree:
     # --- what is drawn ---
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """See ``Shares``."""
+        """See ``LaneShares``."""
         self._check(lane, start, stop)
         sources, numbers = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
         borders = [start, *self.starts[(self.starts > start) & (self.starts < stop)].tolist(), stop]
@@ -201,7 +201,7 @@ class ShareTree:
         return sources, numbers
 
     def counts(self, lane: int, position: int) -> Int64Array:
-        """See ``Shares``."""
+        """See ``LaneShares``."""
         self._check(lane, position, position)
         segment = self._segment(position)
         # Passages of each node; of each source too, behind them: number -1 is that of source 0.
@@ -214,7 +214,7 @@ class ShareTree:
         return passed[::-1][: len(self.names)].copy()
 
     def positions(self, lane: int, source: int, draws: Int64Array) -> Int64Array:
-        """See ``Shares``."""
+        """See ``LaneShares``."""
         path, state = self.path(source), self._state(lane)
         if not path and self.root != -1 - source:
             return np.full(len(draws), MAX_POSITIONS)
@@ -275,7 +275,7 @@ class ShareTree:
 
 
 class BatchShares:
-    """The shares of :class:`Shares`, of whole batches: all lanes draw from one source as long as a batch lasts.
+    """The shares of :class:`LaneShares`, of whole batches: all lanes draw from one source as long as a batch lasts.
 
     Args:
         names: See ``ShareTree``.
@@ -293,14 +293,14 @@ class BatchShares:
         self._tree = ShareTree(names, by_batch, lanes=1, seed=seed)
 
     def draws(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:  # noqa: ARG002  all alike
-        """See ``Shares``."""
+        """See ``LaneShares``."""
         first = start // self._rows
         sources, numbers = self._tree.draws(0, first, -(-stop // self._rows))
         batch, place = np.divmod(np.arange(start, stop), self._rows)
         return sources[batch - first], numbers[batch - first] * self._rows + place
 
     def counts(self, lane: int, position: int) -> Int64Array:  # noqa: ARG002  all alike
-        """See ``Shares``."""
+        """See ``LaneShares``."""
         batch, place = divmod(position, self._rows)
         counts = self._tree.counts(0, batch) * self._rows
         if place:
@@ -308,7 +308,7 @@ class BatchShares:
         return counts
 
     def positions(self, lane: int, source: int, draws: Int64Array) -> Int64Array:  # noqa: ARG002  all alike
-        """See ``Shares``."""
+        """See ``LaneShares``."""
         batch, place = np.divmod(draws, self._rows)
         return np.minimum(self._tree.positions(0, source, batch) * self._rows + place, MAX_POSITIONS)
 

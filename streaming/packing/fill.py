@@ -122,7 +122,7 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
+class FoundItems:
     """Say where in memory what fills the runs lies; of gaps it means nothing.
 
     Attributes:
@@ -167,7 +167,7 @@ class Filler:
         self._count = np.dtype(np.uint16 if max(segments.longest, default=0) <= 1 << 16 else np.int64)
         self._counted_begins = segments.begins.astype(self._count)
 
-    def find(self, starts: Int64Array, dtype: str | np.dtype[Any]) -> Found:
+    def find(self, starts: Int64Array, dtype: str | np.dtype[Any]) -> FoundItems:
         """Find what fills the runs, of documents whose items begin at bytes ``starts``, int64[n]."""
         item, segments, there = np.dtype(dtype), self._segments, self._segments.there
         size, counts = item.itemsize, segments.counts
@@ -179,16 +179,16 @@ class Filler:
             firsts[self._pieces] = (starts + size * self._rows.starts)[there]
             if len(view) < longest:  # nothing but a gap is longer than all there is
                 view = memoryview(bytes(view) + bytes(longest))
-            return Found(dtype=item, memory=view, firsts=firsts.tolist(), stops=(firsts + size * counts).tolist())
+            return FoundItems(dtype=item, memory=view, firsts=firsts.tolist(), stops=(firsts + size * counts).tolist())
         if (starts % size).any():  # documents begin at multiples of 512 in any tar; what does not is laid anew
             view, starts = self._laid_anew(starts, size)
         data = np.frombuffer(view, item, len(view) // size)
         firsts[self._pieces] = (starts // size + self._rows.starts)[there]
         firsts -= segments.begins
-        return Found(dtype=item, memory=data if len(data) else np.zeros(1, item), firsts=firsts, stops=[])
+        return FoundItems(dtype=item, memory=data if len(data) else np.zeros(1, item), firsts=firsts, stops=[])
 
     def input_ids(
-        self, starts: Int64Array | Found, out: npt.NDArray[np.int64], low: int = 0, high: int = -1
+        self, starts: Int64Array | FoundItems, out: npt.NDArray[np.int64], low: int = 0, high: int = -1
     ) -> npt.NDArray[Any]:
         """Write the tokens of packs ``[low, high)``, all by default, into ``out`` [places].
 
@@ -198,7 +198,7 @@ class Filler:
             The same as they were read, [places]: smaller numbers, from which ``labels`` are made in less time.
         """
         low, high = self._span(low, high)
-        found = starts if isinstance(starts, Found) else self.find(starts, self._shape.dtype)
+        found = starts if isinstance(starts, FoundItems) else self.find(starts, self._shape.dtype)
         items = self._items(found, low, high)
         out[:] = items
         self._fill_gaps(out, self._shape.pad_id, low, high)
@@ -219,7 +219,7 @@ class Filler:
         out[:] = positions
 
     def labels(
-        self, input_ids: npt.NDArray[Any], masks: Int64Array | Found | None, out: npt.NDArray[np.int64],
+        self, input_ids: npt.NDArray[Any], masks: Int64Array | FoundItems | None, out: npt.NDArray[np.int64],
         low: int = 0, high: int = -1,
     ) -> int:  # fmt: skip
         """Write what each place is to predict, or is predicted as; ``masks`` int64[n]: first byte of each mask.
@@ -235,7 +235,7 @@ class Filler:
         labels = out[: max(len(out) - shift, 0)]
         labels[:] = input_ids[shift:]
         if masks is not None:
-            found = masks if isinstance(masks, Found) else self.find(masks, np.dtype(np.uint8))
+            found = masks if isinstance(masks, FoundItems) else self.find(masks, np.dtype(np.uint8))
             labels[self._items(found, low, high)[shift:] == 0] = IGNORED
         self._fill_gaps(out, IGNORED, low, high, shift)
         first_piece, last_piece = segments.pieces[low], segments.pieces[high]
@@ -274,7 +274,7 @@ class Filler:
         for begin, count in zip(self._gap_begins[first:last], self._gap_counts[first:last], strict=True):
             out[max(begin - before, 0) : begin - before + count] = value
 
-    def _items(self, found: Found, low: int, high: int) -> npt.NDArray[Any]:
+    def _items(self, found: FoundItems, low: int, high: int) -> npt.NDArray[Any]:
         """Return an item for each place of packs ``[low, high)``; those of gaps mean nothing."""
         runs, memory = self._runs(low, high), found.memory
         if isinstance(memory, memoryview):

@@ -35,7 +35,7 @@ EXTENSION_TYPES = frozenset(b"xXLK")
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class Origin:
     """Where a buffer comes from: the shard, and the buffer's offset in it. Errors are raised through it.
 
     ``strict``: it is read for the first time, so that what would get lost of a sample without a word is an error.
@@ -103,7 +103,7 @@ def concerns_us(pax_payload: bytes) -> bool:
     return b" path=" in pax_payload or b" size=" in pax_payload or b"GNU.sparse" in pax_payload
 
 
-def parse_pax(payload: bytes, where: Where, offset: int) -> dict[bytes, bytes]:
+def parse_pax(payload: bytes, where: Origin, offset: int) -> dict[bytes, bytes]:
     """Return the records ``length key=value`` of a PAX header's payload that begins at ``offset`` of the buffer.
 
     Raises:
@@ -127,7 +127,7 @@ def parse_pax(payload: bytes, where: Where, offset: int) -> dict[bytes, bytes]:
     return records
 
 
-def member_of_pax(records: dict[bytes, bytes], where: Where, offset: int) -> tuple[bytes | None, int | None]:
+def member_of_pax(records: dict[bytes, bytes], where: Origin, offset: int) -> tuple[bytes | None, int | None]:
     """Return name and size that PAX ``records`` give to the next member, None where they say nothing.
 
     Raises:

@@ -21,7 +21,7 @@ from streaming.tar.blocks import (
     BytesLike,
     Members,
     Names,
-    Where,
+    Origin,
     as_array,
     concerns_us,
     member_of_pax,
@@ -48,7 +48,7 @@ _ROLES[ord("K")] = _LONG_LINK
 _ROLES[ord("g")] = _GLOBAL
 
 
-def read_members(buffer: BytesLike, where: Where, *, partial: bool = False, verify_headers: bool = False) -> Members:
+def read_members(buffer: BytesLike, where: Origin, *, partial: bool = False, verify_headers: bool = False) -> Members:
     """Return the regular members of the tar bytes in ``buffer``, which begins at a header.
 
     Contract as ``walk_members``.
@@ -65,7 +65,7 @@ def read_members(buffer: BytesLike, where: Where, *, partial: bool = False, veri
 
 
 def _read_regular(  # noqa: PLR0911 - one way out for each thing that breaks the pattern
-    raw: NDArray[np.uint8], where: Where, *, partial: bool, verify_headers: bool
+    raw: NDArray[np.uint8], where: Origin, *, partial: bool, verify_headers: bool
 ) -> Members | None:
     num_blocks = raw.size // BLOCK_BYTES
     if num_blocks == 0:
@@ -184,7 +184,7 @@ def _members(  # noqa: PLR0911 - as above
     at: Int64Array,
     sizes: Int64Array,
     roles: NDArray[np.uint8],
-    where: Where,
+    where: Origin,
     *,
     end: int,
     ended: bool,
@@ -236,7 +236,7 @@ def _payload(raw: NDArray[np.uint8], at: int, size: int) -> bytes:
 
 
 def _apply_extensions(
-    raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, roles: NDArray[np.uint8], where: Where
+    raw: NDArray[np.uint8], at: Int64Array, sizes: Int64Array, roles: NDArray[np.uint8], where: Origin
 ) -> dict[int, bytes] | None:
     """Return names given by PAX and GNU headers, by the index of their header; None if the exact reader must look."""
     names: dict[int, bytes] = {}
@@ -324,6 +324,6 @@ def parse_chunk(
         TarError: For damage, truncation, sparse files, or data after the end-of-archive mark.
         DuplicateKeyError: If one sample holds one field twice, unless ``repeats``.
     """
-    where = Where(url, base)
+    where = Origin(url, base)
     members = read_members(buffer, where, verify_headers=verify_headers)
     return group_members(members, where, first=0, stop=members.end, repeats=repeats).unpacked()

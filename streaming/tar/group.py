@@ -9,7 +9,7 @@ from operator import eq
 import numpy as np
 
 from streaming.errors import DuplicateKeyError, TarError
-from streaming.tar.blocks import Members, Names, Where, decode_name, is_meta, split_name
+from streaming.tar.blocks import Members, Names, Origin, decode_name, is_meta, split_name
 from streaming.tar.keys import KeyLines, join_lines, rises
 from streaming.types import Int64Array
 
@@ -72,7 +72,7 @@ class PackedLayout:
         )
 
 
-def group_members(members: Members, where: Where, *, first: int, stop: int, repeats: bool = False) -> PackedLayout:
+def group_members(members: Members, where: Origin, *, first: int, stop: int, repeats: bool = False) -> PackedLayout:
     """Return the samples that ``members`` make up; the records span ``[first, stop)``.
 
     Args:
@@ -174,7 +174,7 @@ def _plain(lines: bytes, end: bytes, folder: bytes, num_samples: int) -> bool:
     return num_dots > 0 or not (lines.startswith(b".") or b"\n." in lines)
 
 
-def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int, repeats: bool) -> PackedLayout:
+def _group_one_by_one(members: Members, where: Origin, *, first: int, stop: int, repeats: bool) -> PackedLayout:
     keys: list[str] = []
     kept: list[int] = []  # the members that belong to samples, and for each its row and column
     rows: list[int] = []
@@ -226,7 +226,7 @@ def _group_one_by_one(members: Members, where: Where, *, first: int, stop: int, 
     )
 
 
-def _raise_duplicate(members: Members, where: Where, before: int, index: int, split: tuple[str, str]) -> None:
+def _raise_duplicate(members: Members, where: Origin, before: int, index: int, split: tuple[str, str]) -> None:
     first, second = (where.base + int(members.headers[member]) for member in (before, index))
     raise DuplicateKeyError(
         f"{where.url or 'tar'}: sample {split[0]!r} holds field {split[1]!r} twice, at bytes {first} and {second}; "

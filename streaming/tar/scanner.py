@@ -12,7 +12,7 @@ from streaming.tar.blocks import (
     BytesLike,
     Members,
     Names,
-    Where,
+    Origin,
     as_array,
     decode_name,
     is_zero,
@@ -118,7 +118,7 @@ class TarScanner:
         else:
             bridge, offset = None, 0
             buffer = as_array(self._tail + raw.tobytes()) if tail_bytes else raw
-        where = Where(self.url, self._settled + offset, strict=True)
+        where = Origin(self.url, self._settled + offset, strict=True)
         members = read_members(buffer, where, partial=True, verify_headers=True)
         self._ended = members.ended
         self._settled += members.end + offset
@@ -148,10 +148,10 @@ class TarScanner:
             what = f"the archive ends {len(self._tail)} bytes after this, inside a header"
         else:
             what = "the archive ends here without the end-of-archive mark (a block of zeros)"
-        Where(self.url, min(self._settled, self.num_bytes)).fail(0, what, member=last, cure=_CUT_OFF)
+        Origin(self.url, min(self._settled, self.num_bytes)).fail(0, what, member=last, cure=_CUT_OFF)
 
-    def _where(self) -> Where:
-        return Where(self.url, self._settled, strict=True)
+    def _where(self) -> Origin:
+        return Origin(self.url, self._settled, strict=True)
 
     def _close(self, members: Members | None) -> PackedLayout:
         """Join ``members`` to the unfinished sample; group all but the sample that is unfinished now."""
@@ -170,7 +170,7 @@ class TarScanner:
         if members is None or not len(members.names):
             members, stop = _NONE, self.record_start
         layout = group_members(
-            members, Where(self.url, strict=True), first=self.record_start, stop=stop, repeats=self.repeats
+            members, Origin(self.url, strict=True), first=self.record_start, stop=stop, repeats=self.repeats
         )
         if len(layout.keys):
             self.record_start = stop
@@ -186,10 +186,10 @@ def _refuse_compressed(head: bytes, url: str) -> None:
     found = next((names for magic, names in _MAGIC.items() if head.startswith(magic)), None)
     if found is not None and head[257:262] != b"ustar":
         kind, program = found
-        Where(url).fail(0, f"this is {kind}, which is not read here", cure=f"unpack it (`{program}`) and read the tar")
+        Origin(url).fail(0, f"this is {kind}, which is not read here", cure=f"unpack it (`{program}`) and read the tar")
 
 
-_NONE = read_members(bytes(512), Where())
+_NONE = read_members(bytes(512), Origin())
 
 
 def _moved(members: Members, offset: int) -> Members:

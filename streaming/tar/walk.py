@@ -18,7 +18,7 @@ from streaming.tar.blocks import (
     PAX_TYPES,
     REGULAR_TYPES,
     Members,
-    Where,
+    Origin,
     checksum_matches,
     concerns_us,
     decode_name,
@@ -36,7 +36,7 @@ _ZERO_BLOCK = bytes(BLOCK_BYTES)
 class _Walk:
     """The state of one walk over ``view``; ``partial`` says that more bytes may follow."""
 
-    def __init__(self, view: memoryview, where: Where, *, partial: bool) -> None:
+    def __init__(self, view: memoryview, where: Origin, *, partial: bool) -> None:
         self.view, self.where, self.partial = view, where, partial
         self.names: list[bytes] = []
         self.headers: list[int] = []
@@ -166,7 +166,7 @@ def plain_name(header: bytes) -> bytes:
     return prefix + b"/" + name if prefix else name
 
 
-def walk_members(view: memoryview, where: Where, *, partial: bool) -> Members:
+def walk_members(view: memoryview, where: Origin, *, partial: bool) -> Members:
     """Return the regular members of the tar bytes in ``view``, which begins at a header.
 
     Args:

@@ -25,7 +25,7 @@ from streaming.storage import Storage, redact
 from streaming.storage.base.urls import join_url, local_path, scheme_of, split_url
 from streaming.tar import TarScanner, iter_samples, parse_chunk
 from streaming.tar import fast as fast_reader
-from streaming.tar.blocks import Members, Where, as_array, parse_pax
+from streaming.tar.blocks import Members, Origin, as_array, parse_pax
 from streaming.tar.walk import walk_members
 
 SECONDS = 2.0
@@ -84,19 +84,19 @@ def headers(data: bytes) -> None:
     """The NumPy pass over headers against the exact walk: the same members wherever both have an opinion."""
     raw = as_array(data)
     for partial in (False, True):
-        exact = outcome(lambda: _plain(walk_members(memoryview(data), Where(), partial=partial)))  # noqa: B023
+        exact = outcome(lambda: _plain(walk_members(memoryview(data), Origin(), partial=partial)))  # noqa: B023
         checked = outcome(
-            lambda: _plain(fast_reader._read_regular(raw, Where(), partial=partial, verify_headers=True))  # noqa: B023
+            lambda: _plain(fast_reader._read_regular(raw, Origin(), partial=partial, verify_headers=True))  # noqa: B023
         )
         if checked is not None and checked != exact and not _puts_off(data, checked, exact, partial=partial):
             raise Disagreement(f"partial={partial}: fast {checked}, walk {exact}")
         public = outcome(
-            lambda: _plain(fast_reader.read_members(data, Where(), partial=partial, verify_headers=True))  # noqa: B023
+            lambda: _plain(fast_reader.read_members(data, Origin(), partial=partial, verify_headers=True))  # noqa: B023
         )
         if public != exact and not _puts_off(data, public, exact, partial=partial):
             raise Disagreement(f"partial={partial}: read_members {public}, walk {exact}")
         unchecked = outcome(
-            lambda: _plain(fast_reader._read_regular(raw, Where(), partial=partial, verify_headers=False))  # noqa: B023
+            lambda: _plain(fast_reader._read_regular(raw, Origin(), partial=partial, verify_headers=False))  # noqa: B023
         )
         if not isinstance(exact, type) and unchecked is not None and unchecked != exact:
             raise Disagreement(f"partial={partial}: unchecked {unchecked}, walk {exact}")
@@ -150,7 +150,7 @@ def gzipped(data: bytes) -> None:
 def pax(data: bytes) -> None:
     """Records of a PAX header."""
     try:
-        records = parse_pax(data, Where(), 0)
+        records = parse_pax(data, Origin(), 0)
     except TarError:
         return
     if sum(len(key) + len(value) for key, value in records.items()) > len(data):

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, default_collate
 from infra import DeviceMesh
 from streaming import DataLoader, DevicePrefetcher
 from streaming.errors import ConfigError
-from streaming.integrations.lightning import ReadAhead
+from streaming.integrations.lightning import OneBehind
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_what_has_dealt_its_samples_out_is_no_data_set(samples: SampleSet) -> No
     """It was taken for an iterable data set: on several ranks, whose shares were cut into shares once more."""
     loader = DataLoader(samples.open(), 4)
     of_torch = torch.utils.data.DataLoader(list(range(8)), 4)
-    for wrong in (loader, DevicePrefetcher(loader, device="cpu"), ReadAhead(loader), of_torch, lambda: loader):
+    for wrong in (loader, DevicePrefetcher(loader, device="cpu"), OneBehind(loader), of_torch, lambda: loader):
         with pytest.raises(
             ConfigError, match=r"cut into shares once more. Give its data set: DataLoader\(loader.dataset"
         ):

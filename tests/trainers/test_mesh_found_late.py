@@ -11,7 +11,7 @@ import pytest
 from data_sets import SampleSet, write_set
 
 from infra import MeshError
-from infra.frameworks import ProcessGroup
+from infra.frameworks import DefaultGroup
 from streaming import DataLoader, DeviceMeshFetcher, DeviceMeshSampler, Mixture, OrdinaryDataset
 
 KINDS = ("indexed", "unindexed", "map-style", "fetcher")
@@ -37,7 +37,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def initialise(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
     """torch.distributed as this rank sees it, so that one process plays all."""
     for module in ("launch", "finder"):
-        monkeypatch.setattr(f"infra.{module}.process_group", lambda: ProcessGroup(rank=rank, world_size=world_size))
+        monkeypatch.setattr(f"infra.{module}.process_group", lambda: DefaultGroup(rank=rank, world_size=world_size))
 
 
 def make(sets: dict[str, SampleSet], kind: str, batch_size: int = 4) -> DataLoader:

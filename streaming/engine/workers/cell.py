@@ -24,7 +24,7 @@ STACK_SIGNAL = signal.SIGURG
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class BatchWork:
     """One batch that is being built.
 
     Attributes:

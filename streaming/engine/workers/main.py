@@ -63,7 +63,7 @@ _OOM_SCORE = "500"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class BatchOrder:
     """One batch to build.
 
     Attributes:
@@ -215,7 +215,7 @@ class _Worker:
             if made_objects:
                 _trim_heap()
 
-    def _answer(self, order: Order) -> tuple[Any, ...]:
+    def _answer(self, order: BatchOrder) -> tuple[Any, ...]:
         slot = self._slots[order.slot]
         rows: Rows | None = None
         if self._broken is not None:
@@ -234,7 +234,7 @@ class _Worker:
         except BaseException as error:  # noqa: BLE001  a process border: the parent gets it
             return FAILED, error_to_wire(error, _where(rows))
 
-    def _built(self, order: Order, rows: Rows, slot: Slot) -> tuple[Any, SlotWriter]:
+    def _built(self, order: BatchOrder, rows: Rows, slot: Slot) -> tuple[Any, SlotWriter]:
         """Return the batch, and the writer that gave its memory."""
 
         def attempt(seeds: frozenset[str], report: BadSampleReport) -> tuple[Any, SlotWriter]:

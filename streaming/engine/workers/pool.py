@@ -17,7 +17,7 @@ from streaming.batches.rows import Rows
 from streaming.engine.memory.arena import Arena
 from streaming.engine.threads.jobs import GivenUpError
 from streaming.engine.threads.stacks import state_of
-from streaming.engine.workers.cell import Work
+from streaming.engine.workers.cell import BatchWork
 from streaming.engine.workers.channel import ChannelClosedError
 from streaming.engine.workers.fork_server import ForkServer
 from streaming.engine.workers.main import (
@@ -30,7 +30,7 @@ from streaming.engine.workers.main import (
     ORDER,
     REPORT,
     SUBSTITUTE,
-    Order,
+    BatchOrder,
     describe_rows,
 )
 from streaming.engine.workers.portable import dumps
@@ -241,7 +241,7 @@ class WorkerPool:
         """Return the batch, not finished; see ``build``."""
         while True:
             worker = self._processes.take()
-            worker.work = Work(number, job.rows.keys, job.rows.urls)
+            worker.work = BatchWork(number, job.rows.keys, job.rows.urls)
             job.begin(worker)
             batch: Any = None
             is_dead, error = False, None
@@ -294,7 +294,7 @@ class WorkerPool:
         worker.slots -= gone
         is_new = slot.number not in worker.slots
         worker.slots.add(slot.number)
-        order = Order(
+        order = BatchOrder(
             rows=rows_to_wire(job.rows, self._arena),
             valid=job.valid,
             slot=slot.number,

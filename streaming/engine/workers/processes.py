@@ -8,7 +8,7 @@ import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from streaming.engine.workers.cell import Cell, Work
+from streaming.engine.workers.cell import BatchWork, Cell
 from streaming.engine.workers.channel import Channel, ChannelClosedError
 from streaming.engine.workers.fork_server import NUMBERS, SHARED, ForkServer, ServerClosedError
 from streaming.engine.workers.main import HELLO, SETUP
@@ -32,7 +32,7 @@ class Worker:
     channel: Channel
     slots: set[int] = field(default_factory=set)
     pid: int | None = None
-    work: Work | None = None
+    work: BatchWork | None = None
     cell: Cell = field(default_factory=Cell)
 
     def close(self) -> None:

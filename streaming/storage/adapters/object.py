@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from streaming.errors import ConfigError, NotFoundError, StorageError
 from streaming.storage.adapters.credentials import azure_config, gcs_config, s3_access
-from streaming.storage.adapters.object_errors import Place, object_errors
+from streaming.storage.adapters.object_errors import RequestPlace, object_errors
 from streaming.storage.adapters.object_writer import ObjectWriter
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import (
@@ -46,7 +46,7 @@ _clients: WeakValueDictionary[str, Any] = WeakValueDictionary()
 class _ObjectRange:
     """One answer of an object store."""
 
-    def __init__(self, place: Place, result: Any) -> None:
+    def __init__(self, place: RequestPlace, result: Any) -> None:
         self._place = place
         self._result = result
         start, stop = result.range
@@ -74,7 +74,7 @@ class ObjectAdapter:
     def __init__(self, options: StorageOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._stores: OrderedDict[tuple[str, bool], tuple[Any, Place]] = OrderedDict()
+        self._stores: OrderedDict[tuple[str, bool], tuple[Any, RequestPlace]] = OrderedDict()
         self._ranged: set[str] = set()
         """Endpoints that have answered a range."""
 
@@ -157,7 +157,7 @@ class ObjectAdapter:
             if "no bucket" in str(error):
                 raise
 
-    def _at(self, url: str, *, patient: bool = False) -> tuple[Any, str, Place]:
+    def _at(self, url: str, *, patient: bool = False) -> tuple[Any, str, RequestPlace]:
         """Return the store that holds ``url``, the key in it, and the place for messages."""
         scheme = scheme_of(url)
         if scheme in HTTP_SCHEMES:
@@ -178,28 +178,30 @@ class ObjectAdapter:
         store, place = found
         return store, key, place.at(url)
 
-    def _connect(self, scheme: str, root: str, *, patient: bool) -> tuple[Any, Place]:
+    def _connect(self, scheme: str, root: str, *, patient: bool) -> tuple[Any, RequestPlace]:
         """Return a client for one bucket or host; ``patient`` ones retry by themselves (uploads in parts)."""
         common: dict[str, Any] = {
             "client_options": self._client_options(root),
             "retry_config": self._retry_config(patient=patient),
         }
         bucket = root.partition("://")[2]
-        place = Place(url=root, endpoint=root, source="none")
+        place = RequestPlace(url=root, endpoint=root, source="none")
         with object_errors(place, "connecting to"):
             if scheme in HTTP_SCHEMES:
                 host = redact(split_query(root)[0].rstrip("/"))
-                return client().stores.HTTPStore(root, **common), Place(url=root, endpoint=host, source="the URL alone")
+                return client().stores.HTTPStore(root, **common), RequestPlace(
+                    url=root, endpoint=host, source="the URL alone"
+                )
             if scheme in {"s3", "s3a"}:
                 return self._s3(bucket, common)
             if scheme in {"gs", "gcs"}:
                 config, source = gcs_config(self._options)
                 endpoint = self._options.endpoint_url or "storage.googleapis.com"
-                place = Place(url=root, endpoint=endpoint, source=source)
+                place = RequestPlace(url=root, endpoint=endpoint, source=source)
                 return client().stores.GCSStore(bucket, config=config, **common), place
             return self._azure(bucket, common)
 
-    def _s3(self, bucket: str, common: dict[str, Any]) -> tuple[Any, Place]:
+    def _s3(self, bucket: str, common: dict[str, Any]) -> tuple[Any, RequestPlace]:
         options, access = self._options, s3_access(self._options)
         config: dict[str, Any] = {"region": access.region, "skip_signature": access.anonymous}
         style = options.path_style
@@ -214,7 +216,7 @@ class ObjectAdapter:
             config["request_payer"] = True
         provider = {} if access.provider is None else {"credential_provider": access.provider}
         endpoint = redact(access.endpoint_url or "") or f"s3.{access.region}.amazonaws.com"
-        place = Place(
+        place = RequestPlace(
             url=f"s3://{bucket}",
             endpoint=endpoint,
             source=access.source,
@@ -224,13 +226,13 @@ class ObjectAdapter:
         identity = access.identity
         return make() if identity is None else _shared(make, bucket, config, common, identity), place
 
-    def _azure(self, bucket: str, common: dict[str, Any]) -> tuple[Any, Place]:
+    def _azure(self, bucket: str, common: dict[str, Any]) -> tuple[Any, RequestPlace]:
         config, source = azure_config(self._options)
         container, _, host = bucket.partition("@")
         if host and "account_name" not in config:
             config["account_name"] = host.partition(".")[0]
         endpoint = self._options.endpoint_url or f"{config.get('account_name', 'the account')}.blob.core.windows.net"
-        place = Place(url=f"az://{bucket}", endpoint=endpoint, source=source)
+        place = RequestPlace(url=f"az://{bucket}", endpoint=endpoint, source=source)
         return client().stores.AzureStore(container, config=config, **common), place
 
     def _client_options(self, root: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ _ROLE_HOSTS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RequestPlace:
     """Where a request went, in words for messages; holds no secret."""
 
     url: str
@@ -59,11 +59,11 @@ class Place:
     region: str | None = None
     span: str = ""
 
-    def at(self, url: str) -> Place:
+    def at(self, url: str) -> RequestPlace:
         """Return the same for ``url``."""
         return replace(self, url=url)
 
-    def with_range(self, start: int, stop: int | None) -> Place:
+    def with_range(self, start: int, stop: int | None) -> RequestPlace:
         """Return the same for a byte range."""
         return replace(self, span=f" bytes [{start}, {'end' if stop is None else stop})")
 
@@ -72,7 +72,7 @@ class Place:
 
 
 @contextmanager
-def object_errors(place: Place, doing: str) -> Iterator[None]:
+def object_errors(place: RequestPlace, doing: str) -> Iterator[None]:
     """Raise our errors for obstore's. The foreign one stays as ``__cause__`` unless it may hold a secret."""
     try:
         yield
@@ -87,7 +87,7 @@ def object_errors(place: Place, doing: str) -> Iterator[None]:
 
 
 def _translate(  # noqa: PLR0911 (one return for each kind)
-    place: Place, doing: str, error: Exception
+    place: RequestPlace, doing: str, error: Exception
 ) -> ShardstreamError:
     """Return the error to raise for ``error``."""
     errors = client().errors
@@ -138,7 +138,7 @@ def _bulk_delete(message: str, code: str) -> tuple[int, str, str]:
     return 503 if code in _PASSING_CODES else 400, code, said
 
 
-def _transfer_error(where: str, place: Place, status: int, said: str, text: str) -> StorageError:
+def _transfer_error(where: str, place: RequestPlace, status: int, said: str, text: str) -> StorageError:
     """Make an error of what is left: faults of the way, and answers that nobody foresaw."""
     head, _, debug = text.partition("Debug source:")
     final = next((words for token, words in _FINAL if token in debug), None)
@@ -204,14 +204,14 @@ def _said(status: int, code: str, text: str) -> str:
     return f" ({words}{': ' if words and message else ''}{message})" if words or message else ""
 
 
-def _not_found(where: str, place: Place, code: str) -> str:
+def _not_found(where: str, place: RequestPlace, code: str) -> str:
     if code in {"NoSuchBucket", "ContainerNotFound"}:
         bucket = place.url.partition("://")[2].partition("/")[0]
         return f"{where}: no bucket {bucket!r} at {place.endpoint}; check its name, and endpoint_url in storage_options"
     return f"{where}: no such object at {place.endpoint}; check the URL, and list what lies beside it"
 
 
-def _wrong_region(where: str, place: Place, text: str, said: str) -> str:
+def _wrong_region(where: str, place: RequestPlace, text: str, said: str) -> str:
     found = _EXPECTED_REGION.search(text)
     right = (found[1] or found[2]) if found else None
     cure = f"region={right!r}" if right else "the bucket's region as region="
@@ -220,7 +220,7 @@ def _wrong_region(where: str, place: Place, text: str, said: str) -> str:
     )
 
 
-def _no_credentials(where: str, place: Place) -> str:
+def _no_credentials(where: str, place: RequestPlace) -> str:
     return (
         f"{where}: no credentials found; tried {place.source}. Give key and secret or profile in storage_options, set "
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs: GOOGLE_APPLICATION_CREDENTIALS), or anon=True for public data"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from streaming.errors import StorageError
-from streaming.storage.adapters.object_errors import Place, object_errors
+from streaming.storage.adapters.object_errors import RequestPlace, object_errors
 from streaming.storage.adapters.obstore_client import client
 from streaming.storage.base.adapter import StoreWriter, maker_of_writer
 
@@ -22,7 +22,7 @@ class _AbortedError(Exception):
 class ObjectWriter(StoreWriter):
     """Write one object of a store. Used by one thread; a second, its own, sends parts from the first full part on."""
 
-    def __init__(self, store: Any, key: str, place: Place, part_bytes: int) -> None:
+    def __init__(self, store: Any, key: str, place: RequestPlace, part_bytes: int) -> None:
         self._store = store
         self._key = key
         self._place = place
