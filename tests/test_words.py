@@ -26,6 +26,8 @@ VERBS = frozenset(re.findall(r"\w+", """
 """))  # fmt: skip
 NOUNS_ARE_FINE = {"property", "cached_property"}  # they are read as attributes are
 
+TWO_MEANINGS = {"Source"}  # of a loop, and of a conversion: both are contracts (docs/glossary.md)
+
 
 def decorators(node: ast.FunctionDef) -> set[str]:
     return {getattr(item, "id", getattr(item, "attr", "")) for item in node.decorator_list}
@@ -49,3 +51,14 @@ def test_docstrings_begin_with_a_verb() -> None:
         pytest.fail(
             "\n  ".join(["Begin with a verb and its object, or add the verb to VERBS:", *findings]), pytrace=False
         )
+
+
+def test_a_name_of_a_class_has_one_meaning() -> None:
+    homes: dict[str, list[str]] = {}
+    for module in modules():
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert len(homes) > 300
+    twice = {name: found for name, found in homes.items() if len(found) > 1 and name not in TWO_MEANINGS}
+    assert not twice, f"classes of one name in several modules; give each its own: {twice}"
