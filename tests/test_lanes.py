@@ -259,18 +259,18 @@ def laid_by_hand(case: Case, lane: int, stop: int) -> list[tuple[int, int]]:
 
 
 def test_lanes_of_more_samples_than_32_bits_count_hold_each_once() -> None:
-    sizes, num_lanes = [2**31 - 1] * 24, 8
-    runs = SourceLanes(
-        [Listing("huge", sizes, first_chunk=0, seed=1)], OrderSettings(seed=1, lanes=num_lanes, window=0)
-    ).runs(0, num_lanes, 0, sum(sizes) // num_lanes)
-    parts = sorted(zip(runs.chunk_ids.tolist(), runs.firsts.tolist(), runs.sizes.tolist(), strict=True))
-    for chunk, found in groupby(parts, key=lambda part: part[0]):
-        ends = [0]
-        for _, first, size in found:
-            assert first == ends[-1], chunk
-            ends.append(first + size)
-        assert ends[-1] == sizes[chunk]
-    assert {chunk for chunk, *_ in parts} == set(range(24))
+    sizes, num_lanes = [2**31 - 1] * 64, 8
+    listing = Listing("huge", sizes, first_chunk=0, seed=1)
+    source = SourceLanes([listing], OrderSettings(seed=1, lanes=num_lanes, window=0))
+    share = sum(sizes) // num_lanes
+    for number in range(3):
+        runs = source.runs(0, num_lanes, number * share, (number + 1) * share)
+        parts = sorted(zip(runs.chunk_ids.tolist(), runs.firsts.tolist(), runs.sizes.tolist(), strict=True))
+        stops = dict.fromkeys(range(64), 0)
+        for chunk, first, size in parts:
+            assert first == stops[chunk], (number, chunk)
+            stops[chunk] += size
+        assert list(stops.values()) == sizes
 
 
 @unhurried
