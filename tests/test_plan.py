@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sample_numbers import samples_at
 
@@ -217,8 +217,16 @@ def test_p5_what_was_asked_before_changes_nothing(case: Case, requests: list[int
         assert np.array_equal(warm.offsets, cold.offsets)
 
 
+SHORT_LAST_BATCH = Case(
+    sizes=(4, 2, 8), settings=OrderSettings(seed=39, lanes=3, window=5), global_batch_size=4, dp_world_size=3,
+    last_batch="partial", epoch=2, epoch_size=33, start=0,
+)  # fmt: skip
+"""Its last batch has one sample, of a lane that its rank has nothing of in full ones."""
+
+
 @unhurried
 @given(cases())
+@example(SHORT_LAST_BATCH)
 def test_intervals_cover_every_use(case: Case) -> None:
     plan = case.plan()
     every = np.arange(len(case.sizes))
@@ -245,6 +253,20 @@ def test_intervals_cover_every_use(case: Case) -> None:
                 own = spans.get((chunk, pass_number), [])
                 for use in uses:
                     assert sum(first <= use <= last for first, last in own) == 1
+
+
+def test_an_epoch_of_many_passes_is_looked_at_in_part() -> None:
+    """The chunks of a rank are then all, and what is live is that of the first passes, and a ninth."""
+
+    def plan(num_passes: int) -> Plan:
+        order = OrderSettings(seed=0, lanes=8, window=4)
+        return Plan([1] * 40, order, global_batch_size=8, dp_world_size=8, epoch_size=40 * num_passes)
+
+    for dp_rank in range(8):
+        used = plan(12).rank_batches(0, plan(12).num_batches, dp_rank).chunk_ids
+        assert set(used.tolist()) <= set(plan(12).rank_chunks(dp_rank).tolist())
+        first = plan(8).live_bytes([9] * 40, dp_rank)
+        assert plan(12).live_bytes([9] * 40, dp_rank) == -(-10 * first // 9)
 
 
 @unhurried

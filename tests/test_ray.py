@@ -254,6 +254,14 @@ def test_a_seed_outlasts_a_first_step_that_fails_and_an_epoch_that_starts_again(
     assert play(samples.open(), 1, batch_size=16, state=state) == [expected]
 
 
+def test_a_step_takes_what_all_readers_of_it_made(samples: SampleSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By that, as many are asked for as ``ahead_limit`` has room for."""
+    read_here(monkeypatch)
+    with remote(samples, 4, group=RemoteGroup(name="two", num_actors=2), batch_size=4) as loader:
+        batch = next(iter(loader))
+        assert loader.metrics()["largest_step_bytes"] == sum(handle.num_bytes for handle in batch.handles)
+
+
 def test_another_seed_given_behind_a_loaded_one_is_for_the_same_epoch_as_in_a_local_loader(
     samples: SampleSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
