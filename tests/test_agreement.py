@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from data_sets import SampleSet, write_set
+from test_packed import write as write_documents
 
 import streaming
 from infra import DeviceMesh
-from streaming import DataLoader, Mixture, SequenceSlice, ShuffleConfig
+from streaming import DataLoader, Mixture, Packed, SequenceSlice, ShuffleConfig, StreamingDataset
 from streaming.errors import AgreementError, ConfigError
 from streaming.job.agreement import agree
 from streaming.loops import shares
@@ -179,6 +180,20 @@ def test_loaders_that_differ_are_told(
     found = starts(samples, lambda rank: (of_set, of_loader) if rank == 2 else ({}, {}))
     assert {type(one) for one in found} == {AgreementError}, found
     assert all(f"rank 2: {told}" in str(one) for one in found), found[0]
+
+
+@pytest.mark.usefixtures("board")
+def test_packs_that_are_laid_out_otherwise_are_told(tmp_path: Path) -> None:
+    write_documents(tmp_path, num_docs=60)
+
+    def start(rank: int) -> None:
+        packed = Packed(StreamingDataset(f"{tmp_path}/"), length=64, shift_labels=rank == 2)
+        with DataLoader(packed, 2, device_mesh=mesh(rank)) as loader:
+            next(iter(loader))
+
+    found = on_ranks(4, start)
+    assert all(type(one) is AgreementError for one in found), found
+    assert all('rank 2: packs is ["PackShape(' in str(one) for one in found), found[0]
 
 
 @pytest.mark.usefixtures("board")

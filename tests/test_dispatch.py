@@ -144,6 +144,19 @@ def test_an_endless_stream_goes_on_behind_an_epoch_that_all_left(play: Play, num
     assert [one.num_read for one in sets] == [0 if num_workers else 13 * 8, 0]
 
 
+def test_an_older_state_of_an_endless_stream_is_gone_on_from(play: Play) -> None:
+    """In the loader that is ahead of it: of what that read last nothing is of use."""
+
+    def run(mesh: DeviceMesh) -> list[Any]:
+        with loader_of(Numbers(1000), mesh, epoch_size=80) as loader:
+            found = [(ids(batch), loader.state_dict()) for batch in islice(loader, 6)]
+            loader.load_state_dict(json.loads(json.dumps(found[0][1])))
+            assert [ids(batch) for batch in islice(loader, 5)] == [rows for rows, _ in found[1:]]
+            return found[5][0]
+
+    assert play(run, dp_size=2) == [list(range(40, 44)), list(range(44, 48))]
+
+
 def test_reading_is_bounded_and_runs_in_the_thread_that_asks(play: Play) -> None:
     """Connections of many libraries work in one thread only; and no thread draws beside the training."""
     dataset = Numbers(400)
