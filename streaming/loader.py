@@ -306,7 +306,9 @@ class DeviceMeshFetcher(Closable):
         """
         self._look_again()
         if not isinstance(self._loop, EpochLoop):
-            raise ConfigError("seen: for a loader over a Mixture")
+            raise ConfigError(
+                "seen: for a loader over a Mixture; of this data set there is one, which state_dict() counts"
+            )
         return self._loop.seen()
 
     def set_weights(self, weights: Mapping[str, float], *, at: int | None = None, timeout: float = 600.0) -> int:
@@ -333,7 +335,9 @@ class DeviceMeshFetcher(Closable):
         """
         self._look_again()
         if not isinstance(self._loop, EpochLoop):
-            raise ConfigError("set_weights: for a loader over a Mixture")
+            raise ConfigError(
+                "set_weights: for a loader over a Mixture; give it one: Mixture({…: dataset, …}, weights=…)"
+            )
         seconds = checked_seconds("set_weights: timeout", timeout)
         return self._loop.set_weights(weights, at=at, timeout_s=seconds)
 

@@ -206,4 +206,6 @@ class CsvFiles(FileSource):
         except (csv.Error, UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
             if isinstance(error, StorageError):
                 raise
-            raise DataError(f"{file.shown_url}:{reader.line_num}: not readable as CSV in UTF-8: {error}") from error
+            raise DataError(
+                f"{file.shown_url}:{reader.line_num}: not readable as CSV in UTF-8: {error}; correct it there"
+            ) from error

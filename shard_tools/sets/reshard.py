@@ -60,7 +60,7 @@ class ReshardOptions(ShardOptions):
 
     def __post_init__(self) -> None:
         if self.sort is not None and self.shuffle_seed is not None:
-            raise ConfigError("--sort and --shuffle exclude each other")
+            raise ConfigError("--sort and --shuffle exclude each other; give one of them")
         if self.descending and self.sort is None:
             raise ConfigError("--descending says how to --sort; name a column")
         if self.fields is not None and not self.fields:

@@ -117,7 +117,9 @@ class Curriculum(GroupedMixture):
         sizes = grouping.groups.sizes
         cells = {int(cell): self.grid.name_of(cell) for cell in np.flatnonzero(sizes).tolist()}
         if not cells:
-            raise ConfigError("Curriculum: no sample of the data set has a value of the metric")
+            raise ConfigError(
+                "Curriculum: no sample of the data set has a value of the metric; add them: `shard_tools column add`"
+            )
         pools = self.grid.pools(list(cells))
         _check_pools(self.grid, pools)
         weights = {

@@ -679,7 +679,7 @@ class Mixture(JoinedSource):
                 )
             quotas.update({leaf: _rounded(exact[name] * count) for leaf, count in within.quotas.items()})
         if not sum(quotas.values()):
-            raise ConfigError(f"repeats: an epoch would be empty, got {dict(times)}")
+            raise ConfigError(f"repeats: an epoch would be empty, got {dict(times)}; read a source more often")
         return _Blend(dict(sorted(quotas.items())), None)
 
     def _by_weight(self, given: Schedule) -> _Blend:
@@ -811,7 +811,7 @@ def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
         values = there_of(column, dataset.keeps(shard)).to_numpy()
         total, count = total + int(values.sum()), count + len(values)
     if not total:
-        raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens')
+        raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens; leave it out')
     return total / count
 
 

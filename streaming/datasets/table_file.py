@@ -192,7 +192,7 @@ def _csv_rows(data: bytes, kind: str, where: str) -> list[list[str]]:
         text = io.StringIO(data.decode(), newline="")
         rows = [row for row in csv.reader(text, delimiter="\t" if kind == "tsv" else ",", strict=True) if row]
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{where}: not readable as CSV in UTF-8: {error}") from error
+        raise DataError(f"{where}: not readable as CSV in UTF-8: {error}; correct this row") from error
     if len(rows) != 1:
         raise DataError(f"{where}: expected one record, got {len(rows)}; is a quote open? got {data[:60]!r}")
     return rows

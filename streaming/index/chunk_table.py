@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from streaming.errors import IndexFormatError, IndexMismatchError
-from streaming.index.files import content_errors, read_table, write_table
+from streaming.index.files import content_errors, damaged, read_table, write_table
 from streaming.tar.headers import BLOCK_BYTES
 from streaming.types import Int64Array
 
@@ -213,10 +213,10 @@ class ChunkTable:
             IndexFormatError: Naming the first shard that breaks one.
         """
         if len({getattr(self, name).shape for name in _COLUMNS}) != 1 or self.shard.ndim != 1:
-            raise IndexFormatError(f"{source}: columns of different lengths")
+            raise damaged(source, "columns of different lengths")
         bad = (self.shard < 0) | (self.shard >= len(self.shards))
         if bad.any() or (np.diff(self.shard) < 0).any():
-            raise IndexFormatError(f"{source}: chunks are not grouped by shard in the order of the shards")
+            raise damaged(source, "chunks are not grouped by shard in the order of the shards")
         starts = np.concatenate(([True], self.shard[1:] != self.shard[:-1])) if self.num_chunks else np.empty(0, bool)
         previous_end = np.where(starts, 0, np.roll(self.byte_end, 1))
         previous_sample = np.where(starts, 0, np.roll(self.first_sample + self.num_samples, 1))
@@ -229,7 +229,7 @@ class ChunkTable:
             self._refuse(self.byte_end > size[self.shard], "a chunk beyond the end of the shard", source)
         self._refuse(self.num_samples > self.chunk_bytes // BLOCK_BYTES, "more samples than headers fit", source)
         if sum(max(0, shard.size_bytes) for shard in self.shards) > _MAX_TOTAL_BYTES:
-            raise IndexFormatError(f"{source}: shards of more than {_MAX_TOTAL_BYTES} bytes together")
+            raise damaged(source, f"shards of more than {_MAX_TOTAL_BYTES} bytes together")
         counted = np.zeros(len(self.shards), np.int64)
         np.add.at(counted, self.shard, self.num_samples)
         for shard, num_samples in zip(self.shards, counted.tolist(), strict=True):
@@ -241,7 +241,7 @@ class ChunkTable:
     def _refuse(self, bad: NDArray[np.bool_], what: str, source: str) -> None:
         if bad.any():
             row = int(np.argmax(bad))
-            raise IndexFormatError(f"{source}: {what}: chunk {row}, shard {self.shards[self.shard[row]].name!r}")
+            raise damaged(source, f"{what}: chunk {row}, shard {self.shards[self.shard[row]].name!r}")
 
     def to_parquet(self) -> bytes:
         """Return the table as the bytes of ``chunks.parquet``: the same table gives the same bytes.

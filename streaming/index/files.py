@@ -77,7 +77,7 @@ def read_table(
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, IndexFormatError):
             raise
-        raise _damaged(source, str(error)) from error
+        raise damaged(source, str(error)) from error
 
 
 def _read_bounded(
@@ -175,7 +175,7 @@ def _begun(file: pq.ParquetFile, names: list[str], count: int) -> pa.Table:
 
 def _check_unpacked(num_bytes: int, limit_bytes: int, source: str) -> None:
     if num_bytes > limit_bytes:
-        raise _damaged(source, f"its rows would take {num_bytes} bytes, at most {limit_bytes} are read")
+        raise damaged(source, f"its rows would take {num_bytes} bytes, at most {limit_bytes} are read")
 
 
 def read_facts(buffer: Any, kind: str, source: str) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _opened(buffer: Any, source: str) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(pa.BufferReader(buffer))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise _damaged(source, str(error)) from error
+        raise damaged(source, str(error)) from error
 
 
 def _facts_of(file: pq.ParquetFile, kind: str, source: str) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _facts_of(file: pq.ParquetFile, kind: str, source: str) -> dict[str, Any]:
     except KeyError:
         raise IndexFormatError(f"{source}: a Parquet file, but no shardstream index; {_cure()}") from None
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise _damaged(source, str(error)) from error
+        raise damaged(source, str(error)) from error
     if not isinstance(facts, dict) or facts.get("kind") != kind:
         got = facts.get("kind") if isinstance(facts, dict) else facts
         raise IndexFormatError(f"{source}: expected an index file of kind {kind!r}, got {got!r}")
@@ -220,7 +220,7 @@ def read_footer(read: Callable[[int, int], Any], size_bytes: int, source: str) -
     """
     tail = bytes(read(max(0, size_bytes - _FOOTER_GUESS_BYTES), size_bytes))
     if len(tail) < _FOOTER_TAIL_BYTES or tail[-4:] != _MAGIC:
-        raise _damaged(source, "it does not end as a Parquet file does")
+        raise damaged(source, "it does not end as a Parquet file does")
     need = int.from_bytes(tail[-8:-4], "little") + _FOOTER_TAIL_BYTES
     return bytes(read(size_bytes - need, size_bytes)) if len(tail) < need <= size_bytes else tail
 
@@ -228,7 +228,7 @@ def read_footer(read: Callable[[int, int], Any], size_bytes: int, source: str) -
 def _check_version(version: str, source: str) -> None:
     major, dot, _ = version.partition(".")
     if not dot or not (major.isascii() and major.isdigit() and len(major) < 10):
-        raise _damaged(source, f"version {version!r}")
+        raise damaged(source, f"version {version!r}")
     if int(major) > FORMAT_VERSION[0]:
         raise IndexFormatError(
             f"{source}: index format {version}, this release reads {FORMAT_VERSION[0]}.x; upgrade shardstream"
@@ -246,7 +246,8 @@ def content_errors(source: str, what: str) -> Iterator[None]:
         raise IndexFormatError(f"{source}: {what} ({error}); {_cure()}") from error
 
 
-def _damaged(source: str, why: str) -> IndexFormatError:
+def damaged(source: str, why: str) -> IndexFormatError:
+    """Make the error of an index file that says what cannot be."""
     return IndexFormatError(f"{source}: damaged index file ({why}); {_cure()}")
 
 

@@ -21,7 +21,7 @@ from streaming.index.chunk_table import (
     shard_rows,
     shards_of_rows,
 )
-from streaming.index.files import content_errors, read_facts, read_table, write_table
+from streaming.index.files import content_errors, damaged, read_facts, read_table, write_table
 from streaming.index.keys import Keys, key_array
 from streaming.index.large import LargeSums
 from streaming.types import Int64Array
@@ -197,37 +197,37 @@ class SampleTable:
         self.chunks.validate(source)
         num_samples = len(self.keys)
         if self.shard.num_samples != num_samples or self.record_starts.shape != (num_samples + 1,):
-            raise IndexFormatError(f"{source}: {self.shard.num_samples} samples, but {num_samples} keys")
+            raise damaged(source, f"{self.shard.num_samples} samples, but {num_samples} keys")
         if (np.diff(self.record_starts) <= 0).any() or self.record_starts[0] != 0:
-            raise IndexFormatError(f"{source}: records do not follow each other from byte 0 on")
+            raise damaged(source, "records do not follow each other from byte 0 on")
         if not np.array_equal(self.chunk, np.repeat(np.arange(self.chunks.num_chunks), self.chunks.num_samples)):
-            raise IndexFormatError(f"{source}: column 'chunk' disagrees with the chunk rows")
+            raise damaged(source, "column 'chunk' disagrees with the chunk rows")
         firsts = self.chunks.first_sample
         if not np.array_equal(self.record_starts[firsts], self.chunks.byte_start) or (
             firsts.size and self.record_starts[-1] != self.chunks.byte_end[-1]
         ):
-            raise IndexFormatError(f"{source}: the records do not fill the chunks")
+            raise damaged(source, "the records do not fill the chunks")
         self._validate_spans(source)
         self._validate_large(source)
         begins, ends = self.record_starts[:-1], self.record_starts[1:]
         for name, (starts, sizes) in self.fields.items():
             if starts.shape != (num_samples,) or sizes.shape != (num_samples,):
-                raise IndexFormatError(f"{source}: field {name!r} has {starts.size} rows of {num_samples}")
+                raise damaged(source, f"field {name!r} has {starts.size} rows of {num_samples}")
             bad = (starts < begins) | (sizes < 0) | (sizes > ends - starts)
             if (bad & (starts != -1)).any():
-                raise IndexFormatError(f"{source}: field {name!r} of sample {int(np.argmax(bad))} leaves its record")
+                raise damaged(source, f"field {name!r} of sample {int(np.argmax(bad))} leaves its record")
         for name, column in self.columns.items():
             if len(column) != num_samples:
-                raise IndexFormatError(f"{source}: column {name!r} has {len(column)} rows of {num_samples}")
+                raise damaged(source, f"column {name!r} has {len(column)} rows of {num_samples}")
 
     def _validate_spans(self, source: str) -> None:
         starts = self.span_starts
         if starts.shape != (self.num_spans + 1,) or starts[0] != 0 or (np.diff(starts) <= 0).any():
-            raise IndexFormatError(f"{source}: column {_SPAN_CRC32C!r}: the spans do not follow each other")
+            raise damaged(source, f"column {_SPAN_CRC32C!r}: the spans do not follow each other")
         if self.num_spans and (
             starts[-1] != len(self.keys) or not np.isin(self.chunks.first_sample, starts, assume_unique=True).all()
         ):
-            raise IndexFormatError(f"{source}: column {_SPAN_CRC32C!r}: the spans do not fill the chunks")
+            raise damaged(source, f"column {_SPAN_CRC32C!r}: the spans do not fill the chunks")
 
     def _validate_large(self, source: str) -> None:
         """Check that every large member has a sum, its span one of the rest, and no other span one."""
@@ -235,10 +235,10 @@ class SampleTable:
         for name, sums in self.large.fields.items():
             rows = np.flatnonzero(sums >= 0)
             if name not in self.fields or sums.shape != (len(self.keys),) or (self.fields[name][0][rows] < 0).any():
-                raise IndexFormatError(f"{source}: column {_CRC32C + name!r} is of a field that is not there")
+                raise damaged(source, f"column {_CRC32C + name!r} is of a field that is not there")
             expected[np.searchsorted(self.span_starts, rows, side="right") - 1] = True
         if not np.array_equal(self.large.rest >= 0, expected) and (expected.any() or self.large.rest.size):
-            raise IndexFormatError(f"{source}: column {_REST_CRC32C!r}: not of the spans that have large members")
+            raise damaged(source, f"column {_REST_CRC32C!r}: not of the spans that have large members")
 
     def to_parquet(self) -> bytes:
         """Return the table as the bytes of ``samples/<shard>.parquet``: the same table gives the same bytes.
@@ -355,7 +355,7 @@ class Records:
             found = _ranges(rows, [name for name in facts["fields"] if name in fields])
         keys = rows.column("key").combine_chunks()
         if len(keys) != chunks.shards[0].num_samples or keys.null_count:
-            raise IndexFormatError(f"{source}: {chunks.shards[0].num_samples} samples, but {len(keys)} keys")
+            raise damaged(source, f"{chunks.shards[0].num_samples} samples, but {len(keys)} keys")
         return cls(chunks=chunks, keys=Keys(keys), fields=found)
 
 
