@@ -309,6 +309,21 @@ def test_when_finds_every_use_of_a_sample_and_its_rank(case: Case, data: st.Data
         assert found == sorted(expected.get((chunk, offset), []))
 
 
+def test_when_knows_parts_of_chunks() -> None:
+    """A pass of fewer samples than a source has begins, and ends, within its chunks."""
+    sources = Sources({"web": [6], "code": [5, 4]}, OrderSettings(seed=1, lanes=2, window=3))
+    orders = MixedPasses(sources, quotas={"web": 4, "code": 7})
+    for epoch in range(4):
+        plan = Plan(
+            orders.chunk_samples, orders.settings, global_batch_size=3, dp_world_size=1, epoch=epoch, orders=orders
+        )
+        rows = [(chunk, offset, batch) for batch, each in enumerate(batches_of(plan, 0)) for _, chunk, offset in each]
+        for chunk, size in enumerate([6, 5, 4]):
+            for offset in range(size):
+                expected = [(batch, 0) for one, other, batch in rows if (one, other) == (chunk, offset)]
+                assert plan.when(chunk, offset) == expected
+
+
 def share_of(name: str, schedule: list[Weights], laid: int) -> tuple[Fraction, Fraction]:
     """What a source should have given of so many samples, and its greatest share so far."""
     target, most = Fraction(), Fraction()
