@@ -12,8 +12,11 @@ from collections.abc import Generator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import forked
 import pytest
+from forked import IMPORTS, SHARED, Origin
 from hypothesis import settings
 from leftovers import our_threads
 
@@ -48,6 +51,16 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.disable()  # until all tests are collected: looking for garbage takes a sixth of an import's time
         config.pluginmanager.import_plugin("shared_fixtures")
         config.stash[_STDERR] = os.dup(2)  # nothing is captured yet
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """xdist's processes are forked from one that has imported what they need, and so is what their tests fork."""
+    origin = Origin(*IMPORTS)
+    config.add_cleanup(origin.close)
+    os.environ[SHARED] = origin.path
+    for spec in specs:
+        spec.python = f"{sys.executable} {forked.__file__} be {origin.path}"
 
 
 LONGEST_FIRST = (

@@ -3,8 +3,10 @@
 They run programs as their main programs and end by ``os._exit``. What is said of an interpreter's start or end, of its
 imports or of a launcher needs the true ones: see test_shutdown_processes.py, test_demo.py and the like.
 
-Run as a program with modules to import, this file is the process that forks. It reads lines of JSON (see
-:meth:`Forked.start`), and writes ``{"pid"}`` for each, and ``{"ended", "status"}`` when one has ended.
+Run as ``forked.py fork LISTENER MODULES``, this file is the process that forks, for all who connect to a socket:
+xdist's processes share one. It reads lines of JSON (see :meth:`Forked.start`), and writes ``{"pid"}`` for each, and
+``{"ended", "status"}`` when one has ended. ``forked.py be SOCKET WORDS`` hands its standard files to a forked process
+that stands for an interpreter started with these words, and ends with it: so xdist's processes are.
 """
 
 from __future__ import annotations
@@ -15,19 +17,31 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 HERE = Path(__file__).resolve().parent
+IMPORTS = (
+    "streaming.loader", "streaming.datasets.dataset", "shard_tools.convert", "shard_tools.cli", "data_sets",
+    "torch.distributed.tensor", "torch._dynamo", "pandas",
+)  # fmt: skip
+"""What tests need. Optimizers import torch._dynamo as they are made, pyarrow imports pandas as soon as it makes an
+array of a list: three tenths of a second in each process that writes."""
+SHARED = "SHARDSTREAM_TESTS_ORIGIN"
+"""The variable with the path of the socket of the origin that a whole run shares, where there is one."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -61,24 +75,53 @@ class ForkedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class Forked:
-    """Starts them. Use it as a context; at its end they are gone.
+class Origin:
+    """The process that forks.
 
     Args:
         imports: Modules that are imported before the first fork. None may start threads, which a fork would lose.
-        environ: Variables of all of them.
+        environ: Variables of all that is forked.
+
+    Attributes:
+        path: Of its socket, which takes connections at once; they wait while it imports.
     """
 
     def __init__(self, *imports: str, environ: Mapping[str, str] | None = None) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
         environment |= environ or {}
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), *imports],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+        self._folder = tempfile.mkdtemp(prefix="forked-", dir="/tmp")  # a socket's path must be short
+        self.path = f"{self._folder}/socket"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.path)
+            listener.listen(64)
+            number = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), "fork", str(number), *imports],
+                stdin=subprocess.PIPE,
+                pass_fds=[number],
+                env=environment,
+            )
+
+    def close(self) -> None:
+        """End it and all that it has forked and that runs."""
+        self._process.communicate(timeout=60)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Forked:
+    """Starts them. Use it as a context; at its end they are gone.
+
+    Args:
+        imports: As an :class:`Origin`'s, of its own.
+        environ: So too.
+        path: Of the socket of an origin that is there, in place of these.
+    """
+
+    def __init__(self, *imports: str, environ: Mapping[str, str] | None = None, path: str = "") -> None:
+        self._origin = None if path else Origin(*imports, environ=environ)
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(path or self._origin.path)  # type: ignore[union-attr]
         self._said = b""
         self._ended: dict[int, int] = {}
         self._pids: list[int] = []
@@ -100,9 +143,7 @@ class Forked:
         job = {"path": str(program)} if isinstance(program, Path) else {"code": program}
         job |= {"arguments": list(arguments), "output": str(output), "environ": dict(environ or {})}  # type: ignore[dict-item]
         job |= {"network": str(network or ""), "leads": leads}  # type: ignore[dict-item]
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job).encode() + b"\n")
-        self._process.stdin.flush()
+        self._connection.sendall(json.dumps(job).encode() + b"\n")
         count = len(self._pids)
         while len(self._pids) == count:
             assert self._hear(120), "the process that forks is gone"
@@ -129,10 +170,9 @@ class Forked:
 
     def _hear(self, timeout: float) -> bool:
         """Take in what the process that forks has said; whether it said anything in time."""
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout)[0]:
+        if not select.select([self._connection], [], [], timeout)[0]:
             return False
-        piece = os.read(self._process.stdout.fileno(), 1 << 16)
+        piece = self._connection.recv(1 << 16)
         *lines, self._said = (self._said + piece).split(b"\n")
         for line in map(json.loads, lines):
             if "pid" in line:
@@ -149,7 +189,12 @@ class Forked:
 
     def close(self) -> None:
         """Kill those that run, and wait until they are gone."""
-        self._process.communicate(timeout=60)
+        self._connection.shutdown(socket.SHUT_WR)
+        while self._hear(60):  # until it has nothing more to say
+            pass
+        self._connection.close()
+        if self._origin is not None:
+            self._origin.close()
 
 
 def all_end(processes: Sequence[ForkedProcess], timeout: float = 240) -> list[int]:
@@ -180,8 +225,8 @@ def killed_until_it_is_done(forked: Forked, program: str, *arguments: str, outpu
 # --- the process that forks ---
 
 
-def become(job: dict[str, Any]) -> None:
-    """Run the program. Never returns."""
+def become(job: dict[str, Any]) -> NoReturn:
+    """Run the program."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -224,19 +269,6 @@ def enter(network: str) -> None:
     os.close(opened)
 
 
-def say(said: dict[str, int]) -> None:
-    os.write(1, json.dumps(said).encode() + b"\n")
-
-
-def reap(running: set[int]) -> None:
-    """Say which of them have ended."""
-    for pid in list(running):
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            running.remove(pid)
-            say({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
-
-
 def check_that_nothing_runs_beside() -> None:
     """Refuse to fork a process with threads, which a fork would lose."""
     tasks = {int(task) for task in os.listdir("/proc/self/task")} - {os.getpid()}
@@ -245,7 +277,79 @@ def check_that_nothing_runs_beside() -> None:
     assert others == [], "imports have started threads"
 
 
-def main(imports: list[str]) -> None:
+@dataclass(slots=True, eq=False)
+class Client:
+    """A process that has connected.
+
+    Attributes:
+        text: The beginning of a line that it has written.
+        files: What came with it: standard input, output and errors of a process that stands for the client.
+        running: Processes that were forked for it.
+        ends: It has no more to say, and is told when all of these have ended.
+    """
+
+    connection: socket.socket
+    text: bytes = b""
+    files: list[int] = field(default_factory=list)
+    running: set[int] = field(default_factory=set)
+    ends: bool = False
+
+    def say(self, **said: int) -> None:
+        with suppress(OSError):  # it may be gone
+            self.connection.sendall(json.dumps(said).encode() + b"\n")
+
+    def hear(self) -> list[dict[str, Any]]:
+        """Jobs that it has written; where it has nothing more to say, what runs for it is killed."""
+        try:
+            piece, files, _, _ = socket.recv_fds(self.connection, 1 << 16, 3)
+        except ConnectionResetError:
+            piece, files = b"", []
+        self.files += files
+        if not piece:
+            self.end()
+        *lines, self.text = (self.text + piece).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def end(self) -> None:
+        """Kill what runs for it."""
+        self.ends = True
+        for pid in self.running:
+            os.kill(pid, signal.SIGKILL)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Fork what it asks for; in a process that was forked, return its job."""
+        for job in self.hear():
+            pid = os.fork()
+            if not pid:
+                return job
+            self.running.add(pid)
+            self.say(pid=pid)
+            while self.files:
+                os.close(self.files.pop())
+        return None
+
+    def goes_on(self) -> bool:
+        """Say which of its processes have ended; False where it has ended, too, and all of these."""
+        for pid in list(self.running):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                self.running.remove(pid)
+                self.say(ended=pid, status=os.waitstatus_to_exitcode(status))
+        if self.ends and not self.running:
+            self.connection.close()
+            return False
+        return True
+
+
+class Stands(BaseException):
+    """Raised in a forked process that is to stand for an interpreter, so that it goes on where that begins."""
+
+    def __init__(self, job: dict[str, Any], files: list[int]) -> None:
+        self.job, self.files = job, files
+
+
+def prepare(imports: list[str]) -> int:
+    """Import, and have ended children wake who waits for the file that this returns."""
     gc.disable()  # imports leave little, and to look for it takes a sixth of their time
     for name in imports:
         import_module(name)
@@ -256,31 +360,76 @@ def main(imports: list[str]) -> None:
     woken, wake = os.pipe2(os.O_NONBLOCK)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    running: set[int] = set()
-    text = b""
+    return woken
+
+
+def main(listener: socket.socket, imports: list[str]) -> None:
+    woken = prepare(imports)
+    clients: dict[socket.socket, Client] = {}
     while True:
-        ready, _, _ = select.select([0, woken], [], [])
+        said = [connection for connection, one in clients.items() if not one.ends]
+        ready, _, _ = select.select([0, woken, listener, *said], [], [])
+        if 0 in ready:
+            break
         if woken in ready:
             os.read(woken, 1 << 12)
-        reap(running)
-        if 0 not in ready:
-            continue
-        piece = os.read(0, 1 << 16)
-        if not piece:
-            break
-        *lines, text = (text + piece).split(b"\n")
-        for line in lines:
-            job = json.loads(line)
-            pid = os.fork()
-            if not pid:
-                become(job)
-            running.add(pid)
-            say({"pid": pid})
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-    for pid in running:
-        os.waitpid(pid, 0)
+        if listener in ready:
+            connection = listener.accept()[0]
+            clients[connection] = Client(connection)
+        for connection, one in clients.items():
+            if connection in ready and (job := one.serve()) is not None:
+                be_forked(job, one.files, [listener, *clients])
+        clients = {connection: one for connection, one in clients.items() if one.goes_on()}
+    for one in clients.values():
+        one.end()
+
+
+def be_forked(job: dict[str, Any], files: list[int], inherited: list[socket.socket]) -> NoReturn:
+    for one in inherited:
+        one.close()
+    if "words" in job:
+        raise Stands(job, files)
+    become(job)
+
+
+def stand(job: dict[str, Any], files: list[int]) -> None:
+    """Be the interpreter that was started with ``-c PROGRAM``, as far as that can be told from within."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(job["environ"])
+    os.chdir(job["cwd"])
+    tempfile.tempdir = None
+    *options, program = job["words"]
+    sys.dont_write_bytecode = "-B" in options
+    sys.argv = ["-c"]
+    sys.modules["__main__"] = main_module = ModuleType("__main__")
+    exec(compile(program, "<string>", "exec"), vars(main_module))
+
+
+def be(path: str, words: list[str]) -> int:
+    """Have a process forked that stands for this one, and wait for its end."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        job = {"words": words, "environ": dict(os.environ), "cwd": os.getcwd()}
+        text = json.dumps(job).encode() + b"\n"
+        connection.sendall(text[socket.send_fds(connection, [text], [0, 1, 2]) :])
+        with connection.makefile() as lines:
+            ended = next((said for said in map(json.loads, lines) if "ended" in said), {"status": 1})
+    return int(ended["status"])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == "be":
+        sys.exit(be(sys.argv[2], sys.argv[3:]))
+    try:
+        with socket.socket(fileno=int(sys.argv[2])) as taken:
+            main(taken, sys.argv[3:])
+    except Stands as stands:
+        given = stands.job, stands.files
+    else:
+        sys.exit()
+    stand(*given)

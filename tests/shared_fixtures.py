@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import fsspec.asyn
 import pytest
-from forked import Forked
+from forked import IMPORTS, Forked
+from forked import SHARED as SHARED_ORIGIN
 from servers import AzuriteServer, MiniGcsServer, MiniS3Server, MotoServer, fresh_name
 
 from streaming.catalog import open as catalog_open
@@ -87,9 +88,7 @@ def azure_container(azurite: AzuriteServer) -> str:
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Forked]:
     """Starts processes that have imported what we have."""
-    names = ("streaming.loader", "streaming.datasets.dataset", "shard_tools.convert", "shard_tools.cli", "data_sets")
-    # pyarrow imports pandas as soon as somebody makes an array of a list: three tenths of a second in each that writes.
-    with Forked(*names, "torch.distributed.tensor", "pandas") as origin:
+    with Forked(*IMPORTS, path=os.environ.get(SHARED_ORIGIN, "")) as origin:
         yield origin
 
 

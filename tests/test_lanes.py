@@ -26,7 +26,7 @@ from streaming.plan.plan import Plan
 from streaming.types import LastBatch
 
 GOLDEN = Path(__file__).parent / "golden" / "mixed_order.json"
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 sizes_ = st.lists(st.integers(0, 9), min_size=1, max_size=10).filter(sum)
 sources_ = st.dictionaries(st.sampled_from(["web", "code", "math", "chat"]), sizes_, min_size=1)
 Row = tuple[int, int, int]
