@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -175,6 +175,30 @@ def play(
         ranks.append([valid_keys(batch) for _ in range(epochs) for batch in loader])
     assert len({len(batches) for batches in ranks}) == 1, [len(batches) for batches in ranks]
     return ranks
+
+
+def world_from(
+    dataset: Any, ranks: int, take: Callable[[DataLoader], list[list[str]]], state: Any = None, **options: Any
+) -> tuple[Batches, dict[str, Any]]:
+    """What is taken of each rank's loader, from a state on, as global batches; and the state behind, which all have."""
+    found, states = [], []
+    for loader in loaders(dataset, ranks, **options):
+        if state is not None:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        found.append(take(loader))
+        states.append(loader.state_dict())
+    assert all(one == states[0] for one in states)
+    return merged(found), states[0]
+
+
+def same_batch(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two batches are equal: names, keys, and every tensor bit by bit."""
+    if one.keys() != other.keys():
+        return False
+    return all(
+        torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        for name, value in one.items()
+    )
 
 
 def merged(ranks: Iterable[Sequence[Sequence[str]]]) -> Batches:

@@ -6,7 +6,6 @@ import ast
 import functools
 import gzip
 import inspect
-import io
 import pkgutil
 import re
 import shlex
@@ -24,6 +23,7 @@ import pytest
 from click.testing import CliRunner, Result
 from data_sets import write_set
 from servers import MiniS3Server, fresh_name
+from tars import write_tar
 
 import infra
 import shard_tools
@@ -211,13 +211,7 @@ def keys(url: object, **options: object) -> list[object]:
 
 
 def tar(path: Path, *members: tuple[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return path
+    return write_tar(path, members)
 
 
 SCENARIOS: dict[str, tuple[Callable[[Path], None], tuple[tuple[str, str], ...]]] = {}

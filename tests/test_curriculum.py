@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
-from data_sets import Batches, data_gets, loaders, merged, total
+from data_sets import Batches, data_gets, loaders, merged, total, world_from
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from servers import MiniS3Server
@@ -185,14 +185,8 @@ def keys_from(loader: DataLoader, count: int) -> list[list[str]]:
 def world(
     dataset: Any, ranks: int, count: int, state: Any = None, **options: Any
 ) -> tuple[Batches, dict[str, Any]]:  # fmt: skip
-    found, states = [], []
-    for loader in loaders(dataset, ranks, **{"global_batch_size": 12, "num_threads": 0, **options}):
-        if state is not None:
-            loader.load_state_dict(json.loads(json.dumps(state)))
-        found.append(keys_from(loader, count))
-        states.append(loader.state_dict())
-    assert all(one == states[0] for one in states)
-    return merged(found), states[0]
+    options = {"global_batch_size": 12, "num_threads": 0, **options}
+    return world_from(dataset, ranks, lambda loader: keys_from(loader, count), state, **options)
 
 
 @pytest.mark.parametrize("quotas", ["chunks", "exact"])

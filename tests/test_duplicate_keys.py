@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
-import tarfile
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from tars import write_tar
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from shard_tools.cli import cli
@@ -19,16 +18,6 @@ from streaming.errors import ConfigError, DuplicateKeyError
 TWICE = [("a.txt", b"1"), ("a.cls", b"1"), ("b.txt", b"2"), ("b.cls", b"2"), ("a.txt", b"3"), ("a.cls", b"3")]
 SIDE_BY_SIDE = [("a.txt", b"1"), ("a.cls", b"1"), ("a.txt", b"3"), ("a.cls", b"3"), ("b.txt", b"2"), ("b.cls", b"2")]
 SCATTERED = [("a.txt", b"1"), ("b.txt", b"2"), ("c.txt", b"3"), ("b.cls", b"2"), ("a.cls", b"1"), ("c.cls", b"3")]
-
-
-def make_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return path
 
 
 def run(*arguments: object) -> Result:
@@ -51,7 +40,7 @@ def samples(url: Path, **options: object) -> list[tuple[object, object, object]]
 
 @pytest.mark.parametrize("members", [TWICE, SIDE_BY_SIDE, SCATTERED], ids=["twice", "side-by-side", "scattered"])
 def test_refused_by_default_with_cures_that_work(tmp_path: Path, members: list[tuple[str, bytes]]) -> None:
-    folder = make_tar(tmp_path / "in" / "x.tar", members).parent
+    folder = write_tar(tmp_path / "in" / "x.tar", members).parent
     with pytest.raises(DuplicateKeyError, match=r"reshard SOURCE TARGET --dedupe.*--key-prefix.*duplicate_keys"):
         StreamingDataset(str(folder))
     assert len(StreamingDataset(str(folder), duplicate_keys="keep")) >= 3
@@ -69,7 +58,7 @@ def test_refused_by_default_with_cures_that_work(tmp_path: Path, members: list[t
 
 
 def test_kept_as_webdataset_has_it_and_resumed_exactly(tmp_path: Path) -> None:
-    folder = make_tar(tmp_path / "in" / "x.tar", TWICE).parent
+    folder = write_tar(tmp_path / "in" / "x.tar", TWICE).parent
     kept = [("a", "1", 1), ("b", "2", 2), ("a", "3", 3)]
     assert samples(folder, duplicate_keys="keep") == kept
     with (folder / "x.tar").open("rb") as file:
@@ -96,7 +85,7 @@ def test_kept_as_webdataset_has_it_and_resumed_exactly(tmp_path: Path) -> None:
 
 def test_a_stream_without_an_index_keeps_them_too(tmp_path: Path) -> None:
     packed = tmp_path / "x.tar.gz"
-    packed.write_bytes(gzip.compress(make_tar(tmp_path / "x.tar", SIDE_BY_SIDE).read_bytes()))
+    packed.write_bytes(gzip.compress(write_tar(tmp_path / "x.tar", SIDE_BY_SIDE).read_bytes()))
     with DataLoader(
         StreamingDataset(str(packed), duplicate_keys="keep", shuffle=False), batch_size=3, epoch_size=3
     ) as loader:
@@ -106,10 +95,10 @@ def test_a_stream_without_an_index_keeps_them_too(tmp_path: Path) -> None:
 def test_dedupe_joins_over_shards_in_any_order_and_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     numbers = [f"{number:03d}" for number in range(40)]
-    make_tar(folder / "0.tar", [(f"{number}.txt", number.encode()) for number in numbers])
+    write_tar(folder / "0.tar", [(f"{number}.txt", number.encode()) for number in numbers])
     second = [[(f"{number}.cls", number.encode()), (f"{number}.txt", b"later")] for number in reversed(numbers)]
-    make_tar(folder / "1.tar", [one for pair in second for one in pair[: 1 + (pair[0][0] < "020")]])
-    make_tar(folder / "2.tar", [(f"{number}.txt", b"later") for number in numbers[:5]])
+    write_tar(folder / "1.tar", [one for pair in second for one in pair[: 1 + (pair[0][0] < "020")]])
+    write_tar(folder / "2.tar", [(f"{number}.txt", b"later") for number in numbers[:5]])
     done("index", folder)
     report = json.loads(
         done("reshard", folder, tmp_path / "out", "--dedupe", "--shuffle", "--max-samples", 7, "--json")
@@ -130,7 +119,7 @@ def test_dedupe_joins_over_shards_in_any_order_and_goes_on(tmp_path: Path) -> No
 def test_what_comes_twice_over_shards_names_the_cure(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     for shard in range(2):
-        make_tar(folder / f"{shard}.tar", [("a.txt", b"%d" % shard)])
+        write_tar(folder / f"{shard}.tar", [("a.txt", b"%d" % shard)])
     done("index", folder)
     refused = run("reshard", folder, tmp_path / "out")
     assert refused.exit_code == 1
@@ -144,8 +133,8 @@ def test_what_comes_twice_over_shards_names_the_cure(tmp_path: Path) -> None:
 
 def test_thousands_of_them_end_in_a_sum(tmp_path: Path) -> None:
     folder = tmp_path / "in"
-    make_tar(folder / "0.tar", [(f"{number}.txt", b"") for number in range(1500)])
-    make_tar(folder / "1.tar", [(f"{number}.txt", b"") for number in range(1500)])
+    write_tar(folder / "0.tar", [(f"{number}.txt", b"") for number in range(1500)])
+    write_tar(folder / "1.tar", [(f"{number}.txt", b"") for number in range(1500)])
     done("index", folder)
     shown = run("verify", folder)
     assert shown.exit_code == 1

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from data_sets import Batches, SampleSet, check_batch, loaders, merged, mesh_of, play, total, write_set
+from data_sets import Batches, SampleSet, check_batch, loaders, merged, mesh_of, play, total, world_from, write_set
 from forked import Forked, all_end
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -67,14 +67,7 @@ def take(loader: DataLoader, count: int) -> list[list[str]]:
 
 def world(mix: Mixture, ranks: int, count: int, state: Any = None, **options: Any) -> tuple[Batches, dict[str, Any]]:
     """So many global batches of 12 from a state on, of all ranks, and the state behind them."""
-    found, states = [], []
-    for loader in loaders(mix, ranks, global_batch_size=12, **options):
-        if state is not None:
-            loader.load_state_dict(json.loads(json.dumps(state)))
-        found.append(take(loader, count))
-        states.append(loader.state_dict())
-    assert all(one == states[0] for one in states)
-    return merged(found), states[0]
+    return world_from(mix, ranks, lambda loader: take(loader, count), state, global_batch_size=12, **options)
 
 
 # --- P1 to P5 ---

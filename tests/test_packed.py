@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data_sets import same_batch
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
@@ -78,15 +79,6 @@ def epoch_of(packed: Any, **options: Any) -> list[Any]:
         return list(loader)
 
 
-def same(batch: Any, other: Any) -> bool:
-    if batch.keys() != other.keys():
-        return False
-    return all(
-        torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
-        for name, value in batch.items()
-    )
-
-
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 2), (3, 0), (4, 0)])
 def test_each_token_comes_once_an_epoch(packed: Packed, world: int, workers: int) -> None:
     received = [
@@ -110,7 +102,7 @@ def test_two_epochs_hold_the_same_tokens_in_other_company(packed: Packed, folder
         with loader_of(one) as loader:
             loader.seed(9)
             found.append(list(loader))
-    assert all(same(*batches) for batches in zip(*found, strict=True))
+    assert all(same_batch(*batches) for batches in zip(*found, strict=True))
 
 
 def test_the_global_batch_does_not_depend_on_the_world(packed: Packed) -> None:
@@ -279,11 +271,11 @@ def test_a_mixture_of_packs_counts_tokens_and_resumes(sources: dict[str, Path]) 
     assert abs(of_web / total - 0.7) < 0.1
     assert abs(seen["web"]["tokens"] - of_web) < 0.05 * of_web
     with loader_of(mix) as loader:
-        assert all(same(*both) for both in zip(first(loader, 15), whole, strict=False))
+        assert all(same_batch(*both) for both in zip(first(loader, 15), whole, strict=False))
         state = loader.state_dict()
     with loader_of(Mixture(packed_sources(sources), weights={"web": 0.7, "code": 0.3}, unit="tokens")) as loader:
         loader.load_state_dict(state)
-        assert all(same(*both) for both in zip(first(loader, 25), whole[15:], strict=True))
+        assert all(same_batch(*both) for both in zip(first(loader, 25), whole[15:], strict=True))
 
 
 @pytest.mark.usefixtures("one_fork_server")

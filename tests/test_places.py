@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import io
 import logging
 import lzma
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from data_sets import make_sample, write_set
 from servers import MiniS3Server, fresh_name
+from tars import write_tar
 
 from shard_tools import ShardWriter
 from shard_tools.convert.sources import open_source
@@ -24,17 +24,7 @@ from streaming.storage import Storage
 
 def shard(path: Path, *members: tuple[str, bytes], links: tuple[tuple[str, str], ...] = ()) -> Path:
     """A tar of these files, and of hard links (name, target) behind them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as archive:
-        for name, data in members or (("a.txt", b"text"),):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-        for name, target in links:
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = tarfile.LNKTYPE, target
-            archive.addfile(member)
-    return path
+    return write_tar(path, members or (("a.txt", b"text"),), links=links, form=tarfile.GNU_FORMAT)
 
 
 def names(spec: object, storage: Storage | None = None) -> list[str]:

@@ -22,6 +22,7 @@ from data_sets import (
     merged,
     mesh_of,
     play,
+    same_batch,
     total,
     write_set,
 )  # fmt: skip
@@ -268,16 +269,6 @@ class MeshLikeTorchs:
     mesh_dim_names: tuple[str, ...]
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two batches are equal: names, keys, and every tensor bit by bit."""
-    if one.keys() != other.keys():
-        return False
-    return all(
-        torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
-        for name, value in one.items()
-    )
-
-
 def check_replicas(dataset: StreamingDataset, meshes: list[DeviceMesh]) -> None:
     by_share: dict[int, list[Any]] = {}
     sharing: Counter[int] = Counter()
@@ -287,7 +278,7 @@ def check_replicas(dataset: StreamingDataset, meshes: list[DeviceMesh]) -> None:
             batches = list(loader)
         expected = by_share.setdefault(mesh.data_rank, batches)
         assert len(batches) == len(expected)
-        assert all(map(same, batches, expected)), mesh
+        assert all(map(same_batch, batches, expected)), mesh
     num_shares = meshes[0].data_world_size
     assert sorted(by_share) == list(range(num_shares))
     assert set(sharing.values()) == {len(meshes) // num_shares}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_sets import SampleSet, loaders, merged, mesh_of, play, total, valid_keys, write_set
+from data_sets import SampleSet, merged, mesh_of, play, total, valid_keys, world_from, write_set
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_packed import write as write_documents
@@ -118,20 +118,14 @@ def test_packs_in_batches_that_grow_are_the_same_on_all_worlds(tmp_path: Path) -
 
 def world(dataset: Any, ranks: int, count: int, state: Any = None, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     """So many global batches from a state on, over epochs, and the state behind them."""
-    found, states = [], []
-    for loader in loaders(dataset, ranks, **{"global_batch_size": RAMP, "num_threads": 0, **options}):
-        if state is not None:
-            loader.load_state_dict(json.loads(json.dumps(state)))
+
+    def take(loader: DataLoader) -> list[list[str]]:
         mine: list[list[str]] = []
         while len(mine) < count:
-            for batch in loader:
-                mine.append(valid_keys(batch))
-                if len(mine) == count:
-                    break
-        found.append(mine)
-        states.append(loader.state_dict())
-    assert all(one == states[0] for one in states)
-    return merged(found), states[0]
+            mine += [valid_keys(batch) for batch in islice(loader, count - len(mine))]
+        return mine
+
+    return world_from(dataset, ranks, take, state, **{"global_batch_size": RAMP, "num_threads": 0, **options})
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from tars import tar_bytes
 
 from shard_tools.cli import cli
 from streaming import StreamingDataset
@@ -20,18 +21,8 @@ KEYS = tuple(f"{number:03d}" for number in range(12))
 
 
 def tar(*keys: str, links: tuple[tuple[str, str], ...] = (), form: int = tarfile.USTAR_FORMAT) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form) as archive:
-        for key in keys:
-            for name, data in ((f"{key}.txt", key.encode() * 300), (f"{key}.cls", b"1")):
-                member = tarfile.TarInfo(name)
-                member.size = len(data)
-                archive.addfile(member, io.BytesIO(data))
-        for name, target in links:
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = tarfile.LNKTYPE, target
-            archive.addfile(member)
-    return out.getvalue()
+    files = [(f"{key}.{name}", data) for key in keys for name, data in (("txt", key.encode() * 300), ("cls", b"1"))]
+    return tar_bytes(files, form, links=links)
 
 
 WHOLE = tar(*KEYS)

@@ -14,6 +14,7 @@ from crc32c import crc32c
 from data_sets import cut_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tars import tar_bytes
 
 from streaming.catalog.build import check_sizes, index_shards, load_index, shard_name
 from streaming.catalog.scan import scan_shard
@@ -33,16 +34,6 @@ from streaming.storage import Storage
 from streaming.tar import parse_chunk
 
 SMALL = ChunkRule(target_bytes=20_000, min_bytes=5000, min_samples=4)
-
-
-def make_tar(files: list[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
-        for name, content in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return out.getvalue()
 
 
 def files(num_samples: int, size: int = 700, first: int = 0) -> list[tuple[str, bytes]]:
@@ -70,7 +61,7 @@ def shards(tmp_path) -> list[str]:
     urls = []
     for part in range(3):
         path = tmp_path / f"{part:03d}.tar"
-        path.write_bytes(make_tar(files(10 + part, first=part * 100)))
+        path.write_bytes(tar_bytes(files(10 + part, first=part * 100)))
         urls.append(str(path))
     return urls
 
@@ -83,7 +74,7 @@ def shards(tmp_path) -> list[str]:
 @settings(deadline=None)
 def test_a_scan_agrees_with_parsing_the_whole(tmp_path_factory, sizes: list[int], read_bytes: int, form: int) -> None:
     long = "n" * 120 if form == tarfile.PAX_FORMAT else ""
-    archive = make_tar(
+    archive = tar_bytes(
         [(f"{long}{i}.{'jpg' if size % 3 else 'txt'}", os.urandom(size)) for i, size in enumerate(sizes)], form
     )
     path = str(tmp_path_factory.mktemp("scan") / "a.tar")
@@ -159,7 +150,7 @@ def test_indexing_goes_on_where_it_stopped(tmp_path, shards: list[str]) -> None:
     assert index_shards(storage, shards) == table
     assert storage.shard_reads == []
     with open(shards[1], "wb") as file:  # a replaced shard
-        file.write(make_tar(files(4)))
+        file.write(tar_bytes(files(4)))
     renewed = index_shards(storage, shards)
     assert storage.shard_reads == [shards[1]]
     assert [shard.num_samples for shard in renewed.shards] == [10, 4, 12]
@@ -205,7 +196,7 @@ def test_an_index_elsewhere_and_shards_of_two_folders(tmp_path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         path = tmp_path / folder / "0.tar"
-        path.write_bytes(make_tar(files(3, first=10 * len(urls))))
+        path.write_bytes(tar_bytes(files(3, first=10 * len(urls))))
         urls.append(str(path))
     storage = Storage()
     beside = index_shards(storage, urls)
@@ -234,7 +225,7 @@ def test_replaced_shards_show_by_size(shards: list[str]) -> None:
 
 def test_a_key_that_comes_back_names_both_places(tmp_path) -> None:
     path = tmp_path / "a.tar"
-    path.write_bytes(make_tar([("a.x", b"1"), ("b.x", b"2"), ("a.y", b"3")]))
+    path.write_bytes(tar_bytes([("a.x", b"1"), ("b.x", b"2"), ("a.y", b"3")]))
     with pytest.raises(DuplicateKeyError, match=r"a\.tar: key 'a' comes twice, at bytes 0 and 2048.*sort"):
         scan_shard(Storage(), str(path), "a.tar")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import gzip
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ import pytest
 from data_sets import SampleSet, write_set
 from hanging import BATCH, GOOD_BATCHES, Hung, until_it_stands
 from leftovers import leftovers
+from loop_kinds import compress
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.engine.memory.row_table import RowTable
@@ -94,10 +94,7 @@ workers = pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.fixture(scope="module")
 def compressed(samples: SampleSet, tmp_path_factory: pytest.TempPathFactory) -> SampleSet:
     """The same, without an index and never to have one."""
-    folder = tmp_path_factory.mktemp("compressed")
-    for path in Path(samples.url).glob("*.tar"):
-        (folder / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
-    return SampleSet(url=f"{folder}/", keys=samples.keys)
+    return compress(samples, tmp_path_factory.mktemp("compressed"))
 
 
 @pytest.fixture

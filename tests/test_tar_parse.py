@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tars import tar_bytes
 
 from streaming import StreamingDataset
 from streaming.errors import ConfigError, DataError, DuplicateKeyError, TarError
@@ -117,21 +118,11 @@ def check_all(archive: bytes) -> Samples:
     return expected
 
 
-def make_tar(files: list[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT, mtime: float = 0) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=form, encoding="utf-8") as tar:
-        for name, content in files:
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(content), mtime
-            tar.addfile(info, io.BytesIO(content))
-    return out.getvalue()
-
-
 def plain_files(num_samples: int, fields: tuple[str, ...] = ("jpg", "cls"), size: int = 100) -> list[tuple[str, bytes]]:
     return [(f"{i:05d}.{field}", os.urandom(size + i % 7)) for i in range(num_samples) for field in fields]
 
 
-INNER = make_tar(plain_files(3))
+INNER = tar_bytes(plain_files(3))
 MAGIC_BLOCK = bytes(257) + b"ustar\x0000" + bytes(247)
 SEGMENT = st.sampled_from(["a", "b", "img.v2", "é", "x y", ".hid", "n" * 60, "__m__", "q\nr"])
 STEM = st.sampled_from(["0", "1", "22", "s", "__meta__", "", "été", "k" * 90, "k" * 160, "a\nb"])
@@ -208,7 +199,7 @@ def test_names_split_as_the_regular_expression_does(name: str) -> None:
 @settings(deadline=None)
 def test_uniform_path_agrees_with_the_rule(names: list[str]) -> None:
     files = [(f"{name}.{field}", b"x") for name in names for field in ("jpg", "cls")]
-    archive = b"".join(make_tar([file])[:1024] for file in files) + bytes(1024)
+    archive = b"".join(tar_bytes([file])[:1024] for file in files) + bytes(1024)
     wanted: list[tuple[str, str]] = [split for name, _ in files if (split := regex_split(name))]
     neighbours = set()
     for index, split in enumerate(wanted):
@@ -229,13 +220,13 @@ def test_uniform_path_agrees_with_the_rule(names: list[str]) -> None:
 @pytest.mark.parametrize("fields", [("jpg",), ("jpg", "seg.png", "CLS")])
 def test_formats_folders_and_fields(form: str, folder: str, fields: tuple[str, ...]) -> None:
     files = [(folder + name, content) for name, content in plain_files(12, fields)]
-    samples = check_all(make_tar(files, FORMATS[form], mtime=1.25 if form == "pax" else 0))
+    samples = check_all(tar_bytes(files, FORMATS[form], mtime=1.25 if form == "pax" else 0))
     assert len(samples) == 12
     assert list(samples[0][1]) == [field.lower() for field in fields]
 
 
 def test_missing_fields_are_minus_one() -> None:
-    layout = parse_chunk(make_tar([("a.x", b"1"), ("b.x", b"2"), ("b.y", b"33"), ("c.y", b"4")]))
+    layout = parse_chunk(tar_bytes([("a.x", b"1"), ("b.x", b"2"), ("b.y", b"33"), ("c.y", b"4")]))
     assert layout.fields == ("x", "y")
     assert layout.starts.tolist() == [[512, -1], [1536, 2560], [-1, 3584]]
     assert layout.sizes.tolist() == [[1, 0], [1, 2], [0, 1]]
@@ -258,11 +249,11 @@ def test_folders_and_links_belong_to_the_record_before_them() -> None:
 
 def test_payloads_that_look_like_headers() -> None:
     files = [("0.tar", INNER), ("1.tar", MAGIC_BLOCK * 4 + INNER), ("1.txt", b"t"), ("2.tar", INNER[512:])]
-    check_all(make_tar(files))
+    check_all(tar_bytes(files))
 
 
 def test_accepts_any_buffer_and_an_empty_archive() -> None:
-    archive = make_tar(plain_files(2))
+    archive = tar_bytes(plain_files(2))
     keys = parse_chunk(archive).keys
     assert parse_chunk(memoryview(bytearray(archive))).keys == keys
     assert parse_chunk(np.frombuffer(archive, np.uint8)).keys == keys
@@ -274,7 +265,7 @@ def test_accepts_any_buffer_and_an_empty_archive() -> None:
 
 
 def test_a_chunk_needs_no_end_of_archive_but_whole_members() -> None:
-    archive = make_tar(plain_files(3))
+    archive = tar_bytes(plain_files(3))
     layout = parse_chunk(archive)
     middle = archive[layout.record_starts[1] : layout.record_starts[3]]
     assert parse_chunk(middle).keys == layout.keys[1:3]
@@ -283,7 +274,7 @@ def test_a_chunk_needs_no_end_of_archive_but_whole_members() -> None:
 
 
 def test_base_256_sizes() -> None:
-    archive = bytearray(make_tar([("a.x", b"abc"), ("b.x", b"d")]))
+    archive = bytearray(tar_bytes([("a.x", b"abc"), ("b.x", b"d")]))
     archive[124:136] = b"\x80" + (3).to_bytes(11, "big")
     fix_checksum(archive)
     assert check_all(bytes(archive)) == [("a", {"x": b"abc"}), ("b", {"x": b"d"})]
@@ -302,7 +293,7 @@ def fix_checksum(archive: bytearray, at: int = 0) -> None:
 
 
 def test_old_headers_without_magic_and_with_blank_padded_numbers() -> None:
-    archive = bytearray(make_tar([("a.x", b"abc"), ("b.x", b"d"), ("c.x", b"e")]))
+    archive = bytearray(tar_bytes([("a.x", b"abc"), ("b.x", b"d"), ("c.x", b"e")]))
     for at in (0, 1024):
         archive[at + 257 : at + 265] = bytes(8)
         archive[at + 156] = 0
@@ -312,18 +303,18 @@ def test_old_headers_without_magic_and_with_blank_padded_numbers() -> None:
 
 
 def test_pax_size_overrides_the_header() -> None:
-    archive = bytearray(make_tar([("a.x", b"abc" * 300), ("b.x", b"d")]))
+    archive = bytearray(tar_bytes([("a.x", b"abc" * 300), ("b.x", b"d")]))
     archive[124:136] = b"%011o\0" % 0
     fix_checksum(archive)
     record = b"12 size=900\n"
-    pax = bytearray(make_tar([("PaxHeader", record)])[:1024])
+    pax = bytearray(tar_bytes([("PaxHeader", record)])[:1024])
     pax[156] = ord("x")
     fix_checksum(pax)
     assert check_all(bytes(pax + archive))[0] == ("a", {"x": b"abc" * 300})
 
 
 def test_names_that_are_not_utf8_survive() -> None:
-    archive = bytearray(make_tar([("aa.x", b"1"), ("bb.x", b"2")]))
+    archive = bytearray(tar_bytes([("aa.x", b"1"), ("bb.x", b"2")]))
     archive[0:2] = b"\xff\xe9"
     fix_checksum(archive)
     keys = parse_chunk(archive).keys
@@ -336,18 +327,18 @@ def test_one_field_twice_names_both_places() -> None:
         with pytest.raises(
             DuplicateKeyError, match=r"s\.tar: sample '[ac]' holds field 'x' twice, at bytes \d+ and \d+"
         ):
-            parse_chunk(make_tar([(name, b"") for name in names]), url="s.tar")
+            parse_chunk(tar_bytes([(name, b"") for name in names]), url="s.tar")
 
 
 def test_extensions_without_end_are_refused() -> None:
     with pytest.raises(TarError, match="rename"):
-        parse_chunk(make_tar([(f"{i}.{i}.jpg", b"") for i in range(300)]))
-    many = parse_chunk(make_tar([(f"video.{i:04d}.jpg", b"") for i in range(300)]))
+        parse_chunk(tar_bytes([(f"{i}.{i}.jpg", b"") for i in range(300)]))
+    many = parse_chunk(tar_bytes([(f"video.{i:04d}.jpg", b"") for i in range(300)]))
     assert many.starts.shape == (1, 300)
 
 
 def test_sparse_files_are_refused() -> None:
-    archive = bytearray(make_tar([("a.x", b"abc")]))
+    archive = bytearray(tar_bytes([("a.x", b"abc")]))
     archive[156] = ord("S")
     fix_checksum(archive)
     with pytest.raises(TarError, match="sparse"):
@@ -355,7 +346,7 @@ def test_sparse_files_are_refused() -> None:
 
 
 def test_oversized_extension_header_is_refused() -> None:
-    archive = bytearray(make_tar([("a.x", b"abc")]))
+    archive = bytearray(tar_bytes([("a.x", b"abc")]))
     archive[156] = ord("L")
     archive[124:136] = b"%011o\0" % (2 << 20)
     fix_checksum(archive)
@@ -376,7 +367,7 @@ def test_global_header_that_renames_members_is_refused() -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_truncation_is_noticed(form: str) -> None:
     files = [("a" * 120 + ".x", b"1" * 600), ("b.x", b"2")] if form != "ustar" else [("a.x", b"1" * 600), ("b.x", b"2")]
-    archive = make_tar(files, FORMATS[form])
+    archive = tar_bytes(files, FORMATS[form])
     end = parse_chunk(archive).record_starts[-1]
     for length in sorted({*range(0, end, 97), *range(0, end + 1, 256), *range(1, end, 512), *range(511, end, 512)}):
         with pytest.raises(TarError, match=r"s\.tar, byte \d+"):
@@ -395,7 +386,7 @@ def scan_url(archive: bytes) -> None:
 
 
 def test_data_after_the_end_is_noticed() -> None:
-    archive = make_tar([("a.x", b"1")])
+    archive = tar_bytes([("a.x", b"1")])
     joined = archive + archive
     for read in (parse_chunk, scan_url, lambda data: list(iter_samples([data]))):
         with pytest.raises(TarError, match=r"after the end-of-archive"):
@@ -403,7 +394,7 @@ def test_data_after_the_end_is_noticed() -> None:
 
 
 def test_each_damaged_header_byte_is_noticed() -> None:
-    archive = make_tar(plain_files(6))
+    archive = tar_bytes(plain_files(6))
     layout = parse_chunk(archive)
     header = int(layout.record_starts[3])
     for offset in set(range(512)) - {155}:  # 155 closes the checksum, which nothing guards
@@ -416,7 +407,7 @@ def test_each_damaged_header_byte_is_noticed() -> None:
 
 
 def test_samples_before_the_damage_are_yielded() -> None:
-    archive = bytearray(make_tar(plain_files(10)))
+    archive = bytearray(tar_bytes(plain_files(10)))
     archive[parse_chunk(archive).record_starts[5]] ^= 1
     seen: list[str] = []
     with pytest.raises(TarError):
@@ -441,7 +432,7 @@ def test_fuzz_raises_nothing_but_data_errors(data: bytes, at: int, size: int) ->
     assert outcomes[0] == outcomes[1]
 
 
-FUZZ_BASE = make_tar([("p" * 130 + ".x", b"1"), *plain_files(3)], tarfile.PAX_FORMAT, mtime=2.5)
+FUZZ_BASE = tar_bytes([("p" * 130 + ".x", b"1"), *plain_files(3)], tarfile.PAX_FORMAT, mtime=2.5)
 
 
 @given(data=st.binary(max_size=3000))
@@ -459,7 +450,7 @@ def test_fuzz_of_pure_noise(data: bytes) -> None:
 
 def test_gzip_streams() -> None:
     for num_samples, sizes in ((3, (1, 7)), (50, (1000, 1 << 20))):
-        archive = make_tar(plain_files(num_samples, size=60 * num_samples))
+        archive = tar_bytes(plain_files(num_samples, size=60 * num_samples))
         expected = reference(archive)
         packed = gzip.compress(archive, 1)
         for size in sizes:
@@ -472,7 +463,7 @@ def test_gzip_streams() -> None:
 
 
 def test_a_decompression_bomb_is_stopped() -> None:
-    bomb = gzip.compress(make_tar([("a.x", bytes(30 << 20))]), 6)
+    bomb = gzip.compress(tar_bytes([("a.x", bytes(30 << 20))]), 6)
     assert len(bomb) < 100_000
     with pytest.raises(TarError, match="a sample of more than 1048576 bytes; cut it into smaller samples"):
         list(iter_samples([bomb], max_sample_bytes=1 << 20))
@@ -480,7 +471,7 @@ def test_a_decompression_bomb_is_stopped() -> None:
 
 def test_a_gzip_bomb_is_stopped_by_its_ratio() -> None:
     """Many small samples, of which none is too large; a stream of ordinary text is none."""
-    bomb = gzip.compress(make_tar([(f"{i}.x", bytes(1 << 20)) for i in range(80)]), 6)
+    bomb = gzip.compress(tar_bytes([(f"{i}.x", bytes(1 << 20)) for i in range(80)]), 6)
     with pytest.raises(TarError, match=r"more than 200 times as many.*max_gzip_ratio"):
         list(iter_samples([bomb]))
     assert len(list(iter_samples([bomb], max_gzip_ratio=2000))) == 80
@@ -489,7 +480,7 @@ def test_a_gzip_bomb_is_stopped_by_its_ratio() -> None:
 
 
 def test_scanner_keeps_no_payload() -> None:
-    archive = make_tar([("a.x", b"1"), ("b.x", bytes(3 << 20)), ("b.y", b"2")])
+    archive = tar_bytes([("a.x", b"1"), ("b.x", bytes(3 << 20)), ("b.y", b"2")])
     scanner = TarScanner()
     for piece in pieces_of(archive, 100_000):
         scanner.feed(piece)
