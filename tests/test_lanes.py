@@ -373,6 +373,8 @@ def test_weights_from_the_frontier_on_leave_what_was_planned() -> None:
         assert orders.borders == (2 * start,)  # in samples of all lanes
         after = [orders.lane_samples(lane, 0, planned) for lane in range(2)]
         assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+        orders.find(0, 0, 0, start + 50)  # where it is not found counts as planned, too
+        assert orders.frontier > start + 50
 
 
 def test_a_source_ends_with_the_last_weight_that_it_has() -> None:
@@ -471,6 +473,19 @@ def test_the_others_stand_where_they_do_when_sources_are_gone(case: Case, data: 
     if any(name in entry.weights and entry.weights[name] for name in dropped for entry in schedule):
         with pytest.raises(StateError, match="which it lacks"):
             cut.lane_samples(lane, 0, 1)
+
+
+def test_from_where_an_absent_source_is_not_needed() -> None:
+    """Counting what was drawn looks back by three windows, of samples that lie far apart in chunks of one."""
+    order = OrderSettings(seed=1, lanes=2, window=60)
+    tables, schedule = {"a": [1] * 90, "b": [1] * 90}, [
+        Weights(start=0, weights={"a": 1, "b": 1}), Weights(start=900, weights={"a": 1}),
+    ]  # fmt: skip
+    whole = MixedLanes(Sources(tables, order), schedule)
+    laid = {"b": whole.laid_at_the_end("b").tolist()}
+    cut = MixedLanes(Sources({"a": tables["a"]}, order, absent=["b"], laid=laid), schedule)
+    for lane in range(2):
+        assert cut.drawn(lane, cut.known_from).tolist() == whole.drawn(lane, cut.known_from).tolist()
 
 
 def named(sources: dict[str, list[int]], chunk_ids: Any) -> list[tuple[str, int]]:
