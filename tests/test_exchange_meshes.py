@@ -115,6 +115,20 @@ def dealt(dataset: Any, world: int, most: int = 100, **options: Any) -> list[lis
     return found
 
 
+def test_tokens_of_32_bits_travel_as_they_are(job: Job, tmp_path: Path) -> None:
+    """Others travel in 31 bits and a sign, which is half as much."""
+    write(tmp_path, first=2**31, num_docs=300)
+    packed = Packed(StreamingDataset(tmp_path, seed=3), LENGTH)
+    wanted = dealt(packed, 2, most=2)
+    assert max(wanted[0][0][0][0]) > 2**31
+
+    def play(rank: int) -> list[Rows]:
+        with loader_of(packed, DeviceMesh.from_sizes(dp_size=2, rank=rank, environ={})) as loader:
+            return [rows_of(batch) for batch in taken(loader, 2)]
+
+    assert job.run(play, range(2)) == wanted
+
+
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "shares that differ by one": ({"dp_size": 3}, {}),
     "fewer packs than ranks": ({"dp_size": 3}, {"global_batch_size": 7}),

@@ -368,6 +368,10 @@ def test_weights_from_the_frontier_on_leave_what_was_planned() -> None:
         sources = Sources({"a": [3, 5] * 9, "b": [4] * 9, "c": [2] * 9}, OrderSettings(seed=2, lanes=2, window=0))
         orders = MixedLanes(sources, [Weights(start=0, weights={"a": 5, "b": 3, "c": 2})])
         before = [orders.lane_samples(lane, 0, planned) for lane in range(2)]
+        for lane in range(2):  # nothing that is laid is of a pass that may still be a larger one
+            runs = orders.laid(lane, 0, planned)
+            drawn = int(runs.sizes[orders.sources.source_of(runs.chunk_ids) == 0].sum())
+            assert (drawn - 1) * 2 + lane < 72 * orders.free_pass("a")
         start = orders.frontier
         orders.append(Weights(start=start, weights={"a": 1, "b": 50, "c": 1}))
         assert orders.borders == (2 * start,)  # in samples of all lanes
