@@ -123,13 +123,16 @@ class Sampler:
             self.peak_bytes = max(self.peak_bytes, memory_bytes(self._folder))
 
 
-def loader_of(folder: str, decoder: Counted, num_workers: int, epoch_size: int | None = None) -> DataLoader:
+def loader_of(
+    folder: str, decoder: Counted, num_workers: int, epoch_size: int | None = None, prefetch_factor: int = 2
+) -> DataLoader:
     window = 16 if epoch_size is None else 4096  # streamed: the window is bounded by its bytes
     dataset = StreamingDataset(
         folder, decode={"bin": decoder}, shuffle=ShuffleConfig(lanes=4, window=window), transform=dict
     )
     return DataLoader(
-        dataset, BATCH_SIZE, num_workers=num_workers, memory_limit=LIMIT_BYTES, epoch_size=epoch_size
+        dataset, BATCH_SIZE, num_workers=num_workers, memory_limit=LIMIT_BYTES, epoch_size=epoch_size,
+        prefetch_factor=prefetch_factor,
     )  # fmt: skip
 
 
@@ -144,8 +147,13 @@ def main(found_path: str, folder: str, num_workers: int, name: str = "large") ->
     if name != "large" and not name.startswith("objects"):
         streaming.catalog.open.SCAN_LIMIT_BYTES = 0  # too large to be indexed at start
         epoch_size = NUM_SAMPLES[name]
+    # Of what JSON is decoded to, so many batches may be ahead that they were beyond the limit if nobody weighed them.
+    ahead = 32 if name == "objects-json" else 2
     decoder = Counted(forget if name.startswith("objects") else decode)
-    with loader_of(f"{folder}/{name}/", decoder, num_workers, epoch_size) as loader, Sampler(folder) as sampler:
+    with (
+        loader_of(f"{folder}/{name}/", decoder, num_workers, epoch_size, ahead) as loader,
+        Sampler(folder) as sampler,
+    ):
         slow = threading.Event()
         for _ in loader:
             slow.wait(0.03)  # the consumer is what everything waits for, so that buffers fill
