@@ -324,6 +324,19 @@ def test_when_knows_parts_of_chunks() -> None:
                 assert plan.when(chunk, offset) == expected
 
 
+def test_when_finds_the_first_and_the_last_of_each_batch() -> None:
+    """A lane's samples at the borders of what is looked through count, too."""
+    sizes = {"web": [6, 3], "code": [5, 4]}
+    sources = Sources(sizes, OrderSettings(seed=1, lanes=2, window=3))
+    orders = MixedLanes(sources, [Weights(start=0, weights={"web": 2, "code": 1})])
+    plan = Plan(
+        orders.chunk_samples, orders.settings, global_batch_size=4, dp_world_size=2, epoch_size=32, orders=orders
+    )
+    for batch, rows in enumerate(global_batches(plan)):
+        found = [sample for sample in all_samples(sizes) if plan.when(*sample, first=batch, last=batch + 1)]
+        assert found == sorted({(chunk, offset) for _, chunk, offset in rows}), batch
+
+
 def share_of(name: str, schedule: list[Weights], laid: int) -> tuple[Fraction, Fraction]:
     """What a source should have given of so many samples, and its greatest share so far."""
     target, most = Fraction(), Fraction()
