@@ -330,7 +330,7 @@ def test_when_finds_the_first_and_the_last_of_each_batch() -> None:
     sources = Sources(sizes, OrderSettings(seed=1, lanes=2, window=3))
     orders = MixedLanes(sources, [Weights(start=0, weights={"web": 2, "code": 1})])
     plan = Plan(
-        orders.chunk_samples, orders.settings, global_batch_size=4, dp_world_size=2, epoch_size=32, orders=orders
+        orders.chunk_samples, orders.settings, global_batch_size=4, dp_world_size=2, epoch_size=12, orders=orders
     )
     for batch, rows in enumerate(global_batches(plan)):
         found = [sample for sample in all_samples(sizes) if plan.when(*sample, first=batch, last=batch + 1)]
