@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,22 @@ def test_replicas_at_different_places_are_told(dataset: StreamingDataset, play: 
         "replicas begin at different places: rank 0 at epoch 0, sample 0; rank 2 at epoch 1, sample 0"
     )
     assert others == [first, first]
+
+
+def test_a_rank_that_falls_behind_holds_a_few_batches(dataset: StreamingDataset, play: Play) -> None:
+    received = [0, 0]
+
+    def run(mesh: DeviceMesh) -> int:
+        with DataLoader(dataset, device_mesh=mesh, **{**OPTIONS, "global_batch_size": 8}) as loader:
+            for _ in loader:
+                received[mesh.rank] += 1
+                if mesh.rank and received[1] == 1:
+                    time.sleep(2 * broadcast.BEAT_S)
+                    # Those that wait here, one that travels, one that the reading rank got with the first.
+                    assert received[0] <= broadcast.MOST_WAITING + 3
+        return len(loader)
+
+    assert play(run, dp_size=1, tp_size=2) == received
 
 
 def test_a_replica_that_never_comes(dataset: StreamingDataset, play: Play) -> None:

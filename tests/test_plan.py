@@ -222,11 +222,16 @@ SHORT_LAST_BATCH = Case(
     last_batch="partial", epoch=2, epoch_size=33, start=0,
 )  # fmt: skip
 """Its last batch has one sample, of a lane that its rank has nothing of in full ones."""
+RANKS_THAT_ONLY_PAD = replace(
+    SHORT_LAST_BATCH, sizes=(3, 3, 3, 3), settings=OrderSettings(seed=1, lanes=2, window=0), global_batch_size=2,
+    last_batch="pad", epoch=0, epoch_size=None,
+)  # fmt: skip
 
 
 @unhurried
 @given(cases())
 @example(SHORT_LAST_BATCH)
+@example(RANKS_THAT_ONLY_PAD)
 def test_intervals_cover_every_use(case: Case) -> None:
     plan = case.plan()
     every = np.arange(len(case.sizes))
