@@ -279,6 +279,12 @@ class TestRetrying:
             retrying(self.POLICY, self.fail(*[UnreachableError("x") for _ in range(99)]))
         assert clock == pytest.approx([0.1, 0.4, 1.0, 0.5])  # the last attempt is at the end of the two seconds
 
+    def test_a_store_that_answered_meanwhile_was_not_away(self, clock: list[float]) -> None:
+        errors = [UnreachableError("x"), PassingError("x"), *(UnreachableError("x") for _ in range(99))]
+        with pytest.raises(UnreachableError):
+            retrying(self.POLICY, self.fail(*errors))
+        assert clock == pytest.approx([0.1, 0.4, 1.0, 1.0])  # two seconds from the third error on
+
     def test_other_errors_are_final(self, clock: list[float]) -> None:
         with pytest.raises(NotFoundError):
             retrying(self.POLICY, self.fail(NotFoundError("x")))
