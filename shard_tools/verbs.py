@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,12 @@ class ToolGroup(click.Group):
         except click.ClickException as error:
             _tell_program(ctx, error, error.format_message())
             raise
+        except OSError as error:
+            if error.errno != errno.ENOSPC or ctx.meta.get(_DEBUG):
+                raise
+            where = error.filename or "standard output, or a temporary file"
+            render.show_error(OSError(f"writing {where}: {error.strerror}; make room, and run the same command again"))
+            ctx.exit(1)
         except KeyboardInterrupt as error:
             click.echo("Stopped. Run the same command again to go on.", err=True)
             _tell_program(ctx, error, "stopped; run the same command again to go on")

@@ -50,6 +50,26 @@ def failed(*arguments: object, code: int = 1, **environ: str) -> str:
     return line
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_output_onto_a_full_disk_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback."""
+    (tmp_path / "in.txt").write_text("a\nb\n")
+    done("convert", tmp_path / "in.txt", tmp_path / "out")
+    for how in ((), ("--json",)):
+        with monkeypatch.context() as patched, contextlib.suppress(OSError), open("/dev/full", "w") as full:
+            patched.setattr(sys, "stdout", full)
+            with pytest.raises(SystemExit) as ended:
+                cli(["info", str(tmp_path / "out"), *how], prog_name="shard_tools")
+            assert ended.value.code == 1
+        said = capsys.readouterr().err
+        assert said.startswith(
+            "Error: writing standard output, or a temporary file: No space left on device; make room"
+        )
+        assert said.count("\n") == 1
+
+
 MAIN = "from shard_tools.__main__ import main\nmain()\n"
 
 
