@@ -12,9 +12,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-import forked
 import pytest
 from forked import IMPORTS, SHARED, Origin
 from hypothesis import settings
@@ -54,13 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """xdist's processes are forked from one that has imported what they need, and so is what their tests fork."""
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """What tests fork comes from one process for all of xdist's."""
     origin = Origin(*IMPORTS)
     config.add_cleanup(origin.close)
     os.environ[SHARED] = origin.path
-    for spec in specs:
-        spec.python = f"{sys.executable} {forked.__file__} be {origin.path}"
 
 
 LONGEST_FIRST = (

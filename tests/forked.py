@@ -3,10 +3,9 @@
 They run programs as their main programs and end by ``os._exit``. What is said of an interpreter's start or end, of its
 imports or of a launcher needs the true ones: see test_shutdown_processes.py, test_demo.py and the like.
 
-Run as ``forked.py fork LISTENER MODULES``, this file is the process that forks, for all who connect to a socket:
+Run as ``forked.py LISTENER MODULES``, this file is the process that forks, for all who connect to a socket:
 xdist's processes share one. It reads lines of JSON (see :meth:`Forked.start`), and writes ``{"pid"}`` for each, and
-``{"ended", "status"}`` when one has ended. ``forked.py be SOCKET WORDS`` hands its standard files to a forked process
-that stands for an interpreter started with these words, and ends with it: so xdist's processes are.
+``{"ended", "status"}`` when one has ended.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Origin:
             listener.listen(64)
             number = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), "fork", str(number), *imports],
+                [sys.executable, str(Path(__file__).resolve()), str(number), *imports],
                 stdin=subprocess.PIPE,
                 pass_fds=[number],
                 env=environment,
@@ -283,14 +282,12 @@ class Client:
 
     Attributes:
         text: The beginning of a line that it has written.
-        files: What came with it: standard input, output and errors of a process that stands for the client.
         running: Processes that were forked for it.
         ends: It has no more to say, and is told when all of these have ended.
     """
 
     connection: socket.socket
     text: bytes = b""
-    files: list[int] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
     ends: bool = False
 
@@ -301,10 +298,9 @@ class Client:
     def hear(self) -> list[dict[str, Any]]:
         """Jobs that it has written; where it has nothing more to say, what runs for it is killed."""
         try:
-            piece, files, _, _ = socket.recv_fds(self.connection, 1 << 16, 3)
+            piece = self.connection.recv(1 << 16)
         except ConnectionResetError:
-            piece, files = b"", []
-        self.files += files
+            piece = b""
         if not piece:
             self.end()
         *lines, self.text = (self.text + piece).split(b"\n")
@@ -324,8 +320,6 @@ class Client:
                 return job
             self.running.add(pid)
             self.say(pid=pid)
-            while self.files:
-                os.close(self.files.pop())
         return None
 
     def goes_on(self) -> bool:
@@ -339,13 +333,6 @@ class Client:
             self.connection.close()
             return False
         return True
-
-
-class Stands(BaseException):
-    """Raised in a forked process that is to stand for an interpreter, so that it goes on where that begins."""
-
-    def __init__(self, job: dict[str, Any], files: list[int]) -> None:
-        self.job, self.files = job, files
 
 
 def prepare(imports: list[str]) -> int:
@@ -378,58 +365,14 @@ def main(listener: socket.socket, imports: list[str]) -> None:
             clients[connection] = Client(connection)
         for connection, one in clients.items():
             if connection in ready and (job := one.serve()) is not None:
-                be_forked(job, one.files, [listener, *clients])
+                for inherited in (listener, *clients):
+                    inherited.close()
+                become(job)
         clients = {connection: one for connection, one in clients.items() if one.goes_on()}
     for one in clients.values():
         one.end()
 
 
-def be_forked(job: dict[str, Any], files: list[int], inherited: list[socket.socket]) -> NoReturn:
-    for one in inherited:
-        one.close()
-    if "words" in job:
-        raise Stands(job, files)
-    become(job)
-
-
-def stand(job: dict[str, Any], files: list[int]) -> None:
-    """Be the interpreter that was started with ``-c PROGRAM``, as far as that can be told from within."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(job["environ"])
-    os.chdir(job["cwd"])
-    tempfile.tempdir = None
-    *options, program = job["words"]
-    sys.dont_write_bytecode = "-B" in options
-    sys.argv = ["-c"]
-    sys.modules["__main__"] = main_module = ModuleType("__main__")
-    exec(compile(program, "<string>", "exec"), vars(main_module))
-
-
-def be(path: str, words: list[str]) -> int:
-    """Have a process forked that stands for this one, and wait for its end."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        job = {"words": words, "environ": dict(os.environ), "cwd": os.getcwd()}
-        text = json.dumps(job).encode() + b"\n"
-        connection.sendall(text[socket.send_fds(connection, [text], [0, 1, 2]) :])
-        with connection.makefile() as lines:
-            ended = next((said for said in map(json.loads, lines) if "ended" in said), {"status": 1})
-    return int(ended["status"])
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "be":
-        sys.exit(be(sys.argv[2], sys.argv[3:]))
-    try:
-        with socket.socket(fileno=int(sys.argv[2])) as taken:
-            main(taken, sys.argv[3:])
-    except Stands as stands:
-        given = stands.job, stands.files
-    else:
-        sys.exit()
-    stand(*given)
+    with socket.socket(fileno=int(sys.argv[1])) as taken:
+        main(taken, sys.argv[2:])
