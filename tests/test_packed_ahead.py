@@ -12,7 +12,8 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
-from test_packed import LENGTH, epoch_of, loader_of, same, write
+from data_sets import same_batch
+from test_packed import LENGTH, epoch_of, loader_of, write
 
 from streaming import Mixture, Packed, StreamingDataset
 from streaming.catalog import packed as catalog
@@ -60,7 +61,7 @@ def test_a_group_is_packed_once_and_not_under_the_lock(
         monkeypatch.setattr(Pipeline, "_pack_ahead", lambda *_: None)
     packed = packed_of(folder)
     found = epoch_of(packed)
-    assert all(map(same, found, expected))
+    assert all(map(same_batch, found, expected))
     assert len(found) == len(expected)
     assert sorted(made) == [(group, False) for group in range(len(packed.chunk_samples))]
 
@@ -80,7 +81,7 @@ def test_a_group_is_fitted_once_by_what_counts_it_and_by_a_copy_anew(
     for one, groups in ((packed, 0), (pickle.loads(pickle.dumps(packed)), len(packed.chunk_samples))):
         found = epoch_of(one)
         assert len(found) == len(expected)
-        assert all(map(same, found, expected))
+        assert all(map(same_batch, found, expected))
         assert len(fitted) == groups
 
 

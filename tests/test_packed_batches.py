@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data_sets import same_batch
 from servers import MiniS3Server, fresh_name
-from test_packed import LENGTH, document_lengths, epoch_of, loader_of, real_tokens, same, write
+from test_packed import LENGTH, document_lengths, epoch_of, loader_of, real_tokens, write
 
 from infra import DeviceMesh
 from shard_tools import ShardWriter
@@ -118,7 +119,7 @@ def test_documents_of_two_bytes_a_token(tmp_path: Path) -> None:
 def test_packs_of_two_processes_and_of_a_copy_are_the_same(folder: Path) -> None:
     packed = Packed(StreamingDataset(folder), LENGTH)
     copied = pickle.loads(pickle.dumps(packed))
-    assert all(same(*both) for both in zip(epoch_of(packed), epoch_of(copied, num_workers=2), strict=True))
+    assert all(same_batch(*both) for both in zip(epoch_of(packed), epoch_of(copied, num_workers=2), strict=True))
 
 
 def test_padded_tails_and_ranks_without_rows(folder: Path) -> None:

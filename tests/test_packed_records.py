@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_packed import LENGTH, epoch_of, same, write
+from data_sets import same_batch
+from test_packed import LENGTH, epoch_of, write
 
 from streaming import Packed, StreamingDataset
 from streaming.catalog.open import sample_records
@@ -39,7 +40,7 @@ def test_no_header_is_read_of_bytes_that_match_their_checksums(
     found = epoch_of(packed_of(folder, tmp_path if is_cached else None), num_workers=workers)
     assert not walked
     assert len(found) == len(expected) > 1
-    assert all(map(same, found, expected))
+    assert all(map(same_batch, found, expected))
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged", "of another shard", "not of these bytes"])
@@ -71,7 +72,7 @@ def test_else_headers_say_the_same(folder: Path, tmp_path: Path, monkeypatch: py
     for batch in (*found, *expected):
         batch["__url__"] = [Path(url).name for url in batch["__url__"]]
     assert len(found) == len(expected)
-    assert all(map(same, found, expected))
+    assert all(map(same_batch, found, expected))
 
 
 def test_records_are_those_of_the_headers(folder: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_packed import document_lengths, epoch_of, loader_of, same, write
+from data_sets import same_batch
+from test_packed import document_lengths, epoch_of, loader_of, write
 
 from shard_tools import ShardWriter
 from streaming import Mixture, Packed, StreamingDataset
@@ -80,7 +81,7 @@ def test_they_are_the_same_on_any_world_and_after_a_resume(folder: Path) -> None
         state = loader.state_dict()
     with loader_of(windows_of(folder)) as loader:
         loader.load_state_dict(state)
-        assert all(same(one, other) for one, other in zip(loader, alone[3:], strict=True))
+        assert all(same_batch(one, other) for one, other in zip(loader, alone[3:], strict=True))
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -154,7 +155,7 @@ def test_packs_keep_every_budget(interleaved: Path, caplog: pytest.LogCaptureFix
     rules = PackRules(length=LENGTH, overlong="drop", budgets=tuple(BUDGETS.values()))
     shards = pairwise([*range(0, NUM_SAMPLES, 150), NUM_SAMPLES])
     assert len(packed) == sum(len(pack(np.array([columns_of(n) for n in range(*at)]), rules)) for at in shards)
-    assert all(same(one, other) for one, other in zip(epoch_of(packed, num_workers=1), batches, strict=True))
+    assert all(same_batch(one, other) for one, other in zip(epoch_of(packed, num_workers=1), batches, strict=True))
 
 
 def test_a_mixture_and_whole_samples_with_budgets(interleaved: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_packed import document_lengths, same, write
+from data_sets import same_batch
+from test_packed import document_lengths, write
 from test_packed_batches import damaged
 
 from infra import DeviceMesh
@@ -105,7 +106,7 @@ def test_global_batches_are_the_same_on_any_world(folder: Path, world: int, work
     for number, packs in enumerate(alone):
         joined = [pack for rank in range(world) for pack in ranks[rank][number]]
         assert len(joined) == len(packs)
-        assert all(same(*both) for both in zip(joined, packs, strict=True))
+        assert all(same_batch(*both) for both in zip(joined, packs, strict=True))
     assert np.array_equal(all_tokens([pack for packs in alone for pack in packs]), np.arange(1, packed.num_tokens + 1))
 
 
@@ -116,7 +117,7 @@ def test_each_rank_gets_one_pack_of_a_global_batch(folder: Path) -> None:
     for number, packs in enumerate(listed):
         got = [ranks[rank][number] for rank in range(4)]
         full = [batch for batch in got if len(batch["input_ids"])]
-        assert all(same(*both) for both in zip(full, packs, strict=True))
+        assert all(same_batch(*both) for both in zip(full, packs, strict=True))
         for batch in got:  # of the last batch ranks may have none
             assert len(batch["__key__"]) == len(batch["input_ids"]) == len(batch["attention_mask"])
 
@@ -141,7 +142,7 @@ def test_a_resumed_run_goes_on_to_the_bit(folder: Path, world: int) -> None:
             found.append([batch if world == 1 else [batch] for batch in loader])
     for number, packs in enumerate(whole[done:]):
         joined = [pack for rank in range(world) for pack in found[rank][number] if len(pack["input_ids"])]
-        assert all(same(*both) for both in zip(joined, packs, strict=True))
+        assert all(same_batch(*both) for both in zip(joined, packs, strict=True))
 
 
 def test_a_run_of_two_ranks_goes_on_with_one_pack_a_step(folder: Path) -> None:
@@ -246,7 +247,7 @@ def test_packs_by_number_and_of_a_fetcher(folder: Path) -> None:
     delivered = {tuple(batch["__key__"]): batch for batch in epoch_of(packed)}
     shown = {tuple(pack["__key__"]): pack for pack in map(packed.__getitem__, range(len(packed)))}
     assert shown.keys() == delivered.keys()
-    assert all(same(shown[keys], batch) for keys, batch in delivered.items())
+    assert all(same_batch(shown[keys], batch) for keys, batch in delivered.items())
     with DeviceMeshFetcher(packed, 3, device_mesh=DeviceMesh.from_sizes(dp_size=1, rank=0)) as fetcher:
         packs = next(iter(fetcher))
     assert [tuple(pack["__key__"]) in delivered for pack in packs] == [True] * 3

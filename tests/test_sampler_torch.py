@@ -88,7 +88,7 @@ def test_skipping_has_a_limit_and_a_place() -> None:
     sampler = RetrySampler(over, dataset, on_error="skip", max_bad_samples=2)
     with pytest.raises(TooManyBadSamplesError, match="3 invalid samples"):
         list(sampler.follow(DataLoader(sampler.dataset, batch_sampler=sampler)))
-    with pytest.raises(ConfigError, match="substitute, skip or raise"):
+    with pytest.raises(ConfigError, match="one of substitute, skip, raise"):
         RetrySampler(over, dataset, on_error="ignore")
     with streaming.DataLoader(
         streaming.OrdinaryDataset(dataset, on_error="skip", shuffle=False, max_bad_samples=5), 4
