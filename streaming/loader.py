@@ -397,22 +397,16 @@ class DeviceMeshFetcher(Closable):
             raise ConfigError(f"remesh: {_NO_REMESH.get(type(loop).__name__, _NOT_STREAMING)}")
         checked_int("remesh: dp_size", dp_size, 1, 2**31 - 1)
         mesh = old.with_data_rank(checked_int("remesh: dp_rank", dp_rank, 0, dp_size - 1), int(dp_size))
-        ramp = self._shape.ramp
-        for each in [size] if ramp is None else [each for _, each in ramp.steps]:
+        for each in self._shape.sizes:
             resolve_batch_size(None, each, mesh.data_world_size)
-        position: LoaderState | int
-        if isinstance(at, Mapping):
-            position = LoaderState.from_dict(at)
-        elif is_whole(at):
-            position = checked_int("remesh: at", at, 0, ENDLESS // size)
-        else:
-            raise ConfigError(f"remesh: at: expected a state_dict(), or a number of global batches, got {at!r}")
+        position = _committed(at, size)
         came_to, number = loop.row_of(loop.position.place), self._generation + 1
         who = f"data-parallel rank {mesh.data_rank} of {mesh.data_world_size}"
         check_padded(loop.config.recipe, replace(loop.shape, num_ranks=mesh.data_world_size))
         loop.remesh(mesh, position, f"remesh() to {who}, generation {number},")
         self._generation, self._shape, self._finder = number, loop.shape, MeshFinder(mesh)
         self._loaded = loop.state().to_dict()
+        ramp = loop.shape.ramp
         sizes = size if ramp is None else Schedule.steps(dict(ramp.steps))
         self._options = {**self._options, "batch_size": None, "global_batch_size": sizes}
         loop.announce = Announcer(self.dataset, loop, self._finder)
@@ -507,6 +501,19 @@ class DeviceMeshFetcher(Closable):
         if isinstance(loop, EpochLoop) and isinstance(old, EpochLoop):
             loop.take_weights(old)
         self.page_lock(locker)
+
+
+def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
+    """Return what ``remesh(at=)`` says, checked: a state, or a number of global batches.
+
+    Raises:
+        ConfigError, StateError: It is neither.
+    """
+    if isinstance(at, Mapping):
+        return LoaderState.from_dict(at)
+    if is_whole(at):
+        return checked_int("remesh: at", at, 0, ENDLESS // global_batch_size)
+    raise ConfigError(f"remesh: at: expected a state_dict(), or a number of global batches, got {at!r}")
 
 
 @checks_names(ELSEWHERE)

@@ -158,15 +158,15 @@ def check_padded(recipe: Recipe, shape: Shape) -> None:
     Raises:
         ConfigError: A rank would get them, and no function of the user takes the list.
     """
-    packs, sizes = recipe.packs, [shape.global_batch_size] if shape.ramp is None else dict(shape.ramp.steps).values()
+    packs = recipe.packs
     budget = packs.length if packs is not None and packs.padded else recipe.parts[0].budget
-    if budget is None or recipe.collate_fn is not None or max(sizes) <= shape.num_ranks:
+    if budget is None or recipe.collate_fn is not None or max(shape.sizes) <= shape.num_ranks:
         return
     raise ConfigError(
         f"batch_size: Packed(…, padded=True): a padded pack is a batch, whose size is length={budget}, a budget; "
         f"expected batch_size=1, which is global_batch_size={shape.num_ranks} on {shape.num_ranks} rank(s), "
-        f"got global_batch_size={max(sizes)}. For several packs in a step of a rank give collate_fn=list: its batches "
-        "are then lists of padded packs"
+        f"got global_batch_size={max(shape.sizes)}. For several packs in a step of a rank give collate_fn=list: its "
+        "batches are then lists of padded packs"
     )
 
 

@@ -152,6 +152,11 @@ class Shape:
         """Return the shape of the batch that begins at a row of the run."""
         return self if self.ramp is None else replace(self, global_batch_size=self.ramp.size_at(row))
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Every size that a global batch of the run has."""
+        return (self.global_batch_size,) if self.ramp is None else tuple(size for _, size in self.ramp.steps)
+
     def batches_from(self, row: int, num_samples: int) -> int:
         """Return batches that so many samples from a row of the run on make."""
         if self.ramp is None:
