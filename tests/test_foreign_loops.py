@@ -106,7 +106,7 @@ def test_the_state_is_that_of_torchdata(samples: SampleSet, stop: int) -> None:
 
 
 @pytest.mark.parametrize("last_batch", ["drop", "pad", "partial"])
-@pytest.mark.parametrize(("total", "ranks"), [(64, 1), (64, 2), (66, 3), (67, 2)])
+@pytest.mark.parametrize(("total", "ranks"), [(64, 1), (64, 2), (65, 2), (66, 3), (67, 2)])
 def test_the_last_samples_of_an_epoch_can_be_gone_on_from(
     samples: SampleSet, last_batch: str, total: int, ranks: int
 ) -> None:
