@@ -176,6 +176,7 @@ class Forked:
         for line in map(json.loads, lines):
             if "pid" in line:
                 self._pids.append(line["pid"])
+                self._ended.pop(line["pid"], None)  # of a process before it: numbers come round
             else:
                 self._ended[line["ended"]] = line["status"]
         return bool(piece)
