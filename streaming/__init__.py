@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from streaming.datasets.packed import Packed
     from streaming.datasets.table_file import TableDataset
     from streaming.device.prefetcher import DevicePrefetcher
-    from streaming.loader import DataLoader, DeviceMeshFetcher
+    from streaming.loader import DataLoader
     from streaming.loops.ordinary_options import OrdinaryDataset
+    from streaming.mesh_fetcher import DeviceMeshFetcher
     from streaming.plan.schedule import Schedule
     from streaming.plan.settings import ShuffleConfig
     from streaming.remote import BatchHandle, RemoteBatch, RemoteGroup
@@ -57,7 +58,7 @@ _HOMES = {
     "Broadcast": "streaming.replicas.options",
     "Curriculum": "streaming.datasets.curriculum",
     "DataLoader": "streaming.loader",
-    "DeviceMeshFetcher": "streaming.loader",
+    "DeviceMeshFetcher": "streaming.mesh_fetcher",
     "DeviceMeshSampler": "streaming.samplers.device_mesh",
     "DevicePrefetcher": "streaming.device.prefetcher",
     "Jagged": "streaming.batches.jagged",

@@ -1,46 +1,28 @@
-"""Loop over a rank's share: ``DataLoader``, which training runs, and ``DeviceMeshFetcher``, which is under it."""
+"""Loop over a rank's share: ``DataLoader``, which training runs; under it is ``streaming.mesh_fetcher``."""
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 
-from infra import DeviceMesh, MeshFinder, as_device_mesh
-from streaming.arguments import (
-    checked_int,
-    checked_seconds,
-    checks_names,
-    is_whole,
-    resolve_batch_size,
-    seconds_or_none,
-)  # fmt: skip
+from infra import DeviceMesh, as_device_mesh
+from streaming.arguments import checks_names, seconds_or_none
 from streaming.batches.jagged import Form
 from streaming.batches.portion import StageFields
 from streaming.batches.sequence import SequenceSlice
-from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.mixture import Mixture
-from streaming.datasets.packed import Packed
-from streaming.device.copiers import map_tensors
-from streaming.engine.workers.ring import PageLocker
-from streaming.epochs.iterator import Batches, Closable
-from streaming.epochs.watch import STALL_REPORT_S, Watchdog
+from streaming.device.copiers import page_locked
+from streaming.epochs.watch import STALL_REPORT_S
 from streaming.errors import ConfigError
 from streaming.job.agreement import DEFAULT_TIMEOUT_S
-from streaming.job.store import tell_of_going_on
-from streaming.loops.base import BaseLoop, LoopConfig
-from streaming.loops.fetcher import EpochLoop
-from streaming.loops.map_style import OrdinaryLoop, is_iterable, open_ordinary, resolve_dataset
+from streaming.loops.map_style import is_iterable, open_ordinary, resolve_dataset
 from streaming.loops.options import (
     ELSEWHERE,
-    check_padded,
+    STREAMED,
+    check_one_size,
     check_streaming,
     checked_balance,
     given,
@@ -49,24 +31,13 @@ from streaming.loops.options import (
     without_torchs_defaults,
 )  # fmt: skip
 from streaming.loops.ordinary_options import OrdinaryDataset
-from streaming.loops.streamed import StreamedLoop
-from streaming.loops.words import Announcer, what_is_read
+from streaming.loops.words import Announcer
+from streaming.mesh_fetcher import NO_CHECK, DeviceMeshFetcher, options_of
 from streaming.packing.balance import Balance, Cost
-from streaming.plan.order import ENDLESS
-from streaming.plan.ramp import Ramp
 from streaming.plan.schedule import Schedule
-from streaming.plan.settings import Shape
-from streaming.plan.state import LoaderState
-from streaming.remote import RemoteGroup, RemoteLoop, open_remote
+from streaming.remote import RemoteGroup, open_remote
 from streaming.replicas.options import Broadcast, Replicas
-from streaming.replicas.start_check import StartCheck
-from streaming.storage import redact
-from streaming.types import Sample
 
-_log = logging.getLogger(__name__)
-
-Streamed: TypeAlias = StreamingDataset | Mixture | Packed
-_STREAMED = (StreamingDataset, Mixture, Packed)
 _BUILDING = ("num_workers", "prefetch_factor", "collate_fn", "jagged", "pin_memory")
 _IN_ACTORS = (
     *("num_threads", "memory_limit", "replicate", "stage_fields", "sequence"),
@@ -74,446 +45,6 @@ _IN_ACTORS = (
 )
 _OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout", "worker_init_fn")
 """What programs for torch's loader give, which here belongs to an ``OrdinaryDataset``."""
-_NO_CHECK = "no check"
-_NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "__class__"})
-
-
-@checks_names()
-class DeviceMeshFetcher(Closable):
-    """Fetch what one rank of a mesh is to get, batch by batch, as lists of sample dicts.
-
-    It maps chunks to the rank, buffers and shuffles them, retries, and substitutes what is unreadable, exactly as a
-    ``DataLoader`` with the same arguments does, which is this class with workers, batches and a trainer's manners. Here
-    samples are decoded in the calling thread and not collated. Fetching runs ahead in the background. Use it under a
-    loop of your own, or to look at any rank's share from one process::
-
-        mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)
-        for samples in DeviceMeshFetcher(dataset, device_mesh=mesh, batch_size=32):
-            print([sample["__key__"] for sample in samples])
-
-    Args:
-        dataset: A ``StreamingDataset``, or a callable that makes one.
-        batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
-        global_batch_size: Samples over all data-parallel ranks.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: see ``infra.MeshFinder``.
-        last_batch: As for ``DataLoader``; under ``"pad"`` each sample says in ``"__valid__"`` whether it counts.
-        epoch_size: Samples in a virtual epoch; default: one pass over the data.
-        memory_limit: For all that this rank buffers.
-        agreement_timeout: As for ``DataLoader``.
-
-    Raises:
-        ConfigError: An argument, or a combination, cannot work. A misspelt one is an ``OptionError``, a ``TypeError``.
-    """
-
-    _loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop
-
-    def __init__(
-        self,
-        dataset: Streamed | Callable[[], Streamed],
-        batch_size: int | Schedule | None = None,
-        *,
-        global_batch_size: int | Schedule | None = None,
-        device_mesh: Any = None,
-        last_batch: str = "drop",
-        epoch_size: int | None = None,
-        memory_limit: int | str = "4GiB",
-        agreement_timeout: float | None = DEFAULT_TIMEOUT_S,
-    ) -> None:
-        mesh = self._begin(dataset, device_mesh, _options(locals()))
-        timeout_s = seconds_or_none("agreement_timeout", agreement_timeout, _NO_CHECK)
-        made = self._resolve(dataset)
-        if not isinstance(made, _STREAMED):
-            raise _no_dataset(made)
-        config = streaming_config(
-            made, mesh, Replicas(), shape=self._shape, num_workers=0, num_threads=0, collate_fn=_as_they_are,
-            jagged=None, prefetch_factor=2, pin_memory=False, memory_limit=memory_limit, pin=_pin,
-        )  # fmt: skip
-        self._stream(made, config, timeout_s)
-
-    _make: Callable[..., None] = __init__
-    """Of the class that knows the options, whatever subclasses of users add."""
-
-    def _begin(self, dataset: Any, device_mesh: Any, options: dict[str, Any]) -> DeviceMesh:
-        """Take note of the options, find the mesh and the shape of batches."""
-        if isinstance(dataset, str):
-            raise _no_dataset(dataset)
-        self._options = options
-        self._given = self.dataset = dataset
-        self._loaded: Mapping[str, Any] | None = None
-        self._generation = 0
-        self._locker: PageLocker | None = None
-        self.stall_report_s = seconds_or_none(
-            "stall_report_s", options.get("stall_report_s", STALL_REPORT_S), "no reports"
-        )
-        self._stages: _Stages = []
-        self._watchdog: Watchdog | None = None
-        self._check: StartCheck | None = None
-        self._finder = MeshFinder(device_mesh)
-        mesh = self._finder.mesh
-        ramp = Ramp.chosen(options["batch_size"], options["global_batch_size"], mesh.data_world_size)
-        batch_size, size = options["batch_size"], options["global_batch_size"]
-        if ramp is not None:
-            batch_size, size = None, ramp.size_at(0)
-        shape = Shape.chosen(
-            batch_size, size, mesh.data_world_size,
-            last_batch=options["last_batch"], drop_last=options.get("drop_last"), epoch_size=options["epoch_size"],
-        )  # fmt: skip
-        self._shape = replace(shape, ramp=ramp)
-        return mesh
-
-    def _resolve(self, dataset: Any) -> Any:
-        """Return the data set itself, where it was given as a function that makes it."""
-        made = dataset if isinstance(dataset, _STREAMED) else resolve_dataset(dataset)
-        _refuse_what_deals(made)
-        self._given = self.dataset = made
-        return made
-
-    def _stream(self, dataset: Streamed, config: LoopConfig, timeout_s: float | None) -> None:
-        """Open the loop over a ``StreamingDataset``, and what compares it with that of other ranks."""
-        loop: EpochLoop | StreamedLoop
-        if isinstance(dataset, StreamingDataset) and not dataset.indexed:
-            _check_one_size(self._shape)
-            loop = StreamedLoop(dataset, config)
-        else:
-            loop = EpochLoop(dataset, config)
-        self._loop = loop
-        ramp = self._shape.ramp
-        same: dict[str, Any] = {
-            "global_batch_size": self._shape.global_batch_size if ramp is None else [list(step) for step in ramp.steps],
-            "last_batch": self._shape.last_batch,
-        }
-        if config.balance is not None:
-            same["balance"] = config.balance.how
-        self._check = StartCheck(dataset, config.mesh, same, config.replicas, timeout_s, loop.state)
-        loop.announce = Announcer(dataset, loop, self._finder)
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """Where this process stands among those that train."""
-        self._look_again()
-        return self._finder.mesh
-
-    @property
-    def epoch(self) -> int:
-        """The epoch in progress, or the next one to start."""
-        return self._loop.epoch
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of one batch over all data-parallel ranks; where that changes, of the batch that comes next."""
-        self._look_again()
-        return self._next_shape.global_batch_size
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a full batch of this rank; where that changes, of the batch that comes next."""
-        mesh = self.device_mesh
-        return self._next_shape.rows_of(mesh.data_rank)
-
-    @property
-    def has_ramp(self) -> bool:
-        """Whether batches change their size with the rows of the run."""
-        return self._shape.ramp is not None
-
-    @property
-    def batches_left(self) -> int:
-        """Batches of the epoch in progress that have not been received.
-
-        Raises:
-            TypeError: Nobody knows how long it is, as with ``len(loader)``.
-        """
-        self._look_again()
-        self._check_ends()
-        return self._loop.left_behind(self._loop.position.place)
-
-    @property
-    def _next_shape(self) -> Shape:
-        loop = self._loop
-        return loop.shape_at(loop.position.place) if isinstance(loop, EpochLoop) else self._shape
-
-    def __iter__(self) -> Batches:
-        """Make the iterator over the epoch due, or the rest of it; wrappers that read ahead tell its ``hold_back``."""
-        self._look_again(to_read=True)
-        if self._check is not None:
-            self._check.first()
-        report = partial(_report, self._loop, self._stages)
-        self._watchdog = Watchdog(self.stall_report_s, "no batch", report)
-        return self._loop.run(self._watchdog)
-
-    def __repr__(self) -> str:
-        mesh, size = self.device_mesh, self.global_batch_size
-        epoch = f"epoch {self.epoch}"
-        with suppress(TypeError):  # of unknown length
-            epoch += f" of {len(self)} batches"
-        workers = self._options.get("num_workers", 0)
-        parts = [what_is_read(self.dataset), f"global_batch_size={size}", f"num_workers={workers}", epoch]
-        parts.append(f"rank {mesh.rank} of {mesh.world_size} (found by: {self._finder.found_by})")
-        return f"{type(self).__name__}({', '.join(parts)})"
-
-    def check_agreement(self, timeout: float = 600.0) -> None:
-        """Compare data set, order, options and position with all ranks of the mesh; all of them must call this.
-
-        The first iteration of a loader over a ``StreamingDataset`` does the same, but goes on with a warning when ranks
-        do not come within ``agreement_timeout``.
-
-        Raises:
-            AgreementError: Ranks differ; names them and their values. Or some did not come within ``timeout`` seconds.
-            ConfigError: torch.distributed is not set up, this is an ordinary data set, or ``timeout`` is no number.
-        """
-        self._look_again()
-        if self._check is None:
-            raise ConfigError("check_agreement: for a StreamingDataset only")
-        self._check.now(checked_seconds("check_agreement: timeout", timeout))
-
-    def __len__(self) -> int:
-        """Count the batches in a whole epoch, the same on every rank."""
-        self._look_again()
-        self._check_ends()
-        return self._loop.num_batches
-
-    def _check_ends(self) -> None:
-        if getattr(self._loop, "is_endless", False):
-            raise TypeError(
-                "this DataLoader has no len(): its Mixture is drawn from without end. Count steps in the training "
-                "loop, or give an epoch_size="
-            )
-
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``; if it is the one due, a loaded position is kept.
-
-        In the middle of an epoch, its own number changes nothing for the iterator in progress; the next one begins that
-        epoch again. Any other number ends the iterator in progress. An epoch without an end, as a ``Mixture`` with
-        weights has, is the only one: each ``iter(loader)`` goes on in it, and ``set_epoch`` changes nothing.
-        """
-        self._loop.set_epoch(epoch)
-
-    def seed(self, seed: int) -> None:
-        """Take a new order from the next epoch that starts."""
-        self._loop.set_seed(seed)
-
-    def seen(self) -> dict[str, dict[str, float]]:
-        """Count what was drawn of each source of a ``Mixture`` up to this position, over all ranks and epochs.
-
-        By arithmetic from the plan and the ledger: it needs no log and no other rank, and holds after a resume, too.
-
-        Returns:
-            By source: ``samples``; ``passes``, these in parts of the source's size; under ``unit="tokens"`` also
-            ``tokens``, an estimate: the samples times the mean by which the weights are divided. Of a source that was
-            dropped since, ``samples`` alone.
-
-        Raises:
-            ConfigError: This is no loader over a ``Mixture``.
-        """
-        self._look_again()
-        if not isinstance(self._loop, EpochLoop):
-            raise ConfigError(
-                "seen: for a loader over a Mixture; of this data set there is one, which state_dict() counts"
-            )
-        return self._loop.seen()
-
-    def set_weights(self, weights: Mapping[str, float], *, at: int | None = None, timeout: float = 600.0) -> int:
-        """Draw from the sources of a ``Mixture`` with other weights, from the first row that no rank has planned yet.
-
-        All ranks call it at the same step, with the same weights; they agree on the row through the job's store. It is
-        written to the ledger in ``state_dict()``, so that the run can be replayed and resumed. Batches that are read
-        ahead come as they were planned: chunks are laid whole, and the window mixes around them. A line in the log says
-        at which step the others begin.
-
-        Args:
-            weights: Share of each source, as ``Mixture(weights=…)`` takes it. They replace a ``Schedule``, too, but
-                not those of mixtures and curricula within.
-            at: The row (sample of the run, over all ranks) from which they apply; none may have been planned.
-            timeout: Seconds to wait for the other ranks.
-
-        Returns:
-            The row.
-
-        Raises:
-            ConfigError: This is no mixture without end, the weights are none, ``at`` is planned already or no row of
-                a run, or ``timeout`` is no number of seconds.
-            AgreementError: Ranks gave other weights, or did not come.
-        """
-        self._look_again()
-        if not isinstance(self._loop, EpochLoop):
-            raise ConfigError(
-                "set_weights: for a loader over a Mixture; give it one: Mixture({…: dataset, …}, weights=…)"
-            )
-        seconds = checked_seconds("set_weights: timeout", timeout)
-        return self._loop.set_weights(weights, at=at, timeout_s=seconds)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch received last: small, JSON-able, the same on every rank.
-
-        Behind the last batch of an epoch it is the start of the next one. Batches that a wrapper holds back, as
-        ``DevicePrefetcher`` does, have not been received.
-        """
-        return self._loop.state().to_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``, of any world size and number of workers.
-
-        Raises:
-            StateError: It is malformed or belongs to another data set.
-        """
-        state_type: Any = getattr(self._loop, "state_type", LoaderState)
-        self._loop.load(state_type.from_dict(state))
-        self._loaded = state
-
-    @property
-    def generation(self) -> int:
-        """How often ``remesh`` has changed the world: batches got under a lower number are of an older one."""
-        return self._generation
-
-    def remesh(self, dp_rank: int, dp_size: int, *, at: Mapping[str, Any] | int) -> None:
-        """Go on at the last committed step, in a world of more or fewer data-parallel ranks, without a restart.
-
-        Every rank that stays or joins calls it with what the quorum of the job (torchft, Ray Train, torchrun) says, and
-        then ``iter(loader)``. Batches behind ``at`` that were handed out or built are dropped, and come again: the same
-        global batches, dealt to other ranks. Worker processes stay, and of the chunks in memory those that are soon
-        due. It waits for nobody. Iterators of the older world raise ``IteratorSupersededError``. ::
-
-            if quorum.changed:
-                loader.remesh(quorum.rank, quorum.size, at=quorum.committed_steps)
-                batches = iter(loader)
-
-        The global batch size stays, also where ``batch_size`` was given per rank; it need not be divisible by
-        ``dp_size``. A loader made by a process that joins is to have the same ``global_batch_size``. The account of bad
-        samples begins anew, as after a resume.
-
-        Args:
-            dp_rank: This rank among the data-parallel ones, in [0, dp_size).
-            dp_size: How many there are from now on. Ranks along other axes of the mesh stay what they are.
-            at: The ``state_dict()`` behind the last batch that all committed; or how many global batches the run has
-                committed, over all epochs (of ``len(loader)`` batches each).
-
-        Raises:
-            ConfigError: A number cannot be; this is no loader over a ``StreamingDataset`` or ``Mixture`` with an index;
-                or ranks share what one reads (``replicate="broadcast"``).
-            StateError: The state is malformed, or belongs to another data set.
-        """
-        self._look_again()
-        loop, old, size = self._loop, self._finder.mesh, self._shape.global_batch_size
-        if not isinstance(loop, EpochLoop):
-            raise ConfigError(f"remesh: {_NO_REMESH.get(type(loop).__name__, _NOT_STREAMING)}")
-        checked_int("remesh: dp_size", dp_size, 1, 2**31 - 1)
-        mesh = old.with_data_rank(checked_int("remesh: dp_rank", dp_rank, 0, dp_size - 1), int(dp_size))
-        for each in self._shape.sizes:
-            resolve_batch_size(None, each, mesh.data_world_size)
-        position = _committed(at, size)
-        came_to, number = loop.row_of(loop.position.place), self._generation + 1
-        who = f"data-parallel rank {mesh.data_rank} of {mesh.data_world_size}"
-        check_padded(loop.config.recipe, replace(loop.shape, num_ranks=mesh.data_world_size))
-        loop.remesh(mesh, position, f"remesh() to {who}, generation {number},")
-        self._generation, self._shape, self._finder = number, loop.shape, MeshFinder(mesh)
-        self._loaded = loop.state().to_dict()
-        ramp = loop.shape.ramp
-        sizes = size if ramp is None else Schedule.steps(dict(ramp.steps))
-        self._options = {**self._options, "batch_size": None, "global_batch_size": sizes}
-        loop.announce = Announcer(self.dataset, loop, self._finder)
-        if self._check is not None:
-            self._check.become(mesh)
-        tell_of_going_on(mesh.world_size)
-        place = loop.position.place
-        dropped = max(came_to - loop.row_of(place), 0) // size
-        _log.info(
-            "remesh: %s (it was %d of %d), generation %d: goes on in epoch %d behind %d samples; of the batches handed "
-            "out %d come again", who, old.data_rank, old.data_world_size, number, place.epoch, place.samples_seen,
-            dropped,
-        )  # fmt: skip
-
-    def metrics(self) -> dict[str, Any]:
-        """Return counters and waits since the loader was made, by name and unit.
-
-        ``bad`` lists this epoch's bad samples.
-        """
-        return self._loop.report()
-
-    def describe(self) -> str:
-        """Say what the next batch waits for at this moment, a line for each stage. From any thread."""
-        waiting_s = None if self._watchdog is None else self._watchdog.waiting_s
-        waiting = [] if waiting_s is None else [f"the consumer has waited {waiting_s:.1f} s for a batch"]
-        return "\n".join([*waiting, _report(self._loop, self._stages)])
-
-    def add_stage(self, describe: Callable[[], str]) -> None:
-        """Let ``describe``, a bound method of something behind this loader, add a line to its reports.
-
-        Called in any thread. It is not kept alive.
-        """
-        self._stages[:] = [stage for stage in self._stages if stage() is not None]
-        self._stages.append(weakref.WeakMethod(describe))
-
-    def page_lock(self, locker: PageLocker | None) -> None:
-        """Have batches built in page-locked memory from now on; None: not any more.
-
-        For ``DevicePrefetcher``, which keeps a batch until it is copied: nobody else may copy from the memory of worker
-        processes' batches without waiting, because it is built in again as soon as the batch is let go.
-        """
-        self._locker = locker
-        if isinstance(self._loop, BaseLoop):
-            self._loop.page_lock(locker)
-
-    def close(self) -> None:
-        """Stop threads and free memory; an iterator in progress raises. The loader may be used again."""
-        self._loop.close()
-
-    shutdown = close
-    """As DataLoader2 called it."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to go on from here, as under ``torch.multiprocessing.spawn``.
-
-        There a mesh that was not given is looked for anew.
-        """
-        mesh = self._finder.mesh if self._finder.found_by == "given" else None
-        state = self.state_dict()
-        is_new = not (state["epoch"] or state["samples_seen"]) and state["next_seed"] is None and self._loaded is None
-        is_new = is_new and not self._loop.position.was_seeded
-        is_new = is_new and len(state.get("ledger") or ()) < 2  # else set_weights() was called
-        options = {**self._options, "device_mesh": mesh}
-        return {"dataset": self._given, "options": options, "state": None if is_new else state}
-
-    def __setstate__(self, made: dict[str, Any]) -> None:
-        self._make(made["dataset"], **made["options"])
-        if made["state"] is not None:
-            self.load_state_dict(made["state"])
-
-    def _look_again(self, *, to_read: bool = False) -> None:
-        """Plan anew where this process turns out to be another than it seemed when the loader was made."""
-        finder, old = self._finder, self._loop
-        if not finder.look_again(to_read=to_read):
-            return
-        _log.info(
-            "this process is rank %d of %d (found by: %s), other than when the loader was made: planned anew",
-            finder.mesh.rank, finder.mesh.world_size, finder.found_by,
-        )  # fmt: skip
-        place, seed = old.position.place, old.position.next_seed
-        loaded, locker, stages = self._loaded, self._locker, self._stages
-        old.close()
-        self._make(self._given, **{**self._options, "device_mesh": finder.mesh})
-        self._finder, self._stages = finder, stages
-        self._loop.announce = Announcer(self.dataset, self._loop, finder)
-        if loaded is not None:
-            self.load_state_dict(loaded)
-        loop = self._loop
-        loop.set_epoch(place.epoch)
-        if seed is not None and (seed, place.has_begun) != (loop.position.next_seed, loop.position.place.has_begun):
-            loop.set_seed(seed)
-        if isinstance(loop, EpochLoop) and isinstance(old, EpochLoop):
-            loop.take_weights(old)
-        self.page_lock(locker)
-
-
-def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
-    """Return what ``remesh(at=)`` says, checked: a state, or a number of global batches.
-
-    Raises:
-        ConfigError, StateError: It is neither.
-    """
-    if isinstance(at, Mapping):
-        return LoaderState.from_dict(at)
-    if is_whole(at):
-        return checked_int("remesh: at", at, 0, ENDLESS // global_batch_size)
-    raise ConfigError(f"remesh: at: expected a state_dict(), or a number of global batches, got {at!r}")
 
 
 @checks_names(ELSEWHERE)
@@ -627,27 +158,27 @@ class DataLoader(DeviceMeshFetcher):
         pin_memory_device: str = "",
         in_order: bool = True,
     ) -> None:
-        options = without_torchs_defaults(_options(locals()))
+        options = without_torchs_defaults(options_of(locals()))
         refuse_torch_names(options)
         if remote_group is None:
-            agreement_timeout = seconds_or_none("agreement_timeout", agreement_timeout, _NO_CHECK)
+            agreement_timeout = seconds_or_none("agreement_timeout", agreement_timeout, NO_CHECK)
         mesh = self._begin(dataset, as_device_mesh(device_mesh) if remote_group is not None else device_mesh, options)
         choices: dict[str, Any] = {name: options[name] for name in _BUILDING} | {"shape": self._shape}
         ordinary = given(**{name: options[name] for name in _OF_TORCH})
         if remote_group is not None:
-            _check_one_size(self._shape)
+            check_one_size(self._shape)
             there = {name: options[name] for name in _IN_ACTORS}
             self._loop = open_remote(dataset, DataLoader, mesh, remote_group, **there, **choices, **ordinary)
             return
         replicas = Replicas(replicate=replicate, stage_fields=stage_fields, sequence=sequence)
         made = self._resolve(dataset)
         rules = checked_balance(balance, cost, made, collate_fn=collate_fn)
-        if not isinstance(made, _STREAMED):
+        if not isinstance(made, STREAMED):
             self._open_ordinary(made, ordinary, mesh, replicas, choices)
             return
         check_streaming(ordinary, made)
         config = streaming_config(
-            made, mesh, replicas, num_threads=num_threads, memory_limit=memory_limit, pin=_pin, **choices
+            made, mesh, replicas, num_threads=num_threads, memory_limit=memory_limit, pin=page_locked, **choices
         )
         self._stream(made, replace(config, balance=rules), agreement_timeout)
 
@@ -656,7 +187,7 @@ class DataLoader(DeviceMeshFetcher):
     def _open_ordinary(
         self, made: Any, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, choices: dict[str, Any]
     ) -> None:
-        _check_one_size(self._shape)
+        check_one_size(self._shape)
         own = made if isinstance(made, OrdinaryDataset) else OrdinaryDataset(made)
         self.dataset = read = resolve_dataset(own.dataset)
         config = own.config(at_the_loader, mesh, replicas, iterable=is_iterable(read), **choices)
@@ -728,82 +259,3 @@ class EpochSampler:
             "by itself. Give the loader as it is to the program, without its prepare or skip functions; "
             "streaming.integrations has what Accelerate and transformers need"
         )
-
-
-_ANEW = "make a new DataLoader with the new device_mesh, and load_state_dict(state)"
-_NOT_STREAMING = f"it is for a StreamingDataset or a Mixture. For this data set {_ANEW}"
-_NO_REMESH = {
-    "StreamedLoop": "these shards have no index, and an epoch cannot go on with other ranks. Index them: shard_tools "
-    "index URL",
-    "IterableLoop": "this data set was cut into parts for its ranks and workers. Deal it out by "
-    'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or make shards of it',
-    "RemoteLoop": f"readers of a remote_group are made for one world. Close this loader, {_ANEW}",
-}
-"""By kind of loop, why it cannot change its world, and what to do."""
-
-_Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]
-
-
-def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: _Stages) -> str:
-    """Return what the loop and all behind it are at."""
-    behind = [describe() for stage in stages if (describe := stage()) is not None]
-    return "\n".join([loop.describe(), *behind])
-
-
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is an option of a constructor's ``locals()``."""
-    return {name: value for name, value in given.items() if name not in _NOT_OPTIONS}
-
-
-def _check_one_size(shape: Shape) -> None:
-    """Refuse batches whose size changes, where a loop does not know them.
-
-    Raises:
-        ConfigError: It does.
-    """
-    if shape.ramp is not None:
-        raise ConfigError(
-            "batch_size: a Schedule of batch sizes is for a StreamingDataset with an index, or a Mixture, that the "
-            "training process reads itself; give an integer"
-        )
-
-
-def _as_they_are(samples: list[Sample]) -> list[Sample]:
-    return samples
-
-
-def _no_dataset(given: object) -> ConfigError:
-    what = "dataset: expected a StreamingDataset, a torch data set, or a function that makes one"
-    if isinstance(given, str):
-        url = redact(given)
-        return ConfigError(f"{what}, got the string {url!r}; write StreamingDataset({url!r})")
-    return ConfigError(f"{what}, got {given!r}")
-
-
-def _refuse_what_deals(made: Any) -> None:
-    """Refuse loaders, which have dealt their samples out already, and several data sets at once.
-
-    Raises:
-        ConfigError: It is one of these; the message says what to give.
-    """
-    what = "dataset: expected one data set, got"
-    if hasattr(made, "batch_sampler") or hasattr(made, "describe_stage"):  # torch's, ours, what wraps ours
-        raise ConfigError(
-            f"{what} a {type(made).__name__}, whose batches are shares of the ranks already: they would be cut into "
-            "shares once more. Give its data set: DataLoader(loader.dataset, …), or iterate it as it is"
-        )
-    if isinstance(made, (list, tuple)) and made and isinstance(made[0], _STREAMED):
-        raise ConfigError(
-            f"{what} a {type(made).__name__} of {len(made)}; name them, and they are one: "
-            'Mixture({"web": web, "code": code}), by size or weights='
-        )
-
-
-def _pin(batch: Any) -> Any:
-    """Return ``batch`` with its tensors, however deep, in page-locked memory; containers keep their types."""
-    return map_tensors(batch, torch.Tensor.pin_memory, _pin_object)
-
-
-def _pin_object(thing: Any) -> Any:
-    """Page-lock what says itself how, as batches of a user's own class do for torch's loader."""
-    return thing.pin_memory() if hasattr(thing, "pin_memory") else thing

@@ -16,7 +16,7 @@ from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture import Mixture
 from streaming.datasets.packed import Packed
 from streaming.errors import ConfigError, StateError
-from streaming.loader import DeviceMeshFetcher
+from streaming.mesh_fetcher import DeviceMeshFetcher
 from streaming.plan.settings import Shape
 from streaming.samplers.retry import SharedLog
 from streaming.types import Sample

@@ -17,10 +17,11 @@ from test_shares import oracle
 
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.exact import ExactLanes
-from streaming.mixing.lanes import SourceLanes, drawn_before
+from streaming.mixing.lanes import drawn_before
 from streaming.mixing.passes import Sources, Weights
 from streaming.mixing.quotas import ExactPasses, QuotaTree
 from streaming.mixing.shares import BatchShares, ShareTree
+from streaming.mixing.source_lanes import SourceLanes
 from streaming.plan.order import OrderSettings
 from streaming.plan.plan import Plan
 

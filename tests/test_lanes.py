@@ -16,11 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streaming.errors import ConfigError, StateError
-from streaming.mixing import lanes
+from streaming.mixing import stamps
 from streaming.mixing.exact import ExactLanes
-from streaming.mixing.lanes import MixedLanes, Rounds, Runs, SourceLanes, growths
+from streaming.mixing.lanes import MixedLanes
 from streaming.mixing.passes import Listing, MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
+from streaming.mixing.source_lanes import Rounds, Runs, SourceLanes
+from streaming.mixing.stamps import growths
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
 from streaming.plan.plan import Plan
 from streaming.types import LastBatch
@@ -210,7 +212,7 @@ def test_blocks_cut_out_of_sorted_runs_are_those_of_all_runs_looked_through(case
     found = []
     for sorted_from in (1, 10**9):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lanes, "_SORTED_FROM", sorted_from)
+            patch.setattr(stamps, "_SORTED_FROM", sorted_from)
             orders = case.orders()
             assert isinstance(orders, MixedLanes)
             blocks = [orders._block(0, number) for number in numbers]

@@ -13,7 +13,7 @@ import torch
 from data_sets import write_set
 from forked import Forked
 
-from streaming import loader as loader_module
+from streaming.device.copiers import page_locked
 from streaming.engine.workers.portable import SentOnce, dumps, received
 
 _SCRIPT = """
@@ -145,7 +145,7 @@ def test_page_locking_keeps_types_and_reaches_every_tensor(monkeypatch: pytest.M
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1000)
     one = torch.tensor([1])
     batch = {"pair": Views(one, [("deep", {"x": one})]), "own": [Own("as made")], "user": UserDict(x=one), "n": [1, 2]}
-    locked = loader_module._pin(batch)
+    locked = page_locked(batch)
     assert type(locked["pair"]) is Views
     assert locked["pair"].some.item() == locked["pair"].rest[0][1]["x"].item() == 1001
     assert locked["pair"].rest[0][0] == "deep"
@@ -153,4 +153,4 @@ def test_page_locking_keeps_types_and_reaches_every_tensor(monkeypatch: pytest.M
     assert type(locked["user"]) is UserDict
     assert locked["user"]["x"].item() == 1001
     assert locked["n"] == [1, 2]
-    assert loader_module._pin([one, one])[1].item() == 1001
+    assert page_locked([one, one])[1].item() == 1001

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,8 +23,11 @@ from streaming.packing.balance import BalanceRules
 from streaming.plan.settings import Shape
 from streaming.platforms import possible_builders
 from streaming.replicas.options import Replicas
+from streaming.storage import redact
 
 _log = logging.getLogger(__name__)
+Streamed: TypeAlias = StreamingDataset | Mixture | Packed
+STREAMED = (StreamingDataset, Mixture, Packed)
 _OWN_SAMPLER = (
     "this DataLoader deals out the samples itself: each to one rank, in an order that a state_dict can go on with. "
     "Leave it out; for an order of your own use torch.utils.data.DataLoader(dataset, {}=…), with DeviceMeshSampler and "
@@ -111,7 +114,7 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: {why}")
 
 
-def check_streaming(options: Mapping[str, Any], dataset: StreamingDataset | Mixture | Packed) -> None:
+def check_streaming(options: Mapping[str, Any], dataset: Streamed) -> None:
     """Let options of ordinary data sets pass where they say what holds for a ``StreamingDataset`` anyway.
 
     Raises:
@@ -198,7 +201,7 @@ def check_sequence(recipe: Recipe, replicas: Replicas, mesh: DeviceMesh) -> None
         )
 
 
-def check_jagged(recipe: Recipe, dataset: StreamingDataset | Mixture | Packed) -> None:
+def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
     """Refuse jagged fields that packs cannot have, or nobody reads; warn of those that shards do not seem to have.
 
     Raises:
@@ -221,7 +224,7 @@ def check_jagged(recipe: Recipe, dataset: StreamingDataset | Mixture | Packed) -
 
 
 def streaming_config(
-    dataset: StreamingDataset | Mixture | Packed, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape,
+    dataset: Streamed, mesh: DeviceMesh, replicas: Replicas, *, shape: Shape,
     num_workers: int, num_threads: int | None, collate_fn: Callable[[list[Any]], Any] | None,
     jagged: Any, prefetch_factor: int, pin_memory: bool, memory_limit: int | str,
     pin: Callable[[Any], Any],
@@ -257,3 +260,44 @@ def streaming_config(
         recipe=recipe,
         replicas=replicas,
     )
+
+
+def check_one_size(shape: Shape) -> None:
+    """Refuse batches whose size changes, where a loop does not know them.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if shape.ramp is not None:
+        raise ConfigError(
+            "batch_size: a Schedule of batch sizes is for a StreamingDataset with an index, or a Mixture, that the "
+            "training process reads itself; give an integer"
+        )
+
+
+def no_dataset(given: object) -> ConfigError:
+    """Make the error of something that is no data set."""
+    what = "dataset: expected a StreamingDataset, a torch data set, or a function that makes one"
+    if isinstance(given, str):
+        url = redact(given)
+        return ConfigError(f"{what}, got the string {url!r}; write StreamingDataset({url!r})")
+    return ConfigError(f"{what}, got {given!r}")
+
+
+def refuse_what_deals(made: Any) -> None:
+    """Refuse loaders, which have dealt their samples out already, and several data sets at once.
+
+    Raises:
+        ConfigError: It is one of these; the message says what to give.
+    """
+    what = "dataset: expected one data set, got"
+    if hasattr(made, "batch_sampler") or hasattr(made, "describe_stage"):  # torch's, ours, what wraps ours
+        raise ConfigError(
+            f"{what} a {type(made).__name__}, whose batches are shares of the ranks already: they would be cut into "
+            "shares once more. Give its data set: DataLoader(loader.dataset, …), or iterate it as it is"
+        )
+    if isinstance(made, (list, tuple)) and made and isinstance(made[0], STREAMED):
+        raise ConfigError(
+            f"{what} a {type(made).__name__} of {len(made)}; name them, and they are one: "
+            'Mixture({"web": web, "code": code}), by size or weights='
+        )

@@ -25,9 +25,9 @@ import numpy.typing as npt
 from streaming.arrays import rows_by
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
-from streaming.mixing.lanes import SourceLanes
 from streaming.mixing.passes import Listing, Sources, Weights, keyed_number
 from streaming.mixing.shares import BatchShares, LaneShares, ShareTree
+from streaming.mixing.source_lanes import SourceLanes
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
 from streaming.types import Int64Array
 

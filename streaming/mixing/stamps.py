@@ -1,0 +1,230 @@
+"""Stamp the runs of all sources with the times at which their shares have grown to them, and sort them by time.
+
+A source's share grows with time, in samples of a lane (``Growth``): how much it has given by some time is arithmetic,
+and so is the time at which so much of it is due. What some lanes lay in a stretch of time (``LaneBlock``) is then a
+slice of the runs of all sources there (``Drawn``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming.arrays import sums
+from streaming.mixing.passes import Weights
+from streaming.mixing.source_lanes import Runs
+from streaming.plan.schedule import checked_weights
+from streaming.types import Int64Array
+
+Floats = npt.NDArray[np.float64]
+_SORTED_FROM = 8  # blocks: sorting all runs takes as long as looking through them so often
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Growth:
+    """How the share of one source grows with time: linear between the times at which weights change.
+
+    Attributes:
+        times: float64[n], at which each segment starts, the first at 0.
+        shares: float64[n], in each segment.
+        dues: float64[n], samples due at each start.
+    """
+
+    times: Floats
+    shares: Floats
+    dues: Floats
+
+    @classmethod
+    def of_all(cls, growths: Sequence[Growth]) -> Growth:
+        """Return those of several sources at the same times as one, of which ``due`` gives all: float64[S]."""
+        shares, dues = (np.stack([getattr(one, name) for one in growths], axis=-1) for name in ("shares", "dues"))
+        return cls(times=growths[0].times, shares=shares, dues=dues)
+
+    @property
+    def ends_at(self) -> float:
+        """The time from which on the source has no share any more; infinity: it has one; 0: it never had."""
+        given = np.flatnonzero(self.shares)
+        return float(np.append(self.times[1:], np.inf)[given[-1]]) if len(given) else 0.0
+
+    def due(self, time: float) -> Any:
+        """Count the samples that the share of the first ``time`` samples of a lane comes to."""
+        segment = int(np.searchsorted(self.times, time, side="right")) - 1
+        return self.dues[segment] + (time - self.times[segment]) * self.shares[segment]
+
+    def stamps(self, samples: Floats) -> Floats:
+        """Return the times at which so many samples (above 0) are due, at the earliest; infinity where they never are.
+
+        Monotone, whatever is rounded. What is due before a segment starts does not depend on that segment.
+        """
+        segment = np.searchsorted(self.dues, samples, side="left") - 1
+        share = self.shares[segment]
+        after = np.full(len(samples), np.inf)
+        np.divide(samples - self.dues[segment], share, out=after, where=share > 0)
+        ends = np.append(self.times[1:], np.inf)
+        stamps: Floats = np.minimum(self.times[segment] + after, ends[segment])
+        return stamps
+
+
+def growths(names: Sequence[str], schedule: Sequence[Weights]) -> dict[str, Growth]:
+    """Tell how the shares of all sources grow; those that weights do not name have none."""
+    times = [float(entry.start) for entry in schedule]
+    lengths = [after.start - before.start for before, after in pairwise(schedule)]
+    exact = [checked_weights(entry.weights) for entry in schedule]
+    totals = [sum(weights.values(), Fraction()) for weights in exact]
+    found = {}
+    for name in names:
+        shares = [float(weights[name] / total) if name in weights else 0.0 for weights, total in
+                  zip(exact, totals, strict=True)]  # fmt: skip
+        dues, due = [0.0], Fraction()
+        for share, length in zip(shares, lengths, strict=False):
+            due += Fraction(share) * length
+            dues.append(float(due))
+        found[name] = Growth(times=np.array(times), shares=np.array(shares), dues=np.array(dues))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LaneBlock:
+    """What some lanes lay in a stretch of time.
+
+    ``runs.begins`` are lane positions; those of lane ``low + i`` are rows ``splits[i]`` to ``splits[i + 1]``, on lane
+    positions ``[starts[i], stops[i])``. ``stamps`` are theirs, rising in each lane.
+    """
+
+    runs: Runs
+    stamps: Floats
+    splits: Int64Array
+    starts: Int64Array
+    stops: Int64Array
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Drawn:
+    """Runs of all sources in a group of lanes, one source after the other, by name.
+
+    What blocks look up is kept; whoever asks for blocks holds the lock of the order.
+
+    Attributes:
+        since: int64[S], of each source, the first position of its streams that the runs hold.
+        until: int64[S], one past the last; 0: there are none of it.
+        splits: int64[S+1], the first run of each source.
+        runs: They; ``begins`` are positions of their source's streams.
+        stamps: Of each.
+        sources: Of each, its source.
+        is_first: Of each, whether it is its source's first in a lane.
+    """
+
+    since: Int64Array
+    until: Int64Array
+    splits: Int64Array
+    runs: Runs
+    stamps: Floats
+    sources: Int64Array = field(init=False)
+    is_first: npt.NDArray[np.bool_] = field(init=False)
+    _blocks: int = 0
+    _by_time: _ByTime | None = None
+
+    def __post_init__(self) -> None:
+        self.sources = np.repeat(np.arange(len(self.since)), np.diff(self.splits))
+        self.is_first = (np.diff(self.runs.lanes, prepend=-1) != 0) | (np.diff(self.sources, prepend=-1) != 0)
+
+    @classmethod
+    def none(cls, num_sources: int) -> Drawn:
+        """Return no runs."""
+        nothing = np.zeros(num_sources, np.int64)
+        splits = np.zeros(num_sources + 1, np.int64)
+        return cls(since=nothing, until=nothing, splits=splits, runs=Runs.joined([]), stamps=np.empty(0))
+
+    def replaced(self, windows: Mapping[int, tuple[int, int, Runs, Floats]]) -> Drawn:
+        """Replace the runs of some sources by others: first position, one past the last, runs, and their stamps."""
+        since, until = self.since.copy(), self.until.copy()
+        parts = [
+            windows[source][2:] if source in windows else (self.runs.taken(slice(low, high)), self.stamps[low:high])
+            for source, (low, high) in enumerate(pairwise(self.splits.tolist()))
+        ]
+        for source, (start, stop, *_) in windows.items():
+            since[source], until[source] = start, stop
+        return Drawn(
+            since=since, until=until, splits=sums([len(stamps) for _, stamps in parts]),
+            runs=Runs.joined([runs for runs, _ in parts]), stamps=np.concatenate([stamps for _, stamps in parts]),
+        )  # fmt: skip
+
+    def of(self, counted: npt.NDArray[np.bool_]) -> tuple[Runs, Floats, Int64Array, npt.NDArray[np.bool_]]:
+        """Take the runs of some sources, bool[S], their stamps and sources, and which are the first in a lane."""
+        if counted.all():
+            return self.runs, self.stamps, self.sources, self.is_first
+        rows = np.flatnonzero(counted[self.sources])
+        return self.runs.taken(rows), self.stamps[rows], self.sources[rows], self.is_first[rows]
+
+    def stamped(
+        self, start: int, stop: int, counted: npt.NDArray[np.bool_], lanes: range
+    ) -> tuple[Int64Array, Runs, Floats]:
+        """Tell what sources gave before ``start``, int64[lanes], and the runs stamped in ``(start, stop]``.
+
+        The runs are sorted by lane, then by stamp. What a source gave before is all up to its first run here, and of
+        these those that are stamped no later.
+        """
+        self._blocks += 1
+        if self._blocks >= _SORTED_FROM and not self.until[~counted].any():
+            if self._by_time is None:
+                self._by_time = _ByTime.of(self, lanes)
+            given, rows = self._by_time.between(start, stop)
+            return given, self.runs.taken(rows), self.stamps[rows]
+        runs, stamps, _, is_first = self.of(counted)
+        is_before = stamps <= start
+        given = np.zeros(len(lanes), np.int64)
+        np.add.at(given, runs.lanes[is_first] - lanes.start, runs.begins[is_first])
+        np.add.at(given, runs.lanes[is_before] - lanes.start, runs.sizes[is_before])
+        rows = np.flatnonzero(~is_before & (stamps <= stop))
+        rows = rows[np.lexsort((stamps[rows], runs.lanes[rows]))]
+        return given, runs.taken(rows), stamps[rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ByTime:
+    """Drawn runs by lane, then by stamp, of which a block is a slice of each lane.
+
+    Attributes:
+        order: int64[n], the runs.
+        stamps: Theirs, in this order.
+        splits: int64[lanes+1], the first run of each lane.
+        given: int64[n+1], what sources gave in all lanes up to each run, the runs before it added up.
+        begun: int64[lanes], what they gave up to their first runs.
+    """
+
+    order: Int64Array
+    stamps: Floats
+    splits: Int64Array
+    given: Int64Array
+    begun: Int64Array
+
+    @classmethod
+    def of(cls, drawn: Drawn, lanes: range) -> _ByTime:
+        """Sort what was drawn in some lanes."""
+        order = np.lexsort((drawn.stamps, drawn.runs.lanes))
+        begun = np.zeros(len(lanes), np.int64)
+        np.add.at(begun, drawn.runs.lanes[drawn.is_first] - lanes.start, drawn.runs.begins[drawn.is_first])
+        return cls(
+            order=order,
+            stamps=drawn.stamps[order],
+            splits=np.searchsorted(drawn.runs.lanes[order], np.arange(lanes.start, lanes.stop + 1)),
+            given=sums(drawn.runs.sizes[order]),
+            begun=begun,
+        )
+
+    def between(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
+        """Return what was given before ``start``, int64[lanes].
+
+        The runs stamped in ``(start, stop]``, by lane and stamp.
+        """
+        cuts = [low + np.searchsorted(self.stamps[low:high], (start, stop), side="right")
+                for low, high in pairwise(self.splits.tolist())]  # fmt: skip
+        lows = np.array([cut[0] for cut in cuts])
+        rows = np.concatenate([self.order[low:high] for low, high in cuts])
+        return self.begun + self.given[lows] - self.given[self.splits[:-1]], rows
