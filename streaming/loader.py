@@ -1,4 +1,4 @@
-"""Loop over a rank's share: ``DataLoader``, which training runs; under it is ``streaming.mesh_fetcher``."""
+"""Iterate over this rank's batches of a data set, as training does: ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -44,82 +44,95 @@ _IN_ACTORS = (
     *("agreement_timeout", "balance", "cost"),
 )
 _OF_TORCH = ("shuffle", "multiprocessing_context", "persistent_workers", "timeout", "worker_init_fn")
-"""What programs for torch's loader give, which here belongs to an ``OrdinaryDataset``."""
+"""Arguments of torch's ``DataLoader`` that apply to an ``OrdinaryDataset`` only."""
 
 
 @checks_names(ELSEWHERE)
 class DataLoader(DeviceMeshFetcher):
-    """Batches of this process's share of a data set, epoch after epoch.
+    """Iterate over this rank's batches of a data set, epoch after epoch.
 
     Every sample of an epoch reaches exactly one data-parallel rank, every rank gets the same number of batches, and the
-    content of global batch k depends only on the data set, its order settings, the epoch and the global batch size.
+    content of global batch k depends only on the data set, its order settings, the epoch and the global batch size. ::
 
-    Every ``iter(loader)`` begins the next epoch, but for the first one after the making, ``set_epoch`` or
-    ``load_state_dict``: that begins where these say. An epoch is over when its last batch is handed out. The state of a
-    loop that was left early points to the batch that would have come next. One iterator at a time: a second one
-    supersedes the first, which raises ``IteratorSupersededError`` when it is asked again.
+        dataset = StreamingDataset("s3://bucket/train/")
+        loader = DataLoader(dataset, batch_size=256, num_workers=8)
+        for epoch in range(loader.epoch, 10):
+            for batch in loader:                    # {"jpg": uint8 [B, H, W, 3], "cls": int64 [B], "__key__": list}
+                train_step(batch)
 
-    For one thread. A batch belongs to whoever got it.
+    Each ``iter(loader)`` begins the next epoch. The first one after construction, ``set_epoch`` or ``load_state_dict``
+    begins where these say. An epoch is over when its last batch has been handed out. If a loop is left early, the state
+    points to the batch that would have come next. Only one iterator is active at a time: a new one supersedes the old
+    one, which then raises ``IteratorSupersededError``.
+
+    Use a loader from one thread. A batch belongs to the caller that received it.
 
     Args:
-        dataset: A ``StreamingDataset`` or ``Mixture``, a map-style or iterable torch data set (in an
-            ``OrdinaryDataset`` where it needs options of its own), or a callable that makes one of these.
-        batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
-        global_batch_size: Samples over all data-parallel ranks; ranks get equal shares, or shares that differ by one.
-            Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: a
-            batch has the size that holds at its first row, counted in samples of the run over all ranks and epochs.
+        dataset: A ``StreamingDataset``, a ``Mixture`` or a ``Packed`` set; a map-style or iterable torch data set
+            (wrapped in an ``OrdinaryDataset`` if it needs options of its own); or a callable that makes one of these.
+        batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``.
+        global_batch_size: Samples over all data-parallel ranks. Ranks get equal shares, or shares that differ by one.
+            Either size may be a ``Schedule.steps`` of integers, such as ``Schedule.steps({0: 256, 10**6: 512})``: the
+            size of a batch is the value at its first row, counted in samples of the run over all ranks and epochs.
         num_workers: Processes that decode and collate; 0: threads of this process.
-        num_threads: Threads that do so where ``num_workers`` is 0; None: one per core, up to 4; 0: the caller's.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: what torch.distributed says, else the
-            launcher; looked up again until the first iteration (see ``infra.MeshFinder``).
-        last_batch: ``"drop"`` leaves out samples that do not fill a global batch; ``"pad"`` repeats samples and marks
-            them False in ``batch["__valid__"]`` (bool [B], in every batch); ``"partial"`` gives smaller batches. All
-            ranks get the same number of batches: one without a row in the tail gets a batch of 0 rows, of the same
-            fields, dtypes and trailing shapes. A ``collate_fn`` is never called without samples for it, but with one
-            and with two that stand in, and what grows with their number is cut back.
-        epoch_size: Samples in a virtual epoch over endless repetition; default: one pass over the data.
-        collate_fn: Function of the list of samples (dicts) of one batch; default: equal-shaped arrays and numbers
+        num_threads: Threads that decode and collate when ``num_workers`` is 0. None: one per core, up to 4; 0: the
+            calling thread.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it from torch.distributed, or
+            else from the launcher. Detection is repeated until the first iteration (see ``infra.MeshFinder``).
+        last_batch: What happens to samples that do not fill a global batch. ``"drop"`` leaves them out; ``"pad"`` fills
+            the batch by repeating samples, which are False in ``batch["__valid__"]`` (bool [B], in every batch);
+            ``"partial"`` gives a smaller batch. All ranks get the same number of batches: a rank that has no row in the
+            last one gets a batch of 0 rows with the same fields, dtypes and trailing shapes. A ``collate_fn`` is never
+            called with an empty list for this: it is called with one stand-in sample and with two, and each dimension
+            is cut by as much as it grows per sample.
+        epoch_size: Samples in a virtual epoch over endless repetition of the data; default: one pass over the data.
+        collate_fn: Function of the list of samples (dicts) of a batch. Default: numbers and arrays of equal shape
             become tensors, everything else a list.
-        jagged: Fields whose size differs from sample to sample, such as ``("audio", "jpg")``: arrays, or bytes where
-            they are not decoded, come end to end in one tensor with their borders, as a ``Jagged``. A mapping says the
-            form: ``{"audio": "nested"}`` is torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along
-            several axes. Without, such arrays stay a list.
-        prefetch_factor: Batches built ahead, per worker process or thread; None, as in torch: 2.
-        pin_memory: Page-lock the batch's tensors (needs CUDA).
-        memory_limit: For all that this rank buffers; a plan that needs more is refused at the start of an epoch.
-        stall_report_s: Where no batch comes for that long, a warning on the logger ``streaming.epochs.watch`` says what
-            every stage waits for, and again when that time has doubled; None: never.
-        remote_group: A ``RemoteGroup`` or the name of one: Ray actors make the data set and read. ``dataset`` is then a
-            function, ``device_mesh`` the mesh of the processes that train, and the loop gives ``RemoteBatch``es, a
-            handle for each data rank, in place of batches (docs/ray.md).
-        replicate: Of the ranks of one data share, ``"read"``: each reads for itself; ``"broadcast"`` (or a
-            ``Broadcast``): one reads and sends its batches to the others.
-        stage_fields: What the first and the last pipeline stage use of a batch; stages in between get batches without
-            payload and read nothing.
-        sequence: Gives context-parallel peers their slices of the sequence.
-        balance: For packs: ``"local"`` puts the rows of each batch in order, the dearest first, so that the dearest
-            microbatches of all ranks meet; ``"exchange"`` deals the packs of a global batch over the ranks by cost,
-            over a gloo group; all ranks then leave their loops after the same batch. None: as the order deals them.
-        cost: What a pack costs: a pure function of the lengths of its pieces, int64 [n], or c, the length from which a
-            document costs more in attention than in all the rest; default: 61,000, as for 8 billion parameters.
-        agreement_timeout: How many seconds the first iteration waits for the other ranks of the mesh, to compare with
-            them what it is about to read; ranks that differ are an error, absent ones a warning. None: no comparison.
-        drop_last: torch's name: True for ``last_batch="drop"``, False for ``"partial"``.
+        jagged: Fields whose size differs from sample to sample, such as ``("audio", "jpg")``: arrays, or bytes if they
+            are not decoded, are concatenated into one tensor with row offsets, a ``Jagged``. A mapping chooses the
+            form: ``{"audio": "nested"}`` gives torch's nested tensor, ``{"jpg": "flat"}`` is for rows that differ along
+            several axes. Arrays of unequal shape in other fields stay a list.
+        prefetch_factor: Batches built ahead, per worker process or thread; None means 2, as in torch.
+        pin_memory: Page-lock the tensors of each batch (needs CUDA).
+        memory_limit: Upper bound on everything this rank buffers. A plan that needs more is refused when an epoch
+            starts.
+        stall_report_s: If no batch arrives for this many seconds, log a warning on ``streaming.epochs.watch`` that says
+            what every stage is waiting for, and again each time the wait has doubled; None: never.
+        remote_group: A ``RemoteGroup``, or the name of one: Ray actors make the data set and read it. ``dataset`` must
+            then be a function and ``device_mesh`` the mesh of the training processes; the loop yields a ``RemoteBatch``
+            (one handle per data rank) instead of a batch (docs/ray.md).
+        replicate: How ranks that share a data rank get the same batches. ``"read"``: each reads for itself;
+            ``"broadcast"`` (or a ``Broadcast``): one reads and sends its batches to the others.
+        stage_fields: The entries of a batch that the first and the last pipeline stage use. Stages in between get
+            batches without payload and read nothing.
+        sequence: How to slice sequences among context-parallel ranks.
+        balance: For packs: ``"local"`` sorts the rows of each batch by cost, most expensive first, so that the most
+            expensive microbatches of all ranks coincide; ``"exchange"`` deals the packs of a global batch over the
+            ranks by cost, through a gloo group, and then all ranks must leave their loops after the same batch. None:
+            keep the order.
+        cost: Cost of a pack: a pure function of the lengths of its pieces (int64 [n]), or the document length c beyond
+            which attention costs more than everything else; default: 61,000, for a model of 8 billion parameters.
+        agreement_timeout: Seconds that the first iteration waits for the other ranks of the mesh, to check that all are
+            about to read the same data. Ranks that differ are an error; ranks that are absent cause a warning. None: no
+            check.
+        drop_last: torch's name: True means ``last_batch="drop"``, False ``"partial"``.
         shuffle: For map-style torch data sets (default True); a ``StreamingDataset`` has its own. This option and the
-            next four are what programs for torch's loader give; ``OrdinaryDataset`` has them too.
-        multiprocessing_context: How the ``num_workers`` torch processes start that read ordinary data sets.
-        persistent_workers: Whether those of map-style data sets stay for the next epoch (default True); those of a
-            ``StreamingDataset`` always do.
-        timeout: Seconds that a batch of such processes may take (default 0: no limit); see ``stall_report_s``.
-        worker_init_fn: Called in such processes as they start.
-        generator: Not here: see ``seed``.
-        sampler: Not here, because this loader deals out the samples; ``DeviceMeshSampler`` is for torch's loader.
-        batch_sampler: As ``sampler``.
-        pin_memory_device: Not here: see ``DevicePrefetcher``.
-        in_order: Always.
+            next four exist for compatibility with torch's loader; ``OrdinaryDataset`` has them too.
+        multiprocessing_context: Start method of the torch worker processes that read ordinary data sets.
+        persistent_workers: Whether the worker processes of a map-style data set are kept for the next epoch (default
+            True). Those of a ``StreamingDataset`` always are.
+        timeout: Seconds that a batch from torch worker processes may take (default 0: no limit); see also
+            ``stall_report_s``.
+        worker_init_fn: Called in each torch worker process when it starts.
+        generator: Refused: use ``seed``.
+        sampler: Refused, because this loader deals out the samples itself; ``DeviceMeshSampler`` is for torch's loader.
+        batch_sampler: Refused, like ``sampler``.
+        pin_memory_device: Refused: use ``DevicePrefetcher``.
+        in_order: Must be True: batches always come in order.
 
     Raises:
-        ConfigError: An argument, or a combination, cannot work. A misspelt one is an ``OptionError``, a ``TypeError``.
+        ConfigError: An argument or a combination of arguments is invalid. A misspelt name raises ``OptionError``, which
+            is also a ``TypeError``.
     """
 
     def __init__(  # noqa: PLR0913  torch's knobs, by torch's names
@@ -196,29 +209,29 @@ class DataLoader(DeviceMeshFetcher):
 
     @property
     def sampler(self) -> EpochSampler:
-        """For trainers, which call ``loader.sampler.set_epoch``; it is no source of indices."""
+        """An object on which trainers call ``set_epoch``; it does not yield indices."""
         return EpochSampler(self)
 
     batch_sampler = sampler
 
     @property
     def num_workers(self) -> int:
-        """As it was given, and so for the next four, which trainers look at."""
+        """Number of worker processes, as given. Trainers read this attribute and the next four."""
         return int(self._options["num_workers"])
 
     @property
     def prefetch_factor(self) -> int | None:
-        """Batches built ahead, per worker process; None without, as torch has it (threads build as many ahead)."""
+        """Batches built ahead per worker process; None without worker processes, as in torch."""
         return int(self._options["prefetch_factor"]) if self.num_workers else None
 
     @property
     def pin_memory(self) -> bool:
-        """Whether batches are page-locked, where there is CUDA."""
+        """Whether batches are page-locked, if CUDA is available."""
         return bool(self._options["pin_memory"])
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any] | None:
-        """The function that was given."""
+        """The collate function, as given."""
         collate_fn: Callable[[list[Any]], Any] | None = self._options["collate_fn"]
         return collate_fn
 
@@ -229,10 +242,10 @@ class DataLoader(DeviceMeshFetcher):
 
 
 class EpochSampler:
-    """What trainers find as ``loader.sampler`` and ``loader.batch_sampler``: it passes ``set_epoch`` on.
+    """The object that trainers find as ``loader.sampler`` and ``loader.batch_sampler``; it forwards ``set_epoch``.
 
-    It gives no indices, because the loader has dealt the samples out to the ranks already: a program that wants to cut
-    them into shares once more, or to skip some, is told so.
+    It yields no indices, because the loader has already dealt the samples out to the ranks. A program that tries to
+    shard them again, or to skip some, gets an error that explains this.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -245,11 +258,11 @@ class EpochSampler:
         self._loader.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Count the batches in a whole epoch."""
+        """Return the number of batches in a whole epoch."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Refuse.
+        """Refuse to yield indices.
 
         Raises:
             ConfigError: Always.

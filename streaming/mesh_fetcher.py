@@ -1,4 +1,4 @@
-"""Fetch one rank's share, batch by batch, with a position that is saved and moved: ``DeviceMeshFetcher``."""
+"""Fetch one rank's share of a data set, batch by batch, with a resumable position: ``DeviceMeshFetcher``."""
 
 from __future__ import annotations
 
@@ -63,36 +63,38 @@ _NO_REMESH = {
     'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or make shards of it',
     "RemoteLoop": f"readers of a remote_group are made for one world. Close this loader, {_ANEW}",
 }
-"""By kind of loop, why it cannot change its world, and what to do."""
+"""For each kind of loop that ``remesh`` refuses: why, and what to do instead."""
 
 _Stages: TypeAlias = list[weakref.WeakMethod[Callable[[], str]]]
 
 
 @checks_names()
 class DeviceMeshFetcher(Closable):
-    """Fetch what one rank of a mesh is to get, batch by batch, as lists of sample dicts.
+    """Fetch one rank's share of a data set, batch by batch, as lists of sample dicts.
 
-    It maps chunks to the rank, buffers and shuffles them, retries, and substitutes what is unreadable, exactly as a
-    ``DataLoader`` with the same arguments does, which is this class with workers, batches and a trainer's manners. Here
-    samples are decoded in the calling thread and not collated. Fetching runs ahead in the background. Use it under a
-    loop of your own, or to look at any rank's share from one process::
+    It maps chunks to the rank, buffers and shuffles them, retries failed reads and substitutes unreadable samples,
+    exactly as a ``DataLoader`` with the same arguments does. (``DataLoader`` is this class plus workers, collation and
+    the interface that trainers expect.) Samples are decoded in the calling thread and are not collated; fetching runs
+    ahead in the background. Use it in a training loop of your own, or to inspect any rank's share from a single
+    process::
 
         mesh = DeviceMesh.from_sizes(dp_size=8, rank=3)
         for samples in DeviceMeshFetcher(dataset, device_mesh=mesh, batch_size=32):
             print([sample["__key__"] for sample in samples])
 
     Args:
-        dataset: A ``StreamingDataset``, or a callable that makes one.
-        batch_size: Samples per data-parallel rank; or give ``global_batch_size``.
+        dataset: A ``StreamingDataset``, a ``Mixture`` or a ``Packed`` set, or a callable that makes one.
+        batch_size: Samples per data-parallel rank. Give either this or ``global_batch_size``.
         global_batch_size: Samples over all data-parallel ranks.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: see ``infra.MeshFinder``.
-        last_batch: As for ``DataLoader``; under ``"pad"`` each sample says in ``"__valid__"`` whether it counts.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it; see ``infra.MeshFinder``.
+        last_batch: As for ``DataLoader``. With ``"pad"``, each sample's ``"__valid__"`` is False if it is padding.
         epoch_size: Samples in a virtual epoch; default: one pass over the data.
-        memory_limit: For all that this rank buffers.
+        memory_limit: Upper bound on everything this rank buffers.
         agreement_timeout: As for ``DataLoader``.
 
     Raises:
-        ConfigError: An argument, or a combination, cannot work. A misspelt one is an ``OptionError``, a ``TypeError``.
+        ConfigError: An argument or a combination of arguments is invalid. A misspelt name raises ``OptionError``, which
+            is also a ``TypeError``.
     """
 
     _loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop
@@ -121,10 +123,10 @@ class DeviceMeshFetcher(Closable):
         self._stream(made, config, timeout_s)
 
     _make: Callable[..., None] = __init__
-    """Of the class that knows the options, whatever subclasses of users add."""
+    """The constructor that takes the options, even when a user's subclass overrides ``__init__``."""
 
     def _begin(self, dataset: Any, device_mesh: Any, options: dict[str, Any]) -> DeviceMesh:
-        """Take note of the options, find the mesh and the shape of batches."""
+        """Store the options, find the mesh and determine the batch shape."""
         if isinstance(dataset, str):
             raise no_dataset(dataset)
         self._options = options
@@ -152,14 +154,14 @@ class DeviceMeshFetcher(Closable):
         return mesh
 
     def _resolve(self, dataset: Any) -> Any:
-        """Return the data set itself, where it was given as a function that makes it."""
+        """Return the data set itself, calling the function that makes it if one was given."""
         made = dataset if isinstance(dataset, STREAMED) else resolve_dataset(dataset)
         refuse_what_deals(made)
         self._given = self.dataset = made
         return made
 
     def _stream(self, dataset: Streamed, config: LoopConfig, timeout_s: float | None) -> None:
-        """Open the loop over a ``StreamingDataset``, and what compares it with that of other ranks."""
+        """Open the loop over a streamed data set, and the check that compares it with the loops of other ranks."""
         loop: EpochLoop | StreamedLoop
         if isinstance(dataset, StreamingDataset) and not dataset.indexed:
             check_one_size(self._shape)
@@ -179,7 +181,7 @@ class DeviceMeshFetcher(Closable):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Where this process stands among those that train."""
+        """The mesh, including this process's place in it."""
         self._look_again()
         return self._finder.mesh
 
@@ -190,27 +192,30 @@ class DeviceMeshFetcher(Closable):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one batch over all data-parallel ranks; where that changes, of the batch that comes next."""
+        """Samples per batch over all data-parallel ranks.
+
+        With a schedule of batch sizes: the size of the next batch.
+        """
         self._look_again()
         return self._next_shape.global_batch_size
 
     @property
     def batch_size(self) -> int:
-        """Samples of a full batch of this rank; where that changes, of the batch that comes next."""
+        """Samples in a full batch on this rank. With a schedule of batch sizes: the size of the next batch."""
         mesh = self.device_mesh
         return self._next_shape.rows_of(mesh.data_rank)
 
     @property
     def has_ramp(self) -> bool:
-        """Whether batches change their size with the rows of the run."""
+        """Whether the batch size follows a schedule."""
         return self._shape.ramp is not None
 
     @property
     def batches_left(self) -> int:
-        """Batches of the epoch in progress that have not been received.
+        """Batches of the current epoch that have not been received yet.
 
         Raises:
-            TypeError: Nobody knows how long it is, as with ``len(loader)``.
+            TypeError: The length of the epoch is unknown, as for ``len(loader)``.
         """
         self._look_again()
         self._check_ends()
@@ -222,7 +227,10 @@ class DeviceMeshFetcher(Closable):
         return loop.shape_at(loop.position.place) if isinstance(loop, EpochLoop) else self._shape
 
     def __iter__(self) -> Batches:
-        """Make the iterator over the epoch due, or the rest of it; wrappers that read ahead tell its ``hold_back``."""
+        """Return an iterator over the next epoch, or over the rest of the current one.
+
+        Wrappers that read ahead call the iterator's ``hold_back``.
+        """
         self._look_again(to_read=True)
         if self._check is not None:
             self._check.first()
@@ -241,14 +249,19 @@ class DeviceMeshFetcher(Closable):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def check_agreement(self, timeout: float = 600.0) -> None:
-        """Compare data set, order, options and position with all ranks of the mesh; all of them must call this.
+        """Compare data set, order, options and position across all ranks of the mesh. Every rank must call this.
 
-        The first iteration of a loader over a ``StreamingDataset`` does the same, but goes on with a warning when ranks
-        do not come within ``agreement_timeout``.
+        The first iteration of a loader over a ``StreamingDataset`` runs the same check, but only logs a warning if some
+        ranks do not arrive within ``agreement_timeout``.
+
+        Args:
+            timeout: Seconds to wait for the other ranks.
 
         Raises:
-            AgreementError: Ranks differ; names them and their values. Or some did not come within ``timeout`` seconds.
-            ConfigError: torch.distributed is not set up, this is an ordinary data set, or ``timeout`` is no number.
+            AgreementError: Ranks differ (the message names them and their values), or some did not arrive within
+                ``timeout``.
+            ConfigError: torch.distributed is not initialised, this is an ordinary data set, or ``timeout`` is not a
+                number.
         """
         self._look_again()
         if self._check is None:
@@ -256,7 +269,11 @@ class DeviceMeshFetcher(Closable):
         self._check.now(checked_seconds("check_agreement: timeout", timeout))
 
     def __len__(self) -> int:
-        """Count the batches in a whole epoch, the same on every rank."""
+        """Return the number of batches in a whole epoch; it is the same on every rank.
+
+        Raises:
+            TypeError: The data set is a ``Mixture`` without an end.
+        """
         self._look_again()
         self._check_ends()
         return self._loop.num_batches
@@ -269,30 +286,31 @@ class DeviceMeshFetcher(Closable):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``; if it is the one due, a loaded position is kept.
+        """Go to the start of ``epoch``. If that epoch is already next, a loaded position is kept.
 
-        In the middle of an epoch, its own number changes nothing for the iterator in progress; the next one begins that
-        epoch again. Any other number ends the iterator in progress. An epoch without an end, as a ``Mixture`` with
-        weights has, is the only one: each ``iter(loader)`` goes on in it, and ``set_epoch`` changes nothing.
+        Called with the number of the epoch in progress, it leaves the running iterator alone, and the next iterator
+        starts that epoch from its beginning. Any other number ends the running iterator. A ``Mixture`` without an end
+        has a single epoch: every ``iter(loader)`` continues it, and ``set_epoch`` has no effect.
         """
         self._loop.set_epoch(epoch)
 
     def seed(self, seed: int) -> None:
-        """Take a new order from the next epoch that starts."""
+        """Shuffle with a new seed, from the next epoch that starts."""
         self._loop.set_seed(seed)
 
     def seen(self) -> dict[str, dict[str, float]]:
-        """Count what was drawn of each source of a ``Mixture`` up to this position, over all ranks and epochs.
+        """Count the samples drawn from each source of a ``Mixture`` up to this position, over all ranks and epochs.
 
-        By arithmetic from the plan and the ledger: it needs no log and no other rank, and holds after a resume, too.
+        The counts are computed from the plan and the ledger, without a log or other ranks, so they are also right after
+        a resume.
 
         Returns:
-            By source: ``samples``; ``passes``, these in parts of the source's size; under ``unit="tokens"`` also
-            ``tokens``, an estimate: the samples times the mean by which the weights are divided. Of a source that was
-            dropped since, ``samples`` alone.
+            For each source: ``samples``; ``passes``, which is ``samples`` divided by the size of the source; and with
+            ``unit="tokens"`` also ``tokens``, an estimate: ``samples`` times the mean length by which the weights are
+            divided. A source that has since been dropped has ``samples`` only.
 
         Raises:
-            ConfigError: This is no loader over a ``Mixture``.
+            ConfigError: The data set is not a ``Mixture``.
         """
         self._look_again()
         if not isinstance(self._loop, EpochLoop):
@@ -302,26 +320,27 @@ class DeviceMeshFetcher(Closable):
         return self._loop.seen()
 
     def set_weights(self, weights: Mapping[str, float], *, at: int | None = None, timeout: float = 600.0) -> int:
-        """Draw from the sources of a ``Mixture`` with other weights, from the first row that no rank has planned yet.
+        """Change the weights of a ``Mixture``, from the first row that no rank has planned yet.
 
-        All ranks call it at the same step, with the same weights; they agree on the row through the job's store. It is
-        written to the ledger in ``state_dict()``, so that the run can be replayed and resumed. Batches that are read
-        ahead come as they were planned: chunks are laid whole, and the window mixes around them. A line in the log says
-        at which step the others begin.
+        Every rank must call this at the same step with the same weights; the ranks agree on the row through the job's
+        store. The change is recorded in the ledger in ``state_dict()``, so the run can be resumed and replayed. Batches
+        that have already been read ahead keep the old weights. Chunks are used whole and the shuffle window mixes
+        across the change, so the transition is gradual. The log says at which step the new weights take effect.
 
         Args:
-            weights: Share of each source, as ``Mixture(weights=…)`` takes it. They replace a ``Schedule``, too, but
-                not those of mixtures and curricula within.
-            at: The row (sample of the run, over all ranks) from which they apply; none may have been planned.
+            weights: Share of each source, as for ``Mixture(weights=…)``. They replace a ``Schedule`` as well, but not
+                the weights of nested mixtures and curricula.
+            at: Row (sample of the run, counted over all ranks) from which the weights apply; no rank may have planned
+                it yet.
             timeout: Seconds to wait for the other ranks.
 
         Returns:
-            The row.
+            The row from which the weights apply.
 
         Raises:
-            ConfigError: This is no mixture without end, the weights are none, ``at`` is planned already or no row of
-                a run, or ``timeout`` is no number of seconds.
-            AgreementError: Ranks gave other weights, or did not come.
+            ConfigError: The data set is not a mixture without an end; the weights are invalid; ``at`` has already been
+                planned or is not a row of the run; or ``timeout`` is not a number of seconds.
+            AgreementError: Ranks gave different weights, or did not arrive in time.
         """
         self._look_again()
         if not isinstance(self._loop, EpochLoop):
@@ -332,18 +351,18 @@ class DeviceMeshFetcher(Closable):
         return self._loop.set_weights(weights, at=at, timeout_s=seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch received last: small, JSON-able, the same on every rank.
+        """Return the position after the last batch received: a small JSON-serialisable dict, the same on every rank.
 
-        Behind the last batch of an epoch it is the start of the next one. Batches that a wrapper holds back, as
-        ``DevicePrefetcher`` does, have not been received.
+        After the last batch of an epoch, the position is the start of the next epoch. Batches that a wrapper such as
+        ``DevicePrefetcher`` is still holding back do not count as received.
         """
         return self._loop.state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``, of any world size and number of workers.
+        """Continue from a ``state_dict`` that was saved with any world size and any number of workers.
 
         Raises:
-            StateError: It is malformed or belongs to another data set.
+            StateError: The state is malformed or belongs to another data set.
         """
         state_type: Any = getattr(self._loop, "state_type", LoaderState)
         self._loop.load(state_type.from_dict(state))
@@ -351,34 +370,38 @@ class DeviceMeshFetcher(Closable):
 
     @property
     def generation(self) -> int:
-        """How often ``remesh`` has changed the world: batches got under a lower number are of an older one."""
+        """How many times ``remesh`` has changed the world.
+
+        Batches received under a lower number belong to an earlier world.
+        """
         return self._generation
 
     def remesh(self, dp_rank: int, dp_size: int, *, at: Mapping[str, Any] | int) -> None:
-        """Go on at the last committed step, in a world of more or fewer data-parallel ranks, without a restart.
+        """Continue from the last committed step with more or fewer data-parallel ranks, without a restart.
 
-        Every rank that stays or joins calls it with what the quorum of the job (torchft, Ray Train, torchrun) says, and
-        then ``iter(loader)``. Batches behind ``at`` that were handed out or built are dropped, and come again: the same
-        global batches, dealt to other ranks. Worker processes stay, and of the chunks in memory those that are soon
-        due. It waits for nobody. Iterators of the older world raise ``IteratorSupersededError``. ::
+        Every rank that stays or joins calls this with the rank and size that the job's quorum gives (torchft, Ray
+        Train, torchrun), and then ``iter(loader)``. Batches after ``at`` are discarded, whether or not they were handed
+        out, and come again: the same global batches, dealt to the new ranks. Worker processes are kept, and so are the
+        chunks in memory that are needed soon. The call does not wait for other ranks. Iterators made before it raise
+        ``IteratorSupersededError``. ::
 
             if quorum.changed:
                 loader.remesh(quorum.rank, quorum.size, at=quorum.committed_steps)
                 batches = iter(loader)
 
-        The global batch size stays, also where ``batch_size`` was given per rank; it need not be divisible by
-        ``dp_size``. A loader made by a process that joins is to have the same ``global_batch_size``. The account of bad
-        samples begins anew, as after a resume.
+        The global batch size does not change, even if ``batch_size`` was given per rank; it need not be divisible by
+        ``dp_size``. A process that joins must make its loader with the same ``global_batch_size``. The count of bad
+        samples starts again from zero, as after a resume.
 
         Args:
-            dp_rank: This rank among the data-parallel ones, in [0, dp_size).
-            dp_size: How many there are from now on. Ranks along other axes of the mesh stay what they are.
-            at: The ``state_dict()`` behind the last batch that all committed; or how many global batches the run has
-                committed, over all epochs (of ``len(loader)`` batches each).
+            dp_rank: This process's data-parallel rank, in [0, dp_size).
+            dp_size: The new number of data-parallel ranks. Ranks along the other axes of the mesh do not change.
+            at: The ``state_dict()`` taken after the last batch that all ranks committed; or the number of global
+                batches that the run has committed over all epochs (of ``len(loader)`` batches each).
 
         Raises:
-            ConfigError: A number cannot be; this is no loader over a ``StreamingDataset`` or ``Mixture`` with an index;
-                or ranks share what one reads (``replicate="broadcast"``).
+            ConfigError: A number is out of range; this is not a loader over an indexed ``StreamingDataset`` or
+                ``Mixture``; or the ranks of a replica group share one reader (``replicate="broadcast"``).
             StateError: The state is malformed, or belongs to another data set.
         """
         self._look_again()
@@ -412,47 +435,48 @@ class DeviceMeshFetcher(Closable):
         )  # fmt: skip
 
     def metrics(self) -> dict[str, Any]:
-        """Return counters and waits since the loader was made, by name and unit.
+        """Return counters and waiting times since the loader was made; names end in their unit.
 
-        ``bad`` lists this epoch's bad samples.
+        ``bad`` lists the bad samples of the current epoch.
         """
         return self._loop.report()
 
     def describe(self) -> str:
-        """Say what the next batch waits for at this moment, a line for each stage. From any thread."""
+        """Describe what the next batch is waiting for right now, one line per stage. May be called from any thread."""
         waiting_s = None if self._watchdog is None else self._watchdog.waiting_s
         waiting = [] if waiting_s is None else [f"the consumer has waited {waiting_s:.1f} s for a batch"]
         return "\n".join([*waiting, _report(self._loop, self._stages)])
 
     def add_stage(self, describe: Callable[[], str]) -> None:
-        """Let ``describe``, a bound method of something behind this loader, add a line to its reports.
+        """Add a line from ``describe`` to this loader's reports; for stages that consume its batches.
 
-        Called in any thread. It is not kept alive.
+        Args:
+            describe: A bound method. It may be called from any thread, and is held by a weak reference.
         """
         self._stages[:] = [stage for stage in self._stages if stage() is not None]
         self._stages.append(weakref.WeakMethod(describe))
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Have batches built in page-locked memory from now on; None: not any more.
+        """Build batches in page-locked memory from now on; None turns this off.
 
-        For ``DevicePrefetcher``, which keeps a batch until it is copied: nobody else may copy from the memory of worker
-        processes' batches without waiting, because it is built in again as soon as the batch is let go.
+        For ``DevicePrefetcher``, which holds each batch until it has been copied. Other callers must wait for their
+        copies to finish before they release a batch, because worker processes reuse its memory immediately.
         """
         self._locker = locker
         if isinstance(self._loop, BaseLoop):
             self._loop.page_lock(locker)
 
     def close(self) -> None:
-        """Stop threads and free memory; an iterator in progress raises. The loader may be used again."""
+        """Stop all threads and free memory. A running iterator raises an error; the loader itself can be used again."""
         self._loop.close()
 
     shutdown = close
-    """As DataLoader2 called it."""
+    """The same method under the name that torchdata's DataLoader2 used."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to go on from here, as under ``torch.multiprocessing.spawn``.
+        """Return what another process needs to continue from here, for example under ``torch.multiprocessing.spawn``.
 
-        There a mesh that was not given is looked for anew.
+        If no mesh was given, the other process detects its own.
         """
         mesh = self._finder.mesh if self._finder.found_by == "given" else None
         state = self.state_dict()
@@ -468,7 +492,7 @@ class DeviceMeshFetcher(Closable):
             self.load_state_dict(made["state"])
 
     def _look_again(self, *, to_read: bool = False) -> None:
-        """Plan anew where this process turns out to be another than it seemed when the loader was made."""
+        """Rebuild the loop if this process's place in the mesh has changed since the loader was made."""
         finder, old = self._finder, self._loop
         if not finder.look_again(to_read=to_read):
             return
@@ -494,7 +518,7 @@ class DeviceMeshFetcher(Closable):
 
 
 def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
-    """Return what ``remesh(at=)`` says, checked: a state, or a number of global batches.
+    """Check the argument ``at`` of ``remesh`` and return it as a state or a number of global batches.
 
     Raises:
         ConfigError, StateError: It is neither.
@@ -507,13 +531,13 @@ def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
 
 
 def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: _Stages) -> str:
-    """Return what the loop and all behind it are at."""
+    """Describe the state of the loop and of all stages that consume its batches."""
     behind = [describe() for stage in stages if (describe := stage()) is not None]
     return "\n".join([loop.describe(), *behind])
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is an option of a constructor's ``locals()``."""
+    """Return the entries of a constructor's ``locals()`` that are options."""
     return {name: value for name, value in given.items() if name not in _NOT_OPTIONS}
 
 

@@ -1,4 +1,4 @@
-"""Keep the loader's promises inside torch's own ``DataLoader``: ``TorchIterable``."""
+"""Keep the loader's promises under torch's own ``DataLoader``: ``TorchIterable``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from streaming.samplers.retry import SharedLog
 from streaming.types import Sample
 
 _LEAST_BLOCK = 64
-"""Samples of all parts together that are planned as one: as many lanes as a global batch of that size has."""
+"""Minimum number of samples, over all parts, that are planned together.
+
+It also determines the default number of lanes.
+"""
 _VERSION = 1
 _STATE = {"version", "epoch", "samples", "part", "parts", "loader"}
 _log = logging.getLogger(__name__)
@@ -30,31 +33,31 @@ _log = logging.getLogger(__name__)
 
 @checks_names()
 class TorchIterable(IterableDataset[Sample]):
-    """Show a ``StreamingDataset`` to torch's ``DataLoader`` as an iterable data set that deals out its own samples.
+    """Present a ``StreamingDataset`` to torch's ``DataLoader`` as an iterable data set that shards itself.
 
     ::
 
         loader = torch.utils.data.DataLoader(TorchIterable(dataset), batch_size=32, num_workers=4)
 
-    The samples are dealt to R data-parallel ranks times W torch workers, each exactly once, in the shuffled order of
-    the data set, another one in every epoch: every ``iter(loader)`` begins the next epoch, with persistent workers too.
-    Give no ``shuffle`` and no ``sampler`` to torch's loader. ``streaming.DataLoader`` does all this faster, gives the
-    same batches on any number of ranks and workers, and resumes on any; this view is for programs that insist on
-    torch's.
+    Samples are dealt to R data-parallel ranks times W torch workers, each sample exactly once, in the data set's
+    shuffled order, which changes every epoch. Each ``iter(loader)`` begins the next epoch, also with persistent
+    workers. Do not give torch's loader ``shuffle`` or a ``sampler``. ``streaming.DataLoader`` does the same faster,
+    gives the same batches on any number of ranks and workers, and can resume on any other number; this class is for
+    programs that require torch's loader.
 
-    ``state_dict`` and ``load_state_dict`` are torchdata's protocol: its ``StatefulDataLoader`` saves and loads the
+    ``state_dict`` and ``load_state_dict`` follow torchdata's protocol: its ``StatefulDataLoader`` saves and loads the
     position of every worker, for the same number of ranks and workers.
 
     Args:
-        dataset: What to read; needs an index.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: see ``infra.MeshFinder``.
-        last_batch: How N samples become equal parts for P = R x W: ``"drop"`` leaves out N mod P of them; ``"pad"``
-            repeats one where it is missing, and each sample says in ``"__valid__"`` whether it counts; ``"partial"``
-            gives some parts one sample more, so ranks may differ by a batch.
-        memory_limit: For all that one worker buffers.
+        dataset: The data set to read; it needs an index.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it; see ``infra.MeshFinder``.
+        last_batch: How N samples are divided among P = R x W parts. ``"drop"``: N mod P samples are left out;
+            ``"pad"``: short parts repeat a sample, and ``"__valid__"`` of each sample is False if it is such a repeat;
+            ``"partial"``: some parts get one sample more, so ranks may differ by a batch.
+        memory_limit: Upper bound on everything that one worker buffers.
 
     Raises:
-        ConfigError: An argument cannot work.
+        ConfigError: An argument is invalid.
         IndexMissingError: The data set has no index.
     """
 
@@ -87,17 +90,21 @@ class TorchIterable(IterableDataset[Sample]):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Where this process stands among those that train."""
+        """The mesh, including this process's place in it."""
         self._finder.look_again()
         return self._finder.mesh
 
     def __len__(self) -> int:
-        """Return samples of one rank in an epoch; under ``"drop"`` with W workers it may get up to W - 1 fewer."""
+        """Return the samples of one rank in an epoch; with ``"drop"`` and W workers it may get up to W - 1 fewer."""
         ranks = self.device_mesh.data_world_size
         return self._num_samples // ranks if self.last_batch == "drop" else -(-self._num_samples // ranks)
 
     def __iter__(self) -> Iterator[Sample]:
-        """Yield the samples of this rank and worker, in the next epoch, or from a loaded position on."""
+        """Yield the samples of this rank and worker, for the next epoch or from a loaded position.
+
+        Raises:
+            StateError: The loaded state belongs to another rank, or to another number of ranks or workers.
+        """
         info = get_worker_info()
         if info is None:
             self._finder.look_again(to_read=True)
@@ -116,14 +123,15 @@ class TorchIterable(IterableDataset[Sample]):
         return iter(self._running)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be of ``epoch``; call it in the process that has the loader."""
+        """Set the epoch of the next iteration; call this in the process that has the loader."""
         self._epochs.set(checked_count("epoch", epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of this rank and worker in the iteration in progress: small, JSON-able.
+        """Return the position of this rank and worker in the current iteration: a small JSON-serialisable dict.
 
         Raises:
-            StateError: No iteration has begun in this process: with torch workers, only they know.
+            StateError: No iteration has begun in this process; with torch workers, only the workers know their
+                positions.
         """
         if self._running is None:
             if self._loaded is not None:
@@ -135,17 +143,19 @@ class TorchIterable(IterableDataset[Sample]):
         return self._running.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from a ``state_dict`` of the same rank and worker of as many.
+        """Continue, in the next iteration, from a ``state_dict`` of the same rank and worker.
+
+        The number of ranks and workers must be the same, too.
 
         Raises:
-            StateError: It is malformed. One of another data set, rank or worker is refused by the iteration.
+            StateError: The state is malformed. (One of another data set, rank or worker is refused by the iteration.)
         """
         if not isinstance(state, Mapping) or set(state) != _STATE or state["version"] != _VERSION:
             raise StateError("state: expected that of TorchIterable.state_dict()")
         self._loaded, self._running = dict(state), None
 
     def remesh(self, dp_rank: int, dp_size: int, *, at: Any) -> None:
-        """Refuse.
+        """Refuse to change the world, because each torch worker keeps its own position.
 
         Raises:
             ConfigError: Always.
@@ -161,7 +171,7 @@ class TorchIterable(IterableDataset[Sample]):
 
 
 class _Part:
-    """One pass over the samples of one part."""
+    """One pass over the samples of one part (a rank's worker)."""
 
     def __init__(
         self, view: TorchIterable, part: int, parts: int, epoch: int, loaded: Mapping[str, Any] | None
@@ -192,7 +202,7 @@ class _Part:
         self._ended = False
 
     def state(self) -> dict[str, Any]:
-        """See ``TorchIterable.state_dict``; after the last sample it is the beginning of the next epoch."""
+        """Return the state for ``TorchIterable.state_dict``; after the last sample, the start of the next epoch."""
         epoch, seen = (self._epoch + 1, 0) if self._ended else (self._epoch, self._seen)
         return {"version": _VERSION, "epoch": epoch, "samples": seen, "part": self._part, "parts": self._parts,
                 "loader": self._base}  # fmt: skip
@@ -219,12 +229,14 @@ class _Part:
 
 
 class _Epochs:
-    """Which epoch each iteration is: the same for all workers of one iteration. For one thread of each process.
+    """Assign an epoch number to each iteration, the same for all workers of an iteration.
 
-    torch tells neither the data set nor its workers that an iteration begins, but every worker iterates once in each.
-    So the n-th claim of a worker of a loader (told by the base seed that its workers share) meets the n-th of the
-    others, and whichever comes first takes the next epoch for all. The log of claims is the same for all of them; each
-    process plays it through.
+    Use from one thread per process.
+
+    torch does not tell the data set or its workers when an iteration begins, but every worker iterates exactly once in
+    each. So the n-th claim of a worker belongs with the n-th claims of the other workers of its loader (which share a
+    base seed), and the first of them to arrive takes the next epoch for all. The claims are kept in a log shared by all
+    processes; each process replays it.
     """
 
     def __init__(self, log: SharedLog | None = None) -> None:
@@ -242,11 +254,11 @@ class _Epochs:
         self.__init__(log)  # type: ignore[misc]  # a copy plays the log through from its beginning
 
     def set(self, epoch: int) -> None:
-        """Let the next iteration be of ``epoch``."""
+        """Set the epoch of the next iteration."""
         self._log.append({"set": epoch})
 
     def claim(self, group: list[int], worker: int, epoch: int | None) -> int:
-        """Begin an iteration as one of the workers of ``group``, of ``epoch`` if it is known; its epoch."""
+        """Begin an iteration as one of the workers of ``group``, of ``epoch`` if that is known; return its epoch."""
         self._number += 1
         own = {"group": group, "worker": worker, "by": [os.getpid(), self._number], "epoch": epoch}
         self._log.append(own)

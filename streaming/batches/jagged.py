@@ -1,4 +1,4 @@
-"""Lay the values of jagged fields end to end, those of all samples of a batch, and say where each begins."""
+"""Concatenate the values of jagged fields over a batch, and record where each row begins."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from streaming.arguments import is_list
 from streaming.errors import ConfigError
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Gives a contiguous CPU tensor of a shape and dtype, with any content; perhaps in page-locked memory."""
+"""Returns an uninitialised, contiguous CPU tensor of a given shape and dtype, perhaps in page-locked memory."""
 Form: TypeAlias = Literal["values", "nested", "flat"]
-"""How a jagged field comes: as a ``Jagged`` of rows that differ along their first axis alone, as torch's nested tensor
-of the same, or as a ``Jagged`` of single items with the shape of each row."""
+"""Form of a jagged field in a batch. ``"values"``: a ``Jagged`` of rows that differ along their first axis only;
+``"nested"``: the same as torch's nested tensor; ``"flat"``: a ``Jagged`` of flattened rows with the shape of each."""
 _HOW = 'name the fields, jagged=("audio", "jpg"), or say the form of each, jagged={"audio": "nested", "jpg": "flat"}'
 
 
@@ -27,9 +27,9 @@ class _Fields(NamedTuple):
 
 
 class Jagged(_Fields):
-    """Hold a field whose size differs from sample to sample: all B rows end to end in one tensor, and their borders.
+    """Hold a field whose size differs from sample to sample: all B rows concatenated into one tensor, with row offsets.
 
-    A named tuple of tensors, so it is page-locked, copied to devices and sent between processes like any other. ::
+    A named tuple of tensors, so it can be page-locked, copied to devices and sent between processes like any other. ::
 
         loader = DataLoader(StreamingDataset(url, decode={"jpg": None}), 64, jagged=("jpg",))
         for batch in loader:
@@ -37,9 +37,9 @@ class Jagged(_Fields):
             images = decode_jpeg(batch["jpg"].rows(), device="cuda")
 
     Attributes:
-        values: [total, ...], row i is ``values[offsets[i]:offsets[i + 1]]``; of the form ``"flat"`` [items].
+        values: [total, ...]; row i is ``values[offsets[i]:offsets[i + 1]]``. In the form ``"flat"``: [total items].
         offsets: int64 [B + 1], from 0 to the total.
-        shapes: Of the form ``"flat"`` int64 [B, dimensions], the shape of each row; else None.
+        shapes: int64 [B, dimensions], the shape of each row, in the form ``"flat"``; else None.
     """
 
     __slots__ = ()
@@ -47,7 +47,7 @@ class Jagged(_Fields):
     def __new__(
         cls, values: torch.Tensor | Iterable[Any], offsets: torch.Tensor | None = None, shapes: Any = None
     ) -> Self:
-        """Make one of its fields, or of one iterable of them, by which transformers' ``Trainer`` copies tuples."""
+        """Make one from its fields, or from one iterable of them, as transformers' ``Trainer`` copies tuples."""
         if offsets is not None:
             return super().__new__(cls, values, offsets, shapes)  # type: ignore[arg-type]
         if isinstance(values, torch.Tensor):
@@ -56,45 +56,45 @@ class Jagged(_Fields):
 
     @classmethod
     def of(cls, values: Sequence[Any], form: Literal["values", "flat"] = "values") -> Jagged:
-        """Lay arrays, tensors or bytes end to end; for a ``collate_fn``. None is a row without items.
+        """Concatenate arrays, tensors or bytes, for use in a ``collate_fn``. None becomes an empty row.
 
         Raises:
-            ConfigError: They cannot be laid so; says which and why.
+            ConfigError: They cannot be concatenated; the message says which value and why.
         """
         return laid("of", list(values), form)
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """Number of rows, B."""
         return len(self.offsets) - 1
 
     @property
     def lengths(self) -> torch.Tensor:
-        """int64 [B], items of each row along the axis that is laid end to end."""
+        """Length of each row along the concatenated axis, int64 [B]."""
         return self.offsets.diff()
 
     def rows(self) -> list[torch.Tensor]:
-        """Cut the B rows out again, as views without a copy. Of tensors on a device it waits for their offsets."""
+        """Return the B rows as views, without copying. If the tensors are on a device, this waits for their offsets."""
         rows = list(torch.split(self.values, self.lengths.tolist()))
         if self.shapes is None:
             return rows
         return [row.view(shape) for row, shape in zip(rows, self.shapes.tolist(), strict=True)]
 
     def nested(self) -> torch.Tensor:
-        """Show the same memory as torch's nested tensor [B, *, ...] of the jagged layout.
+        """View the same memory as torch's nested tensor [B, *, ...] with the jagged layout.
 
         Raises:
-            ConfigError: Rows are ``"flat"``, and have shapes of their own.
+            ConfigError: The form is ``"flat"``: rows have shapes of their own.
         """
         if self.shapes is not None:
             raise ConfigError('nested(): rows of the form "flat" differ along several axes; take rows()')
         return nested_on(self.values, self.offsets)
 
     def padded(self, value: float = 0.0) -> torch.Tensor:
-        """Copy the rows into one tensor [B, longest, ...], with ``value`` behind the shorter ones.
+        """Copy the rows into one tensor [B, longest, ...], filling the end of shorter rows with ``value``.
 
         Raises:
-            ConfigError: Rows are ``"flat"``, and have shapes of their own.
+            ConfigError: The form is ``"flat"``: rows have shapes of their own.
         """
         if self.shapes is not None:
             raise ConfigError('padded(): rows of the form "flat" differ along several axes; take rows()')
@@ -110,17 +110,16 @@ class Jagged(_Fields):
 
 
 def nested_on(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Show values [total, ...] as a nested tensor of the jagged layout, with borders ``offsets`` int64 [B + 1]."""
+    """View ``values`` [total, ...] as a nested tensor of the jagged layout, with row ``offsets`` int64 [B + 1]."""
     made: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
     return made
 
 
 def nested_parts(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return values and offsets of which :func:`nested_on` makes that tensor again.
+    """Return the values and offsets from which :func:`nested_on` rebuilds a nested tensor of the jagged layout.
 
-    None: it is none of the jagged layout.
-
-    Nor is it one where something else is needed: holes between rows, or another axis than the second.
+    Returns None for anything else, and for nested tensors that need more: those with holes between rows, or jagged
+    along another axis than the second.
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.jagged or value.requires_grad:
         return None
@@ -129,10 +128,10 @@ def nested_parts(value: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def checked_jagged(jagged: object, collate_fn: object = None) -> dict[str, Form]:
-    """Return the form of each jagged field, from what users write.
+    """Validate the option ``jagged`` and return the form of each field.
 
     Raises:
-        ConfigError: It is no mapping of names to forms, and no list of names; or a ``collate_fn`` makes the batches.
+        ConfigError: It is neither a mapping of names to forms nor a list of names; or there is also a ``collate_fn``.
     """
     if jagged is None:
         return {}
@@ -157,27 +156,27 @@ def checked_jagged(jagged: object, collate_fn: object = None) -> dict[str, Form]
 def collate_jagged(
     name: str, values: list[Any], form: Form, keys: Sequence[object] = (), make: Allocate | None = None
 ) -> Any:
-    """Lay the values of a field end to end, one of each sample; None: the sample lacks it, and has no items.
+    """Concatenate the values of one field over a batch. None, for a sample that lacks the field, becomes an empty row.
 
     Args:
-        name: Of the field, for messages.
-        values: Arrays or tensors of one dtype, or bytes.
-        form: As users chose.
-        keys: Of the samples, for messages.
-        make: Where the memory comes from; None: fresh memory.
+        name: Name of the field, for messages.
+        values: Arrays or tensors of one dtype, or bytes; one per sample.
+        form: The form that the user chose.
+        keys: Keys of the samples, for messages.
+        make: Allocator; None: fresh memory.
 
     Returns:
         A ``Jagged``, or a nested tensor of the same memory.
 
     Raises:
-        ConfigError: The values cannot be laid so; the message says which, and the cure.
+        ConfigError: The values cannot be concatenated; the message says which, and what to do.
     """
     made = laid(f"field {name!r}", values, form, keys, make)
     return made.nested() if form == "nested" else made
 
 
 def laid(what: str, values: list[Any], form: Form, keys: Sequence[object] = (), make: Allocate | None = None) -> Jagged:
-    """Lay values end to end; see :func:`collate_jagged`."""
+    """Concatenate values; see :func:`collate_jagged`."""
     there = [value for value in values if value is not None]
     if there and all(isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 for value in there):
         bits = laid(what, [None if value is None else value.view(torch.int16) for value in values], form, keys, make)
@@ -207,7 +206,7 @@ def laid(what: str, values: list[Any], form: Form, keys: Sequence[object] = (), 
 def joined(
     rows: list[npt.NDArray[Any]], dtype: np.dtype[Any], make: Allocate | None = None, shapes: torch.Tensor | None = None
 ) -> Jagged:
-    """Copy rows that agree in all axes but the first end to end, as ``dtype``, into memory of ``make``."""
+    """Concatenate rows that agree in all axes but the first, as ``dtype``, into memory from ``make``."""
     make = _fresh if make is None else make
     offsets = make((len(rows) + 1,), torch.int64)
     borders = offsets.numpy()
@@ -223,7 +222,7 @@ def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as_array(what: str, value: Any, number: int, keys: Sequence[object]) -> npt.NDArray[Any] | None:
-    """Return a value as an array of at least one axis; None stays None."""
+    """Return a value as an array with at least one axis; None stays None."""
     if value is None:
         return None
     if isinstance(value, (bytes, bytearray, memoryview)):

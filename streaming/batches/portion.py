@@ -1,6 +1,6 @@
-"""Cut out of a batch what one rank uses: all, some fields (pipeline stages), a slice (context parallel).
+"""Reduce a batch to what one rank uses: everything, some fields (pipeline stages), a slice (context parallelism).
 
-A portion is cut where the batch is built, before it goes into shared or page-locked memory or to another rank.
+The portion is taken where the batch is built, before it is copied to shared or page-locked memory or to another rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from streaming.errors import ConfigError
 from streaming.types import Batch
 
 NUM_SAMPLES = "__num_samples__"
-"""Rows of a batch, an int; in every batch of a loader with ``stage_fields``."""
+"""Entry with the number of rows, an int; in every batch of a loader with ``stage_fields``."""
 
 _ALWAYS = ("__key__", "__url__", "__valid__", NUM_SAMPLES)
 
@@ -23,12 +23,14 @@ _ALWAYS = ("__key__", "__url__", "__valid__", NUM_SAMPLES)
 @checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFields:
-    """The batch entries that pipeline stages use; each stage gets its own and no others.
+    """Name the batch entries that the first and the last pipeline stage use; each stage gets only its own.
 
-    The first and the last stage also get ``__key__``, ``__url__`` and, where there is one, ``__valid__``. Stages in
-    between get a batch without payload: ``{"__num_samples__": int}``, with ``"__valid__"`` (bool [B]) under
-    ``last_batch="pad"``. All stages have ``__num_samples__``. Where one rank holds both ends (no pipeline axis, or
-    a schedule that folds back: name both sets then) it gets both.
+    The first and the last stage also get ``__key__``, ``__url__`` and, if present, ``__valid__``. Stages in between get
+    a batch without payload: ``{"__num_samples__": int}``, and with ``last_batch="pad"`` also ``"__valid__"`` (bool
+    [B]). Every stage gets ``__num_samples__``. A rank that is both first and last stage gets both sets: without a
+    pipeline axis, or in a schedule that folds back (then list all entries in both). ::
+
+        loader = DataLoader(dataset, 8, stage_fields=StageFields(first=("input_ids",), last=("labels",)))
 
     Attributes:
         first: Entries for the first stage, such as ``("input_ids",)``.
@@ -43,19 +45,19 @@ class StageFields:
             object.__setattr__(self, where, checked_names(f"StageFields: {where}", getattr(self, where)))
 
     def of_stage(self, *, is_first: bool, is_last: bool) -> tuple[str, ...]:
-        """Return the entries of one stage; none for those in between."""
+        """Return the entries that a stage gets; an empty tuple for a stage in between."""
         return tuple(dict.fromkeys((self.first if is_first else ()) + (self.last if is_last else ())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """A function of a batch; hashable, and picklable for worker processes.
+    """Reduce a batch to the entries and the slice that a rank uses. Hashable, and picklable for worker processes.
 
     Attributes:
-        fields: Entries to keep, beside those that stand for rows; None: all. Empty: no payload at all.
-        sequence: How to cut sequences, or None.
-        peer: Whose slice.
-        counts: Add ``__num_samples__`` also where all fields are kept.
+        fields: Entries to keep in addition to keys, URLs, mask and count; None: all. Empty: no payload at all.
+        sequence: How to slice sequences, or None.
+        peer: The context-parallel rank whose slice to take.
+        counts: Add ``__num_samples__`` even if all fields are kept.
     """
 
     fields: tuple[str, ...] | None = None
@@ -65,19 +67,19 @@ class Portion:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all entries of the batch are kept as they are."""
+        """Whether the batch keeps all its entries unchanged."""
         return self.fields is None and self.sequence is None
 
     @property
     def is_count(self) -> bool:
-        """Whether nothing is kept but the number of rows and their mask."""
+        """Whether only the number of rows and their mask are kept."""
         return self.fields == ()
 
     def __call__(self, batch: Any, num_samples: int) -> Any:
-        """Return the portion of a batch of so many rows.
+        """Return the portion of a batch that has ``num_samples`` rows.
 
         Raises:
-            ConfigError: The batch is no dict, or lacks a field of this stage or a sequence to cut.
+            ConfigError: The batch is not a dict, or lacks a field of this stage or a sequence to slice.
         """
         if self.is_whole and not self.counts:
             return batch

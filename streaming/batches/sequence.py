@@ -1,13 +1,13 @@
-"""Cut for context parallel: which positions of a sequence each peer gets of a batch.
+"""Slice sequences for context parallelism: which positions of each sequence a rank gets.
 
-Of a sequence cut for 2 peers in a ring, position by position::
+A sequence of 8 positions, cut for a ring of 2 ranks::
 
     contiguous   0 0 0 0 1 1 1 1
-    zigzag       0 0 1 1 1 1 0 0      2 * 2 parts; peer i gets parts i and 3 - i
+    zigzag       0 0 1 1 1 1 0 0      2 * 2 parts; rank i gets parts i and 3 - i
 
-Zigzag gives every peer of ring attention the same work under a causal mask. Where documents are packed, attention is
-causal within each, so each is cut by itself (``borders``), as Transformer Engine and Megatron expect of packs. Ulysses
-peers share what their ring peer holds, in contiguous pieces, as in the unified sequence parallelism of Fang and Zhao
+With zigzag, all ranks of ring attention do the same work under a causal mask. In packs, attention is causal within each
+document, so each document is cut separately (``borders``), as Transformer Engine and Megatron expect. Ulysses ranks
+divide the slice of their ring rank into contiguous pieces, as in the unified sequence parallelism of Fang and Zhao
 (arXiv:2405.07719).
 """
 
@@ -34,24 +34,29 @@ ULYSSES_NAMES = frozenset({"ulysses", "sp", "seq", "sequence", "sequence_paralle
 @checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSlice:
-    """Each context-parallel peer gets its slice of the sequence instead of all of it.
+    """Give each context-parallel rank its slice of the sequence instead of all of it.
 
-    Peers are found by the names of the mesh's axes: a ring (``cp``, ``context``, ``ring``, …), ulysses (``ulysses``,
-    ``sp``, ``sequence``, …), or both. Lengths must divide; pad in ``collate_fn``. Shift labels before they are cut
-    (``Packed(…, shift_labels=True)``): the token behind a slice is another peer's.
+    Ranks that share a sequence are found by the names of the mesh axes: a ring (``cp``, ``context``, ``ring``, …),
+    Ulysses (``ulysses``, ``sp``, ``sequence``, …), or both. Sequence lengths must be divisible by the number of parts;
+    pad in ``collate_fn``. Shift labels before slicing (``Packed(…, shift_labels=True)``), because the token after a
+    slice is on another rank. ::
+
+        fields = ("input_ids", "labels")
+        loader = DataLoader(dataset, 8, sequence=SequenceSlice(fields=fields, layout="zigzag"))
 
     Attributes:
-        fields: Batch entries to cut: tensors of one length along ``dim``. Entries that a batch lacks are an error.
-        dim: The axis of the sequence; 1 in ``[batch, sequence, …]``.
-        layout: How a ring cuts: ``"contiguous"`` or ``"zigzag"``.
-        axes: Names of the axes of the ring and of ulysses, in this order, where their names do not tell; ``""``: none.
-        position_ids: Name of an entry to add: int64 ``[length of the slice]``, where each element stood in the whole;
-            with ``borders`` ``[batch, length of the slice]``, where in its row. With ``stage_fields``, on stages that
-            use one of ``fields``.
-        borders: Name of an entry that says where documents begin in the rows laid end to end, and where the last one
-            ends, int32 or int64 ``[n + 1]``: ``"cu_seqlens"`` of packs. Each of them is cut by itself, so each must
-            divide: ``Packed(…, multiple=2 * cp)``. The entry stays as it is, since kernels that compute on slices
-            (Transformer Engine, Megatron) are told of whole documents. None: rows are cut.
+        fields: Batch entries to slice: tensors of equal length along ``dim``. An entry missing from a batch is an
+            error.
+        dim: Axis of the sequence; 1 for ``[batch, sequence, …]``.
+        layout: How the ring cuts: ``"contiguous"`` or ``"zigzag"``.
+        axes: Names of the ring axis and the Ulysses axis, in this order, if they cannot be recognised; ``""``: none.
+        position_ids: Name of an entry to add: int64 ``[length of the slice]``, the position of each element in the full
+            sequence; with ``borders``, int64 ``[batch, length of the slice]``, its position in its row. With
+            ``stage_fields``, only on stages that use one of ``fields``.
+        borders: Name of an entry with the offsets of documents in the concatenated rows, and the end of the last one,
+            int32 or int64 ``[n + 1]``: ``"cu_seqlens"`` for packs. Each document is then cut separately, so each length
+            must be divisible: ``Packed(…, multiple=2 * cp)``. The entry itself does not change, because kernels that
+            compute on slices (Transformer Engine, Megatron) expect the lengths of whole documents. None: rows are cut.
     """
 
     fields: tuple[str, ...]
@@ -79,7 +84,7 @@ def checked_names(what: str, names: object) -> tuple[str, ...]:
     """Return the names of batch entries as a tuple.
 
     Raises:
-        ConfigError: It is no list or tuple of names.
+        ConfigError: ``names`` is not a list or tuple of strings.
     """
     if not is_list(names) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f'{what}: expected names such as ("input_ids",), got {names!r}')
@@ -88,13 +93,13 @@ def checked_names(what: str, names: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequencePeer:
-    """A place among the peers that share a sequence.
+    """A rank's coordinates among the ranks that share a sequence.
 
     Attributes:
-        ring: Number in the ring, below ``ring_size``.
-        ring_size: Peers in the ring.
-        ulysses: Number among those that share what one ring peer holds.
-        ulysses_size: How many these are.
+        ring: Rank in the ring, below ``ring_size``.
+        ring_size: Number of ranks in the ring.
+        ulysses: Rank among those that share the slice of one ring rank.
+        ulysses_size: Number of these.
     """
 
     ring: int = 0
@@ -104,23 +109,28 @@ class SequencePeer:
 
     @property
     def num_peers(self) -> int:
-        """Peers that share one sequence."""
+        """Number of ranks that share one sequence."""
         return self.ring_size * self.ulysses_size
 
     def parts(self, layout: Layout) -> int:
-        """Count the parts into which a sequence is cut for the ring."""
+        """Return the number of parts into which the ring cuts a sequence."""
         return self.ring_size * (2 if layout == "zigzag" and self.ring_size > 1 else 1)
 
     def divisor(self, layout: Layout) -> int:
-        """Return what the length of a sequence must be a multiple of."""
+        """Return the number by which sequence lengths must be divisible."""
         return math.lcm(self.parts(layout), self.num_peers)
 
 
 def find_peer(wanted: SequenceSlice, coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> SequencePeer:
-    """Return the place that a rank at ``coordinates`` of a mesh of these axis sizes has among its sequence's peers.
+    """Return a rank's position among the ranks that share its sequence.
+
+    Args:
+        wanted: The user's choice.
+        coordinates: The rank's coordinates in the mesh, by axis.
+        sizes: Sizes of the mesh's axes.
 
     Raises:
-        ConfigError: The mesh has no such axis, or several that may be meant.
+        ConfigError: The mesh has no context-parallel axis, or several candidates.
     """
     if wanted.axes is not None:
         ring, ulysses = wanted.axes
@@ -151,12 +161,12 @@ def _only(names: frozenset[str], sizes: Mapping[str, int]) -> str:
 
 
 def sequence_ranges(length: int, peer: SequencePeer, layout: Layout) -> tuple[range, ...]:
-    """Return the positions of a sequence of ``length`` that a peer gets, as ascending ranges in the order of its slice.
+    """Return the positions of a sequence of ``length`` that a rank gets, as ascending ranges in the order of its slice.
 
-    All peers get equally many, and each position goes to exactly one.
+    All ranks get equally many positions, and each position goes to exactly one rank.
 
     Raises:
-        ConfigError: The length does not divide.
+        ConfigError: ``length`` is not divisible as required.
     """
     parts = peer.parts(layout)
     if length % peer.divisor(layout):
@@ -171,7 +181,7 @@ def sequence_ranges(length: int, peer: SequencePeer, layout: Layout) -> tuple[ra
 
 
 def _within(ranges: Sequence[range], start: int, count: int) -> tuple[range, ...]:
-    """Return the elements ``[start, start + count)`` of ranges laid end to end."""
+    """Return the elements ``[start, start + count)`` of the concatenated ranges."""
     found = []
     for one in ranges:
         piece = one[max(0, start) : max(0, start + count)]
@@ -182,15 +192,17 @@ def _within(ranges: Sequence[range], start: int, count: int) -> tuple[range, ...
 
 
 def places_of_documents(borders: Int64Array, peer: SequencePeer, layout: Layout) -> Int64Array:
-    """Find the places of documents laid end to end that a peer gets, int64: of each as ``sequence_ranges`` says.
+    """Return the positions of concatenated documents that a rank gets, int64.
+
+    Each document is cut by ``sequence_ranges``.
 
     Args:
-        borders: [n + 1], where each begins, and the end of the last; none at all is fine, and so are empty ones.
-        peer: Whose slices.
-        layout: How a ring cuts.
+        borders: [n + 1], the offset of each document and the end of the last. Documents may be empty, and n may be 0.
+        peer: The rank.
+        layout: How the ring cuts.
 
     Raises:
-        ConfigError: A length does not divide.
+        ConfigError: The length of a document is not divisible as required.
     """
     lengths, parts = np.diff(borders), peer.parts(layout)
     odd = np.flatnonzero(lengths % peer.divisor(layout))

@@ -1,4 +1,4 @@
-"""Draw from the classes of a data set in given shares, whatever their sizes: ``Balanced``."""
+"""Draw from the classes of a data set in given proportions, whatever their sizes: ``Balanced``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from streaming.filters.groups import Codes, Counted, Values, labels_of
 from streaming.plan.schedule import Schedule
 
 MAX_CLASSES = 10_000
-"""Each class is a source, which costs some 4 ms of CPU when an epoch starts (docs/design/0030-curricula.md)."""
-_UNIT = 2**32  # weights by power are rounded to parts of it, the same on every machine
+"""Maximum number of classes. Each is a source and costs about 4 ms of CPU when an epoch starts (docs/design/0030)."""
+_UNIT = 2**32  # weights computed from power are rounded to this grid, so that they are the same on every machine
 _SHOWN = 8
 _ELSEWHERE = ELSEWHERE | {
     "num_samples": ELSEWHERE["epoch_size"],
@@ -46,30 +46,30 @@ _log = logging.getLogger("streaming")
 
 @checks_names(_ELSEWHERE)
 class Balanced(GroupedMixture):
-    """Draw from the classes of a data set in given shares: what torch's ``WeightedRandomSampler`` is used for.
+    """Draw from the classes of a data set in given proportions, as with torch's ``WeightedRandomSampler``.
 
-    A data set like any other: it goes into a ``DataLoader`` and into a ``Mixture``, and keeps all promises. Each class
-    is a source of a mixture, of which every sample comes once before one comes again; rare classes are repeated, and
-    their shares are exact in the long run where independent draws stray. It has no end: loop by steps, or give the
-    loader an ``epoch_size``, which is the sampler's ``num_samples``. ::
+    The result is itself a data set, for a ``DataLoader`` or a ``Mixture``, with all their promises. Each class becomes
+    a source of a mixture: all its samples come once before any comes again. Rare classes are repeated, and long-run
+    shares are exact, whereas independent draws fluctuate. It has no end: count steps, or give the loader an
+    ``epoch_size`` (the sampler's ``num_samples``). ::
 
         loader = DataLoader(Balanced(images, by="cls"), batch_size=64, epoch_size=len(images))
 
     Args:
         dataset: A ``StreamingDataset`` with an index, filtered or not. Its order settings are used.
-        by: Column of classes: whole numbers, text or booleans, of the sample tables or late.
-        weights: ``"balanced"``: each class as often. Or the share of each class: a dict by the column's values (0
-            leaves one out), or a ``Schedule`` of such dicts.
-        power: A class of n samples gets ``n ** power``: 0 is ``"balanced"``, 1 as they come, 0.5 between; what is
-            called temperature elsewhere is 1 / power. Not together with ``weights``.
-        nulls: ``"error"``, or ``"drop"``: leave out samples without a class.
-        quotas: ``"chunks"``: shares hold up to about a chunk of each class and lane, in the memory of one data set.
-            ``"exact"``: at every row; memory grows with the number of classes. See ``Mixture``.
-        name_sources: Whether ``batch["__source__"]`` names the class; by default batches do not have it, and within a
+        by: Column that holds the class, in the sample tables or late: integers, text or booleans.
+        weights: ``"balanced"``: every class equally often. Or the share of each class: a dict by the values of the
+            column (0 leaves a class out), or a ``Schedule`` of such dicts.
+        power: A class of n samples gets the weight ``n ** power``: 0 equals ``"balanced"``, 1 keeps the natural
+            proportions, 0.5 lies between. A sampling temperature t is ``power=1 / t``. Not together with ``weights``.
+        nulls: Samples without a class: ``"error"``, or ``"drop"`` them.
+        quotas: How exactly shares are kept. ``"chunks"``: up to about one chunk per class and lane, with the memory of
+            a single data set. ``"exact"``: at every row; memory grows with the number of classes. See ``Mixture``.
+        name_sources: Whether ``batch["__source__"]`` names the class. By default there is no such entry, and within a
             mixture it is the name of this set there.
 
     Raises:
-        ConfigError: An argument cannot work; the column is not there; there are more than 10,000 classes.
+        ConfigError: An argument is invalid; the column does not exist; or there are more than 10,000 classes.
         IndexMissingError: There is no index, or no sample table.
     """
 
@@ -105,7 +105,7 @@ class Balanced(GroupedMixture):
         _log.info("%s", self.shares_in_words())
 
     def shares_in_words(self) -> str:
-        """Return how many classes there are, the smallest and the largest, and the shares at first."""
+        """Describe the number of classes, the smallest and largest of them, and their initial shares."""
         first: Any = self._blend.segments()[0][1]
         sizes, total = self.sizes, sum(first.values())
         by_size = sorted(sizes, key=sizes.__getitem__)
@@ -121,7 +121,7 @@ class Balanced(GroupedMixture):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Classes:
-    """The classes in a column: a ``Coding``."""
+    """The classes of a column, as a ``Coding``."""
 
     by: str
     labels: Values
@@ -142,12 +142,12 @@ class _Classes:
 
     @property
     def num_groups(self) -> int:
-        """Classes."""
+        """Number of classes."""
         return len(self.labels)
 
     @property
     def names(self) -> list[str]:
-        """Of the classes, as sources are named."""
+        """The source name of each class."""
         return [_name(label) for label in self.labels.to_pylist()]
 
     def codes(self, columns: Mapping[str, Values], num_rows: int) -> Codes:
@@ -156,10 +156,10 @@ class _Classes:
         return np.where(found < 0, num_rows and self.num_groups, found).astype(np.uint16)
 
     def schedule(self, weights: Any, power: float | None) -> Schedule:
-        """Return the weights of the classes, by the names of their sources.
+        """Return the weights of the classes, by source name.
 
         Raises:
-            ConfigError: They do not name the classes.
+            ConfigError: ``weights`` does not name exactly the classes of the column.
         """
         if isinstance(weights, Mapping):
             return Schedule.steps({0: self._named(weights)})
@@ -183,7 +183,7 @@ class _Classes:
 
 
 def _name(label: Any) -> str:
-    """Name a class as sources are named: they hold no slash, and what is not printable is escaped."""
+    """Return the source name of a class: slashes and unprintable characters are percent-encoded."""
     shown = "".join(one if one.isprintable() and one not in "/%" else quote(one, safe="") for one in str(label))
     return {"": '""', '""': "%22%22"}.get(shown, shown)
 

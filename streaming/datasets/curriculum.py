@@ -33,7 +33,7 @@ from streaming.types import Int64Array
 By: TypeAlias = Literal["percentile", "value"]
 Buckets: TypeAlias = int | Sequence[float]
 MAX_CELLS = 1024
-"""Cells of the grid of several metrics: each is a source of the mixture, which takes some ms to plan a stretch of."""
+"""Maximum number of cells in the grid of several metrics. Each is a source of the mixture: a few ms of planning."""
 _UNIT = 2**32  # differences of shares below this do not count: 0.3 is three tenths
 _WHOLE = 2**53  # floats below it that are whole numbers are just these
 _LINES = 6
@@ -54,40 +54,40 @@ _log = logging.getLogger("streaming")
 
 @checks_names(_ELSEWHERE)
 class Curriculum(GroupedMixture):
-    """Draw from a pool of samples that grows with the run: the easy ones first, as DeepSpeed's curriculum sampler.
+    """Draw from a pool of samples that grows during the run, easy samples first, like DeepSpeed's curriculum sampler.
 
-    A data set like any other: it goes into a ``DataLoader`` and into a ``Mixture``, and keeps all promises. The samples
-    are divided once into buckets by the metric; a bucket is open while the schedule's difficulty is not below its upper
-    border, the easiest one always. While the open buckets stay the same, each is drawn from in proportion to its
-    samples, so that all samples of the pool are due equally often; a bucket that opens gets its share of the pool, by
-    its samples, from that row on. It has no end: loop by steps, or give the loader an ``epoch_size``. ::
+    A curriculum is itself a data set, for a ``DataLoader`` or a ``Mixture``, with all their promises. The samples are
+    divided once into buckets by the metric. A bucket is open when its upper border is at most the scheduled difficulty;
+    the easiest bucket is always open. Each open bucket is drawn from in proportion to its size, so that all samples of
+    the pool come equally often; a bucket that opens gets its share from that row on. A curriculum has no end: count
+    steps, or give the loader an ``epoch_size``. ::
 
         short_first = Curriculum(web, metric="tokens", schedule=Schedule.root(0.1, 1.0, over=100_000))
         loader = DataLoader(short_first, batch_size=8)
 
     Rows count the samples of the whole run, over all ranks and epochs, and within a ``Mixture`` those of all its
-    sources. Chunks are laid whole: samples of a bucket come up to a window, and a chunk of each open bucket, of every
-    lane before or after its row (docs/mixing.md).
+    sources. Because chunks are used whole, samples of a bucket may come earlier or later than its row, by up to one
+    window plus one chunk of each open bucket in every lane (docs/mixing.md).
 
     Args:
-        dataset: A ``StreamingDataset`` with an index, filtered or not. Its order settings are the curriculum's.
-        metric: Column of numbers, of the sample tables or late; low is easy. Or a dict of columns and their schedules:
-            the pool is then what is open by all of them.
-        schedule: Difficulty by row: a ``Schedule`` of numbers. One that falls closes buckets again.
-        by: What it counts: ``"percentile"``: the share of samples that are at most as difficult, from 0 to 1;
-            ``"value"``: values of the metric. A dict where metrics differ.
-        buckets: Into how many parts of equally many samples the metric is cut; samples of equal value stay together.
-            Or the parts' upper borders, in the schedule's unit. A dict where metrics differ. The pool is exact where
-            the schedule's steps lie on borders, else it is that of the border below.
-        nulls: ``"error"``, or ``"drop"``: leave out samples without a value (NULL or NaN).
-        quotas: ``"chunks"``: shares hold up to about a chunk of each bucket and lane, in the memory of one data set.
-            ``"exact"``: at every row, and no bucket gives a sample before its row; memory grows with the number of
-            buckets. See ``Mixture``, which has its own where the curriculum is one of its sources.
-        name_sources: Whether ``batch["__source__"]`` names the bucket, such as ``"tokens<=512"``; by default batches of
-            a curriculum do not have it, and within a mixture it is the name of the curriculum there.
+        dataset: A ``StreamingDataset`` with an index, filtered or not. Its order settings are used.
+        metric: Numeric column of the sample tables, or late column; low values are easy. Or a dict of columns and their
+            schedules: a sample is then in the pool if every metric admits it.
+        schedule: A ``Schedule`` of numbers: the difficulty by row. If it falls, buckets close again.
+        by: Unit of the schedule. ``"percentile"``: the fraction of samples that are at most as difficult, from 0 to 1;
+            ``"value"``: values of the metric. A dict if metrics differ.
+        buckets: Number of buckets with equally many samples (samples of equal value stay together), or the upper
+            borders of the buckets in the schedule's unit. A dict if metrics differ. The pool matches the schedule
+            exactly where its steps lie on borders; between two borders the lower one applies.
+        nulls: Samples without a value (NULL or NaN): ``"error"``, or ``"drop"`` them.
+        quotas: How exactly shares are kept. ``"chunks"``: up to about one chunk per bucket and lane, with the memory of
+            a single data set. ``"exact"``: at every row, and no bucket gives a sample before its row; memory grows with
+            the number of buckets. See ``Mixture``; as a source of one, the curriculum follows the mixture's ``quotas``.
+        name_sources: Whether ``batch["__source__"]`` names the bucket, such as ``"tokens<=512"``. By default there is
+            no such entry, and within a mixture it is the curriculum's name there.
 
     Raises:
-        ConfigError: An argument cannot work; the column is not there, or holds no numbers; the pool would be empty.
+        ConfigError: An argument is invalid; the column does not exist or is not numeric; or the pool would be empty.
         IndexMissingError: There is no index, or no sample table.
     """
 
@@ -136,16 +136,16 @@ class Curriculum(GroupedMixture):
         _log.info("%s", self.plan_in_words())
 
     def pool(self, row: int) -> dict[str, int]:
-        """Return the buckets that are open at a row of the run, and the samples of each, by name.
+        """Return the buckets that are open at a row of the run, by name, and the number of samples in each.
 
         Raises:
-            ConfigError: There is no such row.
+            ConfigError: ``row`` is not a non-negative integer.
         """
         weights = value_at(self._blend.segments(), checked_count("Curriculum.pool: row", row))
         return {name: int(size) for name, size in sorted(weights.items()) if size}
 
     def plan_in_words(self) -> str:
-        """Say when the pool becomes which."""
+        """Describe how the size of the pool changes over the run."""
         total = sum(self.sizes.values())
         told = self._pools if len(self._pools) <= _LINES else [*self._pools[: _LINES - 1], self._pools[-1]]
         said = [f"{size:,} ({size / total:.1%}) from row {row:,} on" for row, size in told]
@@ -161,7 +161,7 @@ class Curriculum(GroupedMixture):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What a user wants of one metric."""
+    """The user's settings for one metric."""
 
     name: str
     schedule: Schedule
@@ -169,10 +169,10 @@ class _Asked:
     buckets: Buckets
 
     def cut(self, counted: Counted) -> _Metric:
-        """Return the metric in buckets, by the values that there are.
+        """Divide the metric into buckets, according to the values that occur.
 
         Raises:
-            ConfigError: They are no numbers.
+            ConfigError: The values are not numbers.
         """
         values = numbers_of(counted.values)
         if values is None:
@@ -191,7 +191,7 @@ class _Asked:
             borders = list(zip(found, opens, strict=False))
         if total and values[-1] > borders[-1][0]:
             borders.append((float(values[-1]), 1.0 if self.by == "percentile" else float(values[-1])))
-        # Of borders with no value between them, the first opens what is below.
+        # Of several borders without a value between them, keep the first: it opens everything below.
         below = [0, *(int(np.searchsorted(values, upper, side="right")) for upper, _ in borders)]
         kept = [one for one, (before, here) in zip(borders, pairwise(below), strict=True) if here > before]
         return _Metric(name=self.name, by=self.by, schedule=self.schedule, borders=tuple(kept))
@@ -204,13 +204,13 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Metric:
-    """A metric in buckets.
+    """A metric divided into buckets.
 
     Attributes:
         name: The column.
-        by: What the schedule counts.
+        by: Unit of the schedule.
         schedule: Difficulty by row.
-        borders: Of each bucket, the largest value, and the difficulty from which on it is open.
+        borders: For each bucket, its largest value, and the difficulty from which it is open.
     """
 
     name: str
@@ -219,14 +219,14 @@ class _Metric:
     borders: tuple[tuple[float, float], ...]
 
     def bucket_of(self, values: Values) -> Int64Array:
-        """Return the bucket of each value; -1 where there is none."""
+        """Return the bucket of each value, or -1 for a missing value."""
         uppers = np.array([upper for upper, _ in self.borders])
         numbers: Any = numbers_of(values)  # columns of other kinds were refused when they were counted
         missing = np.isnan(numbers)
         return np.where(missing, -1, np.searchsorted(uppers, np.where(missing, 0, numbers)))
 
     def open_at(self, difficulty: float) -> npt.NDArray[np.bool_]:
-        """Return which buckets are open; the first always is."""
+        """Return a mask of the buckets that are open at a difficulty; the first always is."""
         opens = np.array([given for _, given in self.borders])
         unit = _UNIT if self.by == "percentile" else 0
         found: npt.NDArray[np.bool_] = (
@@ -236,7 +236,7 @@ class _Metric:
         return found
 
     def name_of(self, bucket: int) -> str:
-        """Name a bucket as sources are named."""
+        """Return the name of a bucket, in the form of a source name."""
         upper, short = self.borders[bucket][0], {f"{one:.6g}" for one, _ in self.borders}
         if upper.is_integer() and abs(upper) < _WHOLE:
             return f"{self.name}<={int(upper)}"

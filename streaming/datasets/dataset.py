@@ -1,4 +1,4 @@
-"""Say which samples there are, and how their bytes become Python objects: ``StreamingDataset``."""
+"""Describe which samples to read and how their bytes become Python objects: ``StreamingDataset``."""
 
 from __future__ import annotations
 
@@ -67,64 +67,73 @@ _ELSEWHERE = {
     "workersplitter": "leave it out: samples are dealt to ranks and workers one by one",
     "splitter": "leave it out: samples are dealt to ranks and workers one by one",
 }  # fmt: skip
-"""What people look for at the data set and find elsewhere, or know by another library's name."""
+"""Options that belong elsewhere, or that another library calls by another name: what to write instead."""
 
 
 @checks_names(_ELSEWHERE)
 class StreamingDataset(ChunkSource):
-    """WebDataset shards in a bucket or on disk, as a set of samples.
+    """Read samples from WebDataset tar shards in a bucket or on disk.
 
-    Opening reads the index (one file per directory of shards). Small sets without an index are indexed in memory; large
-    ones can only be streamed, see the README. Thread-safe and picklable: a copy opens nothing again but connections.
+    Opening a data set reads its index (one file per directory of shards). Small sets without an index are indexed in
+    memory; large ones can only be streamed (see the README). Thread-safe and picklable: a copy reopens nothing but its
+    connections. ::
+
+        dataset = StreamingDataset("s3://bucket/train/", fields=("jpg", "cls"), decode={"cls": int})
+        print(len(dataset), dataset[0]["__key__"])
 
     Args:
-        urls: Shards: a URL or path with braces (``"s3://bucket/train/{000000..000099}.tar"``), a prefix or directory, a
-            list, or several joined by ``::``.
-        index: Directory in which the index lies; default: beside the shards.
-        fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. Others that are large
-            (128 KiB, in object stores 1 MiB and more) are not fetched, if the index is of format 1.2.
-        decode: ``"auto"``: by extension, and what ``convert --tokenizer`` wrote as arrays. None: raw bytes. A mapping
-            such as ``{"jpg": "rgb8", "cls": int}``: those as told, the others as under ``"auto"``.
+        urls: The shards: a URL or path with braces (``"s3://bucket/train/{000000..000099}.tar"``), a prefix or
+            directory, a list, or several of these joined by ``::``.
+        index: Directory that holds the index; default: beside the shards.
+        fields: Fields (extensions) to read, such as ``("jpg", "cls")``; default: all. With an index of format 1.2,
+            other fields are not even fetched if they are large (128 KiB, or 1 MiB in an object store).
+        decode: ``"auto"``: by extension, with fields written by ``convert --tokenizer`` as arrays. None: raw bytes. A
+            mapping such as ``{"jpg": "rgb8", "cls": int}``: these fields as given, the others as with ``"auto"``.
         transform: Function of one sample (a dict) that returns the sample to use, or None to drop it; a dropped sample
-            follows ``on_error``. Runs on several threads. One that takes a second argument, or one named ``rng``, gets
-            a ``numpy.random.Generator`` of (seed, epoch, the sample's position in the epoch): the same numbers on any
-            ranks, workers and threads, and after a resume (docs/random.md).
-        where: Condition over the columns of the sample tables and late columns (docs/filters.md), such as
-            ``"tokens >= 512 and lang = 'en'"``, or a ``pyarrow.compute.Expression``: only samples that fit are in the
-            set. They are found once, when it is opened, by all ranks together.
-        view: Name of a filter that was saved beside the index (``shard_tools view save``). ``where`` and ``exclude``
-            narrow it further.
-        subset: Range of the samples as they are stored: two shares, ``(0.0, 0.8)``, or two numbers, ``(1000, 2000)``.
-            The samples in it stay the same whatever ``where`` says; a range of what is kept is ``dataset[a:b]``.
-        exclude: Keys of samples to leave out, or the path or URL of a text file that has one a line.
+            is handled as ``on_error`` says. It runs on several threads. A function with a second argument, or with one
+            named ``rng``, gets a ``numpy.random.Generator`` that depends only on the seed, the epoch and the sample's
+            position in the epoch: its numbers are the same on any number of ranks, workers and threads, and after a
+            resume (docs/random.md).
+        where: Condition over the columns of the sample tables and late columns (docs/filters.md), such as ``"tokens >=
+            512 and lang = 'en'"``, or a ``pyarrow.compute.Expression``: the set holds only the samples that match. It
+            is evaluated once, when the set is opened, by all ranks together.
+        view: Name of a filter saved beside the index (``shard_tools view save``). ``where`` and ``exclude`` narrow it
+            further.
+        subset: Range of samples in storage order: two fractions, ``(0.0, 0.8)``, or two numbers, ``(1000, 2000)``. The
+            range is taken before ``where``, so it does not shift with the filter; for a range of the filtered samples
+            write ``dataset[a:b]``.
+        exclude: Keys of samples to leave out, or the path or URL of a text file with one key per line.
         shuffle: Whether epochs are shuffled, or a ``ShuffleConfig``.
         seed: Seed of the order.
         storage_options: ``endpoint_url``, ``region``, ``key``, ``secret``, ``token``, ``anon``, ``profile``, …
-        mirrors: Directories with a whole copy of the one that all ``urls`` (and their index) lie in, such as
+        mirrors: Directories that hold a complete copy of the directory with the shards and their index, such as
             ``["s3://other/train/"]``, or dicts of ``url`` and the storage options that differ there. They are read
-            while the first place fails; the checksums in the index tell a copy that differs.
-        cache_dir: Folder on a local disk or tmpfs in which fetched chunks are kept, shared by the processes of a node,
-            for later epochs and for replicas. It may be lost at any time.
-        cache_limit: Bytes that the cache may take, such as ``"500GB"``; default: four fifths of what is free there now.
-        duplicate_keys: What a key is that comes twice in a shard, or a field that comes twice in a sample, where shards
-            are read without an index (an index was told when it was built: ``shard_tools index --duplicate-keys``).
-            ``"error"``: the set is refused. ``"keep"``: neighbours with one key are one sample, and what comes later is
-            another one with the same ``__key__``, as webdataset has it. Order, resume and ``dataset[i]`` count samples
-            and are as exact as ever; what asks for a key finds the first.
-        max_gzip_ratio: A ``.tar.gz`` that inflates to more than so many times its size (and 64 MiB) is refused.
-        on_error: What becomes of a sample that cannot be read or decoded. ``"substitute"``: a readable neighbour takes
-            its place; ``"skip"``: so it does, but marked in ``batch["__valid__"]``; ``"raise"``: the error is raised.
-        max_bad_samples: Number (int) or share of the epoch (float) of such samples beyond which a run stops: over all
-            data-parallel ranks, as far as torch.distributed knows them, else on this rank alone; 1.0 is no limit.
-        bad_samples_file: Path of a file that lists them, one JSON object a line, as ``loader.metrics()["bad"]`` does;
-            ``{rank}`` stands for this process's rank. It is appended to, each sample once an epoch, by all processes
-            of a machine that name it; on a network file system give each its own. ``shard_tools verify --bad`` and
-            ``reshard --drop`` take it.
+            while the first location fails; checksums in the index detect a copy that differs.
+        cache_dir: Folder on a local disk or tmpfs where fetched chunks are kept for later epochs and for replicas. The
+            processes of a node share it, and it may be deleted at any time.
+        cache_limit: Maximum size of the cache, such as ``"500GB"``; default: four fifths of the space that is free now.
+        duplicate_keys: What to do if a key occurs twice in a shard, or a field twice in a sample, in shards that are
+            read without an index. (For indexed shards this was decided by ``shard_tools index --duplicate-keys``.)
+            ``"error"``: refuse the set. ``"keep"``: adjacent members with the same key form one sample, and a later run
+            of that key is another sample with the same ``__key__``, as in webdataset. Order, resume and ``dataset[i]``
+            count samples and stay exact; a lookup by key finds the first.
+        max_gzip_ratio: Refuse a ``.tar.gz`` that inflates to more than this many times its size (and to more than 64
+            MiB).
+        on_error: What to do with a sample that cannot be read or decoded. ``"substitute"``: a readable neighbour
+            replaces it; ``"skip"``: likewise, but the replacement is False in ``batch["__valid__"]``; ``"raise"``:
+            raise the error.
+        max_bad_samples: Stop the run when there are more bad samples than this number (int) or fraction of the epoch
+            (float), counted over all data-parallel ranks if torch.distributed is initialised, else on this rank; 1.0:
+            no limit.
+        bad_samples_file: Path of a file to which bad samples are appended, one JSON object per line with the entries of
+            ``loader.metrics()["bad"]``; ``{rank}`` is replaced by this process's rank. Each sample is written once per
+            epoch. All processes of a machine may share one file; on a network file system give each its own.
+            ``shard_tools verify --bad`` and ``reshard --drop`` read this file.
 
     Raises:
         NotFoundError, AccessDeniedError, TransferError: The shards cannot be listed or read.
-        IndexMismatchError, IndexFormatError: The index does not belong to the shards, or is damaged.
-        ConfigError: An argument cannot work.
+        IndexMismatchError, IndexFormatError: The index does not match the shards, or is damaged.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(  # noqa: PLR0913  the contract of API.md
@@ -198,20 +207,23 @@ class StreamingDataset(ChunkSource):
     def __getitem__(self, index: builtins.slice) -> StreamingDataset: ...
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample | StreamingDataset:
-        """Return sample number ``index`` in storage order, decoded and transformed; negative ones count from the end.
+        """Return sample number ``index`` in storage order, decoded and transformed.
 
-        ``dataset[a:b]`` is a view of a range, a data set like this one: it goes into a ``DataLoader``, is shuffled and
-        resumed, has samples and views of its own. It reads nothing; of a chunk that crosses its border all is read.
+        Negative numbers count from the end.
 
-        What ``transform`` gets as ``rng`` is that of position ``index`` in epoch 0: the same each time.
+        ``dataset[a:b]`` is a view of a range, and a data set in its own right: it can be given to a ``DataLoader``,
+        shuffled, resumed, indexed and sliced again. Making a view reads nothing. A chunk that crosses its border is
+        fetched whole.
 
-        Costs one ranged GET: where there is a sample table, of the span that the sample is in (a run of records with a
-        checksum: of about 64 KiB, or one large record), else of its chunk.
+        ``transform`` gets the ``rng`` of position ``index`` in epoch 0, so the result is the same on every call.
+
+        Each sample costs one ranged GET. With a sample table, it fetches the span that holds the sample (a run of
+        records of about 64 KiB with one checksum, or a single large record); without one, the whole chunk.
 
         Raises:
             IndexError: There is no such sample.
-            DecodeError: It does not decode, or ``transform`` dropped it.
-            ConfigError: A range with a step.
+            DecodeError: The sample cannot be decoded, or ``transform`` dropped it.
+            ConfigError: The range has a step.
             IndexMissingError: The set has no index.
         """
         if isinstance(index, builtins.slice):
@@ -219,7 +231,7 @@ class StreamingDataset(ChunkSource):
         return self.sample_at(checked_number(index, self.table.total_samples, "sample", "the data set has"))
 
     def sample_at(self, index: int, source: str = "") -> Sample:
-        """Return sample ``index``, which there is; that of a mixture says which ``source`` of it this set is."""
+        """Return sample ``index``, which must exist. In a mixture, ``source`` is this set's name there."""
         sample = self._recent.sample(index)
         if source:
             sample["__source__"] = source
@@ -232,10 +244,10 @@ class StreamingDataset(ChunkSource):
         return changed
 
     def take(self, count: int) -> StreamingDataset:
-        """Return a view of the first ``count`` samples, in storage order: ``for sample in dataset.take(3)``.
+        """Return a view of the first ``count`` samples in storage order, as in ``for sample in dataset.take(3)``.
 
         Raises:
-            ConfigError: ``count`` is negative or no integer.
+            ConfigError: ``count`` is negative or not an integer.
             IndexMissingError: The set has no index.
         """
         return self[: checked_count("take", count)]
@@ -253,25 +265,26 @@ class StreamingDataset(ChunkSource):
         return view
 
     def of_group(self, selected: Selected, words: str) -> StreamingDataset:
-        """Return the samples of one group of this set, which share its connections, cache and sample tables."""
-        _ = self._shown_urls  # worked out once for all groups
+        """Return a view of one group of this set's samples; it shares connections, cache and sample tables."""
+        _ = self._shown_urls  # computed once for all groups
         made = copy.copy(self)
         made._window, made._selected, made._asked = None, selected, words
         made._recent = RandomAccess(made, self._recent)
         return made
 
     def map(self, function: Transform) -> Self:
-        """Make a set of the same samples that calls ``function`` on each, after what ``transform`` and ``map`` call.
+        """Return a data set of the same samples that also calls ``function`` on each sample.
 
-        Shares everything with this one, which stays as it is. The fingerprint by which checkpoints know a data set is
-        about its samples, so a checkpoint of the one is good for the other.
+        It is called after ``transform`` and after the functions of earlier ``map`` calls. This set does not change; the
+        new one shares its index, cache and connections. Checkpoints identify a data set by its samples, not by its
+        functions, so a checkpoint of one can be loaded by the other.
 
         Args:
-            function: As ``transform``: of a sample, or of a sample and ``rng``; None from it drops the sample. Each
-                function of a chain has an ``rng`` of its own, so that none depends on what those before it draw.
+            function: Like ``transform``: a function of a sample, or of a sample and ``rng``; returning None drops the
+                sample. Each function of a chain has its own ``rng``, so it does not depend on what earlier ones draw.
 
         Raises:
-            ConfigError: It is no such function.
+            ConfigError: ``function`` is not such a function.
 
         Example::
 
@@ -285,7 +298,7 @@ class StreamingDataset(ChunkSource):
 
     @property
     def recipe_parts(self) -> tuple[Part, ...]:
-        """How samples become objects, for loops."""
+        """How samples are decoded and transformed; for loops."""
         return (Part(decoders=self.decoders, transform=self.transform, on_error=self.on_error, fields=self.fields),)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -296,7 +309,7 @@ class StreamingDataset(ChunkSource):
         self._recent = RandomAccess(self)
 
     def warn_of_names(self, names: Sequence[str], *, option: str) -> None:
-        """Warn of fields named in an ``option`` that no sample of the first shard has."""
+        """Log a warning about fields named in ``option`` that no sample of the first shard has."""
         check_decoded(self.storage, self.shards, names, option=option)
 
     def __repr__(self) -> str:
@@ -323,10 +336,10 @@ class StreamingDataset(ChunkSource):
 def _check_given(
     urls: Urls, transform: Transform | None, on_error: object, duplicate_keys: object, storage_options: object
 ) -> None:
-    """Refuse options that mean nothing, before anything is opened.
+    """Validate options before anything is opened.
 
     Raises:
-        ConfigError: One of them is such.
+        ConfigError: One of them is invalid.
     """
     checked_urls(urls)
     as_chain(transform)
@@ -340,7 +353,7 @@ def _check_given(
 
 
 def _spelt(urls: Urls) -> str:
-    """Return the URLs as the user wrote them, shortened, without what may be secret."""
+    """Return the URLs as the user wrote them, shortened and without secrets."""
     listed = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
     first = "::".join(redact(part) for part in os.fspath(listed[0]).split("::")) if listed else ""
     return first if len(listed) == 1 else f"{first} and {len(listed) - 1} more"
@@ -349,5 +362,5 @@ def _spelt(urls: Urls) -> str:
 def _num_data_ranks() -> int:
     try:
         return MeshFinder().mesh.data_world_size
-    except MeshError:  # a loader says so, at length
+    except MeshError:  # the loader reports this in detail
         return 1

@@ -1,4 +1,4 @@
-"""Mix several data sets into one, in given shares: ``Mixture``."""
+"""Mix several data sets into one, in given proportions: ``Mixture``."""
 
 from __future__ import annotations
 
@@ -88,50 +88,53 @@ class _Blend:
 
 @checks_names(_ELSEWHERE)
 class Mixture(JoinedSource):
-    """Several data sets as one, each in a given share; a data set like any other.
+    """Mix several data sets into one, each with a given share.
 
-    It goes into a ``DataLoader``, which keeps all its promises: batches say in ``batch["__source__"]`` which source
-    each sample is of, the content of global batch k is the same on any number of ranks and workers, and a
-    ``state_dict`` goes on with the very next sample. Sources keep their own stores, caches, fields, decoders,
-    transforms and ``on_error``; what stands in for a bad sample is of its source. ::
+    A mixture is itself a data set. In a ``DataLoader`` it keeps all promises: ``batch["__source__"]`` names the source
+    of each sample, the content of global batch k is the same on any number of ranks and workers, and a ``state_dict``
+    resumes with exactly the next sample. Sources keep their own stores, caches, fields, decoders, transforms and
+    ``on_error``; a bad sample is replaced by one from the same source. ::
 
         mix = Mixture({"web": web, "code": code}, weights={"web": 0.7, "code": 0.3})
         loader = DataLoader(mix, batch_size=8)
         for step, batch in zip(range(100_000), loader): ...      # it has no end
 
-    How much of each source, by exactly one of these:
+    How much of each source is read is given in exactly one of these ways:
 
-    - neither ``weights`` nor ``repeats``: an epoch is one pass over all sources, each sample exactly once;
-    - ``repeats={"web": 1, "code": 2.5}``: so often in an epoch; what a part of a pass leaves off, the next epoch begins
-      with;
-    - ``weights``: shares, without end, or until the ``"first"`` or ``"all"`` of the sources have come to their end.
+    - neither ``weights`` nor ``repeats``: an epoch is one pass over all sources, with each sample exactly once;
+    - ``repeats={"web": 1, "code": 2.5}``: the number of passes per epoch; the next epoch starts with the samples that a
+      fractional pass left over;
+    - ``weights``: proportions, without an end, or until the ``"first"`` source or ``"all"`` sources have been read
+      once.
 
-    A field that some samples of a batch lack is a list with None for them.
+    A field that only some samples of a batch have becomes a list, with None for the others.
 
     Args:
-        sources: ``StreamingDataset``s (with an index) and other mixtures, by name. Names are what the order and
-            checkpoints know: their place in the dict means nothing. Those of a mixture within are ``"web/en"``.
+        sources: ``StreamingDataset``s (with an index), ``Packed`` sets and other mixtures, by name. The order and
+            checkpoints depend on the names, not on the order of the dict. Sources of a nested mixture are called
+            ``"web/en"``.
         weights: Share of each source, by name; only ratios count. Or a ``Schedule`` of such dicts.
-        repeats: How often an epoch reads each source, by name.
-        quotas: ``"chunks"``: the chunks of all sources in one order, which needs the memory and requests of one data
-            set; a share holds up to a chunk or so of each source and lane. ``"exact"``: single samples, each share
-            exact at every row, give or take a few samples; each source then has chunks in memory in every lane, so
-            memory grows with the number of sources.
+        repeats: How many times an epoch reads each source, by name.
+        quotas: How exactly shares are kept. ``"chunks"``: one order over the chunks of all sources, which needs the
+            memory and requests of a single data set; shares are exact up to about one chunk per source and lane.
+            ``"exact"``: single samples, each share exact at every row to within a few samples; every lane then keeps
+            chunks of every source in memory, so memory grows with the number of sources.
         unit: What a weight counts: ``"samples"``, ``"tokens"`` (the column ``tokens``) or ``"bytes"``.
-        ends: With constant ``weights``: an epoch ends when the ``"first"`` source, or ``"all"`` sources, have been read
-            once. None: there is no end; ``DataLoader(epoch_size=…)`` makes epochs.
-        shuffle: Whether sources and their samples are shuffled, or a ``ShuffleConfig``; the sources' own is not used.
+        ends: For constant ``weights``: an epoch ends when the ``"first"`` source has, or ``"all"`` sources have, been
+            read once. None: it has no end; use ``DataLoader(epoch_size=…)`` to divide it into epochs.
+        shuffle: Whether sources and their samples are shuffled, or a ``ShuffleConfig``; the sources' own settings are
+            not used.
         seed: Seed of the order.
         batches: ``"mixed"``: a batch holds samples of any source. ``"one_source"``: each global batch holds samples of
-            one source, and shares count batches, exactly; memory is that of ``quotas="exact"``, whatever ``quotas``
-            says. The lanes must divide the global batch, and it ``epoch_size``. Where an epoch ends it has the whole
-            batches of each source, and the next one begins with what is left of it.
-        max_bad_samples: Count or share of an epoch beyond which a run stops, over all sources and ranks; each source's
-            own limit holds beside it. None: theirs alone, and over all ranks their sum.
-        bad_samples_file: As of a ``StreamingDataset``, for all sources.
+            a single source, and shares are exact counts of batches; memory is that of ``quotas="exact"``, whatever
+            ``quotas`` says. The number of lanes must divide the global batch size, which must divide ``epoch_size``. An
+            epoch that ends holds only whole batches of each source; the rest comes first in the next epoch.
+        max_bad_samples: Number or fraction of an epoch beyond which a run stops, over all sources and ranks; each
+            source's own limit applies as well. None: only the sources' own limits and, over all ranks, their sum.
+        bad_samples_file: As for ``StreamingDataset``, for all sources.
 
     Raises:
-        ConfigError: An argument cannot work; names of sources that are unknown, or missing, are listed.
+        ConfigError: An argument is invalid; the message lists source names that are unknown or missing.
         IndexMissingError: A source has no index.
     """
 
@@ -173,21 +176,23 @@ class Mixture(JoinedSource):
         transforms: Mapping[str, Transform] | None = None,
         storage_options: Mapping[str, object] | None = None,
     ) -> Mixture:
-        """Make the mixture that a JSON file describes, such as ``shard_tools plan`` reads too.
+        """Make the mixture described by a JSON file; ``shard_tools plan`` reads the same files.
 
-        The file names the arguments of this class and, for each source, those of ``StreamingDataset`` with ``url`` for
-        the first one; a URL may stand alone, a source with ``sources`` of its own is a mixture (docs/mixing.md)::
+        The file holds the arguments of this class and, for each source, those of ``StreamingDataset``, with ``url`` for
+        the first one. A source may also be just a URL, or have ``sources`` of its own, which makes it a nested mixture
+        (docs/mixing.md)::
 
             {"sources": {"web": {"url": "s3://bucket/web/", "where": "tokens >= 64"}, "code": "s3://bucket/code/"},
              "weights": {"web": 0.7, "code": 0.3}, "seed": 1}
 
         Args:
             path: Path or URL of the file.
-            transforms: What code alone can say: the ``transform`` of sources, by name (``"text/en"`` of one within).
-            storage_options: To read the file with, and for sources that give none of their own.
+            transforms: Functions, which a file cannot hold: the ``transform`` of sources by name (``"text/en"`` for a
+                source of a nested mixture).
+            storage_options: For reading the file, and for sources that do not give their own.
 
         Raises:
-            ConfigError: The file is no such description; what is wrong is named with its source.
+            ConfigError: The file is not a valid description; the message names the source and what is wrong.
             NotFoundError: There is no such file.
         """
         options = dict(storage_options or {})
@@ -228,21 +233,21 @@ class Mixture(JoinedSource):
 
     @property
     def is_endless(self) -> bool:
-        """Whether it is drawn from without end."""
+        """Whether samples are drawn without an end."""
         return self._blend.quotas is None
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Samples of each source."""
+        """Number of samples of each source."""
         return {name: int(one.chunk_samples.sum()) for name, one in sorted(self.leaves.items())}
 
     def __len__(self) -> int:
-        """Return the number of samples of an epoch.
+        """Return the number of samples in an epoch.
 
-        With ``batches="one_source"`` a loader gives those that fill whole batches.
+        With ``batches="one_source"`` a loader yields only those that fill whole batches.
 
         Raises:
-            TypeError: It has no end.
+            TypeError: The mixture has no end.
         """
         if self._blend.quotas is None:
             raise TypeError(
@@ -252,13 +257,14 @@ class Mixture(JoinedSource):
         return sum(self._blend.quotas.values())
 
     def __getitem__(self, index: SupportsIndex | builtins.slice) -> Sample:
-        """Return sample number ``index``, decoded and transformed: those of one source after the other, by name.
+        """Return sample number ``index``, decoded and transformed; negative numbers count from the end.
 
-        A source that an epoch reads several times comes as often. Negative numbers count from the end.
+        Sources follow each other in order of their names. A source that an epoch reads several times appears as many
+        times.
 
         Raises:
             IndexError: There is no such sample.
-            ConfigError: A range is asked for.
+            ConfigError: ``index`` is a slice.
         """
         if isinstance(index, builtins.slice):
             raise ConfigError(
@@ -273,7 +279,7 @@ class Mixture(JoinedSource):
         raise AssertionError("the quotas were summed")
 
     def map(self, function: Transform) -> Self:
-        """Return the mixture with ``function`` called on each sample, after what its source calls."""
+        """Return a mixture that also calls ``function`` on each sample, after the functions of its source."""
         made = copy.copy(self)
         made.sources = {name: one.map(function) for name, one in self.sources.items()}
         return made._of_sources()

@@ -1,4 +1,4 @@
-"""Pack documents of a data set into rows of a fixed number of tokens: ``Packed``."""
+"""Pack the documents of a data set into sequences of a fixed number of tokens: ``Packed``."""
 
 from __future__ import annotations
 
@@ -68,24 +68,24 @@ _NO_TRANSFORM = (
 _NO_MAP = "Packed: map: functions of samples belong to the data set; write Packed(StreamingDataset(…, transform=…), …)"
 _REQUESTS = 16
 _FULL_ENOUGH = 0.75
-"""Of a batch of like samples, on average; below it a warning says why it is less, and what helps."""
+"""Mean fill of a padded batch; below this, a warning gives the reason and what helps."""
 _log = logging.getLogger("streaming")
 _COUNTS = ("documents", "tokens", "packed", "split", "truncated", "dropped", "empty", "places")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackCounts:
-    """Count what became of the documents of a packed set.
+    """Count what happened to the documents of a packed set.
 
     Attributes:
-        documents: Documents, as the data set gives them.
-        tokens: Their tokens, by the column.
+        documents: Documents in the data set.
+        tokens: Their tokens, according to the column.
         packed: Tokens that are in a pack.
-        split: Documents longer than a pack, in several pieces.
-        truncated: Documents longer than a pack, of which the end is left out.
-        dropped: Documents longer than a pack that are left out.
+        split: Documents longer than a pack that were split into pieces.
+        truncated: Documents longer than a pack that were truncated.
+        dropped: Documents longer than a pack that were left out.
         empty: Documents without tokens.
-        places: What packs have room for, padding counted.
+        places: Token positions in all packs, including padding.
     """
 
     documents: int
@@ -100,85 +100,90 @@ class PackCounts:
 
 @checks_names(_ELSEWHERE)
 class Packed(PackedSource):
-    """Pack the documents of a data set into sequences of ``length`` tokens, nearly without padding.
+    """Pack the documents of a data set into sequences of ``length`` tokens, with almost no padding.
 
-    A sample is a pack: it goes into a ``DataLoader``, which keeps all its promises (the same global batches on any
-    number of ranks and workers, exact resume), or into a ``Mixture``, where weights over packs are weights over tokens.
-    Each token of each document is in exactly one pack of an epoch; which documents meet is another in every epoch. ::
+    A sample is a pack. The set can be given to a ``DataLoader``, which keeps all its promises (the same global batches
+    on any number of ranks and workers, exact resume), or to a ``Mixture``, in which weights over packs are weights over
+    tokens. Each token of each document is in exactly one pack per epoch; each epoch combines the documents differently.
+    ::
 
         web = StreamingDataset("s3://bucket/web/", where="lang = 'en'")
         loader = DataLoader(Packed(web, length=8192), batch_size=8)
         for batch in loader:
             loss = model(**{name: batch[name].cuda() for name in ("input_ids", "labels", "position_ids")}).loss
 
-    A batch of B packs is a dict of
+    A batch of B packs of length T is a dict of
 
-    - ``input_ids``, ``labels``, ``position_ids``, ``document_ids``: int64 [B, T]. Positions begin anew with each
-      document; document ids count the documents of a pack from 0, and are -1 at padding. Labels are -100 at padding and
+    - ``input_ids``, ``labels``, ``position_ids``, ``document_ids``: int64 [B, T]. Positions restart at 0 in each
+      document; document ids count the documents of a pack from 0 and are -1 at padding. Labels are -100 at padding and
       where the loss mask is 0;
-    - ``cu_seqlens``: int32 [n + 1], where documents begin in the batch laid flat, [B * T], and its end; padding at the
-      end of a pack is a sequence of its own. ``max_seqlen``: the longest, an int;
-    - ``num_tokens``, ``num_labels``: tokens without padding, and labels that are not -100, ints;
-    - ``__key__``: for each pack the list of its documents' keys; ``__url__``: the shard of each pack;
-    - in a mixture ``__source__``, and the same as numbers in the order of the names, ``source_ids`` int64 [B].
+    - ``cu_seqlens``: int32 [n + 1], the offsets at which the n documents start in the batch flattened to [B * T], and
+      its end; padding at the end of a pack is a sequence of its own. ``max_seqlen``: the length of the longest, an int;
+    - ``num_tokens``, ``num_labels``: the number of tokens without padding, and of labels that are not -100, ints;
+    - ``__key__``: for each pack, the list of its documents' keys; ``__url__``: the shard of each pack;
+    - in a mixture also ``__source__``, and ``source_ids`` int64 [B]: the same as indices into the sorted names.
 
-    With ``padded=True`` a pack is a batch, for models that take one sequence a row; a rank gets one at a time
-    (``DataLoader(packed, batch_size=1)``), or several as a list (``collate_fn=list``). Of n documents, L tokens the
-    longest: ``input_ids``, ``labels``, ``position_ids`` and ``attention_mask`` (1: a token, 0: padding), int64 [n, L];
-    ``num_tokens``, ``num_labels``; ``__key__``, ``__url__`` and ``__source__`` of each row, lists of n, and
-    ``source_ids`` int64 [n]. A document that cannot be read leaves a row of padding, with the key "".
+    With ``padded=True`` a pack is a whole batch, for models that take one sequence per row; a rank gets one pack at a
+    time (``DataLoader(packed, batch_size=1)``), or a list of several (``collate_fn=list``). For n documents, the
+    longest of which has L tokens: ``input_ids``, ``labels``, ``position_ids`` and ``attention_mask`` (1: token, 0:
+    padding), int64 [n, L]; ``num_tokens``, ``num_labels``; ``__key__``, ``__url__`` and ``__source__``, lists of n; and
+    ``source_ids`` int64 [n]. A document that cannot be read leaves a row of padding with the key "".
 
-    With ``padded=True, field=None`` samples need not be text: a pack is a batch of whole samples of like sizes, images
-    by pixels or audio by frames, decoded, transformed and put together as those of any ``StreamingDataset``. ::
+    With ``padded=True, field=None`` samples need not be text: a pack is a batch of whole samples of similar size, such
+    as images by pixels or audio by frames, which are decoded, transformed and collated like those of any
+    ``StreamingDataset``. ::
 
         clips = StreamingDataset("s3://bucket/speech/", decode={"flac": decode_flac})
         batches = Packed(clips, length=16_000 * 600, column="frames", padded=True, field=None)
         for batch in DataLoader(batches, batch_size=1, jagged=("flac",)):
             audio = batch["flac"].padded()                     # [n, frames of the longest]: at most ten minutes
 
-    One that cannot be read or that ``transform`` drops is stood in for by another of its batch. With ``alike`` the
-    samples of a batch are equal in some columns, as in buckets by height and width, and so stack to one tensor.
+    A sample that cannot be read, or that ``transform`` drops, is replaced by another one of its batch. With ``alike``
+    the samples of a batch have equal values in some columns, such as height and width, and so can be stacked into one
+    tensor.
 
-    Packs are made within *groups*: chunks of one shard that follow each other, of at least 256 packs. How many packs
-    a group has depends on the documents' lengths alone, so only the column is read when the set is made. A document
-    that cannot be read is accounted for as a bad sample of the data set; under ``on_error="substitute"`` and ``"skip"``
-    padding takes its place, and under ``"skip"`` a pack of which nothing could be read is False in ``__valid__``.
+    Packs are made within *groups*: consecutive chunks of one shard that hold at least 256 packs. The number of packs in
+    a group depends only on the lengths of its documents, so making the set reads only the column. A document that
+    cannot be read counts as a bad sample of the data set; with ``on_error="substitute"`` and ``"skip"`` it becomes
+    padding, and with ``"skip"`` a pack in which nothing could be read is False in ``__valid__``.
 
     Args:
-        documents: A ``StreamingDataset`` with an index, perhaps filtered; a sample is a document.
-        length: T, tokens of a pack.
-        column: Column of the sample tables, or late column, that says how many tokens each document has.
-        field: Field that holds them, as little-endian numbers; None: samples are no tokens, see above.
-        dtype: ``"uint16"`` or ``"uint32"``; None: told by the sizes of the first documents.
-        overlong: Documents of more than T tokens: ``"split"`` them, ``"truncate"`` them to T, or ``"drop"`` them. None:
-            split them; whole samples, and those with ``budgets``, can only be dropped. The log counts them.
-        mask_field: Field that holds a byte for each token, 0 where it bears no loss, as ``shard_tools convert`` writes
-            it with a chat template; None: all tokens bear loss.
-        shift_labels: False: ``labels[t]`` is ``input_ids[t]``, as Hugging Face's models take it, which shift inside.
-            True: ``labels[t]`` is token t + 1, for losses that compare place by place (Megatron, TorchTitan).
-        labels_across: Whether the first token of a document is to be predicted from the document before it. Without,
-            its label is -100: with ``shift_labels`` that of the last token of the document before.
-        pad_id: ``input_ids`` of padding.
-        max_docs: Documents of a pack at most; then ``cu_seqlens`` is always int32 [B * (max_docs + 1) + 1], its rest
-            filled with B * T, and ``max_seqlen`` is T, for compiled models and CUDA graphs.
-        multiple: The place of each document is rounded up to a multiple of so many tokens: 2 * cp for context
-            parallelism, where each rank gets an equal part of each document.
-        padded: A pack is a batch by a budget of tokens: documents of like lengths, one to a row, padded to the longest
-            of them; rows x longest is at most ``length``.
-        stride: Documents of more than T tokens become windows of T that begin every ``stride`` tokens, and so overlap
-            by T - ``stride``; None: pieces that do not. Tokens of an overlap are delivered, and counted, twice or more.
-        overlap_labels: Whether a token bears loss in every window that holds it. False: in the first one alone, so
-            that each counts once; in later ones it is context, with the label -100.
-        budgets: What else a pack holds at most: a number for each further column, such as ``{"image_tokens": 4096}``.
-            Documents over any budget, or T, are dropped.
-        alike: Of padded packs, columns of whole numbers in which all documents of a batch are equal, such as
-            ``("height", "width")`` of images, or a late column that numbers buckets. Each group leaves one batch of
-            each kind that is not full.
+        documents: A ``StreamingDataset`` with an index, filtered or not; each sample is a document.
+        length: T, tokens per pack.
+        column: Column of the sample tables, or late column, that holds the number of tokens of each document.
+        field: Field that holds the tokens as little-endian integers; None: samples are not tokens, see above.
+        dtype: ``"uint16"`` or ``"uint32"``; None: inferred from the sizes of the first documents.
+        overlong: What to do with documents of more than T tokens: ``"split"`` them, ``"truncate"`` them to T, or
+            ``"drop"`` them. None: split them. Whole samples, and documents with ``budgets``, can only be dropped. The
+            log counts them.
+        mask_field: Field that holds one byte per token, 0 for tokens that are excluded from the loss, as ``shard_tools
+            convert`` writes it with a chat template; None: all tokens count.
+        shift_labels: False: ``labels[t]`` is ``input_ids[t]``, for models that shift labels themselves (Hugging Face).
+            True: ``labels[t]`` is token t + 1, for losses that compare position by position (Megatron, TorchTitan).
+        labels_across: Whether the first token of a document is predicted from the document before it. If not, its label
+            is -100 (with ``shift_labels``: the label of the last token of the document before).
+        pad_id: Value of ``input_ids`` at padding.
+        max_docs: Maximum number of documents per pack. ``cu_seqlens`` then always has the shape int32 [B * (max_docs +
+            1) + 1], filled up with B * T, and ``max_seqlen`` is T: static shapes for compiled models and CUDA graphs.
+        multiple: Round the space of each document up to a multiple of this many tokens: 2 * cp for context parallelism,
+            where each rank gets an equal part of each document.
+        padded: Make batches by a token budget: each pack is a batch of documents of similar length, one per row, padded
+            to the longest; rows times longest is at most ``length``.
+        stride: Documents of more than T tokens become windows of T tokens, one every ``stride`` tokens, which overlap
+            by T - ``stride``; None: pieces that do not overlap. Tokens in an overlap are delivered, and counted, more
+            than once.
+        overlap_labels: Whether a token contributes to the loss in every window that holds it. False: only in the first,
+            so that each counts once; in later windows it is context, with the label -100.
+        budgets: Further limits per pack: a maximum for each column named, such as ``{"image_tokens": 4096}``. Documents
+            that exceed a budget, or T, are dropped.
+        alike: For padded packs: columns of integers that are equal for all documents of a batch, such as ``("height",
+            "width")`` of images, or a late column of bucket numbers. Each group leaves one partial batch for each
+            combination of values.
 
     Raises:
-        ConfigError: An argument cannot work; the data set has no such column or field, has a ``transform``, or holds
+        ConfigError: An argument is invalid; or the data set lacks such a column or field, has a ``transform``, or holds
             nothing to pack.
-        IndexMissingError: It has no index, or no sample tables.
+        IndexMissingError: The data set has no index, or no sample tables.
     """
 
     documents: StreamingDataset

@@ -1,4 +1,4 @@
-"""Read CSV and JSONL files as they lie, as a map-style data set: ``TableDataset``."""
+"""Read CSV and JSONL files directly, as a map-style data set: ``TableDataset``."""
 
 from __future__ import annotations
 
@@ -25,36 +25,38 @@ from streaming.storage import Storage, redact, scheme_of
 _BLOCK_BYTES = 8 << 20
 _REQUESTS = 16
 _GAP_BYTES = 64 << 10
-"""A hole between two records of one batch that is read along rather than asked around."""
+"""Two records of a batch that are at most this far apart are read with one request, gap included."""
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 Row = dict[str, Any]
 
 
 @checks_names({"path": "give it as the first argument", "data_files": "give them as the first argument"})
 class TableDataset:
-    """Read rows of CSV, TSV or JSONL files straight into training: a map-style data set with random access.
+    """Read rows of CSV, TSV or JSONL files directly into training: a map-style data set with random access.
 
     ::
 
         loader = DataLoader(TableDataset("s3://bucket/train.jsonl"), batch_size=32, num_workers=4)
 
-    Opening reads the files once and keeps where their records begin, 4 bytes a record; under torch.distributed rank 0
-    does so for all. A row is then one ranged read, neighbours in a batch one together. In an object store that is a
-    request a row: pack large files into shards with ``shard_tools convert``. Thread-safe and picklable.
+    Opening reads the files once and keeps the offset of each record, 4 bytes per record; under torch.distributed, rank
+    0 does this for all. A row is then one ranged read, and neighbouring rows of a batch share one. In an object store
+    that is about one request per row: for large files, pack them into shards with ``shard_tools convert``. Thread-safe
+    and picklable.
 
-    A row of JSONL is the object of its line, one of CSV a dict of text by the names in the header; ``"__key__"`` is its
-    number, where the file has no such column. CSV records may span lines, between quotes. Blank lines are no rows.
+    A JSONL row is the object on its line; a CSV row is a dict of strings by column name, from the header. If the file
+    has no column ``"__key__"``, it is added and holds the row number. Quoted CSV records may span lines. Blank lines
+    are ignored.
 
     Args:
         urls: A URL or path ending in ``.jsonl``, ``.ndjson``, ``.csv`` or ``.tsv``, or a list of them.
-        transform: Function of one row that returns what to use.
+        transform: Function of one row that returns the sample to use.
         storage_options: As for ``StreamingDataset``.
-        kind: ``"jsonl"``, ``"csv"`` or ``"tsv"``; default: by the name.
+        kind: ``"jsonl"``, ``"csv"`` or ``"tsv"``; default: from the file name.
 
     Raises:
         NotFoundError, AccessDeniedError, TransferError: A file cannot be read.
-        DataError: A row cannot be parsed; names file and byte.
-        ConfigError: An argument cannot work.
+        DataError: A row cannot be parsed; the message names the file and the byte offset.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class TableDataset:
         self._firsts = sums(rows)
 
     def __len__(self) -> int:
-        """Count the rows of all files."""
+        """Return the number of rows in all files."""
         return int(self._firsts[-1])
 
     def __getitem__(self, index: SupportsIndex) -> Any:
@@ -97,7 +99,7 @@ class TableDataset:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> list[Any]:
-        """Return rows by their numbers, read together where they lie together."""
+        """Return several rows by number; rows that lie close together are read with one request."""
         places = [self._place(index) for index in indices]
         runs: list[list[int]] = []  # places in ``places``, of records that are near each other
         for number in sorted(range(len(places)), key=lambda number: places[number][:2]):
@@ -128,7 +130,7 @@ class TableDataset:
         return f"TableDataset({redact(self.urls[0])}{more}, {len(self)} rows)"
 
     def _place(self, given: SupportsIndex) -> tuple[int, int, int, int]:
-        """Find file, first byte, one past the last byte, and number of a row."""
+        """Return the file of a row, its first byte, its end (exclusive), and its number."""
         index = checked_number(given, len(self), "row", "the files have")
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         record = index - int(self._firsts[file]) + (self._headers[file] is not None)
@@ -187,7 +189,7 @@ def _parsed_csv(data: bytes, kind: str, header: list[str], where: str) -> Row:
 
 
 def _csv_rows(data: bytes, kind: str, where: str) -> list[list[str]]:
-    """Return the one record in ``data``; blank lines may follow it."""
+    """Parse the single record in ``data``; blank lines may follow it."""
     try:
         text = io.StringIO(data.decode(), newline="")
         rows = [row for row in csv.reader(text, delimiter="\t" if kind == "tsv" else ",", strict=True) if row]

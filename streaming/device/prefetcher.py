@@ -1,17 +1,17 @@
-"""Copy batches to the training device while the step before them runs: ``DevicePrefetcher``.
+"""Copy batches to the training device while the previous step runs: ``DevicePrefetcher``.
 
-The way of one batch::
+The life of a batch::
 
     loader ──pull──▶ source batch ──copy issued on a side stream──▶ device batch ──handed over──▶ consumer
                         │ held until the copy's event is done          │ consumer's stream waits for the event
                         ▼                                              ▼
-                     let go (a ring slot goes home)                 freed by the consumer, reused after its stream
+                     released (its ring slot is reused)             freed by the consumer, reused after its stream
 
-There is no thread. Copies are asynchronous, so all that the host has to do is to *issue* them, ``depth`` batches before
-they are needed, and that happens whenever the consumer asks for a batch. A thread would help only where the loader is
-late with a batch while an older one lies on the device already; but a loader that is late has nothing built ahead, and
-then the loader limits the consumer, who meanwhile has ``depth`` steps of work queued on the device. What a thread
-costs is certain: it takes the interpreter lock from the training loop, and makes every way of stopping harder.
+There is no thread. Copies are asynchronous: the host only has to *issue* them ``depth`` batches before they are needed,
+and it does that whenever the consumer asks for a batch. A thread would help only if the loader were late with a batch
+while an older one was already on the device. But a late loader has nothing built ahead; it is then the bottleneck, and
+meanwhile the consumer has ``depth`` steps of work queued on the device. The costs of a thread are certain: it competes
+with the training loop for the interpreter lock, and makes shutdown harder.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ _END = object()
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """What one loop has under way. For one thread, but for ``close``, which any may call, again and again.
+    """State of one iteration. For one thread, except ``close``, which any thread may call at any time, repeatedly.
 
-    While the one thread is busy here, others' ``close`` leaves the tidying to it: the loader, once closed, lets it go.
+    While that thread is in here, ``close`` from another thread leaves the clean-up to it; closing the loader wakes it
+    up.
 
-    Invariants: ``busy`` is the thread between ``advance`` and the end of ``hand_out``; at most ``depth + 1`` batches
-    are in ``ahead``; every source whose copy may be under way is in ``held``, in the order of the copies; the host is
-    at most ``depth`` steps ahead of the device, because otherwise memory that
-    waits for the consumer's stream would pile up.
+    Invariants: ``busy`` is the id of the thread between ``advance`` and the end of ``hand_out``; ``ahead`` holds at
+    most ``depth + 1`` batches; ``held`` holds every source whose copy may be in progress, in the order of the copies;
+    the host is at most ``depth`` steps ahead of the device, since otherwise memory that waits for the consumer's stream
+    would pile up.
     """
 
     source: Iterator[Any]
@@ -72,14 +73,14 @@ class _Flight:
     maker: Maker = field(default_factory=lambda: Maker("this iteration over a DevicePrefetcher", "Begin one here"))
 
     def advance(self) -> bool:
-        """Tell whether there is a next batch; if so, ``depth`` batches behind it are under way, too.
+        """Return whether there is a next batch. If so, copies of the ``depth`` batches after it have been issued.
 
         Raises:
-            Exception: What the loader or a copy raised, once the batches before it are handed out.
-            ForkedError: In a forked child, at once.
+            Exception: An error of the loader or of a copy, once the batches before it have been handed out.
+            ForkedError: The process is a forked child.
         """
         self.maker.check()
-        self.busy = threading.get_ident()  # first this, then a look at closing: close does it the other way
+        self.busy = threading.get_ident()  # set before closing is read; close() sets closing before it reads busy
         ready = False
         try:
             ready = not self.closing and self._advance() and not self.closing
@@ -103,10 +104,10 @@ class _Flight:
         return bool(self.ahead)
 
     def hand_out(self) -> Any:
-        """Return the next batch, of which ``advance`` told; the current stream waits for it.
+        """Return the batch that ``advance`` announced; the current stream waits for its copy.
 
         Raises:
-            IteratorEndedError: The loader was moved or closed meanwhile.
+            IteratorEndedError: The loader was moved or closed in the meantime.
         """
         try:
             copied = self.ahead[0]
@@ -120,13 +121,16 @@ class _Flight:
 
     @property
     def is_over(self) -> bool:
-        """The last batch is handed out. While one is, the source has been asked for a further one."""
+        """Whether the last batch has been handed out.
+
+        This is known because the source was asked for one more before that.
+        """
         return self.ended and not self.ahead and not self.has_failed
 
     def close(self) -> None:
-        """Wait for the copies under way, then let go of their memory and stop the source. May be called again.
+        """Wait for the copies in progress, then release their memory and stop the source. May be called repeatedly.
 
-        In a forked child nothing happens: device, copies and source are the parent's.
+        In a forked child it does nothing: device, copies and source belong to the parent.
         """
         if not self.maker.is_here:
             self.closed = self.ended = True
@@ -156,7 +160,7 @@ class _Flight:
             self._await(self.steps.popleft(), "waits for the device to come within depth steps")
 
     def _await(self, event: Event, stage: str) -> None:
-        """Block until ``event`` is done; if that takes too long, there will be a report."""
+        """Block until ``event`` is done; a watchdog reports if that takes too long."""
         if event.query():
             return
         with self._in_stage(stage):
@@ -185,7 +189,7 @@ class _Flight:
             self.account.pulled()
             with self._in_stage("starts the copies of a batch"):
                 copied = self.copier.issue(batch)
-        except Exception as error:  # noqa: BLE001  delivered at its place, after the batches before it
+        except Exception as error:  # noqa: BLE001  raised in its place, after the batches before it
             self.ended, self.has_failed, self.failure = True, True, error
         else:
             self.held.append((copied.event, (batch, copied.staged)))
@@ -194,38 +198,43 @@ class _Flight:
 
 @checks_names()
 class DevicePrefetcher(Closable):
-    """The loader's batches with every tensor on ``device``, in order, ``depth`` of them copied ahead.
+    """Yield the loader's batches with every tensor on ``device``, in order, with ``depth`` batches copied ahead.
 
-    Tensors are found in dicts, lists, tuples and named tuples, nested as you like; everything else is passed on as it
-    is. Containers that hold tensors are new ones; a batch belongs to whoever got it. On the CPU tensors are passed
-    through, and all else is the same: batches pulled ahead, state, errors, ending.
+    ::
 
-    Memory on the device: ``depth + 2`` batches, and where the host runs ahead of the device up to ``2 * depth + 2``.
-    Host memory is let go when its copy is done and the next batch is asked for; at most ``2 * depth + 1`` are held.
+        for batch in DevicePrefetcher(loader, device="cuda"):
+            loss = model(batch["jpg"])
 
-    The stream that is current when a batch is asked for may use it at once; another stream needs the usual care
-    (``wait_stream``, ``record_stream``). To bound memory, the host waits until the device has come within ``depth``
-    steps.
+    Tensors are found in arbitrarily nested dicts, lists, tuples and named tuples; everything else is passed through.
+    Containers that hold tensors are copied; a batch belongs to the caller that received it. On the CPU, tensors are
+    passed through too, and everything else behaves the same: batches pulled ahead, state, errors, shutdown.
 
-    While a loop is in progress a ``streaming.DataLoader`` is told which batches are held back here: its ``state_dict``
-    and ``epoch`` answer for the batches handed out, as those of this object do. A loader of another kind is ahead; so
-    ask *this* object, and tell it ``set_epoch``, ``seed`` and ``load_state_dict``; it passes on what is right. An error
-    of the loader comes after the batches before it. However a loop ends, copies under way are waited for and the
-    loader's iterator is closed. Epochs follow each other as with the loader itself, and one iterator at a time: a
-    superseded one raises ``IteratorSupersededError``.
+    Device memory: ``depth + 2`` batches, or up to ``2 * depth + 2`` if the host runs ahead of the device. Host memory
+    of a batch is released when its copy is done and the next batch is asked for; at most ``2 * depth + 1`` are held.
 
-    For one thread; ``close`` may be called from any.
+    The stream that is current when a batch is requested may use the batch immediately; another stream needs the usual
+    synchronisation (``wait_stream``, ``record_stream``). To bound memory, the host waits until the device is at most
+    ``depth`` steps behind.
+
+    A ``streaming.DataLoader`` is told which batches are held back here, so its ``state_dict`` and ``epoch`` refer to
+    the batches handed out, and so do those of this object. A loader of another kind runs ahead: call ``state_dict``,
+    ``set_epoch``, ``seed`` and ``load_state_dict`` on *this* object, which forwards the right values. An error of the
+    loader is raised after the batches before it. However an iteration ends, copies in progress are waited for and the
+    loader's iterator is closed. Epochs follow each other as with the loader itself. Only one iterator is active at a
+    time: a superseded one raises ``IteratorSupersededError``.
+
+    Use it from one thread; ``close`` may be called from any.
 
     Args:
         loader: A ``streaming.DataLoader``, or any iterable of batches. Methods that it lacks raise ``AttributeError``.
-        device: ``"cuda"``, ``"cuda:1"``, ``"cpu"``, a ``torch.device``; None: CUDA's current device where there is
-            one, else the CPU.
-        depth: Batches copied ahead of the one handed out, at least 1. With 1, one copy runs beside one step; 2 also
-            covers steps and batches of uneven length.
-        copier: How batches get there; default: what ``device`` needs.
+        device: ``"cuda"``, ``"cuda:1"``, ``"cpu"`` or a ``torch.device``; None: the current CUDA device, or the CPU if
+            there is none.
+        depth: Number of batches copied ahead of the one handed out, at least 1. With 1, one copy overlaps one step; 2
+            also absorbs steps and batches of uneven length.
+        copier: How batches are copied; default: what ``device`` needs.
 
     Raises:
-        ConfigError: No such device, or ``depth`` is no positive integer.
+        ConfigError: There is no such device, or ``depth`` is not a positive integer.
     """
 
     def __init__(
@@ -242,10 +251,10 @@ class DevicePrefetcher(Closable):
         self._copier: Copier = copier or (CudaCopier(self.device) if self.device.type == "cuda" else CpuCopier())
         self._flight: _Flight | None = None
         self._turn: Turn | None = None
-        self._noted: Noted | None = None  # None: the loader's own position is the consumer's
+        self._noted: Noted | None = None  # None: the loader's position is that of the consumer
 
     def __iter__(self) -> Iterator[Any]:
-        """Make an iterator over the loader's batches; the one before is superseded, and lets go of all."""
+        """Return an iterator over the loader's batches; the previous iterator is superseded and releases everything."""
         if self._turn is not None:
             self._turn.pass_on()
         self._stop()
@@ -262,7 +271,7 @@ class DevicePrefetcher(Closable):
         return _DeviceBatches(self, flight, turn)
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch, as the loader says."""
+        """Return the number of batches in a whole epoch, as given by the loader."""
         return len(self.loader)
 
     @property
@@ -273,7 +282,7 @@ class DevicePrefetcher(Closable):
         return epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``, which ends a loop in progress; the one in progress goes on as it is."""
+        """Go to the start of ``epoch`` and end the current iteration, unless ``epoch`` is the one in progress."""
         if self._noted is not None and self._noted.epoch == epoch:
             return
         if self._noted is not None:
@@ -284,13 +293,13 @@ class DevicePrefetcher(Closable):
             self._move(f"set_epoch({epoch})")
 
     def seed(self, seed: int) -> None:
-        """Set another order, from the next epoch on that *you* start, though the loader may have ended this one."""
+        """Shuffle with a new seed from the consumer's next epoch on, even if the loader has finished this one."""
         self.loader.seed(seed)
         if self._noted is not None:
             self._noted.seed(seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch handed out last, though ``depth`` further ones may have been pulled."""
+        """Return the position after the last batch handed out, even if more have been pulled from the loader."""
         state: dict[str, Any]
         if self._noted is None or self._noted.state is None:
             state = self.loader.state_dict()
@@ -299,24 +308,24 @@ class DevicePrefetcher(Closable):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, of this object or of the loader; ends a loop in progress."""
+        """Continue from ``state``, of this object or of the loader; this ends the current iteration."""
         self._move("load_state_dict()")
         self.loader.load_state_dict(state)
         self._noted = None
 
     def remesh(self, dp_rank: int, dp_size: int, *, at: Mapping[str, Any] | int) -> None:
-        """Let the loader go on in another world, as its own ``remesh`` does; batches held here come again."""
+        """Continue in another world, like the loader's ``remesh``; batches held here are discarded and come again."""
         self.loader.remesh(dp_rank, dp_size, at=at)
         self._move("remesh()")
         self._noted = None
 
     def metrics(self) -> dict[str, Any]:
-        """Return the loader's metrics; its ``wait_s`` is what this object waited for the loader."""
+        """Return the loader's metrics; their ``wait_s`` is the time this object waited for the loader."""
         numbers: dict[str, Any] = self.loader.metrics()
         return numbers
 
     def describe(self) -> str:
-        """Say what this object and the loader are at. From any thread."""
+        """Describe what this object and the loader are doing. May be called from any thread."""
         describe = getattr(self.loader, "describe", None)
         if describe is None:
             return self.describe_stage()
@@ -324,7 +333,7 @@ class DevicePrefetcher(Closable):
         return told if hasattr(self.loader, "add_stage") else f"{told}\n{self.describe_stage()}"
 
     def describe_stage(self) -> str:
-        """Say what this object is at. From any thread."""
+        """Describe what this object is doing. May be called from any thread."""
         flight = self._flight
         if flight is None:
             return f"prefetcher to {self.device}: not running"
@@ -334,7 +343,7 @@ class DevicePrefetcher(Closable):
         )
 
     def close(self) -> None:
-        """Wait for copies under way, let go of all memory, close the loader."""
+        """Wait for copies in progress, release all memory and close the loader."""
         if self._turn is not None:
             self._turn.close()
         try:
@@ -358,7 +367,7 @@ class DevicePrefetcher(Closable):
         return Watchdog(after_s, f"{self.device} gets no further", describe)
 
     def _move(self, what: str) -> None:
-        """End the loop in progress, because the method ``what`` takes the loader elsewhere."""
+        """End the current iteration, because the method named ``what`` moves the loader."""
         if self._turn is not None and (self._turn.has_begun or self._noted is not None):
             self._turn.move(what)
             self._stop()
@@ -369,7 +378,7 @@ class DevicePrefetcher(Closable):
             self._end(self._flight)
 
     def _end(self, flight: _Flight) -> None:
-        """Close ``flight``. If another's loader has begun the next epoch and the consumer has not, take it back."""
+        """Close ``flight``. If a foreign loader is already in the next epoch and the consumer is not, set it back."""
         is_over = flight.is_over
         try:
             flight.close()
@@ -388,7 +397,7 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
     """Return the CPU, or a CUDA device with its index.
 
     Raises:
-        ConfigError: There is no such device, or it is of another kind.
+        ConfigError: There is no such device, or it is neither a CPU nor a CUDA device.
     """
     has_cuda = torch.cuda.is_available()
     if device is None:
@@ -413,7 +422,7 @@ def resolve_device(device: str | int | torch.device | None) -> torch.device:
 
 
 class _DeviceBatches:
-    """Iterate one flight. The rules are those of ``streaming.epochs.iterator.Batches``."""
+    """Iterator over one flight, with the rules of ``streaming.epochs.iterator.Batches``."""
 
     def __init__(self, prefetcher: DevicePrefetcher, flight: _Flight, turn: Turn) -> None:
         self._prefetcher, self._flight, self._turn = prefetcher, flight, turn
@@ -450,7 +459,7 @@ class _DeviceBatches:
         raise StopIteration
 
     def close(self) -> None:
-        """End the iteration here. The loader goes on with the next epoch."""
+        """End this iteration; the loader continues with the next epoch."""
         self._is_over = True
         self._end()
 

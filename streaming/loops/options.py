@@ -263,10 +263,10 @@ def streaming_config(
 
 
 def check_one_size(shape: Shape) -> None:
-    """Refuse batches whose size changes, where a loop does not know them.
+    """Refuse a schedule of batch sizes for loops that do not support one.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The shape has a schedule.
     """
     if shape.ramp is not None:
         raise ConfigError(
@@ -285,10 +285,10 @@ def no_dataset(given: object) -> ConfigError:
 
 
 def refuse_what_deals(made: Any) -> None:
-    """Refuse loaders, which have dealt their samples out already, and several data sets at once.
+    """Refuse loaders, which have already dealt out their samples, and lists of data sets.
 
     Raises:
-        ConfigError: It is one of these; the message says what to give.
+        ConfigError: ``made`` is one of these; the message says what to give instead.
     """
     what = "dataset: expected one data set, got"
     if hasattr(made, "batch_sampler") or hasattr(made, "describe_stage"):  # torch's, ours, what wraps ours

@@ -1,4 +1,4 @@
-"""Share what the loops over ordinary torch data sets have: their choices, and how samples become a batch."""
+"""Hold what the loops over ordinary torch data sets share: their options, and how samples become a batch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from streaming.replicas.options import Broadcast, Replicas
 from streaming.samplers.retry import NoRow
 
 Sharding = Literal["auto", "worker_info", "self", "dispatch"]
-"""How an iterable data set is cut into parts (``loops.parts``), or dealt out (``loops.dispatch``)."""
+"""How an iterable data set is divided into parts (``loops.parts``), or dealt out (``loops.dispatch``)."""
 
 _log = logging.getLogger(__name__)
 
 _PRELOAD = "streaming.loops.map_style"
-"""What worker processes of both loops need: 0.3 s of imports that the server does once for all of them."""
-_FEEDER_S = 5.0  # for a daemon thread that has nothing more to do
+"""Module that worker processes of both loops need: 0.3 s of imports, done once by the fork server for all of them."""
+_FEEDER_S = 5.0  # for a daemon thread that has finished its work
 
 
 _MAP_ONLY = {
@@ -49,29 +49,31 @@ _ITERABLE_ONLY = {"sharding": "samples of a map-style data set are dealt out one
 @checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrdinaryDataset:
-    """Read a torch data set, map-style or iterable, with other choices than the usual ones.
+    """Read a map-style or iterable torch data set with options of its own.
 
-    A data set that needs none of them goes into ``DataLoader`` as it is::
+    A data set that needs no options can be given to ``DataLoader`` directly::
 
         DataLoader(dataset, 32)
         DataLoader(OrdinaryDataset(dataset, seed=3, on_error="skip"), 32)
         DataLoader(OrdinaryDataset(rows, sharding="dispatch"), 32)
 
     Attributes:
-        dataset: The data set, or a callable that makes one. Of all that follows None stands for the default.
+        dataset: The data set, or a callable that makes one. For all other attributes, None means the default.
         shuffle: For map-style data sets (default True).
-        seed: Of the order of map-style data sets, and of the random numbers that iterable ones draw (default 0).
-        on_error: For map-style data sets: ``"substitute"`` (the default), ``"skip"`` or ``"raise"``; see
-            ``RetrySampler``, as for the next two.
+        seed: Seed of the order of a map-style data set, and of the random numbers that an iterable one draws (default
+            0).
+        on_error: For map-style data sets: ``"substitute"`` (the default), ``"skip"`` or ``"raise"``; for this and the
+            next two, see ``RetrySampler``.
         max_retries: For map-style data sets (default 2).
         max_bad_samples: For map-style data sets (default 0.001).
-        sharding: How iterable data sets are cut: ``"auto"`` (the default), ``"worker_info"``, ``"self"``; or, where
-            they cannot be (a cursor, a socket), ``"dispatch"``: rank 0 alone iterates, by itself or in one worker, and
-            sends every rank its rows (docs/dispatch.md). ``DataLoader(…, replicate=Broadcast(…))`` then says how.
-        multiprocessing_context: How the ``num_workers`` torch processes start.
-        persistent_workers: Whether those of map-style data sets stay for the next epoch (default True).
-        timeout: Seconds that a batch of such processes may take (default 0: no limit); see ``stall_report_s``.
-        worker_init_fn: Called in such processes as they start.
+        sharding: How an iterable data set is divided: ``"auto"`` (the default), ``"worker_info"`` or ``"self"``. If it
+            cannot be divided (a cursor, a socket): ``"dispatch"``; only rank 0 iterates, itself or in one worker, and
+            sends every rank its rows (docs/dispatch.md); ``DataLoader(…, replicate=Broadcast(…))`` then configures how.
+        multiprocessing_context: Start method of the ``num_workers`` torch worker processes.
+        persistent_workers: Whether the worker processes of a map-style data set are kept for the next epoch (default
+            True).
+        timeout: Seconds that a batch from worker processes may take (default 0: no limit); see also ``stall_report_s``.
+        worker_init_fn: Called in each worker process when it starts.
     """
 
     dataset: Any = field(kw_only=False)
@@ -89,17 +91,17 @@ class OrdinaryDataset:
     def config(
         self, at_the_loader: Mapping[str, Any], mesh: DeviceMesh, replicas: Replicas, *, iterable: bool, **building: Any
     ) -> OrdinaryConfig:
-        """Return the choices of a loop over it.
+        """Return the options of a loop over this data set.
 
         Args:
-            at_the_loader: What was given to the loader by torch's names.
-            mesh: Where this process is.
-            replicas: What was chosen about replicas.
+            at_the_loader: Options that were given to the loader by torch's names.
+            mesh: The mesh, including this process's place in it.
+            replicas: The options about replicas.
             iterable: Whether the data set is iterable.
-            **building: What else an ``OrdinaryConfig`` holds.
+            **building: Further attributes of ``OrdinaryConfig``.
 
         Raises:
-            ConfigError: A choice cannot work for this data set, or was made twice, differently.
+            ConfigError: An option does not apply to this data set, or was given twice with different values.
         """
         own = [one.name for one in fields(self)[1:]]
         chosen = {name: value for name in own if (value := getattr(self, name)) is not None}
@@ -121,17 +123,18 @@ class OrdinaryDataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrdinaryConfig:
-    """The choices behind a loop over an ordinary data set; those of ``OrdinaryDataset`` with their defaults.
+    """Options of a loop over an ordinary data set; those of ``OrdinaryDataset`` with their defaults filled in.
 
     Attributes:
-        shape: Of the batches.
-        mesh: Where this process is.
-        num_workers: torch worker processes; 0: this process.
-        prefetch_factor: Batches asked for ahead, per worker.
-        pin_memory: Page-lock batches, where there is CUDA.
-        collate_fn: Of the list of samples of a batch, or None: ``streaming.batches.collate`` for dicts, else torch's.
-        jagged: Fields of such dicts whose values are laid end to end, and the form of each.
-        broadcast: How batches travel from the rank that reads, with ``sharding="dispatch"``.
+        shape: Shape of the batches.
+        mesh: The mesh, including this process's place in it.
+        num_workers: Number of torch worker processes; 0: this process.
+        prefetch_factor: Batches requested ahead, per worker.
+        pin_memory: Page-lock batches, if CUDA is available.
+        collate_fn: Function of the list of samples of a batch. None: ``streaming.batches.collate`` for dicts, else
+            torch's.
+        jagged: Fields of such dicts whose values are concatenated, and the form of each.
+        broadcast: How the reading rank sends batches to the others, with ``sharding="dispatch"``.
     """
 
     shape: Shape
@@ -185,10 +188,10 @@ class OrdinaryConfig:
 
 
 class Workers:
-    """How the worker processes of one loop start. Begins to start the server that they come from at once.
+    """Start the worker processes of one loop. Making one immediately starts the server that they are forked from.
 
     Args:
-        config: The loop's.
+        config: Options of the loop.
         num_workers: How many there will be.
     """
 

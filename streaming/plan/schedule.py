@@ -1,4 +1,4 @@
-"""Change weights, or a number, with the rows of a mixture; sampled into segments: ``Schedule``, a pure value."""
+"""Describe how weights, or a number, change with the rows of a run, as a pure value: ``Schedule``."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ Value: TypeAlias = Mapping[str, float] | float
 """The weights of sources by name, or one number."""
 Shape: TypeAlias = Literal["linear", "root", "cosine", "steps"]
 MAX_SEGMENTS = 2**16
-_UNIT = 2**32  # of the way from start to end: rounded to it, so that a library's cosine is the same on every machine
+_UNIT = 2**32  # the fraction of the ramp is rounded to this grid, so that cosine gives the same value on every machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Say how weights change over the rows of a mixture: samples counted over all ranks, from the run's first one.
+    """Change weights, or a number, over the rows of a run: samples counted over all ranks from the start of the run.
 
-    A ramp is a staircase of ``segments`` steps, each with the value in its middle, so that the shares over the whole
-    ramp are those of the smooth one. Behind ``over`` rows the end value stays. A schedule is a value: equal ones
-    compare equal, and it is written into checkpoints as it is. Make one by a class method::
+    A ramp is a staircase of ``segments`` steps. Each step has the ramp's value at its middle, so that shares over the
+    whole ramp equal those of the smooth curve. After ``over`` rows the end value holds. A schedule is a plain value: it
+    compares by content and is stored in checkpoints. Use the class methods to make one::
 
         Schedule.linear({"web": 0.9, "code": 0.1}, {"web": 0.5, "code": 0.5}, over=1_000_000)
         Schedule.steps({0: {"web": 1, "code": 0}, 10**6: {"web": 1, "code": 1}})
         Schedule.root(0.1, 1.0, over=100_000)          # one number, as a Curriculum takes it
 
     Attributes:
-        shape: How it goes from ``start`` to ``end``.
-        start: Value before the first row.
+        shape: Curve from ``start`` to ``end``.
+        start: Value at row 0.
         end: Value from row ``over`` on.
-        over: Rows of the ramp.
-        num_segments: Steps of the staircase.
-        degree: Of the root.
-        listed: Of shape "steps": rows and the values from there on.
+        over: Length of the ramp in rows.
+        num_segments: Number of steps of the staircase.
+        degree: Degree of the root.
+        listed: For the shape "steps": rows, and the value from each on.
     """
 
     shape: Shape
@@ -65,37 +65,42 @@ class Schedule:
 
     @classmethod
     def linear(cls, start: Value, end: Value, *, over: int, segments: int = 256) -> Schedule:
-        """Go from ``start`` to ``end`` in equal steps over so many rows.
+        """Make a linear ramp from ``start`` to ``end`` over ``over`` rows.
 
         Raises:
-            ConfigError: Names differ, a number is negative or none, or ``over`` is no positive integer.
+            ConfigError: The names of ``start`` and ``end`` differ, a value is not a number of at least 0, or ``over``
+                is not a positive integer.
         """
         return cls(shape="linear", start=_plain(start), end=_plain(end), over=over, num_segments=segments)
 
     @classmethod
     def root(cls, start: Value, end: Value, *, over: int, degree: float = 2.0, segments: int = 256) -> Schedule:
-        """Go fast first: after a part ``x`` of ``over``, ``x ** (1 / degree)`` of the way (``fixed_root`` elsewhere).
+        """Make a ramp that changes fast at first. DeepSpeed calls it ``fixed_root``.
+
+        After the fraction ``x`` of ``over`` it has gone ``x ** (1 / degree)`` of the way.
 
         Raises:
-            ConfigError: As :meth:`linear`.
+            ConfigError: As for :meth:`linear`.
         """
         return cls(shape="root", start=_plain(start), end=_plain(end), over=over, num_segments=segments, degree=degree)
 
     @classmethod
     def cosine(cls, start: Value, end: Value, *, over: int, segments: int = 256) -> Schedule:
-        """Begin and end slowly: after a part ``x`` of ``over``, ``(1 - cos(pi x)) / 2`` of the way.
+        """Make a ramp that begins and ends slowly.
+
+        After the fraction ``x`` of ``over`` it has gone ``(1 - cos(pi x)) / 2`` of the way.
 
         Raises:
-            ConfigError: As :meth:`linear`.
+            ConfigError: As for :meth:`linear`.
         """
         return cls(shape="cosine", start=_plain(start), end=_plain(end), over=over, num_segments=segments)
 
     @classmethod
     def steps(cls, values: Mapping[int, Value]) -> Schedule:
-        """Hold the value of the last row named: ``{0: …, 10**6: …}``; the first row is 0.
+        """Make a schedule of constant values, each from its row on: ``{0: …, 10**6: …}``; the first row must be 0.
 
         Raises:
-            ConfigError: Rows are no integers, 0 is missing, or names differ.
+            ConfigError: A row is not an integer, 0 is missing, or names differ.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"Schedule.steps: expected a dict such as {{0: …, 10**6: …}}, got {values!r}")
@@ -105,12 +110,13 @@ class Schedule:
 
     @classmethod
     def custom(cls, function: Callable[[int], Value], *, over: int, segments: int = 256) -> Schedule:
-        """Sample a function of the row: in the middle of each of ``segments`` parts, and at ``over`` for all behind it.
+        """Make a schedule from a function of the row.
 
-        It is called here alone: checkpoints hold the values.
+        The function is evaluated in the middle of each of ``segments`` parts and at ``over``. The value at ``over``
+        holds for all later rows. It is called only here; checkpoints hold its values.
 
         Raises:
-            ConfigError: As :meth:`linear`.
+            ConfigError: As for :meth:`linear`.
         """
         if not callable(function):
             raise ConfigError(f"Schedule.custom: expected a function of a row, got {function!r}")
@@ -123,12 +129,12 @@ class Schedule:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sources named, sorted; () where values are numbers."""
+        """The sources that the values name, sorted; () if values are numbers."""
         value = self.segments()[0][1]
         return tuple(sorted(value)) if isinstance(value, Mapping) else ()
 
     def segments(self) -> list[tuple[int, Value]]:
-        """Return rows, from 0, and the value from each one on; neighbours differ."""
+        """Return the rows at which the value changes, beginning with 0, and the value from each row on."""
         found: list[tuple[int, Value]] = []
         for row, value in self._all_segments():
             if not found or found[-1][1] != value:
@@ -139,7 +145,7 @@ class Schedule:
         """Return the value at a row.
 
         Raises:
-            ConfigError: There is no such row.
+            ConfigError: ``row`` is not a non-negative integer.
         """
         row = checked_count("Schedule.at: row", row)
         return value_at(self.segments(), row)
@@ -153,10 +159,10 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, data: Any) -> Schedule:
-        """Return the schedule of :meth:`to_dict`.
+        """Rebuild a schedule from the dict of :meth:`to_dict`.
 
         Raises:
-            StateError: It is none.
+            StateError: The dict is malformed.
         """
         try:
             if data["shape"] == "steps":
@@ -178,7 +184,7 @@ class Schedule:
         return [*made, (self.over, self.end)]
 
     def _between(self, part: float) -> Value:
-        """Return the value after a part of the ramp."""
+        """Return the value at a fraction of the ramp."""
         way = round(_way(self.shape, part, self.degree) * _UNIT) / _UNIT
         low: Any = self.start
         high: Any = self.end  # of the same kind: checked when made
@@ -188,12 +194,12 @@ class Schedule:
 
 
 def value_at(steps: Sequence[tuple[int, _T]], row: int) -> _T:
-    """Return the value that holds at a row, of rows that ascend from 0 and the value from each one on."""
+    """Return the value that applies at ``row``, given ascending rows (from 0) and the value from each on."""
     return [value for start, value in steps if start <= row][-1]
 
 
 def _called(function: Callable[[int], Value], row: int) -> Value:
-    """Return a user's function at a row; what it raises says so."""
+    """Call a user's function with a row, and add a note to any error it raises."""
     try:
         return function(row)
     except Exception as error:
@@ -210,16 +216,16 @@ def _way(shape: Shape, part: float, degree: float) -> float:
 
 
 def _borders(over: int, segments: int) -> list[int]:
-    """Return where the parts of a ramp begin, and its end; no part is empty."""
+    """Return the rows at which the parts of a ramp begin, and its end; no part is empty."""
     parts = min(segments, over)
     return [over * number // parts for number in range(parts + 1)]
 
 
 def _plain(value: Any) -> Value:
-    """Return a value of plain Python numbers, checked.
+    """Return a value as plain Python numbers, validated.
 
     Raises:
-        ConfigError: It is none, or holds what is no number from 0 on.
+        ConfigError: It is neither a number of at least 0 nor a dict of such numbers.
     """
     if isinstance(value, Mapping):
         checked_weights(value)
@@ -242,7 +248,7 @@ def _check_steps(listed: Sequence[tuple[int, Value]]) -> None:
 
 
 def _check_alike(values: Sequence[Value]) -> None:
-    """Refuse values that are not all numbers, or name different sources.
+    """Refuse values that are not all numbers, or that name different sources.
 
     Raises:
         ConfigError: They differ.
@@ -259,10 +265,10 @@ def _check_alike(values: Sequence[Value]) -> None:
 
 
 def checked_weights(weights: Mapping[str, float], what: str = "weights") -> dict[str, Fraction]:
-    """Return weights as exact numbers; ``what`` they are in messages.
+    """Validate weights and return them as exact fractions; ``what`` names them in messages.
 
     Raises:
-        ConfigError: One is negative or no number, or none is above 0.
+        ConfigError: A weight is negative or not a number, or none is above 0.
     """
     exact = {}
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""Choose the order of a data set and the shape of its batches: what a user may set, and the defaults."""
+"""Hold the user's choices of order and batch shape, with their defaults."""
 
 from __future__ import annotations
 
@@ -35,21 +35,25 @@ _Count = TypeVar("_Count", int, Int64Array)
 @checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShuffleConfig:
-    """How an epoch is shuffled; all of it belongs to the order's identity and is saved with a checkpoint.
+    """Configure how an epoch is shuffled. All of it is part of the order's identity and is saved in checkpoints.
+
+    ::
+
+        dataset = StreamingDataset(url, shuffle=ShuffleConfig(seed=7, window=4096))
 
     Attributes:
         seed: Seed of the order; overrides the data set's ``seed`` if given.
         window: W, in samples: how far a sample may move within its lane. None: twice the mean number of samples per
-            chunk, with which a lane draws from about five chunks at a time.
-        lanes: L: into how many equal parts an epoch is cut, each going through its chunks on its own. None: the largest
-            divisor of the global batch size up to max(16, an eighth of it).
+            chunk, so that a lane draws from about five chunks at a time.
+        lanes: L, the number of equal parts of an epoch, each with its own sequence of chunks. None: the largest divisor
+            of the global batch size that is at most max(16, an eighth of it).
         scope: ``"global"``: every epoch permutes all chunks. ``"lane"``: every epoch permutes the chunks within each
-            lane, and a lane keeps its samples: while the number of ranks stays and divides the lanes, a rank reads the
-            same samples in every epoch, so that its node's cache serves all but the first. It mixes less: samples of
-            different lanes meet only in batches.
+            lane, and lanes keep their samples: as long as the number of ranks stays the same and divides the lanes, a
+            rank reads the same samples in every epoch, so its node's cache serves all epochs but the first. This mixes
+            less, because samples of different lanes meet only in batches.
 
     Raises:
-        ConfigError: One of them is no integer, or out of range.
+        ConfigError: A value is not an integer, or is out of range.
     """
 
     seed: int | None = None
@@ -76,7 +80,7 @@ def order_settings(
     num_chunks: int,
     scope: Scope = "global",
 ) -> OrderSettings:
-    """Return the order of a data set under a loader: what the user chose, and defaults where he chose nothing.
+    """Return the order of a data set under a loader: the user's choices, with defaults for the rest.
 
     Args:
         shuffle: False: storage order, whatever ``lanes`` and ``window`` say.
@@ -84,9 +88,9 @@ def order_settings(
         lanes: L, or None for the default of the global batch size.
         window: W in samples, or None for twice the mean number of samples per chunk.
         global_batch_size: G.
-        num_samples: Samples of the data set.
-        num_chunks: Its chunks.
-        scope: What a pass permutes.
+        num_samples: Number of samples in the data set.
+        num_chunks: Number of its chunks.
+        scope: What each pass permutes.
     """
     if not shuffle:
         return OrderSettings(seed=seed, lanes=1, window=0, shuffle=False)
@@ -100,17 +104,17 @@ def order_settings(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Count the batches and rows of an epoch that is dealt out in order, whatever the samples are.
+    """Compute the batches and rows of an epoch that is dealt out in order, whatever the samples are.
 
     Attributes:
         global_batch_size: G, samples of one batch over all ranks.
-        num_ranks: R, the data-parallel ranks.
-        last_batch: What becomes of samples that do not fill a batch; see ``Plan``.
+        num_ranks: R, the number of data-parallel ranks.
+        last_batch: What to do with samples that do not fill a batch; see ``Plan``.
         epoch_size: Samples of an epoch; None: as many as there are.
-        ramp: Batch sizes that change with the rows of the run, of which ``global_batch_size`` is one; None: it stays.
+        ramp: Batch sizes by row of the run, of which ``global_batch_size`` is one; None: a constant size.
 
     Raises:
-        ConfigError: A number is no integer or out of range, or ``last_batch`` none of the three.
+        ConfigError: A number is not an integer or is out of range, or ``last_batch`` is none of the three.
     """
 
     global_batch_size: int

@@ -1,4 +1,4 @@
-"""Choose what the ranks of one data share get of its batches, and who of them reads."""
+"""Choose how the ranks of one data share get their batches, and which of them read."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ def _as_it_is(batch: Any) -> Any:
 @checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """Of the ranks of one data share the first reads and decodes, the others get its batches over torch.distributed.
+    """Let one rank of each data share read and decode, and send its batches to the others over torch.distributed.
 
-    Batches must be made of tensors, arrays, byte strings, text, numbers, None, and lists, tuples and dicts of these.
+    Batches may consist of tensors, arrays, byte strings, text, numbers, None, and of lists, tuples and dicts of these.
+    ::
+
+        loader = DataLoader(dataset, 8, replicate=Broadcast(timeout_s=120))
 
     Attributes:
-        timeout_s: How long ranks may differ in starting to iterate, and how long a rank may give no sign of life. A
-            slow store or a long training step do not count.
-        encode: Function of a batch on the reading rank that makes of it one of these things, where ``collate_fn`` does
-            not.
+        timeout_s: How far apart ranks may start to iterate, and how long a rank may show no sign of life, in seconds.
+            Slow stores and long training steps do not count.
+        encode: Function that turns a batch into these types on the reading rank, if ``collate_fn`` returns something
+            else.
         decode: Its inverse, on the other ranks.
     """
 
@@ -50,12 +53,12 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """The choices about replicas, as the loader got them.
+    """The loader's options about replicas.
 
     Attributes:
         replicate: ``"read"``: each rank reads for itself; ``"broadcast"`` or a ``Broadcast``: one reads for all.
-        stage_fields: What pipeline stages use, or None: all use everything.
-        sequence: How context-parallel peers share a sequence, or None: all get all of it.
+        stage_fields: Entries that pipeline stages use, or None: all stages use everything.
+        sequence: How context-parallel ranks slice sequences, or None: all get all of it.
     """
 
     replicate: Literal["read", "broadcast"] | Broadcast = "read"
@@ -71,10 +74,10 @@ class Replicas:
                 raise ConfigError(f"{name}: expected a {kind.__name__}(…) or None, got {value!r}")
 
     def check_plain(self, *, dispatch: bool = False) -> None:
-        """Check that nothing was chosen; with ``sharding="dispatch"`` nothing but how batches travel.
+        """Check that no option was set; ``dispatch``, for ``sharding="dispatch"``, allows ``replicate``.
 
         Raises:
-            ConfigError: Something was, which ordinary data sets cannot have.
+            ConfigError: An option was set that ordinary data sets do not support.
         """
         if self != Replicas(replicate=self.replicate if dispatch else "read"):
             raise ConfigError(
@@ -83,22 +86,19 @@ class Replicas:
             )
 
     def broadcast(self, mesh: DeviceMesh) -> Broadcast | None:
-        """Return how one rank reads for others.
-
-        None: this rank reads for itself, as one without replicas always does.
-        """
+        """Return how one rank reads for the others, or None if this rank reads for itself."""
         if self.replicate == "read" or mesh.replica_world_size == 1:
             return None
         return self.replicate if isinstance(self.replicate, Broadcast) else Broadcast()
 
     def built(self, mesh: DeviceMesh) -> Portion:
-        """Tell what batches are cut down to where they are built: on a rank that reads for others, to their needs."""
+        """Return the portion of batches to build on this rank; a rank that reads for others builds whole batches."""
         if self.broadcast(mesh) is None:
             return self.portion(mesh)
         return Portion(counts=self.stage_fields is not None)
 
     def check(self, on_error: str) -> None:
-        """Check against the data set's policy.
+        """Check these options against the data set's ``on_error``.
 
         Raises:
             ConfigError: Stages without payload could not know which samples were skipped.
@@ -110,7 +110,7 @@ class Replicas:
             )
 
     def portion(self, mesh: DeviceMesh) -> Portion:
-        """Return what the rank that ``mesh`` speaks for uses of a batch.
+        """Return the portion of a batch that the rank of ``mesh`` uses.
 
         Raises:
             ConfigError: The mesh has no axis for ``sequence``.
@@ -130,7 +130,7 @@ class Replicas:
 
 
 class CountedRun:
-    """The batches of a stage that needs no data: right counts and masks from the plan alone; reads nothing."""
+    """Yield batches for a pipeline stage that needs no data: counts and masks come from the plan; nothing is read."""
 
     def __init__(self, plan: Plan, dp_rank: int) -> None:
         self._batches = self._counts(plan, dp_rank)
@@ -149,9 +149,9 @@ class CountedRun:
         return next(self._batches)
 
     def close(self) -> None:
-        """Do nothing: nothing runs."""
+        """Drop the remaining batches; there is nothing to stop."""
         self._batches = iter(())
 
     def describe(self) -> str:
-        """Say what it is at, for people."""
+        """Describe the current activity, for reports."""
         return "a pipeline stage without data: nothing to wait for"

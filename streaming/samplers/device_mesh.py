@@ -9,8 +9,8 @@
             ...
             state = sampler.state_dict()
 
-``follow`` is what makes the state exact: torch asks for indices some batches before the training loop gets to see them,
-so a sampler alone cannot know what was consumed.
+``follow`` makes the state exact: torch requests indices several batches before the training loop receives them, so a
+sampler on its own cannot know how many batches were consumed.
 """
 
 from __future__ import annotations
@@ -42,52 +42,55 @@ __all__ = ["DeviceMeshSampler", "RetrySampler"]
 _BATCH = TypeVar("_BATCH")
 _ITEM = TypeVar("_ITEM")
 _END: Any = object()
-_BLOCK_ROWS = 8192  # rows planned at once: amortises NumPy's calls; 0.5 MiB
+_BLOCK_ROWS = 8192  # rows planned at once, to amortise NumPy's call overhead; 0.5 MiB
 _CHUNK = 2**30  # a plan counts samples of a chunk in 32 bits
 _MAX_SAMPLES = 2**50
 
 
 @checks_names()
 class DeviceMeshSampler(Sampler[Any]):
-    """Batches of indices for this data-parallel rank: a ``batch_sampler`` for ``torch.utils.data.DataLoader``.
+    """Yield batches of indices for this data-parallel rank: a ``batch_sampler`` for ``torch.utils.data.DataLoader``.
 
-    Without a batch size it gives single indices, for ``sampler=``, as torch's ``DistributedSampler`` does::
+    Without a batch size it yields single indices, for ``sampler=``, like torch's ``DistributedSampler``::
 
         sampler = DeviceMeshSampler(dataset, num_replicas=world_size, rank=rank)
         loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
 
-    In an epoch every index goes to exactly one data-parallel rank once, and all ranks get the same number of batches.
-    Global batch k depends on (number of samples, seed, epoch, global batch size) alone, not on the world size; its rows
-    are dealt to the ranks in order. Shuffling is a uniform permutation per pass and takes no memory to speak of.
+    In an epoch every index goes to exactly one data-parallel rank, and all ranks get the same number of batches. Global
+    batch k depends only on the number of samples, the seed, the epoch and the global batch size, not on the world size;
+    its rows are dealt to the ranks in order. Shuffling is a uniform permutation per pass, computed in constant memory.
 
-    Every ``iter`` begins the next epoch, but for the first after the making, ``set_epoch`` or ``load_state_dict``: that
-    begins where these say. ``set_epoch`` keeps a loaded position where the epoch is the same. The state of an iteration
-    that was left early points to the batch that would have come next.
+    Each ``iter`` begins the next epoch. The first one after construction, ``set_epoch`` or ``load_state_dict`` begins
+    where these say; ``set_epoch`` keeps a loaded position if the epoch is the same. If an iteration is left early, the
+    state points to the batch that would have come next.
 
-    For one thread.
+    Use it from one thread.
 
     Args:
-        dataset: A data set with a length, or the length.
-        batch_size: Samples per data-parallel rank; or give ``global_batch_size``, or none of them: single indices.
+        dataset: A data set with a length, or the length itself.
+        batch_size: Samples per data-parallel rank. Give this, ``global_batch_size``, or neither for single indices.
         global_batch_size: Samples over all data-parallel ranks.
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: see ``infra.MeshFinder``.
-        num_replicas: torch's name: so many data-parallel ranks, in place of ``device_mesh``; default: as found.
-        rank: torch's name: which of them this process is; default: as found.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it; see ``infra.MeshFinder``.
+        num_replicas: torch's name for the number of data-parallel ranks, in place of ``device_mesh``; default:
+            detected.
+        rank: torch's name for this process's data-parallel rank; default: detected.
         shuffle: False: the data set's own order.
-        seed: Of the shuffling.
-        last_batch: What becomes of samples that do not fill a global batch: ``"drop"``, ``"partial"`` (for as many
-            samples as there are ranks, or more: torch's loader cannot make a batch of no samples), or ``"pad"``, which
-            repeats indices; ``valid_mask`` tells them apart. Single indices know no ``"partial"``.
-        drop_last: torch's name: True for ``last_batch="drop"``, False for ``"partial"``, of single indices ``"pad"``.
-        epoch_size: Samples in a virtual epoch over endless repetition; default: one pass.
+        seed: Seed of the order.
+        last_batch: What happens to samples that do not fill a global batch. ``"drop"`` leaves them out; ``"partial"``
+            gives smaller batches (there must be at least as many samples as ranks, because torch's loader cannot make
+            an empty batch); ``"pad"`` repeats indices, and ``valid_mask`` tells which are real. Single indices do not
+            support ``"partial"``.
+        drop_last: torch's name: True means ``last_batch="drop"``; False means ``"partial"``, or ``"pad"`` for single
+            indices.
+        epoch_size: Samples in a virtual epoch over endless repetition of the data; default: one pass.
 
     Attributes:
-        shape: Of the batches: their size over all ranks, the ranks, the tail, the epoch.
-        position: Where it stands.
-        epoch_samples: Samples of a whole epoch, all ranks together.
+        shape: Shape of the batches: global batch size, number of ranks, last batch, epoch size.
+        position: Current position.
+        epoch_samples: Samples of a whole epoch, over all ranks.
 
     Raises:
-        ConfigError: An argument, or a combination, cannot work.
+        ConfigError: An argument or a combination of arguments is invalid.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class DeviceMeshSampler(Sampler[Any]):
         self._deal_to(self._finder.mesh)
 
     def __len__(self) -> int:
-        """Count the batches in a whole epoch, the same on every rank."""
+        """Return the number of batches in a whole epoch; it is the same on every rank."""
         self._look_again()
         return self.shape.batches_in(self.epoch_samples)
 
@@ -131,15 +134,17 @@ class DeviceMeshSampler(Sampler[Any]):
 
     @property
     def samples_seen(self) -> int:
-        """Samples of the epoch in progress that all ranks together have consumed, as far as is known here."""
+        """Samples of the current epoch that all ranks together have consumed, as far as this process knows."""
         return self.position.samples_seen
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield lists of indices for the epoch due, or the rest of it; without a batch size, single ones.
+        """Return an iterator over the indices of the next epoch, or the rest of it.
+
+        It yields lists of indices, or single ones if there is no batch size.
 
         Raises:
-            ConfigError: Batches are given to torch's loader as ``sampler=``; or, on all ranks, there are fewer samples
-                in the tail than ranks, under ``last_batch="partial"``.
+            ConfigError: A sampler of batches was given to torch's loader as ``sampler=``; or, with
+                ``last_batch="partial"``, the last batch has fewer samples than there are ranks (raised on all ranks).
         """
         if self.is_single:
             return _Indices(self, 0, lambda rows, _: int(rows[0]))
@@ -151,21 +156,24 @@ class DeviceMeshSampler(Sampler[Any]):
         return _Indices(self, 0, lambda rows, _: rows.tolist())
 
     def iterate_with_substitutes(self, count: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-        """Iterate, each index with ``count`` others that may stand in for it; for ``RetrySampler``."""
+        """Iterate over indices, each with ``count`` others that may replace it; for ``RetrySampler``."""
         return _Indices(self, count, with_substitutes)
 
     def row_of_others(self, plan: Plan, batch: int, count: int) -> tuple[int, tuple[int, ...]]:
-        """Return an index, with ``count`` others, that another rank has in a batch of ``plan`` without rows here."""
+        """Return an index, with ``count`` substitutes, of another rank, for a batch in which this one has no rows."""
         block = plan.rank_batches(batch, batch + 1, plan.dp_world_size - 1)  # the last rank has a row if any has
         (row, *_), (others, *_) = self._rows(block, self.order, count)
         return int(row), tuple(others.tolist())
 
     def follow(self, loader: Iterable[_BATCH]) -> Lasting[_BATCH]:
-        """Yield the batches of ``loader``, counted as they are handed out: ``state_dict`` is then exact.
+        """Yield the batches of ``loader`` and count them as they are handed out, which makes ``state_dict`` exact.
 
         Args:
-            loader: A ``torch.utils.data.DataLoader`` whose ``batch_sampler`` or ``sampler`` this is (or a
-                ``RetrySampler`` over it).
+            loader: A ``torch.utils.data.DataLoader`` whose ``batch_sampler`` or ``sampler`` is this object, or a
+                ``RetrySampler`` over it.
+
+        Raises:
+            ConfigError: The loader does not use this sampler.
         """
         return Lasting(self._follow(loader))
 
@@ -189,13 +197,13 @@ class DeviceMeshSampler(Sampler[Any]):
                 return
             run.turn.check()
             batch = next(batches, _END)
-        if run.is_asked_out:  # the loader has left out what does not fill a batch: the epoch is over all the same
+        if run.is_asked_out:  # the loader dropped its incomplete last batch, but the epoch is over
             run.count(self.position, run.plan.num_batches)
 
     def valid_mask(self, batch: int) -> torch.Tensor:
-        """Return bool[B]: which rows of batch number ``batch`` of the running iteration are real, and not padding.
+        """Return a mask, bool [B], of the rows of batch number ``batch`` that are real rather than padding.
 
-        The number counts from the iteration's first batch, so it is that of ``enumerate(loader)``.
+        Batches are counted from the first one of the running iteration, as by ``enumerate(loader)``.
 
         Raises:
             ConfigError: No iteration has begun, or it has no such batch.
@@ -205,11 +213,11 @@ class DeviceMeshSampler(Sampler[Any]):
         return torch.from_numpy(self._latest.plan.rank_batches(batch, batch + 1, self.mesh.data_rank).valid)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``; if it is the one due, a loaded position is kept."""
+        """Go to the start of ``epoch``. If that epoch is already next, a loaded position is kept."""
         self.position.set_epoch(epoch)
 
     def set_seed(self, seed: int) -> None:
-        """Take a new order from the next epoch that starts."""
+        """Shuffle with a new seed, from the next epoch that starts."""
         self.position.set_seed(seed)
 
     def state(self, *, num_consumed: int | None = None) -> LoaderState:
@@ -227,24 +235,27 @@ class DeviceMeshSampler(Sampler[Any]):
         )  # fmt: skip
 
     def state_dict(self, *, num_consumed: int | None = None) -> dict[str, Any]:
-        """Return the position: small, JSON-able, the same on every rank, valid on any world size.
+        """Return the position: a small JSON-serialisable dict, the same on every rank, valid for any world size.
 
         Args:
-            num_consumed: Batches of the latest iteration that were consumed. Needed only where neither ``follow`` is
-                used nor torch's ``num_workers`` is 0: torch then asks for indices ahead of what it hands out.
+            num_consumed: Number of batches of the latest iteration that were consumed. Needed only without ``follow``
+                and with worker processes, since torch then requests indices ahead of the batches it hands out.
+
+        Raises:
+            ConfigError: The latest iteration has fewer batches than ``num_consumed``.
         """
         return self.state(num_consumed=num_consumed).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``, of any world size.
+        """Continue from a ``state_dict`` of any world size.
 
         Raises:
-            StateError: It is malformed, or belongs to another data set or epoch size.
+            StateError: The state is malformed, or belongs to another data set or epoch size.
         """
         self.load(LoaderState.from_dict(state))
 
     def load(self, state: LoaderState) -> bool:
-        """See ``load_state_dict``; tell whether an iteration in progress ends by it."""
+        """Load a state object; see ``load_state_dict``. Return whether this ends an iteration in progress."""
         if state.fingerprint != f"map:{self.num_samples}":
             raise StateError(
                 f"this state belongs to another data set: {state.num_samples} samples, {state.fingerprint!r}; this is "
@@ -258,16 +269,16 @@ class DeviceMeshSampler(Sampler[Any]):
         return self.position.load(place, state.next_seed)
 
     def batches_left(self, samples_seen: int) -> int:
-        """Count the batches of an epoch that come after its first ``samples_seen`` samples."""
+        """Return the number of batches of an epoch after its first ``samples_seen`` samples."""
         return self.shape.batches_in(self.epoch_samples - samples_seen)
 
     def use_seed(self, seed: int | None) -> None:
-        """Take up the seed of an epoch that begins; None: as before."""
+        """Adopt the seed of an epoch that begins; None keeps the current one."""
         if seed is not None:
             self.order = replace(self.order, seed=seed)
 
     def rows(self, plan: Plan, num_substitutes: int) -> Iterator[tuple[Int64Array, Int64Array]]:
-        """Yield, for each batch of ``plan``, this rank's indices int64[B] and substitutes int64[B, num_substitutes]."""
+        """Yield this rank's indices int64 [B] and substitutes int64 [B, num_substitutes] of each batch of ``plan``."""
         order, rank = self.order, self.mesh.data_rank
         per_block = max(1, _BLOCK_ROWS * plan.dp_world_size // plan.global_batch_size)
         for first in range(0, plan.num_batches, per_block):
@@ -277,7 +288,7 @@ class DeviceMeshSampler(Sampler[Any]):
                 yield rows[start:stop], others[start:stop]
 
     def plan(self, place: Place) -> Plan:
-        """Plan the batches from ``place`` on, over positions alone; the permutation comes after, sample by sample."""
+        """Plan the batches from ``place`` on, as positions; the permutation is applied to each of them later."""
         whole, rest = divmod(self.num_samples, _CHUNK)
         return Plan.of(
             self.shape, [_CHUNK] * whole + [rest] * (rest > 0), OrderSettings.unshuffled(), epoch=place.epoch,
@@ -285,7 +296,7 @@ class DeviceMeshSampler(Sampler[Any]):
         )  # fmt: skip
 
     def _begin(self, turn: Turn) -> _Run:
-        """Begin an iteration; when the first batch is asked for: torch may make two iterators, and use the second."""
+        """Begin an iteration, once its first batch is requested: torch may make two iterators and use the second."""
         self._look_again(to_read=True)
         place, seed = self.position.begin(turn)
         self.use_seed(seed)
@@ -295,7 +306,7 @@ class DeviceMeshSampler(Sampler[Any]):
         return self._latest
 
     def _rows(self, block: RankBatches, order: OrderSettings, count: int) -> tuple[Int64Array, Int64Array]:
-        """Return indices int64[n] of planned rows, and others int64[n, count] for each."""
+        """Return the indices of planned rows, int64 [n], and substitutes for each, int64 [n, count]."""
         others = substitutes(block.passes, block.positions, seed=order.seed, num_samples=self.num_samples, count=count)
         return self._indices(block, order), others
 
@@ -309,7 +320,7 @@ class DeviceMeshSampler(Sampler[Any]):
         return indices
 
     def _permutation(self, seed: int, pass_number: int) -> Permutation:
-        """Return that of one pass; the latest two are kept, as an epoch may touch both."""
+        """Return the permutation of one pass; the latest two are cached, because an epoch may span two passes."""
         found = self._permutations.get((seed, pass_number))
         if found is None:
             while len(self._permutations) > 1:
@@ -322,7 +333,7 @@ class DeviceMeshSampler(Sampler[Any]):
             self._deal_to(self._finder.mesh)
 
     def _deal_to(self, mesh: DeviceMesh) -> None:
-        """Plan for the ranks of ``mesh``; positions count samples over all ranks, and hold on any mesh."""
+        """Plan for the ranks of ``mesh``. Positions count samples over all ranks, so they are valid for any mesh."""
         self.mesh = mesh
         shape = Shape.chosen(*self._sizes, mesh.data_world_size, **self._tail)
         if self.is_single and shape.last_batch == "partial":  # as torch has it with drop_last=False

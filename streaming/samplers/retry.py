@@ -1,4 +1,4 @@
-"""Retry damaged and unreachable samples of a map-style data set, then replace and name them: ``RetrySampler``.
+"""Retry damaged and unreachable samples of a map-style data set, then replace and report them: ``RetrySampler``.
 
 ::
 
@@ -8,9 +8,9 @@
         ...
     sampler.bad        # what was replaced, and why
 
-A sample is fetched once, by the worker that puts it into its batch: the sampler adds to each index what may stand in
-for it, and ``sampler.dataset`` (the data set behind a thin wrapper) makes use of that only when the data set raises or
-returns None.
+A sample is fetched once, by the worker that puts it into its batch. The sampler attaches possible substitutes to each
+index, and ``sampler.dataset`` (a thin wrapper around the data set) uses them only if the data set raises or returns
+None.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ _FATES = {
 
 
 class MapStyle(Protocol):
-    """What a map-style data set has."""
+    """Interface of a map-style data set."""
 
     def __getitem__(self, index: int, /) -> Any:
         """Return one sample."""
 
     def __len__(self) -> int:
-        """Return samples."""
+        """Return the number of samples."""
 
 
 class Candidates(int):
-    """An index that knows which others may stand in for it. To anything else it is that index."""
+    """An index that also carries substitutes. To any other code it is just the index."""
 
     substitutes: tuple[int, ...]
 
     def __new__(cls, index: int, substitutes: tuple[int, ...]) -> Self:
-        """Return the index with its substitutes, first choice first."""
+        """Return the index with its substitutes, in order of preference."""
         made = super().__new__(cls, index)
         made.substitutes = substitutes
         return made
@@ -78,50 +78,51 @@ class Candidates(int):
 
 
 class StandIn(Candidates):
-    """An index in place of a row that this rank does not have: its sample says what a row looks like."""
+    """An index in place of a row that this rank does not have: its sample shows what a row looks like."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoRow:
-    """The sample of a ``StandIn``: no row of the batch."""
+    """The sample of a ``StandIn``, which is not a row of the batch."""
 
     sample: Any
 
 
 @checks_names()
 class RetrySampler(Sampler[Any]):
-    """A sampler over another one, and a data set to go with it, that do not stop at invalid samples.
+    """Wrap a sampler and its data set so that invalid samples do not stop the iteration.
 
-    Give ``sampler.dataset`` to the ``DataLoader`` in place of ``dataset``. A sample is invalid if ``dataset[i]``
-    raises or is None. It is fetched again only after errors that may pass (``OSError`` but "not found" and "no
-    permission", so also ``streaming.errors.TransferError``); then another sample takes its place:
+    Give ``sampler.dataset`` to torch's ``DataLoader`` in place of ``dataset``. A sample is invalid if ``dataset[i]``
+    raises or returns None. It is fetched again only after errors that may be transient (``OSError`` other than "not
+    found" and "permission denied"; this includes ``streaming.errors.TransferError``). Then another sample takes its
+    place:
 
-    - over a ``DeviceMeshSampler``: a random one of the data set, which depends on seed and position alone, so that a
-      batch holds the same samples on any world size;
-    - over any other sampler: a neighbour of the same batch (or, of single indices, one of the next ones), so that no
-      sample comes from outside what that sampler selects.
+    - over a ``DeviceMeshSampler``: a random sample of the data set that depends only on the seed and the position, so
+      that a batch holds the same samples on any world size;
+    - over any other sampler: a neighbour in the same batch (for single indices, one of the nearby ones), so that no
+      sample comes from outside that sampler's selection.
 
-    Wrapper and data set go to worker processes as they are (by fork, or pickled). For one thread.
+    Wrapper and data set are sent to worker processes as they are (by fork, or pickled). Use it from one thread.
 
     Args:
-        sampler: A sampler or batch sampler: gives indices, or lists of them.
-        dataset: The map-style data set that the indices are for.
-        max_retries: Further attempts after errors that may pass.
-        backoff_s: Wait before the first of them, random up to that; doubles each time.
-        max_substitutes: How many others are tried before the sample's own error is raised, or it is skipped; default:
-            8, under ``"skip"`` 0.
-        on_error: ``"substitute"``, as above. ``"skip"``: a sample is left out of its batch, which gets smaller, where
-            ``max_substitutes`` others (here 0 by default) failed too; not under torch's ``batch_size=None``, and a
-            batch of which nothing is left is an error. ``"raise"`` raises its error after the retries.
-        max_bad_samples: A count (int), or a share of the epoch (float) rounded up, beyond which the iteration stops: of
-            the epoch over all ranks where torch.distributed knows them, else on this rank.
-        metrics: Where ``bad_samples`` are counted; default: an own one.
+        sampler: A sampler or batch sampler, which yields indices or lists of them.
+        dataset: The map-style data set that the indices refer to.
+        max_retries: Further attempts after errors that may be transient.
+        backoff_s: Upper bound of the random wait before the first retry, in seconds; it doubles with each retry.
+        max_substitutes: Number of other samples to try before the sample's own error is raised, or it is skipped;
+            default: 8, or 0 for ``"skip"``.
+        on_error: ``"substitute"``: as above. ``"skip"``: leave the sample out of its batch, which becomes smaller, once
+            ``max_substitutes`` others have failed too; this is not possible with torch's ``batch_size=None``, and a
+            batch that becomes empty is an error. ``"raise"``: raise its error after the retries.
+        max_bad_samples: Stop the iteration when there are more bad samples than this number (int) or fraction of the
+            epoch (float, rounded up), counted over all ranks if torch.distributed is initialised, else on this rank.
+        metrics: Where to count ``bad_samples``; default: a new ``Metrics``.
 
     Attributes:
         dataset: The data set for the ``DataLoader``.
 
     Raises:
-        TooManyBadSamplesError: From the loop, once ``max_bad_samples`` is exceeded; it names the last ones.
+        TooManyBadSamplesError: From the loop, once ``max_bad_samples`` is exceeded; the message lists the latest ones.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class RetrySampler(Sampler[Any]):
         )
 
     def __len__(self) -> int:
-        """Return what the sampler says."""
+        """Return the length of the sampler."""
         return len(self.sampler)  # type: ignore[arg-type]  # samplers without a length raise TypeError, as torch's do
 
     def __iter__(self) -> Iterator[Any]:
@@ -179,9 +180,9 @@ class RetrySampler(Sampler[Any]):
         return Lasting(self._indices())
 
     def follow(self, loader: Iterable[_BATCH]) -> Lasting[_BATCH]:
-        """Return the batches of ``loader``, after a look at what was bad.
+        """Yield the batches of ``loader``, checking for bad samples before each.
 
-        Counted as ``DeviceMeshSampler.follow`` does.
+        Batches are counted as by ``DeviceMeshSampler.follow``.
         """
         return Lasting(self._follow(loader))
 
@@ -197,10 +198,10 @@ class RetrySampler(Sampler[Any]):
             self._log.finish(len(self._dataset) // num_ranks)
 
     def check(self) -> None:
-        """Take note of what workers reported so far.
+        """Collect what workers have reported so far.
 
         Raises:
-            TooManyBadSamplesError: It is more than ``max_bad_samples``.
+            TooManyBadSamplesError: There are more bad samples than ``max_bad_samples``.
         """
         self._take_reports()
         found, where = len(self._bad), "on this rank"
@@ -214,7 +215,10 @@ class RetrySampler(Sampler[Any]):
             )
 
     def close(self) -> None:
-        """Give back what it holds, once there are no more worker processes; ``bad`` stays. It can be used again."""
+        """Release resources when there are no more worker processes.
+
+        ``bad`` is kept, and the sampler can be used again.
+        """
         self._take_reports()
         self._reports.close()
 
@@ -222,32 +226,33 @@ class RetrySampler(Sampler[Any]):
     def bad(self) -> list[dict[str, Any]]:
         """The bad samples of this epoch on this rank, each once.
 
-        ``number`` is the index, ``reason`` its error, ``substitute`` the index in its place (None: it was one itself).
+        ``number`` is the index, ``reason`` its error, ``substitute`` the index used in its place (None: it was a
+        substitute itself).
         """
         self._take_reports()
         return list(self._bad.values())
 
     @property
     def epoch(self) -> int:
-        """Of the sampler."""
+        """The sampler's epoch."""
         return int(self.sampler.epoch)  # type: ignore[attr-defined]
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass it on to the sampler."""
+        """Forward to the sampler."""
         self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
 
     def state_dict(self, **options: Any) -> dict[str, Any]:
-        """Return that of the sampler."""
+        """Return the sampler's state."""
         state: dict[str, Any] = self.sampler.state_dict(**options)  # type: ignore[attr-defined]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Pass it on to the sampler."""
+        """Forward to the sampler."""
         self.sampler.load_state_dict(state)  # type: ignore[attr-defined]
 
     @property
     def _mesh(self) -> DeviceMesh | None:
-        """Of the sampler, if it has one."""
+        """The sampler's mesh, if it has one."""
         mesh = getattr(self.sampler, "mesh", None)
         return mesh if isinstance(mesh, DeviceMesh) else None
 
