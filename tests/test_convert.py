@@ -223,6 +223,11 @@ def test_csv(tmp_path: Path, suffix: str, delimiter: str) -> None:
     source.write_text(delimiter.join("ab") + "\n1\n")
     with pytest.raises(DataError, match=r"in\.[ct]sv:2: expected 2 values, got 1"):
         convert(str(source), str(tmp_path / "other"))
+    odd = tmp_path / "in" / "all.tsv" / f"a.{suffix}"  # a folder's name says nothing
+    odd.parent.mkdir(parents=True)
+    odd.write_text(f"a{delimiter}b\n1{delimiter}{'x' * 200_000}\n")
+    convert(str(tmp_path / "in"), str(tmp_path / "long"))
+    assert json.loads(members(tmp_path / "long")["000000000.json"]) == {"a": "1", "b": "x" * 200_000}
 
 
 def test_parquet_images_arrays_and_scalars(tmp_path: Path) -> None:
@@ -232,15 +237,17 @@ def test_parquet_images_arrays_and_scalars(tmp_path: Path) -> None:
         "label": [1, None, 3],
         "score": [0.5, float("nan"), float("inf")],
         "tags": [["a"], [], None],
+        "hashes": pa.array([[2**64 - 1, 1], [], [1]], pa.list_(pa.uint64())),
     }
     pq.write_table(pa.table(rows), tmp_path / "in.parquet", row_group_size=2)
     convert(str(tmp_path / "in.parquet"), str(tmp_path / "out"))
     found = members(tmp_path / "out")
     assert found["000000000.png"] == PNG
     assert found["000000001.jpg"] == JPG
-    tokens = np.load(io.BytesIO(found["000000000.tokens.npy"]), allow_pickle=False)
-    assert tokens.dtype == np.int64
-    assert tokens.tolist() == [1, 2, 3]
+    for column, dtype in (("tokens", np.int64), ("hashes", np.uint64)):
+        arrays = [np.load(io.BytesIO(found[f"{i:09d}.{column}.npy"]), allow_pickle=False) for i in range(3)]
+        assert [array.dtype for array in arrays] == [dtype] * 3, "an empty list is of its column's type, too"
+        assert [array.tolist() for array in arrays] == pa.array(rows[column]).to_pylist()
     told = [json.loads(found[f"{i:09d}.json"]) for i in range(3)]
     assert told[0] == {"label": 1, "score": 0.5, "tags": ["a"]}
     assert told[1] == {"label": None, "score": None, "tags": []}
@@ -256,6 +263,30 @@ def test_parquet_several_binary_columns_are_named_by_column(tmp_path: Path) -> N
     options = ConvertOptions(fields=(("Left", "left.jpg"), ("right eye", "-"), ("id", "txt")))
     convert(str(tmp_path / "in.parquet"), str(tmp_path / "two"), options=options)
     assert members(tmp_path / "two") == {"000000000.left.jpg": PNG, "000000000.txt": b"k"}
+    options = ConvertOptions(fields=(("Left", "-"), ("right eye", "-"), ("id", "tok.npy")))
+    pq.write_table(
+        pa.table({"Left": [PNG], "right eye": [PNG], "id": pa.array([[]], pa.list_(pa.int8()))}),
+        tmp_path / "in.parquet",
+    )
+    convert(str(tmp_path / "in.parquet"), str(tmp_path / "three"), options=options)
+    assert np.load(io.BytesIO(members(tmp_path / "three")["000000000.tok.npy"])).dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "said"),
+    [
+        ({"Image": PNG, "image": PNG}, (), "'Image' and 'image' would both become the field 'image.png'"),
+        ({"a b": [1], "a_b": [2]}, (), "'a b' and 'a_b' would both become the field 'a_b.npy'"),
+        ({"image": PNG, "caption": "x"}, (("caption", "png"),), "'image' and 'caption' would both .*=NAME.png"),
+        ({"chat": "{}", "label": 1}, (("chat", "json"),), "'chat' and 'label' .* --field chat=NAME.json"),
+    ],
+)  # fmt: skip
+def test_no_column_takes_the_place_of_another(
+    tmp_path: Path, row: dict[str, object], fields: tuple[tuple[str, str], ...], said: str
+) -> None:
+    pq.write_table(pa.table({name: [value] for name, value in row.items()}), tmp_path / "in.parquet")
+    with pytest.raises(DataError, match=rf"in\.parquet, row group 0, row 0: the columns {said}"):
+        convert(str(tmp_path / "in.parquet"), str(tmp_path / "out"), options=ConvertOptions(fields=fields))
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:
@@ -427,6 +458,9 @@ def test_stopped_after_the_last_shard(tmp_path: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:-512])
     assert convert(str(source), str(tmp_path / "out"), options=options).num_resumed_samples == 0, "of another size"
     assert tree(tmp_path / "out") == calm
+    (tmp_path / "out" / "000000.tar").unlink()  # as a run with overwrite=True leaves it that is killed meanwhile
+    assert convert(str(source), str(tmp_path / "out"), options=options).num_resumed_samples == 0, "not done any more"
+    assert tree(tmp_path / "out") == calm
 
 
 def test_duplicate_key_across_a_stop(tmp_path: Path) -> None:
@@ -562,6 +596,7 @@ def test_sniff(payload: bytes, extension: str) -> None:
 
 def test_dump_json_is_strict() -> None:
     assert dump_json({"a": [float("nan"), 1.5], "b": {"c": float("-inf")}}) == b'{"a":[null,1.5],"b":{"c":null}}'
+    assert dump_json({"map": [("k", float("nan"))]}) == b'{"map":[["k",null]]}'
     with pytest.raises(DataError, match="binary value of 3 bytes"):
         dump_json({"a": [b"abc"]})
 
@@ -570,4 +605,7 @@ def test_dump_npy_takes_numbers_only() -> None:
     with pytest.raises(DataError, match="ragged"):
         dump_npy([[1], [1, 2]])
     with pytest.raises(DataError, match="numbers are needed"):
-        dump_npy([None, 1])
+        dump_npy([None, 1], "float64")
+    with pytest.raises(DataError, match="whole numbers below 0"):
+        dump_npy([2**63, -1])
+    assert dump_npy([[2**63 + 1, 1]]) == dump_npy([[2**63 + 1, 1]], "uint64"), "not rounded"

@@ -20,7 +20,7 @@ from shard_tools.running.engine import map_ordered
 from streaming.arrays import sums
 from streaming.catalog.lines import MAX_LINE_BYTES, json_line, scan_lines
 from streaming.errors import ConfigError, DataError, StorageError
-from streaming.storage import Storage
+from streaming.storage import Storage, split_url
 from streaming.types import Int64Array
 
 _BLOCK_BYTES = 8 << 20
@@ -186,7 +186,8 @@ class CsvFiles(FileSource):
     def _rows(self, stream: BinaryIO, file: SourceFile) -> Iterator[tuple[dict[str, object] | DataError, str]]:
         errors = "surrogateescape" if self._mapper.tolerant else "strict"
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors=errors, newline="")
-        delimiter = "\t" if ".tsv" in file.name.lower() else ","
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))  # Python's own 131,072 refuses longer texts
+        delimiter = "\t" if ".tsv" in split_url(file.name)[1].lower() else ","
         reader = csv.reader(_bounded_lines(text, file.url), delimiter=delimiter, strict=True)
         try:
             header = next(reader, None)

@@ -202,7 +202,10 @@ def _prepare(
                 f"{redact(place.directory)} holds another conversion ({found.differences(journal)}); give another "
                 "target, run with the same source and options to go on, or begin anew with --overwrite"
             )
-        return _earlier_work(place, storage, complete=found.complete, position=position)
+        earlier = _earlier_work(place, storage, found, position=position)
+        if found.complete and not earlier.complete:  # shards are gone: a run that was to overwrite them was stopped
+            save_journal(place.directory, journal, storage)
+        return earlier
     save_journal(place.directory, journal, storage)
     return _Earlier()
 
@@ -222,16 +225,18 @@ def _is_ours(url: str, place: Destination) -> bool:
     return name.startswith("_shardstream/") or ("/" not in name and name.endswith(".tar"))
 
 
-def _earlier_work(place: Destination, storage: Storage, *, complete: bool, position: str | None) -> _Earlier:
+def _earlier_work(place: Destination, storage: Storage, journal: Journal, *, position: str | None) -> _Earlier:
     """Return the finished shards: numbered from 0 without a gap, each with its sample table, of the size it tells.
 
-    Unless all is done the last one is left out and written again: so there is always a shard to write, and with it
-    the writer publishes the chunk table, which may be what the stopped run had not come to.
+    All is done where the journal says so and they hold as many samples. Else the last one is left out and written
+    again: so there is always a shard to write, and with it the writer publishes the chunk table, which may be what the
+    stopped run had not come to.
     """
     sizes = {info.url: info.size_bytes for info in storage.list(place.directory)}
     tables: list[SampleTable] = []
     while (table := _finished_shard(place, len(tables), sizes, storage)) is not None:
         tables.append(table)
+    complete = journal.complete and sum(table.num_samples for table in tables) == journal.num_samples
     if not complete:
         tables = tables[:-1]
     num_samples = sum(table.num_samples for table in tables)

@@ -118,7 +118,7 @@ def _fit_mapper(mapper: RowMapper, schema: pa.Schema) -> RowMapper:
     return replace(
         mapper,
         num_binary=sum(_is_binary(column.type) for column in free),
-        arrays=frozenset(column.name for column in free if _is_numeric_list(column.type)),
+        arrays={column.name: kind for column in schema if (kind := _kind_of_items(column.type)) is not None},
     )
 
 
@@ -128,8 +128,11 @@ def _is_binary(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
 
 
-def _is_numeric_list(kind: pa.DataType) -> bool:
+def _kind_of_items(kind: pa.DataType) -> str | None:
+    """Return as what the items of a list of numbers are stored; None for all else."""
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
-        return False
+        return None
     inner = kind.value_type
-    return bool(pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner))
+    if pa.types.is_integer(inner):
+        return "uint64" if inner == pa.uint64() else "int64"
+    return "float64" if pa.types.is_floating(inner) else "bool" if pa.types.is_boolean(inner) else None

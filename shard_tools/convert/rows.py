@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -62,20 +62,39 @@ def _without_nan(value: object) -> object:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _without_nan(item) for key, item in value.items()}
-    return [_without_nan(item) for item in value] if isinstance(value, list) else value
+    return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def dump_npy(value: Sequence[object]) -> bytes:
-    """Return a list of numbers as ``.npy``: int64, float64 or bool, as many dimensions as the nesting has."""
+def dump_npy(value: Sequence[object], dtype: str | None = None) -> bytes:
+    """Return a list of numbers as ``.npy``, as many dimensions as the nesting has.
+
+    Args:
+        value: The numbers.
+        dtype: Their type, where a table tells it: an empty list has it, too. Else int64, float64 or bool, as they look;
+            uint64 for whole numbers of which one needs it.
+
+    Raises:
+        DataError: They are no numbers, or make no rectangle.
+    """
     try:
-        array = np.asarray(value)
+        array = np.asarray(value, None if None in value else dtype)
+        if dtype is None and array.dtype.kind == "f" and array.size and _all_whole(value):
+            array = np.asarray(value, np.uint64)  # NumPy's own choice would round them
     except ValueError as error:
         raise DataError(f"a ragged list of length {len(value)} has no .npy form; store it as json") from error
+    except OverflowError as error:
+        raise DataError(
+            "whole numbers below 0 beside some from 2**63 on have no .npy form; store them as json"
+        ) from error
     if array.dtype.kind not in "biuf":
         raise DataError(f"a list of {array.dtype} has no .npy form; numbers are needed, or store it as json")
     out = io.BytesIO()
     np.lib.format.write_array(out, array, allow_pickle=False)
     return out.getvalue()
+
+
+def _all_whole(value: object) -> bool:
+    return all(map(_all_whole, value)) if isinstance(value, list) else isinstance(value, int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +109,14 @@ class RowMapper:
         key_field: The column that holds the key; None or ``"number"``: the row's number.
         num_binary: How many binary columns the table has: where there is more than one, their fields are called
             ``column.ext``, else ``ext``.
-        arrays: Columns to be stored as ``column.npy``.
+        arrays: Type of the items of columns that hold lists of numbers, to be stored as ``column.npy``.
         tolerant: A row that cannot be stored is a record with a ``problem``, and not an error.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
     key_field: str | None = None
     num_binary: int = 1
-    arrays: frozenset[str] = frozenset()
+    arrays: Mapping[str, str] = field(default_factory=dict)
     tolerant: bool = False
 
     @classmethod
@@ -142,29 +161,49 @@ class RowMapper:
 
     def _fields(self, row: Mapping[str, object], raw: bytes | None) -> dict[str, bytes]:
         extensions = dict(self.fields)
-        fields: dict[str, bytes] = {}
+        found: list[tuple[str, str, bytes]] = []  # column, field, content
         rest: dict[str, object] = {}
         for column, value in row.items():
             if column in extensions:
-                if extensions[column] != DROP and value is not None:
-                    fields[extensions[column]] = encode_value(value, extensions[column], column)
+                if (name := extensions[column]) != DROP and value is not None:
+                    found.append((column, name, encode_value(value, name, column, self.arrays.get(column))))
             elif (payload := as_payload(value)) is not None:
-                fields[self._binary_name(column, payload)] = payload
+                found.append((column, self._binary_name(column, payload), payload))
             elif column in self.arrays and isinstance(value, list):
-                fields[f"{safe_extension(column)}.npy"] = dump_npy(value)
+                found.append((column, f"{safe_extension(column)}.npy", dump_npy(value, self.arrays[column])))
             else:
                 rest[column] = value
-        if len(rest) == len(row) and raw is not None:
-            fields["json"] = raw
-        elif rest:
-            fields["json"] = dump_json(rest)
-        if not fields:
+        if rest:
+            found.append(
+                (next(iter(rest)), "json", raw if raw is not None and len(rest) == len(row) else dump_json(rest))
+            )
+        if not found:
             raise DataError("nothing is left of this row; name fewer columns with --field COLUMN=-")
+        fields = {name: content for _, name, content in found}
+        if len(fields) < len(found):
+            _refuse_twice(found)
         return fields
 
     def _binary_name(self, column: str, payload: bytes) -> str:
         extension = sniff_extension(payload)
         return extension if self.num_binary == 1 else f"{safe_extension(column)}.{extension}"
+
+
+def _refuse_twice(found: Sequence[tuple[str, str, bytes]]) -> None:
+    """Refuse that one column takes the place of another: in what was found, as (column, field, content).
+
+    Raises:
+        DataError: Naming the columns and the field.
+    """
+    first: dict[str, str] = {}
+    for column, name, _ in found:
+        if name in first:
+            raise DataError(
+                f"the columns {first[name]!r} and {column!r} would both become the field {name!r}; give one of them "
+                f"another with --field {first[name]}=NAME.{name.rpartition('.')[2]}, or leave it out with --field "
+                f"{first[name]}=-"
+            )
+        first[name] = column
 
 
 def unreadable(number: int, where: str, problem: DataError) -> Record:
@@ -186,8 +225,8 @@ def as_payload(value: object) -> bytes | None:
     return None
 
 
-def encode_value(value: object, extension: str, column: str) -> bytes:
-    """Return ``value`` as the content of a field called ``extension``.
+def encode_value(value: object, extension: str, column: str, dtype: str | None = None) -> bytes:
+    """Return ``value`` as the content of a field called ``extension``; ``dtype`` is that of a list's items.
 
     Raises:
         DataError: If the value has no such form.
@@ -199,7 +238,7 @@ def encode_value(value: object, extension: str, column: str) -> bytes:
     if last == "json":
         return dump_json(value)
     if last == "npy" and isinstance(value, list):
-        return dump_npy(value)
+        return dump_npy(value, dtype)
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, (int, float, decimal.Decimal)):
