@@ -23,6 +23,7 @@ from shard_tools.columns import join
 from streaming import DataLoader, Mixture, StreamingDataset
 from streaming.errors import ConfigError, DataError, IndexFormatError, IndexMismatchError, StateError
 from streaming.index.sample_table import SampleTable
+from streaming.storage import Storage
 
 NUM = 90
 
@@ -404,6 +405,11 @@ def test_computing_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pyt
         sys.modules.pop(name)
         importlib.invalidate_caches()
         linecache.checkcache()
+        with monkeypatch.context() as patch:  # stopped at its second deletion
+            once = [Storage.delete]
+            patch.setattr(Storage, "delete", lambda *given, once=once: once.pop()(*given))
+            with pytest.raises(IndexError):
+                run("column", "add", data, "size", "--compute", f"{name}:once", "--overwrite")
         added(data, "size", "--compute", f"{name}:once", "--overwrite")
         assert len(kept(data, f"size = {size}")) == NUM
 

@@ -155,9 +155,12 @@ class ColumnTarget:
             again: False: what was written of this version before a stop is not asked for again. Of a finished column,
                 which is overwritten, nothing is taken over.
         """
-        self.begin()
         if not again:  # a finished column may hold what another helper, or another module, made the function compute
-            list(map_ordered(self.storage.delete, _files_of(self.storage, self._taken, self.name), THREADS))
+            gone = _files_of(self.storage, self._taken, self.name)
+            documents = {join_url(home, column_document_path(self.name)) for home in self._taken}
+            # Before the documents: without these, files count as written by a run of this very work that was stopped.
+            list(map_ordered(self.storage.delete, [url for url in gone if url not in documents], THREADS))
+        self.begin()
         progress.start(total_bytes=None, total=len(self.urls))
 
         def one(shard: int) -> Filled:

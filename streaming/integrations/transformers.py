@@ -23,6 +23,7 @@ def use_loader(trainer: Trainer, loader: DataLoader) -> None:
 
     The trainer counts in steps, so give ``global_batch_size=``: an epoch has then the same steps on any number of
     ranks. Names of a batch that the model's ``forward`` does not take are left out (``remove_unused_columns``).
+    Called again, it puts another loader in the place of the first.
 
     ::
 
@@ -35,7 +36,7 @@ def use_loader(trainer: Trainer, loader: DataLoader) -> None:
     """
     expect_loader("use_loader(trainer, loader)", loader)
 
-    class LoaderPosition(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers' are not typed
+    class LoaderPosition(_Position):
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"position": loader.state_dict()}}
 
@@ -45,8 +46,13 @@ def use_loader(trainer: Trainer, loader: DataLoader) -> None:
                 loader.load_state_dict(saved["attributes"]["position"])
                 _check_place(loader, state.global_step, args)
 
+    trainer.remove_callback(_Position)  # of a loader given before: of two that are saved, none would be found again
     trainer.add_callback(LoaderPosition())
     trainer.get_train_dataloader = lambda: _TrainerLoader(loader, trainer)
+
+
+class _Position(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers' are not typed
+    """Save the position of a trainer's loader, and load it."""
 
 
 class _TrainerLoader:

@@ -44,6 +44,7 @@ def train(stop_at: int, global_batch_size: int = 12) -> tuple[list[list[int]], i
     arguments = TrainingArguments(FOLDER, num_train_epochs=2, save_steps=1, gradient_accumulation_steps=4, **QUIET)
     trainer = Trainer(model, arguments, callbacks=[StopAt(stop_at)])
     loader = DataLoader(StreamingDataset(URL), global_batch_size=global_batch_size)
+    use_loader(trainer, DataLoader(StreamingDataset(URL), batch_size=1))  # a notebook's cell that is run again
     use_loader(trainer, loader)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(FOLDER))
     return model.seen, trainer.state.global_step, loader
