@@ -201,6 +201,11 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def some_names(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
 def resolve_batch_size(batch_size: int | None, global_batch_size: int | None, num_ranks: int) -> int:
     """Return the global batch size of ``num_ranks`` data-parallel ranks; exactly one of the two sizes is to be given.
 

@@ -344,7 +344,7 @@ def test_a_mixture_by_tokens_takes_a_late_column(tmp_path: Path) -> None:
         added(data, "tokens", "--from", str(file), "--on", "key")
     sources = {"short": StreamingDataset(short), "long": StreamingDataset(long)}
     mix = Mixture(sources, weights={"short": 1, "long": 1}, unit="tokens")
-    assert mix.start_entry().weights == pytest.approx({"short": 7 / 8, "long": 1 / 8})
+    assert mix.begun().last.weights == pytest.approx({"short": 7 / 8, "long": 1 / 8})
 
 
 # --- computed ---

@@ -17,7 +17,7 @@ from test_shares import oracle
 
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.exact import ExactLanes
-from streaming.mixing.lanes import drawn_before
+from streaming.mixing.forecast import drawn_before
 from streaming.mixing.passes import Sources, Weights
 from streaming.mixing.quotas import ExactPasses, QuotaTree
 from streaming.mixing.shares import BatchShares, ShareTree

@@ -22,8 +22,8 @@ from servers import MiniS3Server
 
 from shard_tools import ShardWriter
 from streaming import DataLoader, DeviceMeshFetcher, Mixture, Schedule, ShuffleConfig, StreamingDataset
-from streaming.datasets import mixture as mixtures
 from streaming.errors import ConfigError, IndexMissingError, StateError, TooManyBadSamplesError
+from streaming.loops import shares
 from streaming.plan import memory as budget
 from streaming.plan.plan import Plan
 
@@ -502,7 +502,7 @@ def test_weights_of_a_running_job_let_a_source_be_dropped_too(sets: dict[str, Sa
 def test_of_sources_that_are_too_many_for_a_state_it_says_that_they_stay(
     sets: dict[str, SampleSet], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixtures, "_MOST_LAID", 1)
+    monkeypatch.setattr(shares, "_MOST_LAID", 1)
     with DataLoader(mixture(sets, weights=dict.fromkeys(SIZES, 1), shuffle=FEW_LANES), batch_size=12) as loader:
         take(loader, 5)
         with caplog.at_level(logging.INFO, "streaming"):
@@ -652,7 +652,7 @@ def test_one_source_alone_is_a_mixture(sets: dict[str, SampleSet]) -> None:
 def test_nested_shares_multiply(sets: dict[str, SampleSet]) -> None:
     text = Mixture({"en": sets["web"].open(), "de": sets["math"].open()}, weights={"en": 3, "de": 1})
     mix = Mixture({"text": text, "code": sets["code"].open()}, weights={"text": 0.8, "code": 0.2})
-    assert mix.start_entry().weights == pytest.approx({"code": 0.2, "text/de": 0.2, "text/en": 0.6})
+    assert mix.begun().last.weights == pytest.approx({"code": 0.2, "text/de": 0.2, "text/en": 0.6})
     by_size = Mixture({"text": mixture(sets, "web math"), "code": sets["code"].open()})
     assert len(by_size) == 202
     with pytest.raises(ConfigError, match=r"'text' is a mixture without end.*ends="):
@@ -665,13 +665,13 @@ def test_shares_of_bytes_are_divided_by_the_mean_size(
     with caplog.at_level(logging.INFO, "streaming"):
         mix = mixture(sets, "web code", weights={"web": 1, "code": 1}, unit="bytes")
     means = {name: float(one.chunk_bytes.sum() / one.chunk_samples.sum()) for name, one in mix.leaves.items()}
-    shares = mix.start_entry().weights
+    shares = mix.begun().last.weights
     assert shares["web"] * means["web"] == pytest.approx(shares["code"] * means["code"])
     assert f"web {means['web']:.1f}" in caplog.text
     filtered = Mixture({"web": sets["web"].open(where="__key__ != '00001'")}, weights={"web": 1}, unit="bytes")
     assert filtered.sizes["web"] == mix.sizes["web"] - 1
     assert filtered.units_per_sample["web"] == pytest.approx(means["web"])  # of samples as they lie in chunks
-    shares = mix.changed(mix.begun(), {"web": 1, "code": 3}, row=100).last.weights  # so are those of set_weights
+    shares = mix.begun().changed(mix.weighed({"web": 1, "code": 3}), 100).last.weights  # so are those of set_weights
     assert shares["web"] * means["web"] * 3 == pytest.approx(shares["code"] * means["code"])
     with pytest.raises(ConfigError, match=r"source '.*' has no column \"tokens\".*column add"):
         mixture(sets, "web code", weights={"web": 1, "code": 1}, unit="tokens")

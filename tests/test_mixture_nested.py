@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from infra import DeviceMesh
 from streaming import Mixture, ShuffleConfig, StreamingDataset
+from streaming.loops.shares import resumed
 from streaming.plan.ledger import Ledger
 from streaming.plan.plan import Plan
 
@@ -129,7 +130,7 @@ def check_worlds(mix: Mixture, size: int, ranks: int, others: int, stop: int, ep
     assert batches_of(plan_of(mix, size, ranks, **options)) == whole
     stop = min(stop, len(whole) - 1)
     saved = Ledger.from_list(json.loads(json.dumps(mix.begun(size).to_list())))
-    went_on = mix.resumed(saved, mix.order_settings(size), stop * size)
+    went_on = resumed(mix, saved, mix.order_settings(size), stop * size)
     assert went_on == mix.begun(size)
     assert batches_of(plan_of(mix, size, others, ledger=went_on, start=stop * size, **options)) == whole[stop:]
     # Ranks along other axes than data have the data rank of one share.

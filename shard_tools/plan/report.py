@@ -273,7 +273,7 @@ def _plan_mixture(mixture: Mixture, options: PlanOptions) -> PlanReport:
         mixture.chunk_samples, lambda order: mixture.orders(order, ledger), num_samples if mixture.is_endless else None
     )
     begin = options.epoch * whole.num_samples
-    reads = reads_of(mixture, mixture.drawn(ledger, begin, whole.num_samples))
+    reads = reads_of(mixture, mixture.forecast(ledger).drawn(begin, whole.num_samples))
     chunks = _Chunks(whole, mixture, reads)
     report = _report(chunks, options, None)
     loads = Loads(whole, mixture.chunk_bytes, reads, spans=None, memory_limit_bytes=options.memory_limit_bytes)

@@ -12,7 +12,7 @@ from shard_tools.plan.loads import Loads, RankLoad
 from shard_tools.plan.sources import Floats, Reads, sets_of
 from shard_tools.running.report import Report
 from streaming.index.spans import SPAN_BYTES
-from streaming.mixing.lanes import drawn_before
+from streaming.mixing.forecast import Forecast, drawn_before
 from streaming.plan import memory as budget
 from streaming.plan.ledger import Ledger
 from streaming.types import Int64Array
@@ -104,11 +104,12 @@ def shares_of(
     covered = min(plan.num_batches * plan.global_batch_size, plan.num_samples)
     rows = sorted({covered * part // _POINTS for part in range(1, _POINTS + 1)})
     counts = _counted(loads, mixture, [begin, *(begin + row for row in rows)])
-    targets = _targets(mixture, ledger, [begin, *(begin + row for row in rows)])
+    forecast = mixture.forecast(ledger)
+    targets = _targets(forecast, mixture.names, [begin, *(begin + row for row in rows)])
     drawn, wanted = counts[-1], targets[-1]
     strayed = np.ceil(np.abs(counts - targets).max(axis=0)).astype(np.int64)
     by_source = _Fetched.of(mixture, loads, found)
-    begins = _begins(mixture, ledger, begin, covered, plan.global_batch_size)
+    begins = forecast.pass_rows(begin, _PASSES_TOLD)
     exact = _exact(mixture, loads, drawn)
     sources = tuple(
         SourceShare(
@@ -120,7 +121,11 @@ def shares_of(
             realised=int(drawn[at]) / covered,
             strayed=int(strayed[at]),
             passes=int(drawn[at]) / mixture.sizes[name],
-            begins=begins[name],
+            begins={
+                number + 1: (row - begin) // plan.global_batch_size
+                for row, number in begins[name]
+                if row <= begin + covered
+            },
             num_requests=round(factor * by_source.num_requests[at]),
             read_bytes=round(factor * by_source.read_bytes[at]),
             amplification=factor * by_source.read_bytes[at] / max(int(drawn[at]) * _mean_bytes(one), 1),
@@ -161,28 +166,10 @@ def _counted(loads: Loads, mixture: Mixture, rows: Sequence[int]) -> Int64Array:
     return table
 
 
-def _targets(mixture: Mixture, ledger: Ledger, rows: Sequence[int]) -> Floats:
+def _targets(forecast: Forecast, names: Sequence[str], rows: Sequence[int]) -> Floats:
     """Return what each source should have given; float64[rows, S]."""
-    shares = [mixture.drawn(ledger, rows[0], row - rows[0]) for row in rows]
-    return np.array([[share[name] for name in mixture.names] for share in shares])
-
-
-def _begins(mixture: Mixture, ledger: Ledger, begin: int, covered: int, batch: int) -> dict[str, dict[int, int]]:
-    """Return the step, of those that the plan begins with, at which each source begins its next passes, by its share.
-
-    Shares hold still between the rows of the ledger, so what is drawn is linear between them.
-    """
-    borders = sorted({begin, begin + covered, *(row for row, _ in ledger.segments() if begin < row < begin + covered)})
-    drawn = [mixture.drawn(ledger, 0, row) for row in borders]
-    found: dict[str, dict[int, int]] = {}
-    for name, size in mixture.sizes.items():
-        along = np.array([one[name] for one in drawn])
-        first = int(along[0] // size) + 1
-        numbers = np.arange(first, min(int(along[-1] // size), first + _PASSES_TOLD - 1) + 1)
-        rows = np.interp(numbers * size, along, borders) if len(numbers) else np.empty(0)
-        steps = ((rows - begin) // batch).astype(np.int64).tolist()
-        found[name] = dict(zip((numbers + 1).tolist(), steps, strict=True))
-    return found
+    shares = [forecast.drawn(rows[0], row - rows[0]) for row in rows]
+    return np.array([[share[name] for name in names] for share in shares])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

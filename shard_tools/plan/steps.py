@@ -220,7 +220,7 @@ class PlannedRun:
             raise AssertionError("a run without end is of a mixture")
         row = self.state.samples_seen
         names = {self._sets[number][0] for number, _ in places}
-        shares = mixture.drawn(ledger, row, self.global_batch_size)
+        shares = mixture.forecast(ledger).drawn(row, self.global_batch_size)
         ahead = [mixture.sizes[name] / shares[name] for name in names if shares.get(name)]
         orders: Any = self._orders
         first = -(-orders.known_from * self.state.order.lanes // self.global_batch_size)

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from streaming.arguments import checks_names, is_number
+from streaming.arguments import checks_names, is_number, some_names
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.grouped import (
     ELSEWHERE,
@@ -22,7 +22,7 @@ from streaming.datasets.grouped import (
     grouped,
     resharding,
 )
-from streaming.datasets.mixture import Quotas, some_names
+from streaming.datasets.mixture import Quotas
 from streaming.errors import ConfigError
 from streaming.filters.groups import Codes, Counted, Values, labels_of
 from streaming.plan.schedule import Schedule

@@ -12,14 +12,13 @@ from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 import numpy as np
 
 from infra import agent_store
-from streaming.arguments import check_choice, checked_flag, option_names
+from streaming.arguments import check_choice, checked_flag, option_names, some_names
 from streaming.datasets.dataset import StreamingDataset
-from streaming.datasets.mixture import Mixture, Quotas, some_names
+from streaming.datasets.mixture import Mixture, Quotas
 from streaming.errors import ConfigError, StateError
 from streaming.filters.groups import Coding, Counted, Grouping, group_samples
 from streaming.job.store import job_peers
 from streaming.plan.ledger import Ledger
-from streaming.plan.order import OrderSettings
 from streaming.plan.schedule import Schedule
 from streaming.storage import redact
 from streaming.types import Sample, Transform
@@ -104,7 +103,7 @@ class GroupedMixture(Mixture):
         """See ``Mixture``: nothing, unless ``name_sources`` asks for it."""
         return {name: name if self.name_sources else "" for name in self.names}
 
-    def resumed(self, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
+    def check_ledger(self, ledger: Ledger) -> None:
         """See ``Mixture``.
 
         Raises:
@@ -124,7 +123,7 @@ class GroupedMixture(Mixture):
                 "shards in the same order, with the same filter; a column that was added again since needs the values "
                 "that it had"
             )
-        return super().resumed(ledger, settings, row)
+        super().check_ledger(ledger)
 
     @cached_property
     def read_amplification(self) -> float:

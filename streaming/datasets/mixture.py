@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import builtins
 import copy
-import logging
-import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cache, cached_property, partial
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
 from os import PathLike
 from typing import Any, Literal, Self, SupportsIndex, TypeAlias, get_args
 
@@ -25,6 +21,7 @@ from streaming.arguments import (
     checks_names,
     format_bytes,
     most_bad,
+    some_names,
 )  # fmt: skip
 from streaming.arrays import sums
 from streaming.batches.build import OnError, Part
@@ -32,30 +29,23 @@ from streaming.catalog.joined import JoinedSource
 from streaming.datasets.dataset import StreamingDataset
 from streaming.datasets.mixture_file import arguments_of, read_description
 from streaming.datasets.packed import Packed
+from streaming.datasets.units import Unit, units_per_sample
 from streaming.errors import ConfigError, ShardstreamError, StateError
-from streaming.filters.late_columns import find_columns, homes_of, read_values
-from streaming.index.columns import there_of
+from streaming.mixing.blend import Blend, Ends, Units, blend_of, by_weight, check_names, shown_value
 from streaming.mixing.exact import ExactLanes
+from streaming.mixing.forecast import Forecast, Passes
 from streaming.mixing.lanes import MixedLanes
-from streaming.mixing.passes import MixedPasses, Passes, Sources, Weights, eras_grown
+from streaming.mixing.passes import MixedPasses, Sources, Weights, eras_grown
 from streaming.mixing.quotas import ExactPasses
 from streaming.packing.layout import PackRows
-from streaming.plan.ledger import CHANGED, START, Dealt, Entry, Ledger, Segment
+from streaming.plan.ledger import START, Dealt, Entry, Ledger
 from streaming.plan.order import Orders, OrderSettings
-from streaming.plan.schedule import Schedule, checked_weights, value_at
+from streaming.plan.schedule import Schedule
 from streaming.plan.settings import ShuffleConfig
-from streaming.storage import redact
 from streaming.types import Int64Array, Sample, Transform
 
 Quotas: TypeAlias = Literal["chunks", "exact"]
-Unit: TypeAlias = Literal["samples", "tokens", "bytes"]
-Ends: TypeAlias = Literal["first", "all"]
 Batches: TypeAlias = Literal["mixed", "one_source"]
-_SHORT = 60
-_MOST_LAID = 2**12
-"""Numbers that a state holds of sources that were dropped: one for each lane and source, some 30 KB of JSON at most."""
-_TABLES_READ = 8
-"""Shards of a source whose column is read for the mean number of tokens of its samples."""
 _AT_THE_SOURCE = "it is an option of each source; write Mixture({{…: StreamingDataset(…, {}=…)}})"
 _ELSEWHERE = {
     name: _AT_THE_SOURCE.format(name)
@@ -69,21 +59,6 @@ _ELSEWHERE = {
     "epoch_size": "it is an option of the loader; write DataLoader(mixture, epoch_size=…)",
 }  # fmt: skip
 _SLASH = 'a slash stands between the names of a mixture within a mixture, as in "web/en"'
-_log = logging.getLogger("streaming")
-
-
-@dataclass(frozen=True, slots=True)
-class _Blend:
-    """What is drawn of each source: ``quotas`` in a pass, or weights without end."""
-
-    quotas: Mapping[str, int] | None
-    weights: Schedule | None
-
-    def segments(self) -> list[tuple[int, Mapping[str, float]]]:
-        """Return rows, and the weights per sample from each one on; those of quotas never change."""
-        if self.weights is not None:
-            return self.weights.segments()  # type: ignore[return-value]  # of weights, as was checked
-        return [(0, dict(self.quotas or {}))]
 
 
 @checks_names(_ELSEWHERE)
@@ -166,7 +141,7 @@ class Mixture(JoinedSource):
         self.bad_samples_file = checked_path("bad_samples_file", bad_samples_file)
         self.max_bad_samples = 1.0 if max_bad_samples is None else checked_limit(max_bad_samples)
         self._take_over()
-        self._blend = self._blended(weights, repeats, ends)
+        self._blend = blend_of(self._blends, self.sizes, weights=weights, repeats=repeats, ends=ends, units=self._units)
 
     @classmethod
     def from_file(
@@ -370,24 +345,61 @@ class Mixture(JoinedSource):
             found = replace(found, lanes=next(n for n in range(found.lanes, 0, -1) if global_batch_size % n == 0))
         return found
 
-    # --- shares, and how they change ---
+    # --- shares, and what the ledger of a run says of them ---
 
-    def start_entry(self, global_batch_size: int | None = None) -> Entry:
-        """Return the first entry of the ledger of a run over this mixture.
+    @property
+    def _blends(self) -> dict[str, Blend]:
+        """What is drawn within each source, by the names of its leaves in this mixture."""
+        return {
+            name: one._blend.within(name) if isinstance(one, Mixture) else Blend({name: int(one.chunk_samples.sum())})
+            for name, one in self.sources.items()
+        }
 
-        The batch counts with ``batches="one_source"``.
+    @cached_property
+    def units_per_sample(self) -> dict[str, float]:
+        """What a sample of each leaf counts on average; said once in the log."""
+        return units_per_sample(self.leaves, self.unit)
+
+    @property
+    def _units(self) -> Units | None:
+        return None if self.unit == "samples" else lambda: self.units_per_sample
+
+    def weighed(self, weights: Any) -> Schedule:
+        """Return the weights per sample of each leaf of other ``weights`` of this mixture.
+
+        Mixtures within go on by their own schedules, which count the rows of the run.
+
+        Raises:
+            ConfigError: The mixture ends, or they are no weights of its sources.
+        """
+        if not self.is_endless:
+            raise ConfigError(
+                "set_weights: this mixture ends (by size, repeats= or ends=): an epoch of it is laid out as a whole. "
+                "Make it with weights= and ends=None, and give the loader an epoch_size"
+            )
+        if not isinstance(weights, Mapping):
+            hint = "; a Schedule is taken at a resume: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
+            raise ConfigError(f"set_weights: expected a dict of weights, got {shown_value(weights)}{hint}")
+        check_names("set_weights", weights, self.sources)
+        return by_weight(self._blends, weights, self._units)
+
+    def begun(self, global_batch_size: int | None = None) -> Ledger:
+        """Return the ledger of a run that begins now.
+
+        With ``batches="one_source"`` the global batch size must be given.
         """
         blend = self._blend
         dealt: Dealt = "samples" if self.quotas == "exact" else "chunks"
         weights = {} if blend.weights is None else dict(blend.segments()[0][1])
         changes = blend.weights is not None and len(blend.segments()) > 1
-        return Entry(
+        entry = Entry(
             start=0, weights=weights, sources=self.fingerprints, why=START, quotas=self._quotas(global_batch_size),
             schedule=blend.weights if changes else None,
             dealt="batches" if self.batches == "one_source" else dealt,
             batch_size=global_batch_size if self.batches == "one_source" else None,
             shards={name: len(one.urls) for name, one in self.leaves.items() if one.can_grow},
         )  # fmt: skip
+        return Ledger((entry,))
 
     def _quotas(self, global_batch_size: int | None) -> Mapping[str, int] | None:
         """Count the samples of each source in an epoch that ends: of batches of one source, those of whole batches.
@@ -407,13 +419,6 @@ class Mixture(JoinedSource):
                 )
         return {name: count - count % size for name, count in quotas.items()}
 
-    def begun(self, global_batch_size: int | None = None) -> Ledger:
-        """Return the ledger of a run that begins now.
-
-        With ``batches="one_source"`` the global batch size must be given.
-        """
-        return Ledger((self.start_entry(global_batch_size),))
-
     def needed(self, ledger: Ledger) -> list[str]:
         """Return sources that this mixture lacks, and of whose chunks the ledger says too little to do without them.
 
@@ -424,18 +429,12 @@ class Mixture(JoinedSource):
         missing = set(ledger.sources) - set(self.names)
         return sorted(missing if ledger.last.quotas is not None else missing & (ledger.drawn - ledger.laid.keys()))
 
-    def resumed(self, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
-        """Return the ledger of a run that goes on at ``row`` with this mixture; what changes is said once in the log.
+    def check_ledger(self, ledger: Ledger) -> None:
+        """Refuse the ledger of a run that cannot go on with this mixture, whatever changes in it.
 
         Raises:
-            StateError: It cannot: a source is another one, or its chunks are needed for what was drawn before.
+            StateError: Chunks of a source that it lacks are needed for what was drawn before.
         """
-
-        @cache
-        def settled() -> tuple[Any, int]:
-            orders: Any = self.orders(settings, ledger)
-            return orders, first_free_row(orders, row)
-
         missing = self.needed(ledger)
         if missing:
             raise StateError(
@@ -445,57 +444,11 @@ class Mixture(JoinedSource):
                 "and when that is read it may be left out, and be gone"
             )
 
-        def free_pass(name: str) -> int:
-            found: int = settled()[0].free_pass(name)
-            return found
-
-        own = self.fingerprints
+    def grown(self, ledger: Ledger) -> list[str]:
+        """Return sources that have the shards of the ledger, and others behind them."""
+        own, shards = self.fingerprints, ledger.shards
         changed = {name: was for name, was in ledger.sources.items() if own.get(name, was) != was}
-        grown = [name for name, was in changed.items() if self._chunks_when(name, was, ledger.shards) is not None]
-        found, changes = ledger.resumed(
-            self.start_entry(ledger.last.batch_size or 1), lambda: settled()[1],
-            grown={name: partial(free_pass, name) for name in grown},
-        )  # fmt: skip
-        if changes:
-            _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
-        return self.with_laid(found, lambda: self.orders(settings, found))
-
-    def with_laid(self, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
-        """Let the last entry of the ledger say what sources without a weight any more lay: they may be left out later.
-
-        Args:
-            ledger: Of the run.
-            orders: Gives its orders; called where something is missing.
-        """
-        last = ledger.last
-        if last.dealt != "chunks" or last.quotas is not None:
-            return ledger
-        names = sorted((ledger.drawn - last.drawn - ledger.laid.keys()) & set(self.names))
-        if not names:
-            return ledger
-        made = orders()
-        lanes = made.settings.lanes
-        if len(names) * lanes > _MOST_LAID:
-            _log.info(
-                "%s: without a weight from row %d on. Of what it laid states hold no more than %d numbers, so it has "
-                "to stay in the mixture", some_names(names), last.start, _MOST_LAID,
-            )  # fmt: skip
-            return ledger
-        laid = {name: tuple(made.laid_at_the_end(name).tolist()) for name in names}
-        return Ledger((*ledger.entries[:-1], replace(last, laid={**last.laid, **laid})))
-
-    def changed(self, ledger: Ledger, weights: Mapping[str, float], row: int) -> Ledger:
-        """Return the ledger with other weights from a row on; they are as this mixture's ``weights``.
-
-        Mixtures within go on by their own schedules, which count the rows of the run.
-        """
-        blend = self._by_weight(_schedule_of(weights, self.sources))
-        steps = [(max(start, row), shares) for start, shares in blend.segments()]
-        later = {start: shares for start, shares in steps if start > row}
-        now = [shares for start, shares in steps if start == row][-1]
-        schedule = Schedule.steps({0: now, **later}) if later else None
-        made = replace(ledger.last, start=row, weights=dict(now), schedule=schedule, why=CHANGED, laid={})
-        return ledger.appended(made)
+        return [name for name, was in changed.items() if self._chunks_when(name, was, shards) is not None]
 
     @property
     def memory_cure(self) -> str:
@@ -507,36 +460,6 @@ class Mixture(JoinedSource):
         else:
             return ""
         return ". {} keeps chunks of each source in every lane; {} keeps those of one data set".format(*needs)
-
-    def check_weights(self, weights: Any) -> None:
-        """Refuse what cannot be the weights of this mixture from some row on.
-
-        Raises:
-            ConfigError: The mixture ends, or they are no weights of its sources.
-        """
-        if not self.is_endless:
-            raise ConfigError(
-                "set_weights: this mixture ends (by size, repeats= or ends=): an epoch of it is laid out as a whole. "
-                "Make it with weights= and ends=None, and give the loader an epoch_size"
-            )
-        if not isinstance(weights, Mapping):
-            hint = "; a Schedule is taken at a resume: Mixture(…, weights=…)" if isinstance(weights, Schedule) else ""
-            raise ConfigError(f"set_weights: expected a dict of weights, got {_kind(weights)}{hint}")
-        _check_names("set_weights", weights, self.sources)
-
-    def drawn(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, float]:
-        """Count the samples of each source that rows ``[row, row + num_samples)`` come to, by its share."""
-        quotas = ledger.last.quotas
-        if quotas is not None:
-            return {name: num_samples * quotas[name] / sum(quotas.values()) for name in self.names}
-        segments = ledger.segments()
-        stops = [*(start for start, _ in segments[1:]), row + num_samples]
-        found: dict[str, float] = dict.fromkeys(self.names, 0.0)
-        for (start, weights), stop in zip(segments, stops, strict=True):
-            length = max(min(stop, row + num_samples) - max(start, row), 0)
-            for name in self.names:
-                found[name] += length * weights.get(name, 0.0) / sum(weights.values())
-        return found
 
     def eras(self, ledger: Ledger) -> dict[str, list[tuple[int, int]]]:
         """Tell of each source of the ledger from which pass on it has how many of its chunks; see ``Sources``.
@@ -569,48 +492,18 @@ class Mixture(JoinedSource):
     def _chunks_when(self, name: str, fingerprint: str, shards: Mapping[str, int]) -> int | None:
         return self.leaves[name].chunks_when(fingerprint, shards.get(name))
 
-    def passes(self, ledger: Ledger) -> dict[str, Passes]:
-        """Tell how large the passes over each source are, with the shards that it had."""
+    def forecast(self, ledger: Ledger) -> Forecast:
+        """Tell what is due of each source, with the shards that it had, by the shares of a ledger."""
         eras, found = self.eras(ledger), {}
         for name, one in self.leaves.items():
             samples = sums(one.chunk_samples)
             sizes = eras.get(name, [(0, len(samples) - 1)])
             found[name] = Passes(tuple((first, int(samples[count])) for first, count in sizes))
-        return found
-
-    def next_passes(self, ledger: Ledger, row: int) -> list[tuple[int, str, int]]:
-        """Tell at which row behind ``row`` each source begins which pass next, by its share; some never do."""
-        drawn, segments, found = self.drawn(ledger, 0, row), ledger.segments(), []
-        for name, passes in self.passes(ledger).items():
-            number = int(passes.read(drawn[name])) + 1
-            at = _row_of(segments, row, name, passes.draws(number) - drawn[name])
-            if at is not None:
-                found.append((at, name, number + 1))
-        return found
-
-    def joins(self, ledger: Ledger, row: int) -> list[tuple[int, str]]:
-        """Tell at which row behind ``row`` shards that a source got in mid-run are first read, by its share; by row."""
-        drawn, segments, found = self.drawn(ledger, 0, row), ledger.segments(), []
-        for name, passes in self.passes(ledger).items():
-            missing = passes.draws(passes.sizes[-1][0]) - drawn[name]
-            at = _row_of(segments, row, name, missing) if missing > 0 else None
-            if at is not None:
-                found.append((at, name))
-        return sorted(found)
-
-    def openings(self, ledger: Ledger, row: int) -> list[tuple[int, str]]:
-        """Tell at which row behind ``row`` sources without a weight get one, and all that do so there; by row."""
-        segments = ledger.segments()
-        found = []
-        for (_, before), (start, weights) in pairwise(segments):
-            opened = [name for name in self.names if weights[name] and not before[name]]
-            if opened and start > row:
-                found.append((start, some_names(opened)))
-        return found
+        return Forecast(ledger, found)
 
     def bad_limits(self, ledger: Ledger, row: int, num_samples: int) -> dict[str, int]:
         """Tell how many bad samples each source, as batches name it, may have in so many rows."""
-        drawn, found = self.drawn(ledger, row, num_samples), dict[str, list[str]]()
+        drawn, found = self.forecast(ledger).drawn(row, num_samples), dict[str, list[str]]()
         for name, shown in self.shown_names.items():
             found.setdefault(shown, []).append(name)
         limits: dict[str, int] = {}
@@ -645,103 +538,6 @@ class Mixture(JoinedSource):
             return MixedLanes(sources, schedule, lock=lock)
         return ExactLanes(sources, schedule, lock=lock, batch_size=ledger.last.batch_size)
 
-    def _blended(
-        self, weights: Mapping[str, float] | Schedule | None, repeats: Mapping[str, float] | None, ends: Ends | None
-    ) -> _Blend:
-        """Return what is drawn of each leaf.
-
-        Raises:
-            ConfigError: The arguments contradict each other, or are of no use for these sources.
-        """
-        if weights is not None and repeats is not None:
-            raise ConfigError("weights and repeats: give one of them; weights are shares, repeats passes an epoch")
-        if weights is None:
-            if ends is not None or self.unit != "samples":
-                raise ConfigError(
-                    "ends and unit: they are about weights; without them an epoch ends after its passes. Give weights="
-                )
-            return self._by_passes(repeats)
-        blend = self._by_weight(_schedule_of(weights, self.sources))
-        if ends is None:
-            return blend
-        segments = blend.segments()
-        if len(segments) > 1:
-            raise ConfigError(
-                "ends: an epoch that ends is laid out with the same weights all over; with a Schedule leave it out, "
-                "and say how long an epoch is: DataLoader(mixture, epoch_size=…)"
-            )
-        return _Blend(_quotas_until(ends, segments[0][1], self.sizes), None)
-
-    def _by_passes(self, repeats: Mapping[str, float] | None) -> _Blend:
-        times: Mapping[str, float] = dict.fromkeys(self.sources, 1) if repeats is None else repeats
-        _check_names("repeats", times, self.sources)
-        exact = checked_weights(times, "repeats")
-        quotas: dict[str, int] = {}
-        for name, within in _blends(self.sources):
-            if within.quotas is None:
-                raise ConfigError(
-                    f"the source {name!r} is a mixture without end: it has no passes to count. Give this mixture "
-                    "weights=, or that one ends="
-                )
-            quotas.update({leaf: _rounded(exact[name] * count) for leaf, count in within.quotas.items()})
-        if not sum(quotas.values()):
-            raise ConfigError(f"repeats: an epoch would be empty, got {dict(times)}; read a source more often")
-        return _Blend(dict(sorted(quotas.items())), None)
-
-    def _by_weight(self, given: Schedule) -> _Blend:
-        """Return weights per sample of each leaf, of weights per unit of each source."""
-        blends = dict(_blends(self.sources))
-        if self.unit == "samples" and not any(isinstance(one, Mixture) for one in self.sources.values()):
-            return _Blend(None, given)
-        rows = sorted({row for row, _ in given.segments()} | {r for one in blends.values() for r, _ in one.segments()})
-        return _Blend(None, Schedule.steps({row: self._leaf_weights(given, blends, row) for row in rows}))
-
-    def _leaf_weights(self, given: Schedule, blends: Mapping[str, _Blend], row: int) -> dict[str, float]:
-        wanted: Any = given.at(row)
-        made: dict[str, float] = {}
-        for name, blend in blends.items():
-            within = value_at(blend.segments(), row)
-            total = sum(within.values())
-            inside = {leaf: weight / total for leaf, weight in within.items()}
-            per_sample = sum(share * self.units_per_sample[leaf] for leaf, share in inside.items())
-            made.update({leaf: wanted[name] / per_sample * share for leaf, share in inside.items()})
-        whole = sum(made.values())
-        return {leaf: weight / whole for leaf, weight in sorted(made.items())}
-
-    @cached_property
-    def units_per_sample(self) -> dict[str, float]:
-        """What a sample of each leaf counts on average; said once in the log."""
-        if self.unit == "samples":
-            return dict.fromkeys(self.names, 1.0)
-        mean = _mean_tokens if self.unit == "tokens" else _mean_bytes
-        found = {name: mean(name, self.leaves[name]) for name in self.names}
-        shown = some_names([f"{name} {count:.1f}" for name, count in found.items()])
-        _log.info("unit=%r: a sample has on average %s %s; weights are divided by it", self.unit, shown, self.unit)
-        return found
-
-
-def first_free_row(orders: Any, row: int) -> int:
-    """Return the first row from which on other weights may apply, if rows before ``row`` are to stay as they are.
-
-    The window mixes what lies around a row, and chunks are laid whole: so it lies some chunks behind ``row``.
-    """
-    lanes = orders.settings.lanes
-    orders.settle(-(-row // lanes))
-    free: int = orders.frontier * lanes
-    return max(free, row)
-
-
-def _row_of(segments: Sequence[Segment], row: int, name: str, missing: float) -> int | None:
-    """Return the row behind ``row`` up to which so many more samples of a source are drawn; None: they never are."""
-    for (start, weights), stop in zip(segments, [*(at for at, _ in segments[1:]), None], strict=True):
-        begin, share = max(start, row), weights[name] / sum(weights.values())
-        if (stop is not None and stop <= begin) or not share:
-            continue
-        if stop is None or missing <= (stop - begin) * share:
-            return begin + math.ceil(missing / share)
-        missing -= (stop - begin) * share
-    return None
-
 
 def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset | Packed]:
     found: dict[str, StreamingDataset | Packed] = {}
@@ -751,107 +547,6 @@ def _leaves(sources: Mapping[str, Any]) -> dict[str, StreamingDataset | Packed]:
         else:
             found[name] = one
     return dict(sorted(found.items()))
-
-
-def _blends(sources: Mapping[str, Any]) -> list[tuple[str, _Blend]]:
-    """Return what is drawn within each source, by the names of its leaves in this mixture."""
-    found: list[tuple[str, _Blend]] = []
-    for name, one in sources.items():
-        if not isinstance(one, Mixture):
-            found.append((name, _Blend({name: int(one.chunk_samples.sum())}, None)))
-            continue
-        quotas, weights = one._blend.quotas, one._blend.weights
-        if quotas is not None:
-            found.append((name, _Blend({f"{name}/{leaf}": count for leaf, count in quotas.items()}, None)))
-        elif weights is not None:
-            steps = {row: {f"{name}/{leaf}": share for leaf, share in values.items()}  # type: ignore[union-attr]
-                     for row, values in weights.segments()}  # fmt: skip
-            found.append((name, _Blend(None, Schedule.steps(steps))))
-    return found
-
-
-def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Count the samples of each source until the first one, or all, have been read once."""
-    exact = {name: weight for name, weight in checked_weights(weights).items() if weight}
-    unread = sorted(set(sizes) - set(exact))
-    if unread and ends == "all":
-        raise ConfigError(
-            f'ends="all": {some_names(unread)} with the weight 0 would never come to an end; leave them out'
-        )
-    lengths = [sizes[name] / weight for name, weight in exact.items()]
-    length = min(lengths) if ends == "first" else max(lengths)
-    return {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
-
-
-def _rounded(number: Fraction) -> int:
-    return math.floor(number + Fraction(1, 2))
-
-
-def _mean_bytes(name: str, dataset: StreamingDataset | Packed) -> float:  # noqa: ARG001  as _mean_tokens
-    """Take the mean of the chunk table: chunks hold what a filter leaves out, too."""
-    stored = dataset.documents if isinstance(dataset, Packed) else dataset
-    kept = stored.chunk_samples.sum() / stored.stored_samples.sum()
-    return float(dataset.chunk_bytes.sum() * kept / dataset.chunk_samples.sum())
-
-
-def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
-    """Take the mean of the column ``tokens`` over some shards, evenly spread: the same ones on every rank."""
-    if isinstance(dataset, Packed):
-        return dataset.num_tokens / len(dataset)
-    num_shards = len(dataset.urls)
-    chosen = [i * num_shards // min(num_shards, _TABLES_READ) for i in range(min(num_shards, _TABLES_READ))]
-    late = find_columns(dataset.storage, homes_of(dataset.urls, dataset.shards.index), ["tokens"]).get("tokens")
-    total = count = 0
-    for shard in chosen:
-        url, whole = dataset.urls[shard], dataset.shards.table
-        table = dataset.samples_at(url)
-        column = None if table is None else table.columns.get("tokens")
-        if column is None and late is not None and whole is not None:
-            column = read_values(dataset.storage, url, dataset.shards.index, whole.of_shard(shard), late)
-        if column is None:
-            raise ConfigError(
-                f'unit="tokens": the source {name!r} has no column "tokens" ({redact(url)}); give its number of tokens '
-                'when shards are written, ShardWriter(columns={"tokens": …}), or add it later with '
-                "`shard_tools column add`"
-            )
-        values = there_of(column, dataset.keeps(shard)).to_numpy()
-        total, count = total + int(values.sum()), count + len(values)
-    if not total:
-        raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens; leave it out')
-    return total / count
-
-
-def _schedule_of(weights: Any, sources: Mapping[str, Any]) -> Schedule:
-    """Return weights of all sources as a schedule.
-
-    Raises:
-        ConfigError: They are none, or do not name the sources.
-    """
-    if isinstance(weights, Schedule):
-        if not weights.names:
-            raise ConfigError(f"weights: expected a Schedule of dicts of weights, got one of numbers: {weights}")
-        _check_names("weights", weights.names, sources)
-        return weights
-    _check_names("weights", weights, sources)
-    return Schedule.steps({0: weights})
-
-
-def _check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
-    if not isinstance(given, (Mapping, tuple)):
-        example = ", ".join(f'"{name}": 1' for name in sorted(sources)[:2]) + (", …" if len(sources) > 2 else "")
-        hint = "; what changes with the rows is a Schedule.custom(function, over=…)" if callable(given) else ""
-        raise ConfigError(
-            f"{what}: expected a dict by the names of the sources, such as {{{example}}}, got {_kind(given)}{hint}"
-        )
-    unknown, missing = sorted(set(given) - set(sources), key=str), sorted(set(sources) - set(given))
-    if unknown or missing:
-        hint = "" if not missing else f"; missing: {some_names(missing)} (give 0 where a source is not to be read)"
-        if any(str(name).partition("/")[0] in sources for name in unknown):
-            hint += "; shares within a mixture are its own weights="
-        known = f"{what}: the sources are {some_names(sorted(sources))}"
-        raise ConfigError(known + (f", got {some_names(list(map(repr, unknown)))}" if unknown else "") + hint)
-    if isinstance(given, Mapping):
-        checked_weights(given, what)
 
 
 def _check_sources(sources: Any) -> None:
@@ -913,14 +608,3 @@ def _check_choices(quotas: str, unit: str, ends: str | None, batches: str) -> No
         ("batches", batches, get_args(Batches)),
     ):  # fmt: skip
         check_choice(what, given, known)
-
-
-def _kind(given: object) -> str:
-    """Return what somebody gave, for a message: short values as they are, others by their type."""
-    shown = repr(given)
-    return shown if len(shown) < _SHORT and not callable(given) else f"a {type(given).__name__}"
-
-
-def some_names(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

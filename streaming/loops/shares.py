@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from infra import DeviceMesh
-from streaming.arguments import checked_int
-from streaming.datasets.mixture import Mixture, first_free_row
+from streaming.arguments import checked_int, some_names
+from streaming.datasets.mixture import Mixture
 from streaming.errors import AgreementError, ConfigError, StateError
 from streaming.job.agreement import gathered
 from streaming.job.store import job_store, job_world_size
-from streaming.mixing.lanes import drawn_before
+from streaming.mixing.forecast import drawn_before
 from streaming.mixing.passes import Weights
 from streaming.plan.ledger import Ledger
 from streaming.plan.order import ENDLESS, Orders, OrderSettings
@@ -21,6 +23,8 @@ from streaming.plan.state import LoaderState
 
 _PASSES_TOLD = 6
 """Passes that the line at the start names; the rest follow from them."""
+_MOST_LAID = 2**12
+"""Numbers that a state holds of sources that were dropped: one for each lane and source, some 30 KB of JSON at most."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 _log = logging.getLogger("streaming")
 
@@ -102,7 +106,7 @@ class RunShares:
                 f"this state was drawn in batches of one source of {was} samples each, and this loader's global batch "
                 f"has {self._batch_size}; give the same: global_batch_size={was}"
             )
-        ledger = self._mixture.resumed(state.ledger, state.order, row)
+        ledger = resumed(self._mixture, state.ledger, state.order, row)
         if ledger != self.ledger:
             self.ledger, self._orders = ledger, None
 
@@ -115,9 +119,9 @@ class RunShares:
             ConfigError: The mixture ends, they are no weights of its sources, or ``at`` is planned already.
             AgreementError: Ranks gave other weights, or did not come.
         """
-        self._mixture.check_weights(weights)
+        schedule = self._mixture.weighed(weights)
         orders: Any = self.orders(settings)
-        first_free_row(orders, row)
+        orders.first_free_row(row)
         lanes = settings.lanes
         # Nobody plans behind the frontier while it is held: what all ranks agree on is free on each of them.
         with orders.held() as frontier:
@@ -128,17 +132,17 @@ class RunShares:
                     f"set_weights: at={start}: rows up to {free} are planned already; give one from there on, or "
                     "leave it out"
                 )
-            ledger = self._mixture.changed(self.ledger, weights, start)
+            ledger = self.ledger.changed(schedule, start)
             orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
             # The orders hold what the ledger says, from the same row on.
-            self.ledger = self._mixture.with_laid(ledger, lambda: orders)
+            self.ledger = _with_laid(self._mixture, ledger, lambda: orders)
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
         _log.info("set_weights: %s from row %d%s on, %d rows from here", dict(weights), start, step, start - row)
         return start
 
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
         """Return what was drawn of each source before ``row``, by arithmetic: see ``DataLoader.seen``."""
-        passes, units = self._mixture.passes(self.ledger), self._mixture.units_per_sample
+        passes, units = self._mixture.forecast(self.ledger).passes, self._mixture.units_per_sample
         orders: Any = self.apart(settings)
         found: dict[str, dict[str, float]] = {}
         for name, count in drawn_before(orders, row).items():
@@ -154,20 +158,15 @@ class RunShares:
         """Say in words which sources open, and which begin which pass, when, in steps; "" where none does."""
         if not self._mixture.is_endless:
             return ""
-        coming = sorted(self._mixture.next_passes(self.ledger, row))[:_PASSES_TOLD]
-        opening = self._mixture.openings(self.ledger, row)[:_PASSES_TOLD]
+        forecast = self._mixture.forecast(self.ledger)
+        coming = sorted((at, name, number) for name, rows in forecast.pass_rows(row).items() for at, number in rows)
+        opening = forecast.openings(row)[:_PASSES_TOLD]
         told = [f"{names} is drawn from at step {-(-at // global_batch_size):,}" for at, names in opening]
-        for at, name in self._mixture.joins(self.ledger, row):
+        for at, name in forecast.joins(row):
             told.append(f"new shards of {name} are read from about step {at // global_batch_size:,} on")
-        return ", ".join(
-            [
-                *told,
-                *(
-                    f"{name} begins its {_ordinal(number)} pass at step {at // global_batch_size:,}"
-                    for at, name, number in coming
-                ),
-            ]
-        )
+        for at, name, number in coming[:_PASSES_TOLD]:
+            told.append(f"{name} begins its {_ordinal(number + 1)} pass at step {at // global_batch_size:,}")
+        return ", ".join(told)
 
     def _agreed(
         self, free: int, weights: Mapping[str, float], at: int | None, mesh: DeviceMesh, timeout_s: float
@@ -196,6 +195,57 @@ class RunShares:
                     f"at={at}; all ranks have to give the same, at the same step"
                 )
         return int(max(one["free"] for one in told.values()))
+
+
+def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
+    """Return the ledger of a run over a mixture that goes on at ``row``; what changes is said once in the log.
+
+    Raises:
+        StateError: It cannot: a source is another one, or its chunks are needed for what was drawn before.
+    """
+    mixture.check_ledger(ledger)
+
+    @cache
+    def settled() -> tuple[Any, int]:
+        orders: Any = mixture.orders(settings, ledger)
+        return orders, orders.first_free_row(row)
+
+    def free_pass(name: str) -> int:
+        found: int = settled()[0].free_pass(name)
+        return found
+
+    found, changes = ledger.resumed(
+        mixture.begun(ledger.last.batch_size or 1).last, lambda: settled()[1],
+        grown={name: partial(free_pass, name) for name in mixture.grown(ledger)},
+    )  # fmt: skip
+    if changes:
+        _log.info("the mixture changes at row %d: %s", found.last.start, "; ".join(changes))
+    return _with_laid(mixture, found, lambda: mixture.orders(settings, found))
+
+
+def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
+    """Let the last entry of a ledger say what sources without a weight any more lay: they may be left out later.
+
+    Args:
+        mixture: What is read.
+        ledger: Of the run.
+        orders: Gives its orders; called where something is missing.
+    """
+    last = ledger.last
+    if last.dealt != "chunks" or last.quotas is not None:
+        return ledger
+    names = sorted((ledger.drawn - last.drawn - ledger.laid.keys()) & set(mixture.names))
+    if not names:
+        return ledger
+    made = orders()
+    if len(names) * made.settings.lanes > _MOST_LAID:
+        _log.info(
+            "%s: without a weight from row %d on. Of what it laid states hold no more than %d numbers, so it has "
+            "to stay in the mixture", some_names(names), last.start, _MOST_LAID,
+        )  # fmt: skip
+        return ledger
+    laid = {name: tuple(made.laid_at_the_end(name).tolist()) for name in names}
+    return Ledger((*ledger.entries[:-1], replace(last, laid={**last.laid, **laid})))
 
 
 def _need_row(mesh: DeviceMesh, at: int | None) -> None:

@@ -103,6 +103,15 @@ class Endless(ABC):
         for lane in range(self.settings.lanes if place else 0):
             self.lane_samples(lane, max(place - 2 * self.settings.window - 1, 0), place)
 
+    def first_free_row(self, row: int) -> int:
+        """Return the first row from which on other weights may apply, if rows before ``row`` are to stay as they are.
+
+        The window mixes what lies around a row, and chunks are laid whole: so it lies some chunks behind ``row``.
+        """
+        lanes = self.settings.lanes
+        self.settle(-(-row // lanes))
+        return max(self.frontier * lanes, row)
+
     @abstractmethod
     def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """See ``Order``."""

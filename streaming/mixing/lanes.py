@@ -23,7 +23,7 @@ import numpy.typing as npt
 from streaming.arrays import sums
 from streaming.errors import ConfigError, StateError
 from streaming.mixing.endless import Endless
-from streaming.mixing.passes import MixedPasses, Sources, Weights, keep_latest, keyed_number
+from streaming.mixing.passes import Sources, Weights, keep_latest, keyed_number
 from streaming.mixing.source_lanes import Runs, SourceLanes
 from streaming.mixing.stamps import Drawn, Floats, Growth, LaneBlock, growths
 from streaming.plan.order import ENDLESS, LaneParts, OrderSettings, window_place, window_slice
@@ -343,21 +343,3 @@ def _phases(name: str, settings: OrderSettings) -> Floats:
     places = permutations(keyed_number(settings.seed, "phases", name), np.array([0]), settings.lanes)[0]
     phases: Floats = (2 * places + 1) / (2 * settings.lanes)
     return phases
-
-
-def drawn_before(orders: MixedPasses | Endless, row: int) -> dict[str, int]:
-    """Count the samples of each source among the first ``row`` of a run, by arithmetic.
-
-    Args:
-        orders: Of the mixture.
-        row: Samples of the run, over all ranks and epochs.
-    """
-    names, lanes = orders.sources.every_name, orders.settings.lanes
-    number, rest = divmod(row, orders.samples_per_pass)
-    order = orders.of_pass(number)
-    counts = np.zeros(len(names), np.int64)
-    if isinstance(orders, MixedPasses):
-        counts += number * np.array([orders.quotas[name] for name in names])
-    for lane in range(lanes):
-        counts += order.drawn(lane, rest // lanes + (lane < rest % lanes))
-    return dict(zip(names, counts.tolist(), strict=True))

@@ -245,29 +245,6 @@ def eras_grown(eras: Sequence[tuple[int, int]], first_pass: int, num_chunks: int
     return [*(era for era in eras if era[0] < first_pass), (first_pass, num_chunks)]
 
 
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """Count the passes over one source, of which later ones are larger where the source grew.
-
-    Attributes:
-        sizes: First pass, and samples of each pass from it on; by pass, the first one 0.
-    """
-
-    sizes: tuple[tuple[int, int], ...]
-
-    def draws(self, number: int) -> int:
-        """Count the samples of all passes before pass ``number``."""
-        stops = [*(first for first, _ in self.sizes[1:]), number]
-        return sum(
-            max(min(stop, number) - first, 0) * size for (first, size), stop in zip(self.sizes, stops, strict=True)
-        )
-
-    def read(self, count: float) -> float:
-        """Tell how many passes the first ``count`` samples are."""
-        first, size = next(era for era in reversed(self.sizes) if self.draws(era[0]) <= count)
-        return first + (count - self.draws(first)) / size
-
-
 class DrawnOrder(Order, Protocol):
     """An order that knows how much of each source came before a position."""
 

@@ -229,6 +229,17 @@ class Ledger:
         """
         return Ledger((*self.entries, entry))
 
+    def changed(self, weights: Schedule, row: int) -> Ledger:
+        """Return the ledger with other weights from a row on: those that a schedule, of the whole run, has there.
+
+        Raises:
+            StateError: The row lies before the last entry.
+        """
+        made = replace(self.last, start=row, schedule=weights, why=CHANGED, laid={})
+        (_, now), *later = _rows_of(made)
+        schedule = Schedule.steps({0: now, **dict(later)}) if later else None
+        return self.appended(replace(made, weights=dict(now), schedule=schedule))
+
     def segments(self) -> list[Segment]:
         """Return rows and the weights from each one on, over all entries.
 

@@ -1,0 +1,68 @@
+"""Weigh the samples of data sets: what one counts on average, in tokens or bytes, where weights count these."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from streaming.arguments import some_names
+from streaming.datasets.dataset import StreamingDataset
+from streaming.datasets.packed import Packed
+from streaming.errors import ConfigError
+from streaming.filters.late_columns import find_columns, homes_of, read_values
+from streaming.index.columns import there_of
+from streaming.storage import redact
+
+Unit: TypeAlias = Literal["samples", "tokens", "bytes"]
+_TABLES_READ = 8
+"""Shards of a source whose column is read for the mean number of tokens of its samples."""
+_log = logging.getLogger("streaming")
+
+
+def units_per_sample(sources: Mapping[str, StreamingDataset | Packed], unit: Unit) -> dict[str, float]:
+    """Return what a sample of each source counts on average; what is not counted itself is said in the log.
+
+    Raises:
+        ConfigError: Tokens are to be counted, and a source does not have their column, or none of them.
+    """
+    if unit == "samples":
+        return dict.fromkeys(sources, 1.0)
+    found = {name: _mean_tokens(name, one) if unit == "tokens" else _mean_bytes(one) for name, one in sources.items()}
+    shown = some_names([f"{name} {count:.1f}" for name, count in found.items()])
+    _log.info("unit=%r: a sample has on average %s %s; weights are divided by it", unit, shown, unit)
+    return found
+
+
+def _mean_bytes(dataset: StreamingDataset | Packed) -> float:
+    """Take the mean of the chunk table: chunks hold what a filter leaves out, too."""
+    stored = dataset.documents if isinstance(dataset, Packed) else dataset
+    kept = stored.chunk_samples.sum() / stored.stored_samples.sum()
+    return float(dataset.chunk_bytes.sum() * kept / dataset.chunk_samples.sum())
+
+
+def _mean_tokens(name: str, dataset: StreamingDataset | Packed) -> float:
+    """Take the mean of the column ``tokens`` over some shards, evenly spread: the same ones on every rank."""
+    if isinstance(dataset, Packed):
+        return dataset.num_tokens / len(dataset)
+    num_shards = len(dataset.urls)
+    chosen = [i * num_shards // min(num_shards, _TABLES_READ) for i in range(min(num_shards, _TABLES_READ))]
+    late = find_columns(dataset.storage, homes_of(dataset.urls, dataset.shards.index), ["tokens"]).get("tokens")
+    total = count = 0
+    for shard in chosen:
+        url, whole = dataset.urls[shard], dataset.shards.table
+        table = dataset.samples_at(url)
+        column = None if table is None else table.columns.get("tokens")
+        if column is None and late is not None and whole is not None:
+            column = read_values(dataset.storage, url, dataset.shards.index, whole.of_shard(shard), late)
+        if column is None:
+            raise ConfigError(
+                f'unit="tokens": the source {name!r} has no column "tokens" ({redact(url)}); give its number of tokens '
+                'when shards are written, ShardWriter(columns={"tokens": …}), or add it later with '
+                "`shard_tools column add`"
+            )
+        values = there_of(column, dataset.keeps(shard)).to_numpy()
+        total, count = total + int(values.sum()), count + len(values)
+    if not total:
+        raise ConfigError(f'unit="tokens": the samples of the source {name!r} have no tokens; leave it out')
+    return total / count

@@ -1,0 +1,189 @@
+"""Work out what is drawn of each source of a mixture, from what its user asks for: ``Blend``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal, TypeAlias
+
+from streaming.arguments import some_names
+from streaming.errors import ConfigError
+from streaming.plan.schedule import Schedule, checked_weights, value_at
+
+Ends: TypeAlias = Literal["first", "all"]
+Units: TypeAlias = Callable[[], Mapping[str, float]]
+"""Gives what a sample of each source counts on average."""
+_SHORT = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """What is drawn of each source: ``quotas`` in a pass, or weights per sample, without end.
+
+    Sources are those that hold samples: of a mixture within, its own by names such as ``"web/en"``.
+    """
+
+    quotas: Mapping[str, int] | None = None
+    weights: Schedule | None = None
+
+    def segments(self) -> list[tuple[int, Mapping[str, float]]]:
+        """Return rows, and the weights per sample from each one on; those of quotas never change."""
+        if self.weights is not None:
+            return self.weights.segments()  # type: ignore[return-value]  # of weights, as was checked
+        return [(0, dict(self.quotas or {}))]
+
+    def within(self, name: str) -> Blend:
+        """Return what is drawn of each source of a mixture that is itself one, by their names outside of it."""
+        if self.quotas is not None:
+            return Blend({f"{name}/{leaf}": count for leaf, count in self.quotas.items()})
+        steps = {row: {f"{name}/{leaf}": share for leaf, share in found.items()} for row, found in self.segments()}
+        return Blend(weights=Schedule.steps(steps))
+
+
+def blend_of(
+    sources: Mapping[str, Blend], sizes: Mapping[str, int], *, weights: Mapping[str, float] | Schedule | None,
+    repeats: Mapping[str, float] | None, ends: Ends | None, units: Units | None,
+) -> Blend:  # fmt: skip
+    """Return what a mixture draws.
+
+    Args:
+        sources: What is drawn within each source: of a data set, all its samples.
+        sizes: Samples of each data set in them.
+        weights: See ``Mixture``.
+        repeats: See ``Mixture``.
+        ends: See ``Mixture``.
+        units: What weights count; None: samples.
+
+    Raises:
+        ConfigError: The arguments contradict each other, or are of no use for these sources.
+    """
+    if weights is not None and repeats is not None:
+        raise ConfigError("weights and repeats: give one of them; weights are shares, repeats passes an epoch")
+    if weights is None:
+        if ends is not None or units is not None:
+            raise ConfigError(
+                "ends and unit: they are about weights; without them an epoch ends after its passes. Give weights="
+            )
+        return _by_passes(sources, repeats)
+    schedule = by_weight(sources, weights, units)
+    if ends is None:
+        return Blend(weights=schedule)
+    segments: list[Any] = schedule.segments()
+    if len(segments) > 1:
+        raise ConfigError(
+            "ends: an epoch that ends is laid out with the same weights all over; with a Schedule leave it out, "
+            "and say how long an epoch is: DataLoader(mixture, epoch_size=…)"
+        )
+    return Blend(_quotas_until(ends, segments[0][1], sizes))
+
+
+def _by_passes(sources: Mapping[str, Blend], repeats: Mapping[str, float] | None) -> Blend:
+    times: Mapping[str, float] = dict.fromkeys(sources, 1) if repeats is None else repeats
+    check_names("repeats", times, sources)
+    exact = checked_weights(times, "repeats")
+    quotas: dict[str, int] = {}
+    for name, within in sources.items():
+        if within.quotas is None:
+            raise ConfigError(
+                f"the source {name!r} is a mixture without end: it has no passes to count. Give this mixture "
+                "weights=, or that one ends="
+            )
+        quotas.update({leaf: _rounded(exact[name] * count) for leaf, count in within.quotas.items()})
+    if not sum(quotas.values()):
+        raise ConfigError(f"repeats: an epoch would be empty, got {dict(times)}; read a source more often")
+    return Blend(dict(sorted(quotas.items())))
+
+
+def by_weight(sources: Mapping[str, Blend], weights: Mapping[str, float] | Schedule, units: Units | None) -> Schedule:
+    """Return weights per sample of each leaf, of weights per unit of each source.
+
+    Raises:
+        ConfigError: They are none, or do not name the sources.
+    """
+    given = _schedule_of(weights, sources)
+    if units is None and all(within.quotas is not None and name in within.quotas for name, within in sources.items()):
+        return given  # of data sets, none is a mixture
+    per_sample = None if units is None else units()
+    parts = {name: within.segments() for name, within in sources.items()}
+    rows = sorted({row for row, _ in given.segments()} | {row for steps in parts.values() for row, _ in steps})
+    return Schedule.steps({row: _weights_at(given, parts, per_sample, row) for row in rows})
+
+
+def _weights_at(
+    given: Schedule, parts: Mapping[str, list[tuple[int, Mapping[str, float]]]], per_sample: Mapping[str, float] | None,
+    row: int,
+) -> dict[str, float]:  # fmt: skip
+    wanted: Any = given.at(row)
+    made: dict[str, float] = {}
+    for name, steps in parts.items():
+        within = value_at(steps, row)
+        total = sum(within.values())
+        inside = {leaf: weight / total for leaf, weight in within.items()}
+        mean = sum(share * (1.0 if per_sample is None else per_sample[leaf]) for leaf, share in inside.items())
+        made.update({leaf: wanted[name] / mean * share for leaf, share in inside.items()})
+    whole = sum(made.values())
+    return {leaf: weight / whole for leaf, weight in sorted(made.items())}
+
+
+def _quotas_until(ends: Ends, weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Count the samples of each source until the first one, or all, have been read once."""
+    exact = {name: weight for name, weight in checked_weights(weights).items() if weight}
+    unread = sorted(set(sizes) - set(exact))
+    if unread and ends == "all":
+        raise ConfigError(
+            f'ends="all": {some_names(unread)} with the weight 0 would never come to an end; leave them out'
+        )
+    lengths = [sizes[name] / weight for name, weight in exact.items()]
+    length = min(lengths) if ends == "first" else max(lengths)
+    return {name: _rounded(exact.get(name, Fraction()) * length) for name in sorted(sizes)}
+
+
+def _rounded(number: Fraction) -> int:
+    return math.floor(number + Fraction(1, 2))
+
+
+def _schedule_of(weights: Any, sources: Mapping[str, Any]) -> Schedule:
+    """Return weights of all sources as a schedule.
+
+    Raises:
+        ConfigError: They are none, or do not name the sources.
+    """
+    if isinstance(weights, Schedule):
+        if not weights.names:
+            raise ConfigError(f"weights: expected a Schedule of dicts of weights, got one of numbers: {weights}")
+        check_names("weights", weights.names, sources)
+        return weights
+    check_names("weights", weights, sources)
+    return Schedule.steps({0: weights})
+
+
+def check_names(what: str, given: Any, sources: Mapping[str, Any]) -> None:
+    """Refuse what is no dict of numbers by the names of the sources.
+
+    Raises:
+        ConfigError: It is none; names that are unknown, or missing, are listed.
+    """
+    if not isinstance(given, (Mapping, tuple)):
+        example = ", ".join(f'"{name}": 1' for name in sorted(sources)[:2]) + (", …" if len(sources) > 2 else "")
+        hint = "; what changes with the rows is a Schedule.custom(function, over=…)" if callable(given) else ""
+        raise ConfigError(
+            f"{what}: expected a dict by the names of the sources, such as {{{example}}}, got "
+            f"{shown_value(given)}{hint}"
+        )
+    unknown, missing = sorted(set(given) - set(sources), key=str), sorted(set(sources) - set(given))
+    if unknown or missing:
+        hint = "" if not missing else f"; missing: {some_names(missing)} (give 0 where a source is not to be read)"
+        if any(str(name).partition("/")[0] in sources for name in unknown):
+            hint += "; shares within a mixture are its own weights="
+        known = f"{what}: the sources are {some_names(sorted(sources))}"
+        raise ConfigError(known + (f", got {some_names(list(map(repr, unknown)))}" if unknown else "") + hint)
+    if isinstance(given, Mapping):
+        checked_weights(given, what)
+
+
+def shown_value(given: object) -> str:
+    """Return what somebody gave, for a message: short values as they are, others by their type."""
+    shown = repr(given)
+    return shown if len(shown) < _SHORT and not callable(given) else f"a {type(given).__name__}"
