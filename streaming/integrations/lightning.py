@@ -1,4 +1,4 @@
-"""Fit loaders without a length into Lightning. It needs nothing for others."""
+"""Fit loaders into Fabric, and those without a length into Lightning. Its ``Trainer`` needs nothing for others."""
 
 from __future__ import annotations
 
@@ -6,12 +6,31 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch.utils.data
+
 from streaming.device.prefetcher import DevicePrefetcher
 from streaming.errors import ConfigError
 from streaming.integrations.expected import expect_loader
 from streaming.loader import DataLoader
 
-__all__ = ["prepare_loader"]
+__all__ = ["for_fabric", "prepare_loader"]
+
+
+def for_fabric(loader: DataLoader | DevicePrefetcher) -> ForFabric:
+    """Show ``loader`` as one of torch's, which ``Fabric.setup_dataloaders`` insists on, as LitGPT calls it.
+
+    Its batches are the loader's. It is a ``Stateful``: among the states of ``fabric.save`` and ``fabric.load`` it keeps
+    the position, on any number of ranks. Programs that cut torch's loaders into shares, as Accelerate does, must not
+    get it: the loader has dealt its samples out to the ranks already. ::
+
+        train = fabric.setup_dataloaders(for_fabric(DataLoader(dataset, global_batch_size=512)))
+        state = {"model": model, "train": train}
+
+    Raises:
+        ConfigError: ``loader`` is none of ours.
+    """
+    expect_loader("for_fabric(loader)", loader, DevicePrefetcher)
+    return ForFabric(loader)
 
 
 def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | DevicePrefetcher | OneBehind:
@@ -64,3 +83,32 @@ class OneBehind:
             yield batch
         with suppress(ConfigError):  # where the end came as a surprise, nothing is held back any more
             batches.hold_back(-1)
+
+
+class ForFabric(torch.utils.data.DataLoader[Any]):
+    """A loader of ours that is an instance of torch's class; see ``for_fabric``."""
+
+    def __init__(self, loader: DataLoader | DevicePrefetcher) -> None:
+        super().__init__(_Batches(loader), batch_size=None)
+        self.loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``DataLoader.state_dict``."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``DataLoader.load_state_dict``."""
+        self.loader.load_state_dict(state)
+
+
+class _Batches(torch.utils.data.IterableDataset[Any]):
+    """The batches of a loader as the items of an iterable data set, of which Fabric makes no shares."""
+
+    def __init__(self, loader: DataLoader | DevicePrefetcher) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)

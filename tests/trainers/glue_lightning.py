@@ -1,7 +1,8 @@
-"""A loader without a length in Lightning, which reads it one batch ahead; run by test_trainers.py in a process."""
+"""A loader without a length in Lightning, which reads it one batch ahead, and Fabric; run by test_trainers.py in a process."""
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import lightning
@@ -12,7 +13,7 @@ from trainer_names import FOLDER, QUIET
 
 from streaming import DataLoader, DevicePrefetcher
 from streaming.errors import ConfigError
-from streaming.integrations.lightning import prepare_loader
+from streaming.integrations.lightning import for_fabric, prepare_loader
 
 
 class Numbers(torch.utils.data.IterableDataset[dict[str, int]]):
@@ -63,3 +64,27 @@ endless = DevicePrefetcher(DataLoader(Numbers(), global_batch_size=12), "cpu")
 with pytest.raises(ConfigError, match=r"a DevicePrefetcher without a length; give its loader"):
     prepare_loader(endless)
 prepare_loader(endless.loader)
+
+
+def under_fabric(num_batches: int, loaded: str | None) -> list[list[int]]:
+    """Train as LitGPT does: over and over, with a checkpoint at the end."""
+    fabric = lightning.Fabric(accelerator="cpu")
+    loader = DataLoader(list(range(20)), 4)
+    with pytest.raises(TypeError, match="Only PyTorch DataLoader"):
+        fabric.setup_dataloaders(loader)
+    train = fabric.setup_dataloaders(for_fabric(loader))
+    assert len(train) == 5
+    state = {"train": train}
+    if loaded:
+        fabric.load(loaded, state)
+    endless = (batch for _ in range(9) for batch in train)
+    received = [batch.tolist() for batch in islice(endless, num_batches)]
+    fabric.save(f"{FOLDER}/fabric.ckpt", state)
+    return received
+
+
+whole = under_fabric(12, None)
+assert sorted(sum(whole[:5], [])) == sorted(sum(whole[5:10], [])) == list(range(20))
+assert under_fabric(7, None) + under_fabric(5, f"{FOLDER}/fabric.ckpt") == whole
+with pytest.raises(ConfigError, match=r"for_fabric\(loader\): expected a streaming.DataLoader, got a .*_FabricDataLoader"):
+    for_fabric(lightning.Fabric(accelerator="cpu").setup_dataloaders(for_fabric(sized)))  # type: ignore[arg-type]
