@@ -187,6 +187,20 @@ def test_a_collate_fn_gets_packs(folder: Path) -> None:
         for one in packs
     ]
     assert valid == [True] * len(valid)
+    keys = [key for rows in epoch_of(buckets(clips(folder)), collate_fn=of_samples, jagged=None) for key in rows]
+    assert sorted(keys) == [f"{number:04d}" for number in range(NUM_CLIPS) if number != 77]
+    with pytest.raises(KeyError) as caught:
+        epoch_of(buckets(clips(folder)), collate_fn=lambda packs: packs[0]["wav"], jagged=None)
+    assert re.search(r"over 1 packs \(each a dict.*first of them '\d{4}' of", str(caught.value.__notes__))
+
+
+def of_samples(packs: list[dict[str, Any]]) -> list[str]:
+    """As a collator that takes samples is called, by docs/trainers.md."""
+    samples = [dict(zip(packs[0], row, strict=True)) for row in zip(*packs[0].values(), strict=True)]
+    assert all(
+        len(one["pcm"]) == frames_of(int(one["__key__"])) and one["cls"] == int(one["__key__"]) % 3 for one in samples
+    )
+    return [one["__key__"] for one in samples]
 
 
 def test_a_mixture_of_them(folder: Path) -> None:

@@ -347,9 +347,11 @@ class BatchBuilder:
             return collate_fn(samples)
         except Exception as error:
             first = samples[0] if samples and isinstance(samples[0], Mapping) else {}
+            key, what = first.get("__key__"), "samples"
+            if isinstance(key, list):
+                key, what = next(iter(key), None), "packs (each a dict, whose entries hold all that is in it)"
             error.add_note(
-                f"in collate_fn, over {len(samples)} samples, the first of them {first.get('__key__')!r} of "
-                f"{first.get('__url__')}"
+                f"in collate_fn, over {len(samples)} {what}, the first of them {key!r} of {first.get('__url__')}"
             )
             raise
 
