@@ -1,7 +1,7 @@
-"""Find where this process runs, and which share of the data it needs.
+"""Detect where this process runs, and which share of the data it needs.
 
-Launchers, environments and meshes live here: the only place that reads the environment. Imports nothing of ours and no
-framework, and knows no data set.
+Launchers, environment variables and meshes are handled here, and nowhere else. The package imports nothing else of ours
+and no framework, and knows nothing about data sets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check the axes of a mesh: their names and sizes. Used by `infra.mesh` alone."""
+"""Validate the names and sizes of mesh axes. Used only by `infra.mesh`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPLICA_NAMES = PIPELINE_NAMES | frozenset(
 
 
 def row_major(place: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence[str]) -> int:
-    """Return the number a place within the grid of ``axes`` alone, the first varying slowest."""
+    """Return the row-major number of a place within the grid of ``axes`` only; the first axis varies slowest."""
     number = 0
     for name in axes:
         number = number * sizes[name] + place[name]
@@ -30,12 +30,12 @@ def row_major(place: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence
 
 
 def show(sizes: Mapping[str, int]) -> str:
-    """Return the sizes for an error message: ``(dp=2, tp=4)``."""
+    """Format sizes for an error message: ``(dp=2, tp=4)``."""
     return "(" + ", ".join(f"{name}={size}" for name, size in sizes.items()) + ")"
 
 
 def check_axes(names: tuple[str, ...], shape: tuple[int, ...], data_axes: tuple[str, ...]) -> None:
-    """Raise MeshError unless names are unique, sizes positive and data axes known."""
+    """Raise MeshError unless names are unique, sizes are positive and data axes exist."""
     if len(names) != len(shape):
         raise MeshError(f"{len(names)} axis names {names} for {len(shape)} axes of sizes {shape}")
     for kind, axes in (("axis name", names), ("data axis", data_axes)):
@@ -69,10 +69,10 @@ def check_order(order: Sequence[str], given: Mapping[str, int | None]) -> None:
 
 
 def rest_of_world(world_size: int, given: Mapping[str, int | None]) -> int:
-    """Return what the given sizes leave of the world.
+    """Return the world size divided by the product of the given sizes.
 
     Raises:
-        MeshError: If they do not divide it.
+        MeshError: The product does not divide the world size.
     """
     sizes = {name: size for name, size in given.items() if size is not None}
     product = math.prod(sizes.values())
@@ -85,7 +85,7 @@ def rest_of_world(world_size: int, given: Mapping[str, int | None]) -> int:
 
 
 def check_product(sizes: Mapping[str, int], world_size: int) -> None:
-    """Raise MeshError unless the sizes multiply to the world size."""
+    """Raise MeshError unless the product of the sizes is the world size."""
     product = math.prod(sizes.values())
     if product != world_size:
         used = {name: size for name, size in sizes.items() if size != 1}
@@ -96,10 +96,10 @@ def check_product(sizes: Mapping[str, int], world_size: int) -> None:
 
 
 def guess_data_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the axes whose names say that they are data axes, in the mesh's order.
+    """Return the axes that are data axes according to their names, in the mesh's order.
 
     Raises:
-        MeshError: If the name of an axis longer than 1 says nothing.
+        MeshError: The name of an axis longer than 1 is not known.
     """
     known = DATA_NAMES | REPLICA_NAMES
     used = [name for name, size in zip(names, shape, strict=False) if size > 1]
@@ -113,7 +113,7 @@ def guess_data_axes(names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str
 
 
 def nested_list(ranks: object) -> object:
-    """Return ``ranks.tolist()`` where there is one (tensors, arrays), else ``ranks``."""
+    """Return ``ranks.tolist()`` if it exists (tensors, arrays), else ``ranks``."""
     tolist = getattr(ranks, "tolist", None)
     return tolist() if callable(tolist) else ranks
 
@@ -122,7 +122,7 @@ def flatten(nested: object, num_axes: int) -> tuple[tuple[int, ...], tuple[int, 
     """Return the ranks in row-major order, and the shape.
 
     Raises:
-        MeshError: If it is not a rectangular nest of ints, ``num_axes`` deep.
+        MeshError: ``nested`` is not a rectangular nest of ints of depth ``num_axes``.
     """
     level: list[object] = [nested]
     shape: list[int] = []

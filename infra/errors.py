@@ -1,14 +1,14 @@
-"""Define the errors of this package: one, and a kind of it that may pass."""
+"""Define the errors of this package."""
 
 from __future__ import annotations
 
 
 class MeshError(ValueError):
-    """A mesh or a launcher's environment that cannot be right; the message names the values and the cure."""
+    """An inconsistent mesh or launcher environment; the message names the values and what to do."""
 
 
 class RankUnknownError(MeshError):
-    """The number of processes is known, but which of them this is will be known when torch.distributed is initialised.
+    """The number of processes is known, but not this process's rank until torch.distributed is initialised.
 
     Attributes:
         world_size: The number of processes.

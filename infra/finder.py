@@ -1,4 +1,4 @@
-"""Find the mesh of a loader, a sampler or a view, and look again until it is read from."""
+"""Find the mesh for a loader, a sampler or a view, and update it until the first read."""
 
 from __future__ import annotations
 
@@ -11,20 +11,28 @@ from infra.mesh import DeviceMesh, as_device_mesh
 
 
 class MeshFinder:
-    """Find where this process stands among those that train. One rule for everything that reads a share of the data.
+    """Find this process's place among the training processes.
 
-    1. A mesh that was given holds.
-    2. Else torch.distributed says rank and size where it is initialised; else the launcher does: see `infra.launch`.
-    3. What was found is provisional until the first iteration, and looked up again on each use before it. Loaders are
-       often made before ``init_process_group`` is called (Lightning and Accelerate call it late, and under
-       ``torch.multiprocessing.spawn`` no variable says anything before), so a process that seems to be alone may turn
-       out to be one of many: it must not read everything.
-    4. From the first iteration on the mesh stands. If torch.distributed then says otherwise, the next iteration is an
-       error: what was read so far was another share than the one that this process trains on from now on. A process
-       group that is gone again says nothing.
+    The one rule for everything that reads a share of the data.
+
+    1. A mesh that was given is used as it is.
+    2. Otherwise torch.distributed gives rank and world size if it is initialised; if not, the launcher does: see
+      `infra.launch`.
+    3. The result is provisional until the first iteration, and is looked up again on each use before it. Loaders are
+      often made before ``init_process_group`` is called (Lightning and Accelerate call it late, and under
+      ``torch.multiprocessing.spawn`` no environment variable is set), so a process that seems to be alone may turn out
+      to be one of many, and must not read everything.
+    4. From the first iteration on, the mesh is fixed. If torch.distributed later disagrees, the next iteration raises
+      an error, because what was read so far was another share of the data. A process group that has been destroyed does
+      not count as disagreement.
+
+    ::
+
+        finder = MeshFinder()
+        print(finder.mesh.data_rank, finder.mesh.data_world_size, finder.found_by)
 
     Args:
-        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None: find it.
+        device_mesh: An ``infra.DeviceMesh``, torch's ``DeviceMesh``, or None to detect it.
 
     Raises:
         MeshError: The mesh is of another type, or the environment contradicts itself or torch.distributed.
@@ -38,22 +46,22 @@ class MeshFinder:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh as it was found last; `look_again` looks."""
+        """The mesh as of the last `look_again`."""
         return self._mesh
 
     @property
     def found_by(self) -> str:
-        """``"given"``, or the launcher that named the mesh, such as ``"torch.distributed"`` or ``"torchrun"``."""
+        """``"given"``, or the source of the mesh, such as ``"torch.distributed"`` or ``"torchrun"``."""
         return self._found_by
 
     def look_again(self, *, to_read: bool = False) -> bool:
-        """Look where this process stands now; whether that is another mesh than before.
+        """Look up the mesh again and return whether it has changed.
 
         Args:
-            to_read: An iteration begins: the mesh has to be known for sure, and stands from now on.
+            to_read: An iteration begins: the mesh must be known for certain, and is fixed from now on.
 
         Raises:
-            MeshError: At an iteration: the rank is not known, or the mesh is not the one of earlier iterations.
+            MeshError: ``to_read`` is set, and the rank is unknown or the mesh differs from that of earlier iterations.
         """
         if self._is_given:
             return False
@@ -71,7 +79,7 @@ class MeshFinder:
         except RankUnknownError as error:
             if to_read:
                 raise
-            # Lengths can be told before the rank is known, and are all that is asked for before an iteration.
+            # Before an iteration only lengths are needed, and they do not depend on the rank.
             self._found_by = "environment"
             return DeviceMesh.from_sizes(rank=0, world_size=error.world_size)
         self._found_by = launch.launcher

@@ -1,4 +1,4 @@
-"""Ask torch.distributed and Ray Train about this process. Imports neither: if one matters, it is loaded."""
+"""Ask torch.distributed and Ray Train about this process. Neither is imported: one that is in use is already loaded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultGroup:
-    """This process in the default group of torch.distributed."""
+    """This process's place in the default group of torch.distributed."""
 
     rank: int
     world_size: int
 
 
 def process_group() -> DefaultGroup | None:
-    """Ask torch.distributed for this process's place; None where it is not initialised."""
+    """Return this process's place according to torch.distributed, or None if it is not initialised."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -25,7 +25,7 @@ def process_group() -> DefaultGroup | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainWorker:
-    """A worker of a Ray Train job, in its own words: see ``ray.train.get_context``."""
+    """A worker of a Ray Train job, as described by ``ray.train.get_context``."""
 
     rank: int
     world_size: int
@@ -35,7 +35,7 @@ class TrainWorker:
 
 
 def train_worker() -> TrainWorker | None:
-    """Find this process among the workers of Ray Train; None where it is none: a driver, an actor, a Tune trial."""
+    """Return this process's place among Ray Train's workers, or None for a driver, an actor or a Tune trial."""
     train: Any = sys.modules.get("ray.train")
     if train is None or not hasattr(train, "get_context"):
         return None

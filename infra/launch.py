@@ -1,7 +1,7 @@
-"""Tell which launcher started this process, and as which of how many: a pure function of an environment.
+"""Detect which launcher started this process, its rank and the world size, as a pure function of an environment.
 
-Launchers are asked in this order. The first that knows a rank wins: inner launchers come before outer ones. Two do not
-speak through the environment, and are asked where `discover` is given none: torch.distributed, and Ray Train in a
+Launchers are tried in this order, inner before outer, and the first that knows a rank wins. Two of them do not use
+environment variables and are tried only if `discover` gets no ``environ``: torch.distributed, and Ray Train in a
 process that has ``ray.train`` loaded, as its workers have.
 
 ====  =================  ==========================================================  =================================
@@ -18,13 +18,13 @@ process that has ``ray.train`` loaded, as its workers have.
  8    single             nothing of the above
 ====  =================  ==========================================================  =================================
 
-Where torch.distributed is initialised, its numbers hold, however it came by them: the environment often knows nothing
-(``torch.multiprocessing.spawn``), or counts nodes where training counts processes. An environment that cannot be
-reconciled with them is an error that names both, since then one of the two would make ranks read each other's samples.
+If torch.distributed is initialised, its numbers are used, wherever it got them from: the environment often knows
+nothing (``torch.multiprocessing.spawn``), or counts nodes instead of processes. An environment that cannot be
+reconciled with them raises an error that names both, since otherwise ranks might read each other's samples.
 
-An indexed Job of Kubernetes tells each pod its index, but not how many there are: its manifest has to set
-``WORLD_SIZE`` to its ``completions`` (one process per pod). A pod that starts torchrun needs none of this.
-A batch script or an interactive shell also has ``SLURM_NTASKS``, but is none of those tasks: it is single.
+An indexed Job of Kubernetes gives each pod its index but not the number of pods: its manifest must set ``WORLD_SIZE``
+to its ``completions`` (one process per pod). A pod that starts torchrun does not need this. A SLURM batch script or
+interactive shell also has ``SLURM_NTASKS``, but it is not one of those tasks: it counts as a single process.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _FIRST_RESERVED_SLURM_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the launcher says about this process. ``None`` where it does not say.
+    """What the launcher says about this process; None for what it does not say.
 
     Attributes:
         launcher: ``"torch.distributed"``, ``"ray"``, ``"torchrun"``, ``"lightning"``, ``"openmpi"``, ``"mpich"``,
             ``"slurm"``, ``"kubernetes"`` or ``"single"``.
-        rank: This process among all, in [0, world_size).
+        rank: Rank of this process, in [0, world_size).
         world_size: Number of processes.
-        local_rank: This process among those of its node.
+        local_rank: Rank of this process on its node.
         local_world_size: Number of processes on its node.
-        node_rank: This node among all.
+        node_rank: Rank of this node.
         num_nodes: Number of nodes.
         master_addr: Host of the rendezvous (``MASTER_ADDR``).
-        master_port: Its port (``MASTER_PORT``).
+        master_port: Port of the rendezvous (``MASTER_PORT``).
     """
 
     launcher: str
@@ -80,14 +80,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStore:
-    """The key-value store that torchrun's agent keeps for the processes it starts, before any of them has a group.
+    """The key-value store that torchrun's agent runs for its processes, usable before they have a process group.
 
     Attributes:
-        host: Where it listens.
+        host: Its host.
         port: Its port.
-        rank: This process among those of the job.
-        world_size: Their number.
-        attempt: Differs between the starts of a job: a restart meets nothing that was left before it.
+        rank: This process's rank in the job.
+        world_size: Number of processes in the job.
+        attempt: Differs between starts of a job, so that a restart does not see keys from before.
     """
 
     host: str
@@ -98,10 +98,13 @@ class AgentStore:
 
 
 def agent_store(environ: Environ | None = None) -> AgentStore | None:
-    """Find the store of torchrun's agent; None where there is no such agent, or it has started one process.
+    """Return the store of torchrun's agent, or None if there is no such agent or it has started only one process.
 
     Args:
-        environ: Environment variables; when None the process's own.
+        environ: Environment variables; None: those of this process.
+
+    Raises:
+        MeshError: A variable is not an integer.
     """
     env = os.environ if environ is None else environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not _has(env, "MASTER_ADDR", "RANK", "WORLD_SIZE"):
@@ -115,14 +118,18 @@ def agent_store(environ: Environ | None = None) -> AgentStore | None:
 
 
 def discover(environ: Environ | None = None) -> Launch:
-    """Find where this process runs, by the table above.
+    """Detect where this process runs, in the order of the table above.
+
+    ::
+
+        launch = discover()
+        print(launch.launcher, launch.rank, launch.world_size)
 
     Args:
-        environ: Environment variables; when None the process's own, after torch.distributed and Ray Train.
+        environ: Environment variables. None: those of this process, after torch.distributed and Ray Train.
 
     Raises:
-        MeshError: If variables are no integers, contradict each other or torch.distributed, or name only half of what
-            is needed.
+        MeshError: Variables are not integers, contradict each other or torch.distributed, or are incomplete.
     """
     if environ is not None:
         return _by_environment(environ)
@@ -146,10 +153,10 @@ def _by_environment(env: Environ) -> Launch:
 
 
 def _by_group(group: DefaultGroup, env: Environ, launch: Launch | None) -> Launch:
-    """Return the place that torch.distributed names, with what the launcher adds to it.
+    """Return this process's place according to torch.distributed, with what the launcher adds to it.
 
     Raises:
-        MeshError: If the innermost launcher says otherwise, counting processes or equal groups of them (nodes).
+        MeshError: The innermost launcher disagrees, whether it counts processes or equal groups of them (nodes).
     """
     launch = launch or next((found for reader in READERS if (found := reader(env)) is not None), None)
     if launch is not None and (launch.rank, launch.world_size) == (group.rank, group.world_size):
@@ -192,23 +199,23 @@ def _torchrun(env: Environ) -> Launch | None:
 
 
 def _lightning(env: Environ) -> Launch | None:
-    """Read what Lightning's own launcher tells the processes that it starts: everything but their rank.
+    """Read the variables that Lightning's own launcher sets for the processes it starts: everything but their rank.
 
-    On the first node the rank is ``LOCAL_RANK``. On others only torch.distributed will know, for nothing says how many
-    processes a node has.
+    On the first node the rank is ``LOCAL_RANK``. On other nodes only torch.distributed can know it, because nothing
+    says how many processes a node has.
     """
     if not _has(env, "WORLD_SIZE", "LOCAL_RANK") or "RANK" in env or _integer(env, "NODE_RANK") != 0:
         return None
     outer = (_openmpi(env), _mpich(env), _slurm(env))
     if any(launch is not None and launch.world_size == _integer(env, "WORLD_SIZE") for launch in outer):
-        return None  # a script that exports what MPI or SLURM say
+        return None  # a script that exports the numbers of MPI or SLURM
     return _launch(env, "lightning", rank="LOCAL_RANK", world_size="WORLD_SIZE", local_rank="LOCAL_RANK", node_rank=0)
 
 
 def _openmpi(env: Environ) -> Launch | None:
     if not _has(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         return None
-    # OMPI_COMM_WORLD_NODE_RANK is the process's rank on its node, not the node's rank: of no use here.
+    # OMPI_COMM_WORLD_NODE_RANK is the process's rank on its node, not the node's rank, so it is not used.
     return _launch(
         env,
         "openmpi",
@@ -258,7 +265,7 @@ def _slurm(env: Environ) -> Launch | None:
 
 
 def _slurm_tasks_on_node(env: Environ) -> int | None:
-    """Return the tasks of this step on this node, from a list such as ``"4(x2),3"``."""
+    """Return the number of this step's tasks on this node, from a list such as ``"4(x2),3"``."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
     node = _integer(env, "SLURM_NODEID")
     for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -271,7 +278,7 @@ def _slurm_tasks_on_node(env: Environ) -> int | None:
 
 
 def _kubernetes(env: Environ) -> Launch | None:
-    # With RANK as well, somebody inside the pod numbers the processes: torchrun, deepspeed or the manifest.
+    # If RANK is set too, something inside the pod numbers the processes: torchrun, deepspeed or the manifest.
     if not _has(env, "JOB_COMPLETION_INDEX", "WORLD_SIZE") or "RANK" in env:
         return None
     return _launch(
@@ -297,9 +304,9 @@ READERS: tuple[Callable[[Environ], Launch | None], ...] = (
 
 
 def _single(env: Environ) -> Launch:
-    """Take this for the only process; refuse half of the environment of torchrun, or of an indexed Job.
+    """Treat this as the only process; refuse half of the environment of torchrun or of an indexed Job.
 
-    All pods of such a Job would else take themselves for the only process, and read the same samples.
+    Otherwise every pod of such a Job would take itself for the only process, and all would read the same samples.
     """
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if "JOB_COMPLETION_INDEX" in env and rank is None and world_size is None:
@@ -317,7 +324,7 @@ def _single(env: Environ) -> Launch:
 
 
 def _check_exported_rank(env: Environ, inner: Launch, outer: Launch) -> None:
-    """Refuse a RANK that was exported before srun or mpirun made many processes: all would have the same."""
+    """Refuse a RANK that was exported before srun or mpirun started the processes, since all of them would share it."""
     same_world = outer.world_size == inner.world_size and "TORCHELASTIC_RUN_ID" not in env
     if same_world and outer.rank != inner.rank:
         raise MeshError(
@@ -327,14 +334,14 @@ def _check_exported_rank(env: Environ, inner: Launch, outer: Launch) -> None:
 
 
 def _check_half_set(env: Environ, launch: Launch) -> None:
-    """Compare a WORLD_SIZE (or RANK) that a script exports with what SLURM or MPI say of the rest."""
+    """Check an exported WORLD_SIZE (or RANK) against the numbers of SLURM or MPI."""
     for name, value in (("RANK", launch.rank), ("WORLD_SIZE", launch.world_size)):
         if name in env and _integer(env, name) != value:
             raise MeshError(f"{name}={env[name]}, but {launch.launcher} says {value}: correct or unset {name}")
 
 
 def _launch(env: Environ, launcher: str, **sources: str | int | None) -> Launch:
-    """Make a Launch whose fields come from the named variables (or are given as they are)."""
+    """Make a Launch whose fields come from the named variables, or are given directly."""
     values = {field: _integer(env, src) if isinstance(src, str) else src for field, src in sources.items()}
     try:
         return Launch(

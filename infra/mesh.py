@@ -1,7 +1,7 @@
-"""Tell which share of the data a process needs, for any order of parallel axes.
+"""Compute which share of the data a process needs, for any order of parallel axes.
 
-A mesh is a grid of ranks with named axes. Ranks that differ along a *data axis* read different samples; ranks
-that differ only along other axes are *replicas* and get identical batches. With dp=2 and tp=2 in that order:
+A mesh is a grid of ranks with named axes. Ranks that differ along a *data axis* read different samples; ranks that
+differ only along other axes are *replicas* and get identical batches. With dp=2 and tp=2 in that order:
 
 ====  ==========  =========  ============
 rank  (dp, tp)    data_rank  replica_rank
@@ -12,10 +12,9 @@ rank  (dp, tp)    data_rank  replica_rank
 3     (1, 1)      1          1
 ====  ==========  =========  ============
 
-Expert parallel: an ``ep`` axis of its own means replicas, like tp. Megatron, DeepSpeed and torchtitan have no
-such axis: they use data ranks as expert ranks too, and those read data of their own. For them leave
-``ep_size`` out; or, where a mesh names the part carved out of the data ranks, declare it:
-``data_axes=("dp", "ep")``.
+Expert parallelism: a separate ``ep`` axis means replicas, like tp. Megatron, DeepSpeed and torchtitan have no such
+axis: they use data ranks as expert ranks too, and these read data of their own. For them leave ``ep_size`` out; or, if
+the mesh names the part that was carved out of the data ranks, declare it: ``data_axes=("dp", "ep")``.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DATA_AXES = ("dp", "fsdp")
 
 
 class TorchDeviceMesh(Protocol):
-    """The part of ``torch.distributed.device_mesh.DeviceMesh`` that is used."""
+    """The part of ``torch.distributed.device_mesh.DeviceMesh`` that is used here."""
 
     @property
     def mesh(self) -> object:
@@ -48,15 +47,18 @@ class TorchDeviceMesh(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMesh:
-    """A grid of ranks as seen by one of them. Immutable; cheap to pickle, hash and share between threads.
+    """Describe a grid of ranks with named axes, as seen by one of them. Immutable, picklable, hashable and thread-safe.
 
-    Made by `from_sizes`, `from_torch` or `from_ranks`.
+    Make one with `from_sizes`, `from_torch` or `from_ranks`. ::
+
+        mesh = DeviceMesh.from_sizes(dp_size=4, tp_size=2, rank=5)
+        mesh.data_rank, mesh.data_world_size, mesh.replica_rank      # (2, 4, 1)
 
     Attributes:
         axis_names: One name per axis, outermost first.
         shape: One size per axis.
         ranks: The ranks in row-major order of the axes; each appears once.
-        rank: The process that this mesh speaks for.
+        rank: The rank whose view this is.
         data_axes: The axes along which ranks read different data; the first varies slowest in `data_rank`.
     """
 
@@ -96,29 +98,29 @@ class DeviceMesh:
         data_axes: Sequence[str] = _DATA_AXES,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
-        """Return the mesh of these sizes, ranks numbered row-major over ``order``.
+        """Return the mesh with these sizes, with ranks numbered row-major over ``order``.
 
-        A size of None is 1, but ``dp_size=None`` takes what the other axes leave of the world. Without any
-        size the mesh is plain data parallel over all processes.
+        A size of None is 1, except that ``dp_size=None`` takes what the other axes leave of the world. Without any size
+        the mesh is plain data parallelism over all processes.
 
         Args:
-            dp_size: Data parallel (replicated weights).
-            fsdp_size: Data parallel with sharded weights; a data axis like dp.
-            tp_size: Tensor parallel.
+            dp_size: Data parallelism (replicated weights).
+            fsdp_size: Data parallelism with sharded weights; a data axis like dp.
+            tp_size: Tensor parallelism.
             pp_size: Pipeline stages.
-            cp_size: Context parallel.
-            ulysses_size: Sequence parallel (Ulysses).
-            ep_size: Expert parallel as an axis of its own (replicas); see the module's text.
-            rank: Stands in for this process's rank, so that one process can play all; None: the
+            cp_size: Context parallelism.
+            ulysses_size: Sequence parallelism (Ulysses).
+            ep_size: Expert parallelism as an axis of its own (replicas); see the module docstring.
+            rank: Rank to use instead of this process's own, so that one process can play all ranks; None: the
                 launcher's.
-            world_size: Stands in for the launcher's. None with ``rank`` given: what the sizes multiply
-                to, where no launcher says otherwise.
+            world_size: World size to use instead of the launcher's. None, with ``rank`` given and no launcher that says
+                otherwise: the product of the sizes.
             order: Axis names, outermost first; axes left out must have size 1.
             data_axes: Axes whose ranks read different data.
-            environ: Environment to ask for the launcher; the process's own when None.
+            environ: Environment in which to look for the launcher; None: this process's own.
 
         Raises:
-            MeshError: If the sizes do not multiply to the world size, or the rank is not in it.
+            MeshError: The product of the sizes is not the world size, or the rank is outside it.
         """
         given: dict[str, int | None] = {"dp": dp_size, "fsdp": fsdp_size, "tp": tp_size, "pp": pp_size}
         given |= {"cp": cp_size, "ulysses": ulysses_size, "ep": ep_size}
@@ -153,17 +155,16 @@ class DeviceMesh:
         """Return the same grid as a ``torch.distributed.device_mesh.DeviceMesh``, for any names and order of axes.
 
         Args:
-            torch_device_mesh: The mesh; not kept.
-            data_axes: Axes whose ranks read different data; the first varies slowest. None: by their names
-                (dp, fsdp, dp_replicate, dp_shard, data, batch, …), in the mesh's order.
-            rank: Stands in for this process's rank; the mesh's ``get_rank()`` when None.
-            allow_subset: Accept a mesh of fewer ranks than the launcher started. Refused otherwise: a
-                sub-mesh such as ``mesh["tp"]`` has lost its data axes, and all groups would read the
-                same samples.
-            environ: Environment to ask for the launcher; the process's own when None.
+            torch_device_mesh: The mesh; it is not kept.
+            data_axes: Axes whose ranks read different data; the first varies slowest. None: recognised by name (dp,
+                fsdp, dp_replicate, dp_shard, data, batch, …), in the mesh's order.
+            rank: Rank to use instead of this process's own; None: the mesh's ``get_rank()``.
+            allow_subset: Accept a mesh with fewer ranks than the launcher started. By default this is refused, because
+                a sub-mesh such as ``mesh["tp"]`` has lost its data axes, and all groups would read the same samples.
+            environ: Environment in which to look for the launcher; None: this process's own.
 
         Raises:
-            MeshError: If a data axis is unknown, names do not tell, or ranks are missing.
+            MeshError: A data axis does not exist, axis names are missing or not recognised, or ranks are missing.
         """
         names = torch_device_mesh.mesh_dim_names
         if names is None:
@@ -187,16 +188,16 @@ class DeviceMesh:
     def from_ranks(
         cls, ranks: object, axis_names: Sequence[str], *, rank: int, data_axes: Sequence[str] | None = None
     ) -> Self:
-        """Return the mesh of a nested list (or array) of ranks, one level per axis name.
+        """Return the mesh of a nested list (or array) of ranks, with one level per axis name.
 
         Args:
-            ranks: Nested sequences of ints, or anything with ``tolist()``; rectangular.
+            ranks: Rectangular nest of sequences of ints, or anything with ``tolist()``.
             axis_names: One name per level, outermost first.
-            rank: The process that the mesh speaks for.
-            data_axes: As in `from_torch`.
+            rank: The rank whose view the mesh is.
+            data_axes: As for `from_torch`.
 
         Raises:
-            MeshError: If it is not rectangular, names do not fit or do not tell, or ``rank`` is not in it.
+            MeshError: The nest is not rectangular, names do not fit or are not recognised, or ``rank`` is not in it.
         """
         names = tuple(axis_names)
         flat, shape = axes.flatten(axes.nested_list(ranks), len(names))
@@ -204,17 +205,17 @@ class DeviceMesh:
         return cls(axis_names=names, shape=shape, ranks=flat, rank=rank, data_axes=used)
 
     def with_rank(self, rank: int) -> Self:
-        """Return the same mesh as another of its ranks sees it."""
+        """Return the same mesh as seen by another of its ranks."""
         return replace(self, rank=rank)
 
     def with_data_rank(self, data_rank: int, data_world_size: int) -> Self:
-        """Return the mesh of another number of data shares, as this rank sees it when it reads one of them.
+        """Return a mesh with another number of data ranks, as seen by this process with the given data rank.
 
-        The first data axis grows or shrinks, where the others divide the number; else they become 1. What `rank` is
-        among replicas stays. Ranks are numbered anew, row-major from 0.
+        The first data axis grows or shrinks if the other data axes divide ``data_world_size``; otherwise those become
+        1. The replica rank does not change. Ranks are renumbered row-major from 0.
 
         Raises:
-            MeshError: There is no such share, or no data axis.
+            MeshError: ``data_rank`` is outside [0, data_world_size), or the mesh has no data axis.
         """
         if not self.data_axes or not 0 <= data_rank < data_world_size:
             shown = axes.show(self.axis_sizes)
@@ -242,17 +243,17 @@ class DeviceMesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """Where `rank` stands, by axis name."""
+        """Coordinates of `rank`, by axis name."""
         return self._place(self.ranks.index(self.rank))
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data `rank` reads, in [0, data_world_size). Replicas have the same."""
+        """The share of the data that `rank` reads, in [0, data_world_size). Replicas have the same data rank."""
         return axes.row_major(self.coordinates, self.axis_sizes, self.data_axes)
 
     @property
     def data_world_size(self) -> int:
-        """In how many shares the data is divided."""
+        """Number of shares into which the data is divided."""
         return math.prod(self.axis_sizes[name] for name in self.data_axes)
 
     @property
@@ -262,34 +263,34 @@ class DeviceMesh:
 
     @property
     def replica_rank(self) -> int:
-        """Which of the replicas of its share `rank` is, in [0, replica_world_size)."""
+        """Number of `rank` among the replicas with its data rank, in [0, replica_world_size)."""
         return axes.row_major(self.coordinates, self.axis_sizes, self.replica_axes)
 
     @property
     def replica_world_size(self) -> int:
-        """How many ranks get the same batches."""
+        """Number of ranks that get the same batches."""
         return self.world_size // self.data_world_size
 
     @property
     def is_first_pipeline_stage(self) -> bool:
-        """Whether `rank` stands at the start of the pipeline axis, or there is none."""
+        """Whether `rank` is in the first pipeline stage; True if there is no pipeline axis."""
         return all(self.coordinates[name] == 0 for name in self._pipeline_axes)
 
     @property
     def is_last_pipeline_stage(self) -> bool:
-        """Whether `rank` stands at the end of the pipeline axis, or there is none."""
+        """Whether `rank` is in the last pipeline stage; True if there is no pipeline axis."""
         return all(self.coordinates[name] == self.axis_sizes[name] - 1 for name in self._pipeline_axes)
 
     def replicas_of(self, data_rank: int) -> tuple[int, ...]:
-        """Return the ranks that read share ``data_rank``, by replica rank.
+        """Return the ranks with the given data rank, ordered by replica rank.
 
         Raises:
-            MeshError: If there is no such share.
+            MeshError: ``data_rank`` is outside [0, data_world_size).
         """
         sizes = self.axis_sizes
         if not 0 <= data_rank < self.data_world_size:
             raise MeshError(f"data rank {data_rank} is outside [0, {self.data_world_size}) of {axes.show(sizes)}")
-        # Positions ascend row-major, and replica_axes keep the mesh's order: sorted by replica rank.
+        # Positions ascend in row-major order and replica_axes keep the mesh's order, so this is sorted by replica rank.
         return tuple(
             rank
             for position, rank in enumerate(self.ranks)
@@ -309,10 +310,10 @@ class DeviceMesh:
 
 
 def as_device_mesh(mesh: DeviceMesh | TorchDeviceMesh | None) -> DeviceMesh:
-    """Return ``mesh`` itself, the same grid as a torch mesh, or, for None, data parallel over all processes.
+    """Return ``mesh`` itself, the same grid as a torch mesh, or, for None, data parallelism over all processes.
 
     Raises:
-        MeshError: If it is none of these.
+        MeshError: ``mesh`` is none of these.
     """
     if mesh is None:
         return DeviceMesh.from_sizes()

@@ -1,8 +1,8 @@
 """Stream WebDataset tar shards from cloud storage into PyTorch training.
 
-Three concepts: a ``StreamingDataset`` (what to read), an ``infra.DeviceMesh`` (where this process is, found by
-itself) and a ``DataLoader`` (the loop). Names are loaded when they are first used, so that ``import streaming.errors``
-or a tool does not pay for torch.
+There are three concepts: a ``StreamingDataset`` (what to read), an ``infra.DeviceMesh`` (this process's place among
+all, detected automatically) and a ``DataLoader`` (the loop). Names are imported on first use, so that tools and
+``import streaming.errors`` do not have to import torch.
 """
 
 from __future__ import annotations

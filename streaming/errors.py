@@ -3,34 +3,34 @@
 ::
 
     ShardstreamError
-    ├── ConfigError             (ValueError)         an argument, or a combination of arguments, that cannot work
-    │   ├── OptionError         (TypeError)          an option that does not exist; says which was meant
+    ├── ConfigError             (ValueError)         an invalid argument or combination of arguments
+    │   ├── OptionError         (TypeError)          an option that does not exist; suggests the right one
     │   └── MemoryLimitError                         the plan does not fit into memory_limit
     ├── StateError              (ValueError)         a state_dict that does not belong to this loader
-    ├── StorageError            (OSError)            the store could not do what was asked, after retries
+    ├── StorageError            (OSError)            a request to the store failed, after retries
     │   ├── NotFoundError       (FileNotFoundError)  no such bucket, object, file or matching pattern
     │   ├── AccessDeniedError   (PermissionError)    no, wrong or insufficient credentials
     │   └── TransferError                            short, stalled or reset transfer; Range ignored; 5xx
-    ├── DataError               (ValueError)         bytes that are not what they should be
+    ├── DataError               (ValueError)         invalid bytes
     │   ├── TarError                                 a damaged or unusable tar member
     │   ├── DuplicateKeyError                        one key twice in a shard, or one field twice in a sample
     │   ├── ChecksumError                            bytes that differ from the index's CRC32C
-    │   ├── DecodeError                              a field whose bytes do not decode
+    │   ├── DecodeError                              a field that cannot be decoded
     │   ├── IndexFormatError                         a damaged or unknown index file
-    │   └── IndexMismatchError                       an index that does not describe the shards as they are
-    ├── IndexMissingError       (FileNotFoundError)  needs an index, and there is none
+    │   └── IndexMismatchError                       an index that does not match the shards
+    ├── IndexMissingError       (FileNotFoundError)  an index is needed, and there is none
     ├── TooManyBadSamplesError  (RuntimeError)       max_bad_samples was exceeded
-    ├── AgreementError          (RuntimeError)       ranks are about to train on different things
-    ├── IteratorEndedError      (RuntimeError)       an iterator that was ended before its epoch: closed, or failed
+    ├── AgreementError          (RuntimeError)       ranks are about to train on different data
+    ├── IteratorEndedError      (RuntimeError)       an iterator that was closed or failed before the end of its epoch
     │   └── IteratorSupersededError                  another iterator, set_epoch or load_state_dict took its place
     ├── ReplicaError            (RuntimeError)       another rank of the same data share is gone, or left its loop
-    ├── ForkedError             (RuntimeError)       used in a forked child of the process that it belongs to
-    └── WorkerError             (RuntimeError)       an exception of a decode worker that cannot leave it as it is
-        └── WorkerDiedError                          a batch on which decode workers die again and again
+    ├── ForkedError             (RuntimeError)       an object used in a forked child of the process that owns it
+    └── WorkerError             (RuntimeError)       an exception of a decode worker that cannot be pickled
+        └── WorkerDiedError                          a batch on which decode workers die repeatedly
 
-Each type also derives from the fitting builtin, so that ``except FileNotFoundError`` keeps working. A message says
-what went wrong, where (URL, key, byte range), what was got and expected, and what cures it. Errors of other libraries
-are translated once, in the adapter that called them, and stay reachable as ``__cause__``.
+Each type also derives from the matching builtin, so that ``except FileNotFoundError`` keeps working. A message says
+what went wrong, where (URL, key, byte range), expected and actual values, and what to do. Errors of other libraries are
+translated in one place, the adapter that called them, and remain available as ``__cause__``.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ if not hasattr(sys.modules["streaming"], "_HOMES"):
 
 
 class ShardstreamError(Exception):
-    """Base of all errors raised on purpose by shardstream."""
+    """Base class of all errors that shardstream raises on purpose."""
 
 
 class ConfigError(ShardstreamError, ValueError):
-    """An argument, or a combination of arguments, that cannot work."""
+    """An invalid argument, or an invalid combination of arguments."""
 
 
 class OptionError(ConfigError, TypeError):
-    """An option that does not exist; the message says which was meant, or where it is to be given."""
+    """An option that does not exist; the message suggests the right one, or says where the option belongs."""
 
 
 class MemoryLimitError(ConfigError):
-    """The plan needs more bytes than ``memory_limit`` allows; the message holds the arithmetic."""
+    """The plan needs more memory than ``memory_limit``; the message shows the calculation."""
 
 
 class StateError(ShardstreamError, ValueError):
@@ -66,7 +66,7 @@ class StateError(ShardstreamError, ValueError):
 
 
 class StorageError(ShardstreamError, OSError):
-    """The store could not do what was asked, after retries."""
+    """A request to the store failed, after retries."""
 
 
 class NotFoundError(StorageError, FileNotFoundError):
@@ -78,11 +78,11 @@ class AccessDeniedError(StorageError, PermissionError):
 
 
 class TransferError(StorageError):
-    """A transfer that came short, stalled, was reset or answered otherwise than asked. Worth another try."""
+    """A transfer that was too short, stalled, was reset, or had an unexpected response. A retry may succeed."""
 
 
 class DataError(ShardstreamError, ValueError):
-    """Bytes that are not what they should be."""
+    """Invalid bytes."""
 
 
 class TarError(DataError):
@@ -90,27 +90,27 @@ class TarError(DataError):
 
 
 class DuplicateKeyError(DataError):
-    """One key in two places of a shard, or one field twice in a sample."""
+    """A key that occurs twice in a shard, or a field that occurs twice in a sample."""
 
 
 class ChecksumError(DataError):
-    """Bytes whose CRC32C is not the one in the index."""
+    """Bytes whose CRC32C differs from the one in the index."""
 
 
 class DecodeError(DataError):
-    """A field whose bytes do not decode."""
+    """A field that cannot be decoded."""
 
 
 class IndexFormatError(DataError):
-    """An index file that is damaged, or of a version that this release does not read."""
+    """An index file that is damaged, or of a version that this release cannot read."""
 
 
 class IndexMismatchError(DataError):
-    """An index that does not describe the shards as they are: replaced, truncated, missing or extra."""
+    """An index that does not match the shards: some were replaced or truncated, or are missing or extra."""
 
 
 class IndexMissingError(ShardstreamError, FileNotFoundError):
-    """Something that needs an index, asked of shards that have none."""
+    """An operation needs an index, and the shards have none."""
 
 
 class TooManyBadSamplesError(ShardstreamError, RuntimeError):
@@ -118,23 +118,23 @@ class TooManyBadSamplesError(ShardstreamError, RuntimeError):
 
 
 class AgreementError(ShardstreamError, RuntimeError):
-    """Ranks differ in data set, order, options or position; the message names them and what differs."""
+    """Ranks differ in data set, order, options or position; the message names the ranks and the differences."""
 
 
 class IteratorEndedError(ShardstreamError, RuntimeError):
-    """An iterator was asked for a batch after its loader was closed, or after an error; its epoch is not over."""
+    """An iterator was used after its loader was closed or after an error, before the end of its epoch."""
 
 
 class IteratorSupersededError(IteratorEndedError):
-    """An iterator was asked for a batch after another one, ``set_epoch`` or ``load_state_dict`` took its place."""
+    """An iterator was used after another iterator, ``set_epoch`` or ``load_state_dict`` superseded it."""
 
 
 class ReplicaError(ShardstreamError, RuntimeError):
-    """Another rank of the same data share is gone, silent, or left its loop while this one went on."""
+    """Another rank of the same data share is gone or silent, or left its loop while this one continued."""
 
 
 class ForkedError(ShardstreamError, RuntimeError):
-    """An iterator or a writer used in a forked child of the process that made it, which alone can go on with it."""
+    """An iterator or writer was used in a forked child of the process that made it; only that process can use it."""
 
 
 class WorkerError(ShardstreamError, RuntimeError):
@@ -142,4 +142,4 @@ class WorkerError(ShardstreamError, RuntimeError):
 
 
 class WorkerDiedError(WorkerError):
-    """Decode workers died, one after the other, of the same batch; the message names the batch and the signal."""
+    """Several decode workers died in turn on the same batch; the message names the batch and the signal."""

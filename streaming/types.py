@@ -1,4 +1,4 @@
-"""Name what several layers share: a sample, the bytes of a field, and the callables that work on them."""
+"""Define the types that several layers share: a sample, the bytes of a field, and the callables that work on them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:  # `import streaming` needs no NumPy
     from numpy import typing as npt
 
 VERSION = "0.1.0"
-"""Of this package; what is installed, the command line and the ranks of a job tell is taken from here."""
+"""Version of this package; the distribution's metadata, the command line and the ranks of a job use this constant."""
 
 Int64Array: TypeAlias = "npt.NDArray[np.int64]"
-"""Offsets, sizes and numbers of samples and chunks: everywhere 64 bits."""
+"""Offsets, sizes and counts of samples and chunks; always 64 bits."""
 
 Sample: TypeAlias = dict[str, object]
 """One sample: ``__key__``, ``__url__`` and one entry per field, named by its extension without the leading
@@ -23,33 +23,33 @@ Batch: TypeAlias = dict[str, object]
 """Collated samples: the same names, each with a tensor ``[B, ...]`` or a list of ``B`` values."""
 
 ReadBuffer: TypeAlias = bytes | bytearray | memoryview
-"""Contiguous bytes that may be read, and may be overwritten as soon as the callee has returned."""
+"""Contiguous bytes, valid only during the call: they may be overwritten as soon as the callee has returned."""
 
 Transform: TypeAlias = Callable[..., Sample | None]
 """A user's function over one decoded sample, or over a sample and a ``numpy.random.Generator`` of its own; ``None``
 drops it. Runs in workers: pure, and picklable with processes."""
 
 LastBatch: TypeAlias = Literal["drop", "pad", "partial"]
-"""What becomes of the samples at the end of an epoch that do not fill a global batch."""
+"""What to do with samples at the end of an epoch that do not fill a global batch."""
 
 DuplicateKeys: TypeAlias = Literal["error", "keep"]
-"""What a key that comes twice in a shard is: an error, or (``"keep"``, as webdataset has it) a sample of its own."""
+"""How to treat a key that occurs twice in a shard: as an error, or (``"keep"``, as in webdataset) as another sample."""
 
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
-"""How names of shards end."""
+"""File name extensions of shards."""
 
 
 class Decoder(Protocol):
     """Turn the bytes of one field into an object.
 
-    The contract, which every decoder of this package keeps:
+    Every decoder must keep this contract, and those of this package do:
 
-    - It MUST NOT keep a reference to ``data``, nor return an object that does (a view, a lazily loaded
-      image): the memory is reused as soon as the call has returned.
-    - The same bytes give the same object; it looks at nothing else.
+    - It MUST NOT keep a reference to ``data``, nor return an object that does (a view, a lazily loaded image): the
+      memory is reused as soon as the call has returned.
+    - It is deterministic: the same bytes give the same object, and nothing else is read.
     - It may be called from several threads at once, and can be pickled.
-    - It may raise anything for bytes it does not like: the caller wraps that (``decode_field``).
+    - It may raise any exception for bytes that it cannot decode; the caller wraps it (``decode_field``).
     """
 
     def __call__(self, data: ReadBuffer, /) -> object:

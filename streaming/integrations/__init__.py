@@ -1,6 +1,6 @@
-"""Fit trainers that count, save or cut data by themselves. ``import streaming`` imports none of it.
+"""Adapt loaders to trainers that count, save or shard data themselves. ``import streaming`` imports none of these.
 
-``streaming.integrations.accelerate`` and ``streaming.integrations.transformers`` import the libraries of these names;
+``streaming.integrations.accelerate`` and ``streaming.integrations.transformers`` import the libraries of those names;
 ``streaming.integrations.lightning`` is for loaders without a length. Ray Train, torch.distributed and its checkpoints
-need none: see docs/trainers.md. ``streaming.integrations.gpu_decoders`` hands images to decoders on a GPU.
+need no adapter: see docs/trainers.md. ``streaming.integrations.gpu_decoders`` passes images to GPU decoders.
 """

@@ -1,4 +1,4 @@
-"""Fit loaders into programs that Accelerate runs."""
+"""Use a loader in a program that runs under Accelerate."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ __all__ = ["prepare_loader"]
 
 
 def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetcher) -> PreparedLoader:
-    """Make ``loader`` what ``accelerator.prepare`` makes of torch's: on the device, in step, and in its checkpoints.
+    """Prepare ``loader`` as ``accelerator.prepare`` does for torch's: device placement, gradient steps and checkpoints.
 
-    ``accelerator.prepare`` itself leaves a ``streaming.DataLoader`` alone, so it is never cut into shares twice.
+    ``accelerator.prepare`` itself leaves a ``streaming.DataLoader`` alone, so it is never sharded twice. ::
+
+        loader = prepare_loader(accelerator, DataLoader(dataset, batch_size=32))
+        for batch in loader:
+            with accelerator.accumulate(model): ...
 
     Returns:
-        The loader as it is, but for three things. Its batches are on the accelerator's device. In the epoch's last step
-        ``accelerator.accumulate`` synchronises, however few batches were accumulated. ``accelerator.save_state`` saves
-        the position after the batch handed out last, and ``load_state`` goes on from there, on any number of ranks:
-        Accelerate's ``skip_first_batches`` must not be called then.
+        The loader, with three changes. Batches are on the accelerator's device. In the last step of an epoch
+        ``accelerator.accumulate`` synchronises gradients even if fewer batches were accumulated.
+        ``accelerator.save_state`` saves the position after the last batch handed out, and ``load_state`` continues from
+        there on any number of ranks; do not call Accelerate's ``skip_first_batches`` then.
 
     Raises:
-        ConfigError: ``loader`` is none of ours, or was prepared already.
+        ConfigError: ``loader`` is not a ``streaming.DataLoader`` or ``DevicePrefetcher``, or is already prepared.
     """
     expect_loader("prepare_loader(accelerator, loader)", loader, DevicePrefetcher)
     accelerator.register_for_checkpointing(loader)
@@ -37,9 +41,9 @@ def prepare_loader(accelerator: Accelerator, loader: DataLoader | DevicePrefetch
 
 
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate has no types
-    """What ``prepare_loader`` gives. It has all that the loader has."""
+    """The result of ``prepare_loader``. All other attributes are those of the loader."""
 
-    _drop_last = True  # every row counts: nothing is cut off what `gather_for_metrics` gathers
+    _drop_last = True  # every row counts, so `gather_for_metrics` must not cut anything off
 
     def __init__(self, loader: DataLoader | DevicePrefetcher, accelerator: Accelerator) -> None:
         self._loader, self._accelerator = loader, accelerator
@@ -52,7 +56,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # Accelerate 
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the loader's batches, on the device."""
+        """Yield the loader's batches on the accelerator's device."""
         self.begin()
         try:
             for batch in self._loader:

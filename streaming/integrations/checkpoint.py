@@ -1,4 +1,4 @@
-"""Keep a loader's state whole in checkpoints of torch.distributed.checkpoint."""
+"""Save a loader's state as one value in checkpoints of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ __all__ = ["WholeState"]
 
 
 class WholeState:
-    """Save the state of a loader as one value, a ``Stateful`` for ``torch.distributed.checkpoint``.
+    """Save the state of a loader as one value, as a ``Stateful`` for ``torch.distributed.checkpoint``.
 
-    That program takes dicts and lists apart, and restores of them what the state of the new loader has at the same
-    places. A state whose parts depend on what was read is not found again so: that of an iterable data set, and that of
-    a ``Mixture`` whose sources are others than in the new loader. As one value it is. ::
+    ``torch.distributed.checkpoint`` takes dicts and lists apart, and restores only those parts that the new loader's
+    state also has. A state whose structure depends on what has been read would not be restored completely: that of an
+    iterable data set, or of a ``Mixture`` whose sources differ from those of the new loader. Saved as one value, it is.
+    ::
 
         states = {"model": model.state_dict(), f"dataloader {rank}": WholeState(loader)}
         dcp.load(states, checkpoint_id=folder)
 
     Args:
-        loader: Whose state it is.
+        loader: The loader whose state to save and load.
 
     Raises:
-        ConfigError: It is no loader, as where its state is given.
+        ConfigError: ``loader`` is not a loader, for example its state.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -34,14 +35,14 @@ class WholeState:
         self.loader = loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the loader's state in a tuple, which is stored as it is."""
+        """Return the loader's state inside a tuple, which is stored unchanged."""
         return {"state": (self.loader.state_dict(),)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
-            StateError: It is something else, or as of ``DataLoader.load_state_dict``.
+            StateError: ``state`` is something else, or ``DataLoader.load_state_dict`` refuses it.
         """
         if set(state) != {"state"}:
             raise StateError(

@@ -1,4 +1,4 @@
-"""Refuse what is no loader, before a trainer stumbles over it."""
+"""Check that an argument is a loader, before a trainer fails on it in a less obvious way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["expect_loader"]
 
 
 def expect_loader(what: str, given: Any, *others: type[Any]) -> None:
-    """Return where ``given`` is a ``streaming.DataLoader``, or one of ``others``.
+    """Check that ``given`` is a ``streaming.DataLoader``, or one of ``others``.
 
     Raises:
         ConfigError: It is something else; the message begins with ``what``.

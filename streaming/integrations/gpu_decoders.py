@@ -1,11 +1,11 @@
-"""Show the bytes of images to decoders on a GPU: nvImageCodec, DALI and those that take lists of tensors.
+"""Pass encoded images to GPU decoders: nvImageCodec, DALI, and those that take lists of tensors.
 
-A loader with ``decode={"jpg": None}`` and ``jagged=("jpg",)`` gives the encoded images of a batch as one buffer and
-their borders; under ``pin_memory=True`` or a ``DevicePrefetcher`` it is page-locked. These decoders read it on the CPU,
-so they get the loader's batches before these go to a device. What is made here are views without a copy: keep the batch
-until the decoder is done with them.
+A loader with ``decode={"jpg": None}`` and ``jagged=("jpg",)`` gives the encoded images of a batch as one buffer and its
+row offsets; with ``pin_memory=True`` or a ``DevicePrefetcher`` the buffer is page-locked. These decoders read it on the
+CPU, so give them batches before they are copied to a device. All results are views without a copy: keep the batch until
+the decoder is done with them.
 
-torchvision's nvJPEG needs nothing of this: ``decode_jpeg(batch["jpg"].rows(), device="cuda")``.
+torchvision's nvJPEG needs none of this: ``decode_jpeg(batch["jpg"].rows(), device="cuda")``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["DaliSource", "arrays", "code_streams"]
 
 
 def arrays(field: Any) -> list[npt.NDArray[np.uint8]]:
-    """Show the B payloads of a jagged field of bytes as arrays uint8 [size], without a copy.
+    """View the B payloads of a jagged field of bytes as arrays, uint8 [size], without copying.
 
-    ``nvimgcodec.Decoder().decode(arrays(batch["jpg"]))`` takes them, and so does whatever reads buffers.
+    They can be given to ``nvimgcodec.Decoder().decode(arrays(batch["jpg"]))`` and to anything else that reads buffers.
 
     Raises:
-        ConfigError: It is no jagged field of bytes on the CPU.
+        ConfigError: ``field`` is not a jagged field of bytes on the CPU.
     """
     if not isinstance(field, Jagged) or field.values.dtype is not torch.uint8 or field.values.ndim != 1:
         raise ConfigError(
@@ -46,10 +46,10 @@ def arrays(field: Any) -> list[npt.NDArray[np.uint8]]:
 
 
 def code_streams(field: Any) -> list[Any]:
-    """Make an ``nvidia.nvimgcodec.CodeStream`` of each payload, which tells size and codec before anything is decoded.
+    """Make an ``nvidia.nvimgcodec.CodeStream`` from each payload, which gives size and codec before decoding.
 
     Raises:
-        ConfigError: It is no jagged field of bytes on the CPU, or nvImageCodec is not installed.
+        ConfigError: ``field`` is not a jagged field of bytes on the CPU, or nvImageCodec is not installed.
     """
     payloads = arrays(field)
     try:
@@ -63,7 +63,7 @@ def code_streams(field: Any) -> list[Any]:
 
 
 class DaliSource:
-    """Feed batches of a loader to ``fn.external_source`` of DALI: for each field a list of arrays.
+    """Feed batches of a loader to DALI's ``fn.external_source``: a list of arrays per field.
 
     ::
 
@@ -74,13 +74,16 @@ class DaliSource:
             jpegs, labels = fn.external_source(source, num_outputs=2, cycle="raise")
             return fn.decoders.image(jpegs, device="mixed"), labels
 
-    Each ``iter`` is an epoch of the loader; ``cycle="raise"`` has DALI begin the next one after its ``reset()``. DALI
-    copies what it is fed (``no_copy=False``), so batches may go at once. The loader's ``state_dict`` is ahead of the
-    training by what DALI has asked for: ``prefetch_queue_depth`` batches.
+    Each ``iter`` is an epoch of the loader; with ``cycle="raise"``, DALI begins the next one after its ``reset()``.
+    DALI copies its input (``no_copy=False``), so batches can be released immediately. The loader's ``state_dict`` is
+    ahead of training by the ``prefetch_queue_depth`` batches that DALI has requested.
 
     Args:
-        loader: Gives batches that are dicts.
-        names: Fields: jagged ones of bytes or numbers, and tensors [B, ...].
+        loader: An iterable of batches that are dicts.
+        names: Fields to feed: jagged fields of bytes or numbers, and tensors [B, ...].
+
+    Raises:
+        ConfigError: No field is named; while iterating: a batch lacks a field, or it is of another type.
     """
 
     def __init__(self, loader: Iterable[Mapping[str, Any]], *names: str) -> None:
@@ -89,14 +92,14 @@ class DaliSource:
         self._loader, self._names = loader, names
 
     def __iter__(self) -> Iterator[Any]:
-        """Give for each batch a tuple of lists, one for each field; of a single field the list itself."""
+        """Yield a tuple of lists for each batch, one list per field; with a single field, the list itself."""
         for batch in self._loader:
             fields = tuple(_listed(name, batch) for name in self._names)
             yield fields[0] if len(fields) == 1 else fields
 
 
 def _listed(name: str, batch: Mapping[str, Any]) -> list[npt.NDArray[Any]]:
-    """Show a field of a batch as B arrays, views of it."""
+    """View a field of a batch as B arrays."""
     if name not in batch:
         raise ConfigError(f"DaliSource: the batch has no entry {name!r}; there are {', '.join(map(str, batch))}")
     value = batch[name]

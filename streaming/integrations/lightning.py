@@ -1,4 +1,4 @@
-"""Fit loaders into Fabric, and those without a length into Lightning. Its ``Trainer`` needs nothing for others."""
+"""Use loaders in Fabric, and loaders without a length in Lightning. Its ``Trainer`` needs no adapter for others."""
 
 from __future__ import annotations
 
@@ -34,14 +34,16 @@ def for_fabric(loader: DataLoader | DevicePrefetcher) -> ForFabric:
 
 
 def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | DevicePrefetcher | OneBehind:
-    """Keep the position of ``loader`` right where Lightning reads one batch ahead: of loaders without a length.
+    """Make the position of a loader without a length exact under Lightning, which reads such loaders one batch ahead.
 
-    Lightning saves their state while it holds a batch that the module has not been given: without this, a resumed run
-    would leave that batch out. A loader with a length is returned as it is.
+    Lightning saves their state while it holds a batch that the module has not seen yet, so without this a resumed run
+    would miss that batch. A loader with a length is returned unchanged. ::
+
+        trainer.fit(module, prepare_loader(DataLoader(Mixture({…}, weights={…}), batch_size=8)))
 
     Raises:
-        ConfigError: ``loader`` is none of ours, or was prepared already; or a ``DevicePrefetcher`` without a length,
-            which holds batches back itself.
+        ConfigError: ``loader`` is not a ``streaming.DataLoader``, or is already prepared; or it is a
+            ``DevicePrefetcher`` without a length, which holds batches back itself.
     """
     expect_loader("prepare_loader(loader)", loader, DevicePrefetcher)
     try:
@@ -57,7 +59,7 @@ def prepare_loader(loader: DataLoader | DevicePrefetcher) -> DataLoader | Device
 
 
 class OneBehind:
-    """A loader whose position leaves out the batch handed out last, until it is asked for the next one."""
+    """A loader whose position excludes the last batch handed out until the next one is requested."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
@@ -81,7 +83,7 @@ class OneBehind:
             if number:
                 batches.hold_back(-1)
             yield batch
-        with suppress(ConfigError):  # where the end came as a surprise, nothing is held back any more
+        with suppress(ConfigError):  # if the iterator ended unexpectedly, nothing is held back any more
             batches.hold_back(-1)
 
 

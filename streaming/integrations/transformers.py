@@ -1,4 +1,4 @@
-"""Fit loaders into ``transformers.Trainer`` and what is derived from it."""
+"""Use a loader in ``transformers.Trainer`` and trainers derived from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["use_loader"]
 
 
 def use_loader(trainer: Trainer, loader: DataLoader) -> None:
-    """Have ``trainer`` train on ``loader``, save its position with every checkpoint, and resume from it.
+    """Make ``trainer`` train on ``loader``, save the loader's position in every checkpoint, and resume from it.
 
-    The trainer counts in steps, so give ``global_batch_size=``: an epoch has then the same steps on any number of
-    ranks. Names of a batch that the model's ``forward`` does not take are left out (``remove_unused_columns``).
-    Called again, it puts another loader in the place of the first.
+    The trainer counts in steps, so give ``global_batch_size=``: an epoch then has the same number of steps on any
+    number of ranks. Entries of a batch that the model's ``forward`` does not accept are removed
+    (``remove_unused_columns``).
 
     ::
 
@@ -32,7 +32,8 @@ def use_loader(trainer: Trainer, loader: DataLoader) -> None:
         trainer.train(resume_from_checkpoint=get_last_checkpoint("out"))
 
     Raises:
-        ConfigError: ``loader`` is none of ours.
+        ConfigError: ``loader`` is not a ``streaming.DataLoader``; or, when training resumes, the trainer and the loader
+            have not counted the same batches.
     """
     expect_loader("use_loader(trainer, loader)", loader)
 
@@ -56,7 +57,7 @@ class _Position(TrainerCallback, ExportableState):  # type: ignore[misc]  # tran
 
 
 class _TrainerLoader:
-    """The loader as the trainer is to see it; ``dataset`` is what its ``skip_first_batches`` reads."""
+    """The loader as presented to the trainer, whose ``skip_first_batches`` reads ``dataset``."""
 
     batch_size = prefetch_factor = None
     drop_last = False
@@ -79,7 +80,10 @@ class _TrainerLoader:
 
 
 class _Resumed(IterableDataset[Any]):
-    """An epoch whose batches before the loader's position, which are to be skipped, are None instead of being read."""
+    """An epoch that yields None for batches before the loader's position instead of reading them.
+
+    The trainer skips these.
+    """
 
     def __init__(self, loader: _TrainerLoader) -> None:
         self._loader = loader
@@ -93,7 +97,7 @@ class _Resumed(IterableDataset[Any]):
 
 
 def _batches_seen(loader: DataLoader) -> int:
-    """Return the batches of the epoch in progress before the loader's position."""
+    """Return the number of batches of the current epoch before the loader's position."""
     if loader.has_ramp:
         return len(loader) - loader.batches_left
     seen: int = -(-loader.state_dict()["samples_seen"] // loader.global_batch_size)
@@ -101,11 +105,11 @@ def _batches_seen(loader: DataLoader) -> int:
 
 
 def _check_place(loader: DataLoader, steps: int, args: Any) -> None:
-    """Raise ConfigError where trainer and loader have not counted the same batches."""
+    """Raise ConfigError if the trainer and the loader have not counted the same batches."""
     per_step = args.gradient_accumulation_steps
     try:
         epoch, rest = divmod(steps, -(-len(loader) // per_step))
-    except TypeError:  # without a length, as packs mixed without end: the trainer counts one epoch of max_steps
+    except TypeError:  # no length, as for an endless mixture of packs: the trainer counts one epoch of max_steps
         epoch, rest = 0, steps
     here = loader.epoch, _batches_seen(loader)
     if here != (epoch, rest * per_step):

@@ -1,6 +1,6 @@
-"""Read in Ray actors: ``DataLoader(…, remote_group=…)`` shows its loop handles, and who uses a batch fetches it.
+"""Read in Ray actors: ``DataLoader(…, remote_group=…)`` yields handles, and the process that uses a batch fetches it.
 
-Every actor runs the ordinary loader of its rank; nothing here plans, fetches or decodes.
+Every actor runs the ordinary loader of its ranks; nothing here plans, fetches or decodes.
 """
 
 from streaming.remote.group import RemoteGroup

@@ -1,4 +1,4 @@
-"""Say where a remote loader's actors run, and how many there are."""
+"""Configure the number and the placement of a remote loader's actors."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from streaming.errors import ConfigError
 @checks_names()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteGroup:
-    """The Ray actors that read for a ``DataLoader``.
+    """Configure the Ray actors that read for a ``DataLoader``.
+
+    ::
+
+        loader = DataLoader(make_dataset, 32, device_mesh=mesh, remote_group=RemoteGroup(name="data", num_actors=4))
 
     Attributes:
-        name: Of a Ray placement group, whose bundles the actors go into, one after the other; so they run beside the
-            training actors that share it. Where Ray knows no placement group of this name, the actors go where their
-            resources are free, several of them spread over the nodes, and the name only labels them.
-        num_actors: Readers; data ranks are dealt to them in equal runs. One reads everything; more read side by side.
-        num_cpus: CPUs that each reserves.
-        memory: Bytes of main memory that each reserves, or None; a number or text such as ``"16GiB"``.
-        resources: Custom Ray resources that each reserves, say ``{"data_node": 1}``.
-        ahead_limit: Bytes of batches that lie ready in the object store before the loop has handed them out.
+        name: Name of a Ray placement group. The actors are placed in its bundles in turn, beside the training actors
+            that share it. If Ray knows no such placement group, the actors go wherever their resources are available
+            (several are spread over the nodes), and the name is only a label.
+        num_actors: Number of readers. Data ranks are dealt to them in consecutive runs of equal length; they read in
+            parallel.
+        num_cpus: CPUs reserved for each actor.
+        memory: Main memory reserved for each actor, in bytes or as text such as ``"16GiB"``; None: no reservation.
+        resources: Custom Ray resources reserved for each actor, such as ``{"data_node": 1}``.
+        ahead_limit: Upper bound on the bytes of batches in the object store that the loop has not handed out yet.
+
+    Raises:
+        ConfigError: A value is invalid.
     """
 
     name: str
@@ -47,20 +55,20 @@ class RemoteGroup:
 
     @property
     def ahead_limit_bytes(self) -> int:
-        """``ahead_limit`` as a number."""
+        """``ahead_limit`` in bytes."""
         return parse_bytes(self.ahead_limit, name="ahead_limit")
 
     @property
     def memory_bytes(self) -> int | None:
-        """``memory`` as a number."""
+        """``memory`` in bytes, or None."""
         return None if self.memory is None else parse_bytes(self.memory, name="memory")
 
 
 def as_remote_group(given: RemoteGroup | str) -> RemoteGroup:
-    """Return ``given`` itself, or a group of that name with one actor.
+    """Return ``given`` itself, or a group with that name and one actor.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: ``given`` is neither a ``RemoteGroup`` nor a string.
     """
     if isinstance(given, RemoteGroup):
         return given
@@ -70,6 +78,9 @@ def as_remote_group(given: RemoteGroup | str) -> RemoteGroup:
 
 
 def deal(num_ranks: int, num_actors: int) -> tuple[range, ...]:
-    """Return the data ranks of each actor: equal runs, or runs that differ by one; no more actors than ranks."""
+    """Return the data ranks of each actor: consecutive runs whose lengths differ by at most one.
+
+    No actor is without a rank.
+    """
     count = min(num_ranks, num_actors)
     return tuple(range(one * num_ranks // count, (one + 1) * num_ranks // count) for one in range(count))

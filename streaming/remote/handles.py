@@ -1,4 +1,4 @@
-"""Show the driver's loop handles in place of batches."""
+"""Represent batches by handles in the driver's loop."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from streaming.remote.wire import unpack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchHandle:
-    """One data rank's batch, where it lies in Ray's object store. Small; pass it to the actor that trains.
+    """Refer to one data rank's batch in Ray's object store. Small; pass it to the actor that trains on it.
 
-    The batch lives as long as a handle to it does, the reader that made it may die meanwhile.
+    The batch lives as long as a handle to it, even if the reader that made it dies.
 
     Attributes:
-        epoch: Its epoch.
-        number: Its number in the epoch.
-        data_rank: Whose share it is.
-        num_samples: Rows in it; None where the batch does not tell.
-        num_bytes: Its payload.
-        ref: Ray's reference.
+        epoch: Epoch of the batch.
+        number: Number of the batch in the epoch.
+        data_rank: Data rank whose share it is.
+        num_samples: Number of rows; None if the batch does not say.
+        num_bytes: Size of its payload.
+        ref: Ray's object reference.
     """
 
     epoch: int
@@ -33,17 +33,22 @@ class BatchHandle:
     ref: Any
 
     def get(self) -> Any:
-        """Return the batch, in memory of this process; another call makes another copy."""
+        """Return the batch, copied to this process's memory; each call makes a new copy."""
         return unpack(cluster.get(self.ref))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteBatch:
-    """One global batch: a handle for each data rank.
+    """Refer to one global batch, by one handle per data rank.
+
+    ::
+
+        for batch in loader:                                   # in the driver
+            ray.get([actor.step.remote(batch.of(rank)) for rank, actor in enumerate(actors)])
 
     Attributes:
-        mesh: Who is which data rank.
-        handles: By data rank.
+        mesh: The mesh, which maps ranks to data ranks.
+        handles: The handles, by data rank.
     """
 
     mesh: DeviceMesh
@@ -51,12 +56,12 @@ class RemoteBatch:
 
     @property
     def epoch(self) -> int:
-        """Its epoch."""
+        """Epoch of the batch."""
         return self.handles[0].epoch
 
     @property
     def number(self) -> int:
-        """Its number in the epoch."""
+        """Number of the batch in the epoch."""
         return self.handles[0].number
 
     def of(self, rank: int) -> BatchHandle:
@@ -64,10 +69,10 @@ class RemoteBatch:
         return self.handles[self.mesh.with_rank(rank).data_rank]
 
     def get(self) -> Any:
-        """Return the batch itself, where the mesh has a single data rank.
+        """Return the batch itself, if the mesh has a single data rank.
 
         Raises:
-            ValueError: It has several: a global batch is never in one place.
+            ValueError: The mesh has several data ranks: a global batch is never assembled in one place.
         """
         (handle,) = self.handles
         return handle.get()
