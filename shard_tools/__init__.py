@@ -1,7 +1,7 @@
-"""Pack, index, check and show WebDataset shards: the writer as a library, the verbs as a command.
+"""Pack, index, check and inspect WebDataset shards: ``ShardWriter`` as a library, everything else as commands.
 
-Here live the command line itself, what its options mean and how results are shown. What a verb does lies in a package
-below, as a function that prints nothing; training loops and their engine are not known here.
+This package holds the command line itself, the meaning of its options and the display of results. The work of each
+command is done in a package below, by functions that print nothing. Training loops and their engine are not known here.
 """
 
 import os

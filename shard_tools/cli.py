@@ -1,7 +1,7 @@
-"""Parse the command line: every verb is a thin command over one library function.
+"""Parse the command line: every command is a thin wrapper around one library function.
 
 Exit codes: 0 done, 1 a finding or a failure, 2 wrong usage, 130 stopped by Ctrl-C. Results go to standard output,
-progress and errors to standard error; an error is one message without a traceback unless ``--debug`` is given.
+progress and errors to standard error; an error is a single message, without a traceback unless ``--debug`` is given.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from streaming.storage import Storage
 from streaming.tar.samples import MAX_GZIP_RATIO
 from streaming.types import VERSION, DuplicateKeys, LastBatch
 
-_DEFAULT_MAX_BYTES = "256MB"  # a few seconds of one connection; 100 TB are 400,000 objects
+_DEFAULT_MAX_BYTES = "256MB"  # takes one connection a few seconds; 100 TB make 400,000 objects
 _RESHARD_OPTIONS: tuple[str, ...] = ("max_bytes", "max_samples", "sort", "descending", "where", "drop", "overwrite")
 _RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_prefix")
 
@@ -63,7 +63,7 @@ _RESHARD_OPTIONS += ("memory_bytes", "workers", "index_url", "dedupe", "key_pref
 )
 @click.version_option(VERSION, prog_name="shard_tools")
 def cli() -> None:
-    """Pack, index, check and show WebDataset tar shards, in any store.
+    """Pack, index, check and inspect WebDataset tar shards in any store.
 
     \b
     Example:
@@ -75,54 +75,55 @@ def cli() -> None:
 @cli.command("convert")
 @click.argument("source")
 @click.argument("target")
-@click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="What SOURCE is.")
-@click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Largest shard.")
-@click.option("--max-samples", type=COUNT, help="Most samples of a shard.")
-@click.option("--shuffle", "shuffle_seed", type=click.IntRange(min=0), metavar="SEED", help="Mix the records.")
-@click.option("--key", "key_field", metavar="FIELD", help="Take keys from this field; 'number' counts.")
+@click.option("--from", "kind", type=click.Choice(SOURCE_KINDS), default="auto", help="Format of SOURCE.")
+@click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
+@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@click.option("--shuffle", "shuffle_seed", type=click.IntRange(min=0), metavar="SEED", help="Shuffle the records.")
+@click.option("--key", "key_field", metavar="FIELD", help="Take keys from this field; 'number': count them.")
 @click.option(
     "--field",
     "fields",
     type=PAIR,
     multiple=True,
     metavar="COLUMN=EXT",
-    help="Store this column as a field of its own, say image=jpg or text=txt; COLUMN=- drops it.",
+    help="Store this column as a separate field, such as image=jpg or text=txt; COLUMN=- drops it.",
 )
 @click.option(
     "--classes",
     metavar="FILE|URL|NAMES",
-    help="Number classes as this list, folder or converted set has them. Default: as train/ beside SOURCE or TARGET.",
+    help="Number classes as in this list, folder or converted set. Default: as in train/ beside SOURCE or TARGET.",
 )
 @click.option(
     "--columns",
     type=names,
     default=(),
-    help="Scalar columns that the index shall hold too, for filters.",
+    help="Scalar columns to store in the index as well, for filters.",
 )
 @click.option(
     "--max-gzip-ratio",
     type=click.FloatRange(min=1),
     default=MAX_GZIP_RATIO,
     show_default=True,
-    help="Refuse a .tar.gz that inflates to more than so many times its size.",
+    help="Refuse a .tar.gz that inflates to more than this many times its size.",
 )
 @tokenizer_options
 @engine_option
 @click.option(
     "--workers",
     type=COUNT,
-    help="Reading threads (default 8), tasks on Ray (64), or processes of a tokenizer (as many as processors).",
+    help="Reader threads (default 8), Ray tasks (default 64), or tokenizer processes (default: one per core).",
 )
-@click.option("--overwrite", is_flag=True, help="Delete what the target holds, and begin anew.")
+@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
 @json_option
 @with_storage_options
 def convert_command(
     source: str, target: str, *, engine: str, workers: int | None, as_json: bool, **arguments: Any
 ) -> None:
-    """Pack SOURCE (a folder of images, JSONL, Parquet, CSV, text, tars) into indexed tar shards in TARGET.
+    """Pack SOURCE into indexed tar shards in TARGET.
 
-    With --tokenizer, documents become token ids: field tok, column tokens. The same source gives the same bytes. A
-    conversion that was stopped goes on where it was when run again.
+    SOURCE is a folder of images, JSONL, Parquet, CSV, text, tars, MDS shards and others (see --from). With --tokenizer,
+    documents become token ids: field tok, column tokens. The same source always gives the same bytes. A conversion that
+    was stopped continues where it left off when it is run again.
 
     \b
     Example:
@@ -148,15 +149,15 @@ def convert_command(
 
 @cli.command("index")
 @engine_option
-@click.option("--workers", type=COUNT, help="Shards at a time (default 8; on Ray 64).")
-@click.option("--force", is_flag=True, help="Index anew what has an index.")
-@click.option("--prune", is_flag=True, help="Take shards that are gone out of the index.")
+@click.option("--workers", type=COUNT, help="Shards in parallel (default 8; on Ray 64).")
+@click.option("--force", is_flag=True, help="Rebuild existing indexes.")
+@click.option("--prune", is_flag=True, help="Remove shards that no longer exist from the index.")
 @click.option(
     "--columns",
     type=names,
     default=(),
     metavar="PATH,...",
-    help="Then lift late columns out of the samples, such as json.similarity.",
+    help="Afterwards add late columns with values from the samples, such as json.similarity.",
 )
 @duplicates_option
 @on_shards
@@ -164,7 +165,7 @@ def index_command(
     urls: tuple[str, ...], *, storage: Storage, index_url: str | None, engine: str, workers: int | None,
     columns: tuple[str, ...], as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Build the index of existing shards, beside them or at --index. Goes on where it was stopped.
+    """Build the index of existing shards, beside them or at --index. A run that was stopped can be continued.
 
     \b
     Example:
@@ -189,16 +190,16 @@ def index_command(
 @cli.command("verify")
 @click.argument("urls", nargs=-1, metavar="URL...")
 @index_option
-@click.option("--decode", is_flag=True, help="Decode every field too.")
+@click.option("--decode", is_flag=True, help="Also decode every field.")
 @click.option(
     "--bad",
     multiple=True,
     metavar="FILE",
-    help="Check only the samples on this list (a loader's bad_samples_file), and decode them; '*' for several files.",
+    help="Check and decode only the samples in this list (a loader's bad_samples_file); '*' matches several files.",
 )
-@click.option("--write-bad", metavar="FILE", help="Write the samples found bad to such a list, for reshard --drop.")
+@click.option("--write-bad", metavar="FILE", help="Write the bad samples to such a list, for reshard --drop.")
 @duplicates_option
-@click.option("--workers", type=COUNT, default=8, show_default=True, help="Shards at a time.")
+@click.option("--workers", type=COUNT, default=8, show_default=True, help="Shards in parallel.")
 @json_option
 @with_storage_options
 def verify_command(
@@ -211,10 +212,10 @@ def verify_command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    """Check every promise of the index against every byte of the shards; list all that fails.
+    """Check the index against every byte of the shards.
 
-    With --bad, only the samples on a list, of these shards or (without URL) of all shards on it: which are still
-    bad, and why.
+    Everything that is wrong is listed. With --bad, check only the samples in a list, in these shards or (without URL)
+    in all shards of the list, and show which are still bad, and why.
 
     \b
     Example:
@@ -242,27 +243,31 @@ def verify_command(
 @cli.command("reshard")
 @click.argument("source")
 @click.argument("target")
-@click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Largest shard.")
-@click.option("--max-samples", type=COUNT, help="Most samples of a shard.")
-@click.option("--shuffle", is_flag=True, help="Mix all samples.")
+@click.option("--max-bytes", type=SIZE, default=_DEFAULT_MAX_BYTES, show_default=True, help="Maximum size of a shard.")
+@click.option("--max-samples", type=COUNT, help="Maximum number of samples in a shard.")
+@click.option("--shuffle", is_flag=True, help="Shuffle all samples.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of --shuffle.  [default: 0]")
 @click.option("--sort", metavar="COLUMN", help="Sort by a column of the sample table, or by __key__.")
-@click.option("--descending", is_flag=True, help="Sort the largest first.")
-@click.option("--where", metavar="CONDITION", help='Take only samples that fit, such as "tokens >= 512".')
+@click.option("--descending", is_flag=True, help="Sort in descending order.")
+@click.option("--where", metavar="CONDITION", help='Keep only samples that match, such as "tokens >= 512".')
 @click.option("--fields", type=names, metavar="EXT,...", help="Keep only these fields.")
-@click.option("--dedupe", is_flag=True, help="One sample a key: fields are joined, the first of each stays.")
-@click.option("--key-prefix", default="", metavar="TEXT", help="Before every key; may hold {shard} and {number}.")
-@click.option("--drop", multiple=True, metavar="FILE", help="Leave out the samples on this list (see verify).")
+@click.option(
+    "--dedupe", is_flag=True, help="Merge samples with the same key; of a field that occurs twice, keep the first."
+)
+@click.option(
+    "--key-prefix", default="", metavar="TEXT", help="Prefix for every key; may contain {shard} and {number}."
+)
+@click.option("--drop", multiple=True, metavar="FILE", help="Leave out the samples in this list (see verify).")
 @click.option(
     "--memory",
     "memory_bytes",
     type=SIZE,
     default="1GiB",
     show_default=True,
-    help="For samples on their way, where the order changes: more means fewer and larger requests.",
+    help="Memory for samples in transit when the order changes; more means fewer, larger requests.",
 )
-@click.option("--workers", type=COUNT, default=8, show_default=True, help="Requests at a time.")
-@click.option("--overwrite", is_flag=True, help="Delete what the target holds, and begin anew.")
+@click.option("--workers", type=COUNT, default=8, show_default=True, help="Requests in parallel.")
+@click.option("--overwrite", is_flag=True, help="Delete the contents of the target and start over.")
 @index_option
 @json_option
 @with_storage_options
@@ -276,10 +281,11 @@ def reshard_command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    """Write the samples of SOURCE into new shards in TARGET: split, merged, mixed, sorted or filtered.
+    """Write the samples of SOURCE into new shards in TARGET.
 
-    Fields keep their bytes, samples their columns in the index. Every byte read is checked; a damaged sample is an
-    error unless --drop lists it. A run that was stopped goes on where it was when run again.
+    Samples can be split, merged, shuffled, sorted or filtered. Fields keep their bytes, and samples keep their columns
+    in the index. Every byte read is checked; a damaged sample is an error unless --drop lists it. A run that was
+    stopped continues where it left off when it is run again.
 
     \b
     Example:
@@ -303,14 +309,15 @@ def reshard_command(
 
 
 @cli.command("repair")
-@click.option("--to", "target", required=True, metavar="TARGET", help="Folder or prefix for what is saved.")
-@click.option("--drop-damaged", is_flag=True, help="Also write shards of which samples are lost.")
+@click.option("--to", "target", required=True, metavar="TARGET", help="Folder or prefix for the repaired shards.")
+@click.option("--drop-damaged", is_flag=True, help="Also write shards that have lost samples.")
 @on_shards
 def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **arguments: Any) -> None:
-    """Write what can be saved of damaged tars to TARGET, under their names, indexed; say what is lost.
+    """Save what is left of damaged tars to TARGET.
 
-    Mends a missing end-of-archive mark, archives joined by cat, and hard links. Where the shards have an index, its
-    checksums tell damaged bytes. A shard of which samples are lost is left out unless --drop-damaged is given.
+    Shards keep their names and are indexed; losses are reported. Repairs a missing end-of-archive marker, archives
+    concatenated with cat, and hard links. If the shards have an index, its checksums identify damaged bytes. A shard
+    that has lost samples is left out unless --drop-damaged is given.
 
     \b
     Example:
@@ -331,19 +338,20 @@ def repair_command(urls: tuple[str, ...], *, target: str, as_json: bool, **argum
     type=PAIR,
     multiple=True,
     metavar="K=V",
-    help="Option of the target's store, such as endpoint_url=URL. Given one, the others count for the source alone.",
+    help="Option of the target's store, such as endpoint_url=URL; the other store options then apply to SOURCE only.",
 )
-@click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards at a time.")
-@click.option("--overwrite", is_flag=True, help="Replace shards of the same name that are others.")
+@click.option("--workers", type=COUNT, default=4, show_default=True, help="Shards in parallel.")
+@click.option("--overwrite", is_flag=True, help="Replace shards of the same name that differ.")
 @index_option
 @json_option
 @with_storage_options
 def copy_command(
     source: str, target: str, *, target_option: tuple[tuple[str, str], ...], as_json: bool, **arguments: Any
 ) -> None:
-    """Copy the shards of SOURCE and their index to TARGET, every byte checked; the index comes last.
+    """Copy the shards of SOURCE and their index to TARGET.
 
-    A run that was stopped goes on when run again: shards that are at the target are read there, and skipped if right.
+    Every byte is checked, and the index is written last. A run that was stopped can be run again: shards already in
+    TARGET are read and checked, and skipped if correct.
 
     \b
     Example:
@@ -367,7 +375,9 @@ def copy_command(
 @cli.command("info")
 @on_shards
 def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> None:
-    """Show what a data set holds: shards, samples, bytes, fields, index; and shards that are gone or cut off.
+    """Summarise a data set.
+
+    Shows shards, samples, bytes, fields, the index, and shards that are missing or truncated.
 
     \b
     Example:
@@ -384,7 +394,7 @@ def info_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
 @click.option("--long", is_flag=True, help="Also show number, shard and the size of every field.")
 @on_shards
 def ls_command(urls: tuple[str, ...], *, long: bool, as_json: bool, **arguments: Any) -> None:
-    """List samples: key and fields. --json prints one object a line.
+    """List samples with their keys and fields. --json prints one object per line.
 
     \b
     Example:
@@ -401,15 +411,16 @@ def ls_command(urls: tuple[str, ...], *, long: bool, as_json: bool, **arguments:
 @click.argument("url")
 @click.argument("sample")
 @index_option
-@click.option("--field", metavar="EXT", help="Write just the bytes of this field.")
+@click.option("--field", metavar="EXT", help="Write only the bytes of this field.")
 @json_option
 @with_storage_options
 def cat_command(
     url: str, sample: str, *, index_url: str | None, field: str | None, as_json: bool, **arguments: Any
 ) -> None:
-    """Show one SAMPLE, given by its key or its number; --field writes that field's bytes as they are.
+    """Show one SAMPLE, given by its key or its number.
 
-    A key made of digits is taken as a key first, and as a number if there is no such key.
+    --field writes the raw bytes of one field. Digits are looked up as a key first, and as a number if there is no such
+    key.
 
     \b
     Example:
@@ -432,42 +443,46 @@ def cat_command(
 @cli.command("plan")
 @click.argument("urls", nargs=-1, required=True, metavar="URL...")
 @click.option("--dp", type=COUNT, default=1, show_default=True, help="Data-parallel size.")
-@click.option("--fsdp", type=COUNT, default=1, help="Sharded data-parallel size: other data, like --dp.")
+@click.option("--fsdp", type=COUNT, default=1, help="Sharded data-parallel size: different data, like --dp.")
 @click.option("--tp", type=COUNT, default=1, help="Tensor-parallel size: the same data.")
 @click.option("--pp", type=COUNT, default=1, help="Pipeline stages: the same data.")
 @click.option("--cp", type=COUNT, default=1, help="Context-parallel size: the same data.")
 @click.option("--ulysses", type=COUNT, default=1, help="Sequence-parallel (Ulysses) size: the same data.")
-@click.option("--ep", type=COUNT, default=1, help="Expert-parallel size, as an axis of its own: the same data.")
-@click.option("--batch-size", type=COUNT, metavar="N", help="Samples of a batch per data rank.")
-@click.option("--global-batch-size", type=COUNT, metavar="N", help="Samples of a batch over all ranks.")
+@click.option("--ep", type=COUNT, default=1, help="Expert-parallel size, as a separate axis: the same data.")
+@click.option("--batch-size", type=COUNT, metavar="N", help="Samples per batch and data rank.")
+@click.option("--global-batch-size", type=COUNT, metavar="N", help="Samples per batch over all ranks.")
 @click.option("--shuffle/--no-shuffle", default=None, help="Shuffled (default), or in storage order.")
-@click.option("--lanes", type=COUNT, help="Parts of an epoch read side by side. Default: the loader's.")
+@click.option("--lanes", type=COUNT, help="Parts of an epoch that are read in parallel. Default: as the loader.")
 @click.option(
-    "--window", type=click.IntRange(min=0), help="How far a sample may move in its lane. Default: the loader's."
+    "--window", type=click.IntRange(min=0), help="How far a sample may move within its lane. Default: as the loader."
 )
-@click.option("--seed", type=click.IntRange(min=0), help="Seed of the order. Default: 0, or that of the mixture.")
-@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="Which epoch.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of the order. Default: 0, or the mixture's seed.")
+@click.option("--epoch", type=click.IntRange(min=0), default=0, show_default=True, help="Epoch to plan.")
 @click.option("--epoch-size", type=COUNT, metavar="N", help="Samples of a virtual epoch. Default: one pass.")
 @click.option(
     "--last-batch",
     type=click.Choice(get_args(LastBatch)),
     default="drop",
     show_default=True,
-    help="What becomes of the tail of the epoch.",
+    help="What to do with samples that do not fill the last batch.",
 )
-@click.option("--memory-limit", type=SIZE, default="4GiB", show_default=True, help="The loader's, of one rank.")
-@click.option("--state", "state_url", metavar="FILE", help="A saved state_dict (JSON): the order of --who and --when.")
-@click.option("--step", "steps", metavar="K|A..B", help="With --who: this global batch, or those from A to before B.")
-@click.option("--who", is_flag=True, help="List the samples of --step: for spikes of the loss.")
+@click.option(
+    "--memory-limit", type=SIZE, default="4GiB", show_default=True, help="The loader's memory limit, per rank."
+)
+@click.option("--state", "state_url", metavar="FILE", help="Saved state_dict (JSON) whose order --who and --when use.")
+@click.option("--step", "steps", metavar="K|A..B", help="With --who: global batch K, or those from A up to but not B.")
+@click.option("--who", is_flag=True, help="List the samples of --step, to find the cause of a loss spike.")
 @click.option("--key", metavar="KEY", help="With --when: the key of a sample.")
 @click.option(
-    "--when", is_flag=True, help="Tell the steps of --key: of --step, or of the state's epoch and the next one."
+    "--when", is_flag=True, help="Show the steps of --key: within --step, or in the state's epoch and the next one."
 )
-@click.option("--thorough", is_flag=True, help="With --when: read all keys, for sets in which some come twice.")
-@click.option("--where", metavar="CONDITION", help="Of the samples that fit alone; see docs/filters.md.")
-@click.option("--view", metavar="NAME", help="Of those of a saved view.")
-@click.option("--subset", metavar="A..B", help="Of a range of the stored samples: 0%..80%, or 1000..2000.")
-@click.option("--plot", metavar="FILE.png", help="Also draw bytes and memory of every data rank (needs matplotlib).")
+@click.option("--thorough", is_flag=True, help="With --when: read all keys, for sets with duplicate keys.")
+@click.option("--where", metavar="CONDITION", help="Plan only for the samples that match; see docs/filters.md.")
+@click.option("--view", metavar="NAME", help="Plan for a saved view.")
+@click.option("--subset", metavar="A..B", help="Plan for a range of the stored samples: 0%..80%, or 1000..2000.")
+@click.option(
+    "--plot", metavar="FILE.png", help="Also plot the bytes and memory of every data rank (needs matplotlib)."
+)
 @index_option
 @json_option
 @with_storage_options
@@ -487,10 +502,11 @@ def plan_command(
     as_json: bool,
     **arguments: Any,
 ) -> None:
-    """Show who reads what under a topology: lanes, bytes, requests, memory and read amplification of every data rank.
+    """Show which data rank reads what under a topology.
 
-    Worked out by the planner that training uses, from the index alone. A plan that does not fit into memory or reads
-    much more than once is a warning, with its cure. URL may be the JSON file of a mixture (Mixture.from_file).
+    The report shows lanes, bytes, requests, memory and read amplification of every data rank. It comes from the planner
+    that training uses, and needs only the index. A plan that does not fit into memory, or that reads much more than
+    once, causes a warning that says what to do. URL may be the JSON file of a mixture (Mixture.from_file).
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""Parse ``column`` and ``view``: values and filters that come after the shards."""
+"""Parse the commands ``column`` and ``view``: values and filters that are added to existing shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from streaming.storage import Storage
 
 @click.group("column")
 def column_group() -> None:
-    """Add, list and drop late columns: values that came after the shards, for filters.
+    """Add, list and drop late columns.
+
+    Late columns are values added to existing shards, for filters.
 
     \b
     Example:
@@ -28,27 +30,27 @@ def column_group() -> None:
 
 
 @column_group.command("add")
-@click.option("--from", "source", metavar="FILE", help="Parquet file, in any store, with a row for each sample.")
+@click.option("--from", "source", metavar="FILE", help="Parquet file, in any store, with one row per sample.")
 @click.option("--on", metavar="COLUMN", help="Column of FILE with the samples' keys.")
 @click.option("--value", metavar="COLUMN", help="Column of FILE with the values. Default: NAME, or the only other one.")
-@click.option("--lift", metavar="PATH", help="Take the values out of the samples instead, such as json.similarity.")
+@click.option("--lift", metavar="PATH", help="Take the values from the samples instead, such as json.similarity.")
 @click.option(
-    "--compute", metavar="tokens|MODULE:FUNCTION", help="Compute them of the samples, by a function of yours."
+    "--compute", metavar="tokens|MODULE:FUNCTION", help="Compute the values from the samples, with your function."
 )
-@click.option("--fields", type=names, metavar="A,B", help="With --compute: read and decode these fields alone.")
+@click.option("--fields", type=names, metavar="A,B", help="With --compute: read and decode only these fields.")
 @click.option(
-    "--dtype", type=click.Choice(["uint16", "uint32"]), help="With --compute tokens. Default: as the set says."
+    "--dtype", type=click.Choice(["uint16", "uint32"]), help="With --compute tokens. Default: as recorded in the set."
 )
 @click.option(
     "--missing",
     type=click.Choice(get_args(Missing)),
     default="null",
     show_default=True,
-    help="Samples without a row: no value, or an error.",
+    help="Samples without a row get no value, or are an error.",
 )
-@click.option("--memory", "memory_bytes", type=SIZE, default="1GiB", show_default=True, help="For keys held at once.")
+@click.option("--memory", "memory_bytes", type=SIZE, default="1GiB", show_default=True, help="Memory for keys.")
 @click.option(
-    "--workers", type=COUNT, default=8, show_default=True, help="Shards at a time that --lift or --compute reads."
+    "--workers", type=COUNT, default=8, show_default=True, help="Shards that --lift or --compute reads in parallel."
 )
 @click.option("--overwrite", is_flag=True, help="Replace a late column of this name.")
 @on_named("column")
@@ -56,11 +58,12 @@ def add_command(
     urls: list[str], *, storage: Storage, source: str | None, on: str | None, lift: str | None, compute: str | None,
     fields: tuple[str, ...] | None, dtype: str | None, workers: int, as_json: bool, **arguments: Any,
 ) -> None:  # fmt: skip
-    """Add the late column NAME to the shards at URL: joined from a file by key, lifted out of the samples, or computed.
+    """Add the late column NAME to the shards at URL.
 
-    Beside the index, a file for each shard; no shard is written, and with --from none is read. Says which keys do not
-    match. A key that comes twice in the file is an error. A function gets a sample as a dict, decoded, and returns a
-    number, text, a bool or None; it is called on several threads.
+    Values are joined from a file by key, taken from the samples, or computed. The column is stored beside the index, in
+    one file per shard; shards are not written, and with --from not even read. Keys that do not match are reported. A
+    key that occurs twice in the file is an error. A function gets a decoded sample (a dict) and returns a number, text,
+    a bool or None; it is called on several threads.
 
     \b
     Example:
@@ -103,7 +106,7 @@ def list_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> N
 @column_group.command("drop")
 @on_named("column")
 def drop_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
-    """Delete the late column NAME. Runs and views that ask for it cannot go on without it.
+    """Delete the late column NAME. Runs and views that use it will no longer work.
 
     \b
     Example:
@@ -115,7 +118,9 @@ def drop_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
 
 @click.group("view")
 def view_group() -> None:
-    """Save filters under a name beside the index, for StreamingDataset(view=NAME).
+    """Save, list and show named filters.
+
+    A view is stored beside the index, for StreamingDataset(view=NAME).
 
     \b
     Example:
@@ -124,13 +129,13 @@ def view_group() -> None:
 
 
 @view_group.command("save")
-@click.option("--where", metavar="CONDITION", help="Which samples; see docs/filters.md.")
-@click.option("--subset", metavar="A..B", help="A range of the stored samples: 0%..80%, or 1000..2000.")
-@click.option("--exclude", metavar="FILE", help="Text file with a key to leave out in each line.")
+@click.option("--where", metavar="CONDITION", help="Condition for samples to keep; see docs/filters.md.")
+@click.option("--subset", metavar="A..B", help="Range of the stored samples: 0%..80%, or 1000..2000.")
+@click.option("--exclude", metavar="FILE", help="Text file of keys to leave out, one per line.")
 @click.option("--overwrite", is_flag=True, help="Replace a view of this name.")
 @on_named("view")
 def save_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
-    """Save which samples of the shards at URL are kept as the view NAME, with the versions of the late columns.
+    """Save a filter for the shards at URL as the view NAME, with the versions of its late columns.
 
     \b
     Example:
@@ -156,7 +161,7 @@ def views_command(urls: tuple[str, ...], *, as_json: bool, **arguments: Any) -> 
 @view_group.command("show")
 @on_named("view")
 def show_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
-    """Show one view: what it asks for, and which versions of columns it was saved with.
+    """Show one view: its conditions, and the versions of the columns that it was saved with.
 
     \b
     Example:
@@ -167,7 +172,7 @@ def show_command(urls: list[str], *, as_json: bool, **arguments: Any) -> None:
 
 
 def show_added(report: AddReport) -> None:
-    """Print what was added."""
+    """Print what was added, and which keys did not match."""
     for count, what, keys in (
         (report.num_missing, "samples have no value", report.first_missing),
         (report.num_unmatched, "rows mean no sample", report.first_unmatched),

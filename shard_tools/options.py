@@ -1,4 +1,4 @@
-"""Define the click options that several verbs share, and what they mean for the library."""
+"""Define the click options that several commands share, and convert them for the library."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Command = Callable[..., Any]
 
 
 class SizeType(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click alone
-    """Bytes, written as ``268435456``, ``256MB`` or ``256MiB``."""
+    """A number of bytes, written as ``268435456``, ``256MB`` or ``256MiB``."""
 
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes in ``value``."""
+        """Return the number of bytes."""
         try:
             return parse_bytes(value, name=param.name if param and param.name else "size")
         except ConfigError as error:
@@ -37,7 +37,7 @@ class PairType(click.ParamType):  # type: ignore[type-arg]
     name = "key=value"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """Return both sides of the first ``=``."""
+        """Return the text before and after the first ``=``."""
         if isinstance(value, tuple):
             return value
         key, equals, text = str(value).partition("=")
@@ -47,7 +47,7 @@ class PairType(click.ParamType):  # type: ignore[type-arg]
 
 
 def names(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Split names with commas between them, such as ``json,txt``: the ``type`` of an option."""
+    """Split comma-separated names such as ``json,txt``; used as the ``type`` of an option."""
     return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
 
 
@@ -55,7 +55,7 @@ SIZE = SizeType()
 PAIR = PairType()
 COUNT = click.IntRange(min=1)
 engine_option = click.option(
-    "--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Work here, or on a Ray cluster."
+    "--engine", type=click.Choice(ENGINES), default="local", show_default=True, help="Run here or on a Ray cluster."
 )
 _SWITCHES = frozenset({"anon", "requester_pays", "path_style"})
 _NUMBERS = {item.name: int if item.type == "int" else float for item in fields(RetryPolicy)}
@@ -67,18 +67,18 @@ def _remember_debug(ctx: click.Context, _param: click.Parameter, value: bool) ->
 
 
 def with_storage_options(command: Command) -> Command:
-    """Add the options that say how to reach a store, and ``--debug``; see :func:`as_storage_options`."""
+    """Add the options for accessing a store, and ``--debug``; see :func:`as_storage_options`."""
     decorators = (
         click.option("--endpoint-url", metavar="URL", help="Address of an S3-compatible server."),
         click.option("--region", help="Region of the bucket."),
         click.option("--profile", help="Named profile of the AWS configuration files."),
-        click.option("--anon", is_flag=True, help="Sign nothing: public buckets."),
+        click.option("--anon", is_flag=True, help="Send unsigned requests, for public buckets."),
         click.option(
             "--storage-option",
             type=PAIR,
             multiple=True,
             metavar="K=V",
-            help="Any other option of the store. Arguments are visible to other users of this machine: "
+            help="Any other option of the store. Command lines are visible to other users of this machine: "
             "give secrets by environment variable or profile.",
         ),
         click.option(
@@ -96,7 +96,7 @@ def with_storage_options(command: Command) -> Command:
 
 
 def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
-    """Take what :func:`with_storage_options` added out of ``arguments``; return it as ``Storage`` expects it."""
+    """Remove the options of :func:`with_storage_options` from ``arguments``; return them as ``Storage`` takes them."""
     pairs: tuple[tuple[str, str], ...] = arguments.pop("storage_option")
     options: dict[str, object] = {key: typed_option(key, text) for key, text in pairs}
     for name in ("endpoint_url", "region", "profile", "anon"):
@@ -107,7 +107,7 @@ def as_storage_options(arguments: dict[str, Any]) -> dict[str, object]:
 
 
 def typed_option(key: str, text: str) -> object:
-    """Return ``text`` as the type that the store's option ``key`` has; all but switches and times are text."""
+    """Return ``text`` converted to the type of the storage option ``key``: a switch, a number, or text."""
     if key in _SWITCHES and text.lower() in {"true", "false"}:
         return text.lower() == "true"
     if key not in _NUMBERS:
@@ -126,12 +126,12 @@ def json_option(command: Command) -> Command:
 def index_option(command: Command) -> Command:
     """Add ``--index``."""
     return click.option(
-        "--index", "index_url", metavar="URL", help="Where the index lies. Default: beside the shards."
+        "--index", "index_url", metavar="URL", help="Location of the index. Default: beside the shards."
     )(command)
 
 
 def on_shards(command: Command) -> Command:
-    """Add URL..., ``--index``, ``--json`` and the options of the store; the command gets a ``storage``."""
+    """Add URL..., ``--index``, ``--json`` and the storage options; the command gets a ``storage``."""
 
     @functools.wraps(command)
     def with_storage(**arguments: Any) -> Any:
@@ -142,7 +142,7 @@ def on_shards(command: Command) -> Command:
 
 
 def on_named(what: str) -> Callable[[Command], Command]:
-    """Do as :func:`on_shards` for URL... NAME; the command gets the ``name`` of the ``what`` apart."""
+    """Add the same as :func:`on_shards`, with URL... NAME; the command gets the ``name`` of the ``what`` separately."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -166,5 +166,5 @@ def duplicates_option(command: Command) -> Command:
         type=click.Choice(get_args(DuplicateKeys)),
         default="error",
         show_default=True,
-        help="A key that comes twice is an error, or another sample of that key.",
+        help="Treat a key that occurs twice as an error, or keep it as another sample.",
     )(command)

@@ -1,4 +1,4 @@
-"""Add what ``convert --tokenizer`` knows to the verb ``convert``: options, and the run."""
+"""Add ``convert --tokenizer`` to the command ``convert``: its options, and the run."""
 
 from __future__ import annotations
 
@@ -27,19 +27,33 @@ def tokenizer_options(command: Command) -> Command:
     option = click.option
     decorators = (
         option(
-            "--tokenizer", metavar="FILE", help="Write token ids: tokenizer.json, sentencepiece, tiktoken; 'bytes'."
+            "--tokenizer",
+            metavar="FILE",
+            help="Write token ids, using a tokenizer.json, sentencepiece or tiktoken file, or 'bytes'.",
         ),
-        option("--text-field", metavar="FIELD", help="Where the text is.  [default: text; txt in tars]"),
-        option("--messages-field", metavar="FIELD", help="Instruction data: where the messages are."),
-        option("--chat-template", metavar="FILE", help="Makes text of messages. Default: that of the tokenizer."),
-        option("--bos", metavar="TOKEN", help="Before each document: name, id or 'none'. Default: the tokenizer's."),
-        option("--eos", metavar="TOKEN", help="After each document, likewise."),
+        option("--text-field", metavar="FIELD", help="Field that holds the text.  [default: text; txt in tars]"),
+        option("--messages-field", metavar="FIELD", help="Field that holds the messages of instruction data."),
+        option("--chat-template", metavar="FILE", help="Turns messages into text. Default: the tokenizer's."),
+        option(
+            "--bos", metavar="TOKEN", help="Put before each document: name, id or 'none'. Default: the tokenizer's."
+        ),
+        option("--eos", metavar="TOKEN", help="Put after each document, likewise."),
         option("--keep", type=names, metavar="FIELD,...", help="Keep these columns, in the field json."),
-        option("--split", multiple=True, metavar="NAME=SHARE", help="Sets by hash, say val=0.5%; the rest is train."),
-        option("--group-field", metavar="FIELD", help="Split by this column, and not by the document."),
-        option("--documents", type=click.Choice(TEXT_UNITS), help="What is a document of a text.  [default: line]"),
-        option("--on-error", type=click.Choice(ON_ERROR), help="For records without a text.  [default: raise]"),
-        option("--pattern", metavar="NAME|REGEX", help="How tiktoken cuts text, where its file's name does not say."),
+        option(
+            "--split", multiple=True, metavar="NAME=SHARE", help="Split by hash, such as val=0.5%; the rest is train."
+        ),
+        option("--group-field", metavar="FIELD", help="Split by this column instead of by document."),
+        option(
+            "--documents",
+            type=click.Choice(TEXT_UNITS),
+            help="What counts as a document in a text file.  [default: line]",
+        ),
+        option(
+            "--on-error", type=click.Choice(ON_ERROR), help="What to do with records without text.  [default: raise]"
+        ),
+        option(
+            "--pattern", metavar="NAME|REGEX", help="Split pattern for tiktoken, if the file name does not imply it."
+        ),
     )
     for decorate in reversed(decorators):
         command = decorate(command)
@@ -47,10 +61,10 @@ def tokenizer_options(command: Command) -> Command:
 
 
 def take_token_options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take what :func:`tokenizer_options` added out of ``arguments``; return what was given.
+    """Remove the options of :func:`tokenizer_options` from ``arguments`` and return those that were given.
 
     Raises:
-        click.UsageError: Something was, but no tokenizer.
+        click.UsageError: Some were given, but not ``--tokenizer``.
     """
     tokenizer = arguments.pop("tokenizer")
     given = {name: value for name in _NAMES if (value := arguments.pop(name)) not in (None, ())}
@@ -77,7 +91,7 @@ def convert_tokens(
         raise click.UsageError("--classes numbers folders of images; it does not go with --tokenizer.")
     workers = workers or (DEFAULT_WORKERS["ray"] if engine == "ray" else num_cores())
     chosen = TokenizeOptions(workers=workers, **options)
-    processes = engine == "local" and workers > 1  # one alone is this one
+    processes = engine == "local" and workers > 1  # a single one is this process
     opened: AbstractContextManager[Executor | None]
     opened = open_processes(workers) if processes else open_engine(engine, workers)
     with opened as executor, progress_bar("convert", "documents") as progress:

@@ -1,4 +1,4 @@
-"""Show results and failures of all verbs, to people and to programs."""
+"""Show the results and failures of all commands, to people and to programs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _AS_JSON, _DEBUG = "shard_tools.json", "shard_tools.debug"
 
 
 class ToolGroup(click.Group):
-    """Turn the errors of the library into one line and an exit code; with ``--json`` into JSON, too."""
+    """Turn the library's errors into one message and an exit code, and with ``--json`` also into JSON."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Note whether a program reads the output, so that a wrong option is JSON as well."""
+        """Note whether ``--json`` is given, so that usage errors are also reported as JSON."""
         ctx.meta[_AS_JSON] = "--json" in args
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the verb."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except ShardstreamError as error:
@@ -49,7 +49,7 @@ class ToolGroup(click.Group):
 
 
 def _tell_program(ctx: click.Context, error: BaseException, message: str) -> None:
-    """Print a failure as a JSON object on standard output, if ``--json`` was given."""
+    """Print a failure as a JSON object on standard output if ``--json`` was given."""
     if ctx.meta.get(_AS_JSON):
         notes = [redact_text(note) for note in getattr(error, "__notes__", ())]
         told = {"type": type(error).__name__, "message": redact_text(message), "notes": notes}
@@ -57,7 +57,7 @@ def _tell_program(ctx: click.Context, error: BaseException, message: str) -> Non
 
 
 def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> None:
-    """Print a result value: as JSON, or with its renderer."""
+    """Print a result as JSON, or with its renderer."""
     if as_json:
         click.echo(render.as_json(result.as_dict(), indent=2))
     else:
@@ -65,6 +65,6 @@ def emit(result: Any, *, as_json: bool, for_people: Callable[[Any], None]) -> No
 
 
 def finish(*, failed: bool) -> None:
-    """Exit with 1 for a finding."""
+    """Exit with code 1 if something was found."""
     if failed:
         click.get_current_context().exit(1)
