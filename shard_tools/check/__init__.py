@@ -1,4 +1,4 @@
-"""Check shards against their index and against every byte: the verb ``verify``.
+"""Check shards against their index and against every byte: the command ``verify``.
 
-Nothing here writes or mends: what is wrong becomes a ``Finding`` with its cure.
+Nothing here writes or repairs: every problem becomes a ``Finding`` that says what to do.
 """

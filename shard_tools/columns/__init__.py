@@ -1,4 +1,4 @@
-"""Write late columns and saved views beside the index: values and filters that come after the shards.
+"""Write late columns and saved views beside the index: values and filters added to existing shards.
 
-No shard is written, and none is read but by ``--lift``.
+No shard is written, and shards are read only to compute or lift a column.
 """

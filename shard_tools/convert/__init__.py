@@ -1,7 +1,7 @@
-"""Pack data of other layouts into indexed tar shards: the verb ``convert``, and ``pack``, with which others write too.
+"""Pack data in other formats into indexed tar shards: the command ``convert``, and ``pack``, which others use too.
 
-A layout is a ``Source`` (``records.py``): a module that turns its files into records, and no more. It neither writes
-shards nor knows options of the command line; how to add one stands in CONTRIBUTING.md.
+A format is a ``Source`` (``records.py``): a module that turns its files into records, and no more. It neither writes
+shards nor knows the command line's options; CONTRIBUTING.md explains how to add one.
 """
 
 from shard_tools.convert.journal import TargetNotEmptyError

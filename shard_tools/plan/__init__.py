@@ -1,5 +1,5 @@
-"""Show who reads what: the verb ``plan``, the loads of ranks, the shares of mixtures, steps of a run, and pictures.
+"""Show which rank reads what: the command ``plan``, the load of ranks, shares of mixtures, steps of a run, and plots.
 
-Everything is worked out by ``streaming.plan`` from the index; no byte of a shard is read, and no rule of the order
-stands here.
+Everything is computed by ``streaming.plan`` from the index; no byte of a shard is read, and no rule of the order is
+implemented here.
 """

@@ -1,4 +1,4 @@
-"""Run long verbs: executors here or on a Ray cluster, progress, and findings, which several verbs report.
+"""Run long commands: executors here or on a Ray cluster, progress, and the findings that several commands report.
 
-Knows no verb and no shard: what is done is a function that a verb brings along.
+Knows no command and no shard: the work is a function that the command passes in.
 """

@@ -1,4 +1,4 @@
-"""Work on sets that exist: open, list, select, copy, reshard, repair and reindex them.
+"""Work on existing sets: open, list, select, copy, reshard, repair and reindex them.
 
-Samples that are written go through ``convert.pack`` and the writer; nothing here lays out a tar by itself.
+Samples are written through ``convert.pack`` and the writer; nothing here lays out a tar itself.
 """

@@ -1,7 +1,7 @@
 """Turn documents into token ids: tokenizers, chat templates, splits, and ``tokenize``, which ``convert`` runs.
 
-Reads no layout and writes no shard itself: records come from ``convert``'s sources and go through its ``pack``. Each
-tokenizer library is imported when a file asks for it, never before.
+Reads no source format and writes no shard itself: records come from the sources of ``convert`` and go through its
+``pack``. A tokenizer library is imported only when a file needs it.
 """
 
 from shard_tools.tokens.run import TokenizeOptions, TokenizeReport, tokenize

@@ -1,4 +1,4 @@
-"""Write shards: the writer, what it records for the index, and how values become bytes.
+"""Write shards: the writer, what it records for the index, and how values are encoded.
 
-Knows no source and no verb; whoever has samples can use it.
+Knows no source and no command; any code that has samples can use it.
 """

@@ -1,4 +1,4 @@
-"""Lift columns of the sample table from the samples while they are written."""
+"""Extract columns of the sample table from samples while they are written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse_columns(columns: ColumnSpec) -> dict[str, ColumnSource]:
     """Map each column's name to its source; a list of paths names each column by its path.
 
     Raises:
-        ConfigError: If it is neither a mapping of names to callables or paths, nor a list of paths.
+        ConfigError: ``columns`` is neither a mapping of names to callables or paths nor a list of paths.
     """
     if columns is None:
         return {}
@@ -38,11 +38,11 @@ def parse_columns(columns: ColumnSpec) -> dict[str, ColumnSource]:
 
 
 def column_value(sample: Mapping[str, object], name: str, source: ColumnSource, key: str) -> ColumnValue:
-    """Return the value of one column for one sample; None where the sample has nothing there.
+    """Return the value of one column for one sample, or None if the sample has no such entry.
 
     Raises:
-        ConfigError: If the value is neither a number, a str, a bool nor None. What a user's callable raises
-            passes through, with a note that names sample and column.
+        ConfigError: The value is not a number, str, bool or None. An exception of a user's callable passes through,
+            with a note that names the sample and the column.
     """
     try:
         value = follow(sample, source) if isinstance(source, str) else source(sample)
@@ -60,7 +60,10 @@ def column_value(sample: Mapping[str, object], name: str, source: ColumnSource, 
 
 
 def follow(sample: Mapping[str, object], path: str) -> object:
-    """Follow ``"json.w"`` to entry ``w`` of field ``json``. The longest field name that starts the path wins."""
+    """Return entry ``w`` of field ``json`` for the path ``"json.w"``.
+
+    The longest field name that starts the path wins.
+    """
     parts = path.split(".")
     for num_parts in range(len(parts), 0, -1):
         field = ".".join(parts[:num_parts])

@@ -1,7 +1,7 @@
 """Turn Python values into the bytes of a field, by the field's extension and the value's type.
 
-The field's extension is what follows its last dot, as readers decide by it (``seg.png`` is a PNG). Every
-choice is deterministic: equal values give equal bytes with the same versions of the libraries that encode.
+The extension of a field is what follows its last dot, as for readers (``seg.png`` is a PNG). Everything is
+deterministic: with the same versions of the encoding libraries, equal values give equal bytes.
 
 | value | fields | bytes |
 |---|---|---|
@@ -90,19 +90,20 @@ _BINARY: Final = (
 def encode_field(value: object, *, field: str, key: str) -> Buffers:
     """Return the bytes of one field, as buffers to be written one after the other.
 
-    Bytes-like values and contiguous arrays are not copied: the buffers are views of them and valid for as
-    long as the caller leaves them unchanged.
+    Bytes-like values and contiguous arrays are not copied: the buffers are views, valid as long as the caller leaves
+    the values unchanged.
 
     Args:
-        value: What the sample holds under ``field``.
-        field: The field's name, such as ``"seg.png"``; its last extension decides.
+        value: The sample's value for ``field``.
+        field: Name of the field, such as ``"seg.png"``; its last extension decides.
         key: The sample's key, for error messages.
 
     Returns:
-        One-dimensional byte buffers; empty content may be no buffer at all.
+        One-dimensional byte buffers; an empty field may have none.
 
     Raises:
-        ConfigError: If the value cannot be stored under this field. It names key, field, type and the cure.
+        ConfigError: The value cannot be stored in this field. The message names key, field and type, and says what to
+            do.
     """
     if isinstance(value, bytes):
         return [value]
@@ -118,7 +119,7 @@ def encode_field(value: object, *, field: str, key: str) -> Buffers:
 
 
 class _RefusedError(Exception):
-    """Why a value was refused and what to do; becomes a ConfigError that names sample and field."""
+    """The reason why a value was refused, and what to do; becomes a ConfigError that names sample and field."""
 
 
 def _refuse(why: str, cause: BaseException | None = None) -> NoReturn:
@@ -138,7 +139,7 @@ def _encode(value: object, extension: str) -> Buffers:
 
 
 def _bytes_types() -> tuple[type, ...]:
-    arrow_buffer = getattr(sys.modules.get("pyarrow"), "Buffer", None)  # no buffer without its module
+    arrow_buffer = getattr(sys.modules.get("pyarrow"), "Buffer", None)  # no Buffer if its module is not loaded
     plain = (bytearray, memoryview, mmap.mmap)
     return plain if arrow_buffer is None else (*plain, arrow_buffer)
 
@@ -241,7 +242,7 @@ def _array_or_image(value: object, extension: str) -> Buffers:
         if extension != "npy":
             _refuse(f"an array belongs into a .npy field, not .{extension}; rename it, or pass encoded bytes")
         return _npy(array)
-    image_type = getattr(sys.modules.get("PIL.Image"), "Image", None)  # no image without its module
+    image_type = getattr(sys.modules.get("PIL.Image"), "Image", None)  # no Image if its module is not loaded
     if image_type is not None and isinstance(value, image_type):
         return [_image(value, extension)]
     if value is None:
@@ -256,7 +257,7 @@ def _array_or_image(value: object, extension: str) -> Buffers:
 def _as_array(value: object) -> np.ndarray[Any, Any] | None:
     if isinstance(value, (np.ndarray, np.generic)):
         return np.asarray(value)
-    tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)  # no tensor without its module
+    tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)  # no Tensor if its module is not loaded
     if tensor_type is None or not isinstance(value, tensor_type):
         return None
     try:

@@ -1,8 +1,8 @@
-"""Check keys and fields: those that every reader of WebDataset shards takes alike, and that are not used yet.
+"""Check keys and fields: every reader of WebDataset shards must understand them alike, and keys must be unique.
 
-A reader splits a member's name at the first dot of its last path component: ``a/b.seg.png`` is field
-``seg.png`` of sample ``a/b``. Names that some reader splits otherwise, skips or lower-cases are refused here,
-so that they never get into a shard.
+A reader splits a member's name at the first dot of its last path component: ``a/b.seg.png`` is field ``seg.png`` of
+sample ``a/b``. Names that some reader would split differently, skip or change to lower case are refused, so that they
+never get into a shard.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LOG_CHUNK: Final = 1024
 
 
 def check_key(key: object) -> str:
-    """Return ``key``, if every reader finds the sample under exactly this key.
+    """Return ``key`` if every reader finds the sample under exactly this key.
 
     Raises:
-        ConfigError: Otherwise; it says what is wrong and which reader would do what.
+        ConfigError: Some reader would not; the message says what is wrong, and what that reader would do.
     """
     if not isinstance(key, str):
         raise ConfigError(f"__key__ must be a str, got {type(key).__name__} {key!r}; write f'{{i:08d}}' for a number")
@@ -34,10 +34,10 @@ def check_key(key: object) -> str:
 
 
 def check_field(field: object, key: str) -> str:
-    """Return ``field``, if every reader finds the value under exactly this name.
+    """Return ``field`` if every reader finds the value under exactly this name.
 
     Raises:
-        ConfigError: Otherwise; it says what is wrong and which reader would do what.
+        ConfigError: Some reader would not; the message says what is wrong, and what that reader would do.
     """
     if not isinstance(field, str):
         raise ConfigError(f"sample {key!r}: a field's name must be a str, got {type(field).__name__} {field!r}")
@@ -68,7 +68,7 @@ def _key_problem(key: str) -> str | None:  # noqa: PLR0911  # a list of rules
     return None
 
 
-@functools.lru_cache(maxsize=4096)  # the same few fields come with every sample
+@functools.lru_cache(maxsize=4096)  # every sample has the same few fields
 def _field_problem(field: str) -> str | None:  # noqa: PLR0911  # a list of rules
     problem = _text_problem(field)
     if problem is not None:
@@ -104,11 +104,11 @@ def _text_problem(text: str) -> str | None:
 
 
 class SeenKeys:
-    """All keys written so far, to refuse the second of a kind. Not thread-safe.
+    """All keys written so far, for refusing duplicates. Not thread-safe.
 
-    Keys that arrive in strictly rising order, the usual case, cannot repeat: then only a compressed log is
-    kept (2 to 5 bytes a key) and nothing is looked up. The first key out of order turns the log into a set,
-    which takes about 100 bytes a key from then on. Within a shard, keys must differ by more than case.
+    Keys in strictly ascending order, the usual case, cannot repeat: only a compressed log of them is kept (2 to 5 bytes
+    per key), and nothing is looked up. The first key out of order turns the log into a set, which takes about 100 bytes
+    per key. Within a shard, keys must differ by more than case.
     """
 
     def __init__(self) -> None:
@@ -124,10 +124,10 @@ class SeenKeys:
 
         Args:
             key: The key.
-            new_shard: Whether a new shard starts with it: case is compared within a shard only.
+            new_shard: Whether it starts a new shard: case is compared only within a shard.
 
         Raises:
-            DuplicateKeyError: If the key was used before, or differs from one of this shard by case alone.
+            DuplicateKeyError: The key was used before, or differs from one in this shard only by case.
         """
         if key <= self._last and key in self._as_set():
             raise DuplicateKeyError(f"sample key {key!r} was written before; keys must be unique in a data set")
@@ -139,7 +139,7 @@ class SeenKeys:
             )
 
     def add(self, key: str, *, new_shard: bool) -> None:
-        """Remember ``key``, which :meth:`check` has passed."""
+        """Remember ``key``, which must have passed :meth:`check`."""
         if new_shard:
             self._folded.clear()
         self._folded[key.casefold()] = key

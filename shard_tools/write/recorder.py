@@ -1,4 +1,4 @@
-"""Record the index of the shards that a ``ShardWriter`` writes, while their bytes go by."""
+"""Record the index of the shards that a ``ShardWriter`` writes, as their bytes pass through."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from streaming.storage import Storage, join_url
 from streaming.tar.group import check_density
 from streaming.types import Int64Array
 
-# Most footers fit into this much of a sample file's end; a longer one costs a second request.
+# Most footers fit into this many bytes at the end of a sample file; a longer one costs a second request.
 _NUM_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TarRecord:
-    """One sample as it goes into a tar: a whole number of 512-byte blocks.
+    """One sample as it is written to a tar: a whole number of 512-byte blocks.
 
-    ``starts`` are offsets of the fields' contents from the record's first byte; ``pieces`` are valid only as
-    long as the caller's values are.
+    ``starts`` are the offsets of the fields' contents from the record's first byte; ``pieces`` are valid only as long
+    as the caller's values are.
     """
 
     key: str
@@ -50,7 +50,7 @@ class TarRecord:
 
 
 class ShardRecorder:
-    """What the sample table of one shard will hold. Not thread-safe."""
+    """Collect the sample table of one shard. Not thread-safe."""
 
     def __init__(self, name: str, columns: Iterable[str]) -> None:
         self.name = name
@@ -93,7 +93,7 @@ class ShardRecorder:
             self._close_chunk()
 
     def _sum_large(self, record: TarRecord, pieces: Buffers, start: int) -> None:
-        """Sum a record, and note the sum at the start and the end of each large field."""
+        """Checksum a record, with intermediate sums at the start and end of each large field."""
         large = [(at, at + size) for at, size in zip(record.starts, record.sizes, strict=True) if size >= LARGE_BYTES]
         borders = sorted(border for span in large for border in span)
         at = 0  # in the record
@@ -108,11 +108,11 @@ class ShardRecorder:
             at += len(whole)
 
     def table(self, size_bytes: int) -> SampleTable:
-        """Return the sample table of the finished shard of ``size_bytes``.
+        """Return the sample table of the finished shard, which has ``size_bytes`` bytes.
 
         Raises:
-            ConfigError: If a column's values have no common type, or its name is one that the format uses.
-            TarError: If the samples have so many different fields that readers would refuse the shard.
+            ConfigError: A column's values have no common type, or its name is reserved by the format.
+            TarError: The samples have so many different fields that readers would refuse the shard.
         """
         num_members = sum(len(rows) for rows, _, _ in self._fields.values())
         check_density(len(self._keys), list(self._fields), num_members, self.name)
@@ -164,12 +164,12 @@ class ShardRecorder:
 
 
 class IndexRecorder:
-    """Write each shard's sample table when the shard is out, the chunk table at the end. Not thread-safe.
+    """Write each shard's sample table when the shard is published, and the chunk table at the end. Not thread-safe.
 
     Args:
-        storage: Where shards and index lie.
+        storage: The store of shards and index.
         directory: The shards' directory; empty for the working directory.
-        index: The directory that holds the index (``streaming.index.layout``); None: the shards' own.
+        index: Directory of the index (``streaming.index.layout``); None: the shards' own.
         columns: See ``ShardWriter``.
     """
 
@@ -182,13 +182,13 @@ class IndexRecorder:
         self._shard: ShardRecorder | None = None
         self._sealed: SampleTable | None = None
         self._tables: dict[str, ChunkTable] = {}
-        ShardRecorder("", self._columns).table(0)  # refuses names of columns that the format uses itself
+        ShardRecorder("", self._columns).table(0)  # refuses column names that the format reserves
 
     @classmethod
     def create(
         cls, storage: Storage, directory: str, *, index: bool | str | os.PathLike[str], columns: ColumnSpec
     ) -> Self | None:
-        """Return a recorder, or None where there shall be no index."""
+        """Return a recorder, or None if no index is wanted."""
         if index is False:
             if parse_columns(columns):
                 raise ConfigError("columns: they live in the sample table, which index=False leaves out")
@@ -204,7 +204,7 @@ class IndexRecorder:
         return tuple(column_value(sample, name, source, key) for name, source in self._columns.items())
 
     def start_shard(self, url: str) -> None:
-        """Begin a shard: from here on, samples belong to it."""
+        """Begin a shard; the following samples belong to it."""
         self._shard = ShardRecorder(shard_name(url, self._elsewhere), self._columns)
 
     def add(self, record: TarRecord, pieces: Buffers, values: tuple[ColumnValue, ...]) -> None:
@@ -213,15 +213,15 @@ class IndexRecorder:
             self._shard.add(record, pieces, values)
 
     def seal_shard(self, size_bytes: int, *, replaces: bool) -> None:
-        """Make the sample table of the shard, which has this size, before the shard appears under its name.
+        """Make the sample table of the current shard, before the shard is published.
 
         Args:
-            size_bytes: The shard's size as a file.
-            replaces: Whether the shard may replace another, whose sample table must not outlive it.
+            size_bytes: Size of the shard's file.
+            replaces: Whether the shard may replace another, whose sample table must be removed first.
 
         Raises:
-            ConfigError: If a column's values have no common type.
-            TarError: If the samples have so many different fields that readers would refuse the shard.
+            ConfigError: A column's values have no common type.
+            TarError: The samples have so many different fields that readers would refuse the shard.
         """
         if self._shard is None:
             return
@@ -231,14 +231,14 @@ class IndexRecorder:
             self._storage.delete(self._samples_url(self._sealed.shard.name))
 
     def publish_shard(self) -> None:
-        """Write the sealed sample table, now that its shard is there."""
+        """Write the sealed sample table, now that its shard is published."""
         table, self._sealed = self._sealed, None
         if table is not None:
             self._storage.put(self._samples_url(table.shard.name), table.to_parquet())
             self._tables[table.shard.name] = table.chunks
 
     def publish_chunk_table(self) -> None:
-        """Write the chunk table of all indexed shards of the directory, other writers' too."""
+        """Write the chunk table of all indexed shards in the directory, including those of other writers."""
         sizes = {
             shard_name(join_url(self._directory, name), self._elsewhere): size_bytes
             for name, size_bytes in self._sizes_below(self._directory, ".tar").items()
@@ -253,9 +253,9 @@ class IndexRecorder:
     def _from_chunk_table(self, sizes: Mapping[str, int], known: Iterable[str]) -> dict[str, ChunkTable]:
         try:
             table = read_chunks(self._storage, self._index)
-        except (NotFoundError, IndexFormatError):  # a damaged one is replaced by what the sample tables say
+        except (NotFoundError, IndexFormatError):  # a damaged one is rebuilt from the sample tables
             return {}
-        # An index that lies elsewhere may serve other directories too: their shards are not in `sizes`.
+        # An index in another place may also cover other directories, whose shards are not in `sizes`.
         wanted = {
             shard.name
             for shard in table.shards
@@ -284,11 +284,11 @@ class IndexRecorder:
         except (
             IndexFormatError,
             NotFoundError,
-        ):  # damaged, or replaced just now: `shard_tools index` sees to it
+        ):  # damaged, or being replaced: left to `shard_tools index`
             return None
 
     def _sizes_below(self, url: str, suffix: str) -> dict[str, int]:
-        """List all files with this suffix below ``url``: size by name relative to it."""
+        """Return the size of every file with this suffix below ``url``, by relative name."""
         prefix = url.rstrip("/") + "/"
         return {
             info.url.removeprefix(prefix): info.size_bytes

@@ -23,13 +23,13 @@ from streaming.tar.headers import END_OF_ARCHIVE, member_header, padding
 
 _BRACES: Final = re.compile(r"\{(?::(?:0([0-9]{1,2}))?d?)?\}")
 _PERCENT: Final = re.compile(r"%(?:0([0-9]{1,2}))?d")
-# Up to here a sample's pieces are joined into one buffer: fewer calls for small samples, no copies of large.
+# A sample's pieces are joined into one buffer up to this size: fewer calls for small samples, no copies of large ones.
 _JOIN_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pattern:
-    """A URL with a place for the shard's number in its last component."""
+    """A URL with a placeholder for the shard's number in its last component."""
 
     directory: str
     stem: str
@@ -44,35 +44,39 @@ class _Pattern:
 class ShardWriter:
     """Write samples into WebDataset shards of bounded size, and the index beside them.
 
-    The same samples give the same shards and the same index, byte for byte: fields are sorted by name, and
-    headers hold no times, no owners, no order of insertion. A shard appears under its name only when it is
-    complete; its sample table follows at once, and :meth:`close` adds all shards to the directory's chunk
-    table. A killed writer leaves whole shards and no others; ``shard_tools index`` then completes the index.
+    ::
 
-    Memory: the parts that the store's writer has in flight, the sample at hand, its shard's sample table, and
-    a few bytes per key (:class:`~shard_tools.write.keys.SeenKeys`). Large values are written without a copy.
+        with ShardWriter("s3://bucket/train/{:06d}.tar", max_bytes="256MB") as writer:
+            writer.write({"__key__": "000001", "jpg": jpeg_bytes, "cls": 3, "json": {"w": 400}})
 
-    Not thread-safe: use one writer from one thread at a time, in the process that made it: in a forked child ``write``
-    and ``close`` raise ForkedError, and leaving the context does nothing. Several writers, in several processes
-    too, may fill one directory with shards of different numbers (``start_shard``); each sees its own keys only.
+    The same samples give the same shards and the same index, byte for byte: fields are sorted by name, and headers hold
+    no times, owners or insertion order. A shard becomes visible only when it is complete; its sample table follows
+    immediately, and :meth:`close` adds all shards to the directory's chunk table. A writer that is killed leaves only
+    complete shards; ``shard_tools index`` then completes the index.
+
+    Memory: the parts that the store's writer has in flight, the current sample, its shard's sample table, and a few
+    bytes per key (:class:`~shard_tools.write.keys.SeenKeys`). Large values are written without a copy.
+
+    Not thread-safe. Use a writer only in the process that made it: in a forked child ``write`` and ``close`` raise
+    ForkedError, and leaving the context does nothing. Several writers, also in several processes, may fill one
+    directory with shards of different numbers (``start_shard``); each knows only its own keys.
 
     Args:
-        pattern: The shards' URL or path with one place for the number: ``"s3://bucket/train/{:06d}.tar"``, or
-            printf's ``%06d``.
-        max_bytes: No shard grows beyond this size, unless one sample alone does. 256 MB: large enough for
-            sequential reads, small enough to be rewritten or uploaded again.
-        max_samples: No shard holds more samples than this; None: no limit.
-        storage_options: For the store, as in ``StreamingDataset``.
-        index: True: the index goes to ``_shardstream/`` beside the shards; a URL: it goes there; False: none.
-        columns: What to lift from the samples into the sample table, by column name: a callable that takes
-            the sample as passed to :meth:`write`, or a path such as ``"json.w"``; a list of paths names the
-            columns like the paths.
-        overwrite: Replace shards that exist already. Without it they are refused. Shards of higher numbers,
-            of an earlier and longer run, stay: delete them, or write into an empty directory.
+        pattern: URL or path of the shards with one placeholder for the number: ``"s3://bucket/train/{:06d}.tar"``, or
+            ``%06d`` as in printf.
+        max_bytes: Maximum size of a shard, exceeded only by a single sample that is larger. 256 MB is large enough for
+            sequential reads, and small enough to be rewritten or uploaded again.
+        max_samples: Maximum number of samples per shard; None: no limit.
+        storage_options: Options of the store, as for ``StreamingDataset``.
+        index: True: write the index to ``_shardstream/`` beside the shards; a URL: write it there; False: write none.
+        columns: Values to store in the sample table, by column name: a callable that takes the sample as passed to
+            :meth:`write`, or a path such as ``"json.w"``. A list of paths names the columns after the paths.
+        overwrite: Replace existing shards, which are refused otherwise. Shards with higher numbers from an earlier,
+            longer run are not deleted: delete them, or write to an empty directory.
         start_shard: Number of the first shard.
 
     Raises:
-        ConfigError: For arguments that cannot work.
+        ConfigError: An argument is invalid.
     """
 
     def __init__(
@@ -119,14 +123,15 @@ class ShardWriter:
     def write(self, sample: Mapping[str, object]) -> None:
         """Append one sample: ``__key__`` and one entry per field.
 
-        Values are encoded by the field's extension (``shard_tools.write.encode``). Other ``__…__`` entries, such as
-        the ``__url__`` of a sample that was read, are left out. The values may be changed once this returned.
+        Values are encoded according to the field's extension (``shard_tools.write.encode``). Other entries named
+        ``__…__`` are left out, such as the ``__url__`` of a sample that was read. The values may be changed once this
+        has returned.
 
         Raises:
-            ConfigError: For a key, field or value that cannot be stored so that every reader gets it back.
-                Nothing of the sample has been written, and the next sample may be.
-            DuplicateKeyError: For a key that was used before.
-            StorageError: If the store fails; the open shard is dropped and the writer is closed.
+            ConfigError: A key, field or value cannot be stored so that every reader gets it back. Nothing of the sample
+                has been written, and the writer can still be used.
+            DuplicateKeyError: The key was used before.
+            StorageError: The store failed; the open shard is dropped and the writer is closed.
         """
         if self._state != "open":
             raise ConfigError(f"this ShardWriter is {self._state}; make a new one to write more")
@@ -150,11 +155,11 @@ class ShardWriter:
         """Publish the last shard and the chunk table. Calling it again does nothing.
 
         Args:
-            chunk_table: False leaves the chunk table to another writer of the directory that is closed later: it
-                takes up the shards of all of them.
+            chunk_table: False leaves the chunk table to another writer of the directory, which must be closed later and
+                then adds the shards of all writers.
 
         Raises:
-            StorageError: If the store fails. Shards published before stay; the open one is dropped.
+            StorageError: The store failed. Shards published before remain; the open one is dropped.
         """
         if self._state != "open":
             return
@@ -169,7 +174,7 @@ class ShardWriter:
         self._state = "closed"
 
     def abort(self) -> None:
-        """Drop the open shard and stop. Shards published before stay, without an entry in the chunk table."""
+        """Drop the open shard and stop. Shards published before remain, without an entry in the chunk table."""
         if self._state != "open" or not self._maker.is_here:
             return
         self._state = "aborted"
@@ -242,7 +247,7 @@ class ShardWriter:
 
 
 def is_full(shard_bytes: int, shard_samples: int, num_bytes: int, *, max_bytes: int, max_samples: int | None) -> bool:
-    """Tell whether a record of ``num_bytes`` goes into a new shard, after a shard of so many bytes and samples."""
+    """Tell whether a record of ``num_bytes`` must start a new shard, given the bytes and samples of the current one."""
     if max_samples is not None and shard_samples >= max_samples:
         return True
     return shard_bytes + num_bytes + len(END_OF_ARCHIVE) > max_bytes
@@ -252,7 +257,7 @@ def make_record(sample: Mapping[str, object], key: str) -> TarRecord:
     """Return the tar blocks of one sample, its fields sorted by name.
 
     Raises:
-        ConfigError: For a field or value that cannot be stored, or a sample without any field.
+        ConfigError: A field or value cannot be stored, or the sample has no fields.
     """
     fields = tuple(sorted(check_field(name, key) for name in sample if not (isinstance(name, str) and is_meta(name))))
     if not fields:

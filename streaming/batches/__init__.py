@@ -1,4 +1,4 @@
-"""Build batches from rows: decode, transform, collate, substitute what is unreadable, cut portions.
+"""Build batches from rows: decode, transform, collate, replace unreadable samples, take portions.
 
-Knows samples and batches; knows no threads, no processes and no storage.
+Handles samples and batches; knows no threads, no processes and no storage.
 """

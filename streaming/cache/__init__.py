@@ -1,6 +1,6 @@
-"""Keep fetched byte ranges on a node's disk or tmpfs, shared by all of its processes.
+"""Cache fetched byte ranges on a node's disk or tmpfs, shared by all of its processes.
 
-Knows bytes and their checksums; knows no shards, and may lose all that it holds at any time.
+Stores bytes and their checksums; knows no shards, and its contents may be lost at any time.
 """
 
 from streaming.cache.node import NodeCache, open_cache

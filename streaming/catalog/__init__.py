@@ -1,5 +1,5 @@
-"""Go from URLs to open shards: expand, list, read or build the index.
+"""Turn URLs into open shards: expand patterns, list directories, read or build the index.
 
-Everything that a data set asks its store before the first sample lives here; bytes of samples are fetched in
-``fetch``, and the tables themselves, which do no I/O, live in ``index``.
+Every request that a data set makes before its first sample belongs here. The bytes of samples are fetched in ``fetch``;
+the tables themselves, which do no I/O, are in ``index``.
 """

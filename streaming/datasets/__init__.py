@@ -1,1 +1,1 @@
-"""Name the data as users do: shards, mixtures, files of records. Not here: how chunks are read (``catalog``)."""
+"""Provide the data sets that users name: shards, mixtures, tables. Not here: how chunks are read (``catalog``)."""

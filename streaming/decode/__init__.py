@@ -1,7 +1,7 @@
 """Decode the bytes of fields into objects: NumPy arrays, strings, numbers, Pillow images.
 
-``resolve_decoders(spec).decoder_for(field)`` gives the :class:`~streaming.types.Decoder` of a field;
-``decode_field`` calls it and names its errors. No torch, never a pickle, and nothing that runs code of the data.
+``resolve_decoders(spec).decoder_for(field)`` returns the :class:`~streaming.types.Decoder` of a field; ``decode_field``
+calls it and adds context to its errors. No torch, no pickle, and nothing that runs code from the data.
 """
 
 from streaming.decode.arrays import ArrayDecoder, NpzDecoder, array, npy, npz, safetensors

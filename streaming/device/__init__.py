@@ -1,4 +1,4 @@
-"""Feed an accelerator: copy batches ahead on a side stream.
+"""Copy batches to an accelerator ahead of time, on a side stream.
 
-Knows batches and the device; not where batches come from.
+Knows batches and the device, but not where batches come from.
 """

@@ -1,1 +1,1 @@
-"""Go from epoch to epoch: the place, the iterator that users get, the watch over it. Nothing reads here."""
+"""Manage the sequence of epochs: the position, the iterator that users get, and the stall watchdog. Reads no data."""

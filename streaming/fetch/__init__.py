@@ -1,4 +1,5 @@
-"""Fetch byte ranges of chunks, check them, and read again what is damaged.
+"""Fetch byte ranges of chunks, check them, and fetch damaged ones again.
 
-Which ranges a batch needs is worked out here, purely; when they are fetched, and where they lie, is not.
+The ranges that a batch needs are computed here, by pure functions; when they are fetched and where they are stored is
+not decided here.
 """

@@ -1,4 +1,4 @@
-"""Choose which samples of a set are kept: filters, the late columns that they look at, and saved views.
+"""Choose which samples of a set are kept: filters, the late columns they use, and saved views.
 
-What is read here are index files alone; no bytes of samples.
+Only index files are read here, no bytes of samples.
 """

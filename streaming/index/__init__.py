@@ -1,4 +1,4 @@
-"""Hold the index: chunk tables, sample tables, the rule that cuts chunks, where files lie (``docs/format.md``).
+"""Represent the index: chunk tables, sample tables, the rule for cutting chunks, file locations (``docs/format.md``).
 
 Pure: bytes in, values out, no I/O. :mod:`streaming.catalog.build` reads and writes the files.
 """

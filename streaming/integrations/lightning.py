@@ -17,17 +17,17 @@ __all__ = ["for_fabric", "prepare_loader"]
 
 
 def for_fabric(loader: DataLoader | DevicePrefetcher) -> ForFabric:
-    """Show ``loader`` as one of torch's, which ``Fabric.setup_dataloaders`` insists on, as LitGPT calls it.
+    """Present ``loader`` as one of torch's, as required by ``Fabric.setup_dataloaders``, which LitGPT calls.
 
-    Its batches are the loader's. It is a ``Stateful``: among the states of ``fabric.save`` and ``fabric.load`` it keeps
-    the position, on any number of ranks. Programs that cut torch's loaders into shares, as Accelerate does, must not
-    get it: the loader has dealt its samples out to the ranks already. ::
+    Its batches are those of the loader. The result is a ``Stateful``: in the states of ``fabric.save`` and
+    ``fabric.load`` it keeps the position, on any number of ranks. Do not give it to programs that shard torch's
+    loaders, as Accelerate does: the loader has already dealt its samples out to the ranks. ::
 
         train = fabric.setup_dataloaders(for_fabric(DataLoader(dataset, global_batch_size=512)))
         state = {"model": model, "train": train}
 
     Raises:
-        ConfigError: ``loader`` is none of ours.
+        ConfigError: ``loader`` is not a ``streaming.DataLoader`` or ``DevicePrefetcher``.
     """
     expect_loader("for_fabric(loader)", loader, DevicePrefetcher)
     return ForFabric(loader)
@@ -88,7 +88,7 @@ class OneBehind:
 
 
 class ForFabric(torch.utils.data.DataLoader[Any]):
-    """A loader of ours that is an instance of torch's class; see ``for_fabric``."""
+    """A streaming loader as an instance of torch's class; see ``for_fabric``."""
 
     def __init__(self, loader: DataLoader | DevicePrefetcher) -> None:
         super().__init__(_Batches(loader), batch_size=None)
@@ -104,7 +104,7 @@ class ForFabric(torch.utils.data.DataLoader[Any]):
 
 
 class _Batches(torch.utils.data.IterableDataset[Any]):
-    """The batches of a loader as the items of an iterable data set, of which Fabric makes no shares."""
+    """The batches of a loader as the items of an iterable data set, which Fabric does not shard."""
 
     def __init__(self, loader: DataLoader | DevicePrefetcher) -> None:
         self._loader = loader

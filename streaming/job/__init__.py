@@ -1,4 +1,4 @@
-"""Let the processes of one job talk: a store, things done once, agreement at the start.
+"""Let the processes of one job communicate: a store, work that is done once, an agreement check at the start.
 
-Small facts alone pass here, at the start or by polling; batches never do.
+Only small facts are exchanged, at the start or by polling; never batches.
 """

@@ -1,5 +1,5 @@
-"""Loop over epochs: one loop for each kind of data set, under one protocol.
+"""Loop over epochs: one loop for each kind of data set, under a common protocol.
 
-Epochs, positions and states live here. What is read when is ``plan``'s, how it is read the engine's: a loop moves no
+Epochs, positions and states belong here. ``plan`` decides what is read when, and the engine reads it: a loop moves no
 bytes.
 """

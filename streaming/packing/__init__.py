@@ -1,1 +1,1 @@
-"""Pack documents: which pieces stand together, from lengths alone. Pure; not here: tokens, files, data sets."""
+"""Pack documents: choose the pieces of each pack, from lengths only. Pure. Not here: tokens, files, data sets."""

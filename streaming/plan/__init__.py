@@ -1,1 +1,1 @@
-"""Decide what is read when and by whom. Pure: no I/O, no clock, no threads."""
+"""Decide which rank reads what, and when. Pure: no I/O, no clock, no threads."""

@@ -1,4 +1,4 @@
-"""Read once for ranks that need the same batches, and hand the batches to the others.
+"""Read once for ranks that need the same batches, and send the batches to the others.
 
-Groups of ranks, and batches as bytes, live here; what a batch holds does not matter to them.
+Groups of ranks, and batches as bytes, are handled here, whatever a batch holds: nothing depends on its contents.
 """

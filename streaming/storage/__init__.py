@@ -1,7 +1,7 @@
 """Read, list and write objects and files by URL: local disks, s3, gs, az, http and fsspec, behind one ``Storage``.
 
-Here lie the face and what it does for every store; one kind of store in ``adapters``, retries and threads in
-``requests``, the words of all in ``base``. Knows bytes and URLs, and nothing of shards.
+``Storage``, and what it does for every kind of store, is here; the kinds of stores are in ``adapters``, retries and
+threads in ``requests``, shared definitions in ``base``. Handles bytes and URLs; knows nothing of shards.
 """
 
 from streaming.storage.base.active import ActiveRequest

@@ -1,4 +1,4 @@
-"""Hold fetched chunks: one byte budget, mapped files, and where each sample lies.
+"""Hold fetched chunks: a single byte budget, mapped files, and the location of each sample.
 
-Nothing here decides what is fetched or dropped; it keeps the room that the engine gives and takes.
+Nothing here decides what is fetched or dropped; it only manages the memory that the engine reserves and releases.
 """

@@ -1,1 +1,1 @@
-"""Run the engine's jobs on threads, end these, and say where each stands. Knows nothing of what they do."""
+"""Run the engine's jobs on threads, stop them, and report what each is doing. Knows nothing of the jobs themselves."""

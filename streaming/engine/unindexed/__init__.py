@@ -1,4 +1,4 @@
-"""Read shards without an index: samples in file order, shuffled in a window.
+"""Read shards without an index: samples in file order, shuffled within a window.
 
-Nothing here seeks: a shard is read from its start, and a resume reads again what came before.
+Nothing here seeks: a shard is read from its beginning, and a resume reads the preceding bytes again.
 """

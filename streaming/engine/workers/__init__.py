@@ -1,4 +1,4 @@
-"""Run decode processes: start and end them, send them work, share memory with them.
+"""Run decode processes: start and stop them, send them work, share memory with them.
 
-Which batch is built when, the engine says; a worker knows cells of shared memory and no plan.
+The engine decides which batch is built when; a worker knows cells of shared memory, but no plan.
 """

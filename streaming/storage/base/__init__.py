@@ -1,4 +1,4 @@
-"""Share the words of a store, its adapters and its requests: URLs, options, mirrors, what an adapter must do.
+"""Define what stores, adapters and requests share: URLs, options, mirrors, the interface of an adapter.
 
-Sends no request and knows no kind of store.
+Sends no request and knows no particular kind of store.
 """

@@ -1,4 +1,4 @@
-"""Send requests: retries, silences, throttling, threads and the bytes under way.
+"""Send requests, with retries, stall detection, throttling, threads and a bound on bytes in flight.
 
-One policy for all stores; knows no store's own errors.
+There is one policy for all stores; no store's own error types are known here.
 """
