@@ -247,10 +247,14 @@ def document(
         f"Load before a measurement: {min(loads, default=0):.1f} to {max(loads, default=0):.1f}.",
         f"Medians of {' to '.join(map(str, rounds[:1] + rounds[1:][-1:]))} rounds.",
         "",
-        "In brackets: how many times faster ours is. `~`: cut short, the whole pass extrapolated. CPU: all processes,",
-        "user and system, while the clock runs. Peak: PSS of all processes together. The rules are in README.md.",
-        f"Struck out: ratios to a rate from fewer than {LEAST_BATCHES} batches. Ours starts no worker process,",
-        "whatever is asked for, where a batch is only cut out of memory: all but decoded images.",
+        "- In parentheses: how many times as fast shardstream is. Struck out: ratios to a rate from fewer than",
+        f"  {LEAST_BATCHES} batches.",
+        "- `~`: the pass was cut short and extrapolated.",
+        "- CPU: user and system time of all processes while the clock runs. Peak: PSS of all processes together.",
+        "- shardstream starts no worker process, whatever is requested, if a batch is only cut out of memory: all but",
+        "  decoded images.",
+        "",
+        "The method is described in [README.md](README.md).",
     ]
     places = sorted({(case.where, case.set) for case in outcomes}, key=lambda at: (at[0], list(sets).index(at[1])))
     for where, name in places:
