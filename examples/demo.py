@@ -1,11 +1,11 @@
-"""From raw data to training from a bucket, with a crash in the middle: ``make demo``.
+"""Go from raw data to training from a bucket, with a crash mid-epoch: ``make demo``.
 
-1. starts an S3 server on loopback (or takes the bucket of ``DEMO_URL=s3://…`` and the usual credentials),
-2. packs 1,797 handwritten digits as PNG, label and JSON into tar shards in the bucket,
-3. indexes and verifies them with ``shard_tools``,
-4. trains from ``s3://`` under ``torchrun --nproc-per-node 2``, and kills that in the middle of an epoch,
-5. goes on from the last checkpoint in ONE process, to the end,
-6. counts the keys that the training received: every sample of every epoch exactly once.
+1. Start an S3 server on loopback (or use the bucket in ``DEMO_URL=s3://…`` with the usual credentials).
+2. Pack 1,797 handwritten digits as PNG, label and JSON into tar shards in the bucket.
+3. Index and verify them with ``shard_tools``.
+4. Train from ``s3://`` under ``torchrun --nproc-per-node 2``, and kill the job mid-epoch.
+5. Resume from the last checkpoint in ONE process, and train to the end.
+6. Count the keys that the training received: every sample of every epoch exactly once.
 """
 
 from __future__ import annotations

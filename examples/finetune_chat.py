@@ -1,9 +1,9 @@
-"""Teach a tiny GPT to answer, from conversations: chat template, loss mask, packs.
+"""Fine-tune a tiny GPT on conversations: chat template, loss mask, packs.
 
-1. Conversations as JSONL, and to token ids with a mask: what
-   ``shard_tools convert chat.jsonl chat/ --tokenizer bytes --messages-field messages --chat-template chat.jinja`` does;
-2. packs of 128 tokens, whose labels are only what the assistant says (``mask_field="mask"``);
-3. training until the loss on the answers has fallen; what the user says bears no loss.
+1. Write conversations as JSONL and convert them to token ids with a loss mask, as does
+   ``shard_tools convert chat.jsonl chat/ --tokenizer bytes --messages-field messages --chat-template chat.jinja``.
+2. Pack them into rows of 128 tokens. Only what the assistant says has labels (``mask_field="mask"``).
+3. Train until the loss on the answers has fallen. What the user says carries no loss.
 
 Run: ``python examples/finetune_chat.py``.
 """

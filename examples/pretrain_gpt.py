@@ -1,14 +1,14 @@
-"""Pre-train a tiny GPT on text that is on this machine, with a crash in the middle and fewer ranks after it.
+"""Pre-train a tiny GPT on text found on this machine, crash halfway, and resume on fewer ranks.
 
-1. Three corpora as JSONL: modules and packages of Python's standard library, and its reference (``pydoc_data``);
-2. a byte-level BPE trained on some of it, then each corpus to token ids: what
-   ``shard_tools convert FILE SETS/NAME --tokenizer tokenizer.json`` does;
-3. packs of 128 tokens of each, mixed by tokens: half packages, the rest shared;
-4. one rank trains to the end, undisturbed, and writes down its losses;
-5. two ranks train the same and are killed (SIGKILL) in the middle; ONE rank goes on from the last checkpoint;
-6. the losses are the same: packs, their order and the mixture do not depend on ranks, nor on the crash.
+1. Write three corpora as JSONL: modules and packages of Python's standard library, and its reference (``pydoc_data``).
+2. Train a byte-level BPE on some of it, then convert each corpus to token ids, as does
+   ``shard_tools convert FILE SETS/NAME --tokenizer tokenizer.json``.
+3. Pack each corpus into rows of 128 tokens and mix them by tokens: half packages, a quarter each of the others.
+4. Train on one rank to the end, without interruption, and record the losses.
+5. Train the same on two ranks, kill both (SIGKILL) halfway, and resume on ONE rank from the last checkpoint.
+6. Compare: the losses are the same. Packs, their order and the mixture depend neither on ranks nor on the crash.
 
-Run: ``python examples/pretrain_gpt.py``. It takes some twenty seconds of processor time.
+Run: ``python examples/pretrain_gpt.py``. It takes about twenty seconds of CPU time.
 """
 
 from __future__ import annotations

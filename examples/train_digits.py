@@ -1,9 +1,9 @@
-"""Trains a small network on digits that stream from a bucket; may be killed anywhere and started again anywhere.
+"""Train a small network on digits streamed from a bucket. Kill it at any point; resume it on any number of ranks.
 
     torchrun --nproc-per-node 2 examples/train_digits.py --train s3://bucket/train/ --test s3://bucket/test/ --out run/
-    python examples/train_digits.py …the same…          # goes on from the last checkpoint, in one process
+    python examples/train_digits.py …the same…          # resumes from the last checkpoint, in one process
 
-Every rank writes down the keys of the samples that it received, so that somebody else can count them.
+Every rank records the keys of the samples that it received, so that ``demo.py`` can count them.
 """
 
 from __future__ import annotations
