@@ -26,7 +26,7 @@ VERBS = frozenset(re.findall(r"\w+", """
     reserve reset resize resolve restore restrict resume retain retry return rewrite round run sample save say
     scan search see seed select send serialise serve set share show shuffle sleep slice sort split spread stamp
     start stop store stream submit sum summarise take talk teach tell test track translate treat truncate turn
-    undo unmap unpack update upload use validate verify view wait wake walk warn watch work wrap write yield
+    undo unmap unpack update upload use validate verify view wait wake walk warn watch weigh work wrap write yield
 """))  # fmt: skip
 NOUNS_ARE_FINE = {"property", "cached_property"}  # they are read as attributes are
 
