@@ -19,8 +19,16 @@ from leftovers import leftovers, our_threads
 from streaming.errors import ConfigError, TransferError
 from streaming.storage import Storage
 from streaming.storage.base.active import Call
-from streaming.storage.base.adapter import ChangedError, PassingError, Sink, copy_piece
-from streaming.storage.base.options import RetryPolicy, StorageOptions
+from streaming.storage.base.adapter import (
+    ChangedError,
+    PassingError,
+    Sink,
+    ThrottledError,
+    UnreachableError,
+    copy_piece,
+)
+from streaming.storage.base.options import HedgePolicy, RetryPolicy, StorageOptions
+from streaming.storage.requests import retry
 from streaming.storage.requests.retry import TokenBucket, retrying
 from streaming.storage.requests.silences import Patience, Silences
 from streaming.storage.requests.threads import RequestThreads
@@ -124,6 +132,64 @@ class TestRetryBudget:
         with pytest.raises(PassingError):
             retrying(policy, Mock(side_effect=PassingError("no")))
 
+    @pytest.mark.parametrize(
+        ("limits", "progress_at", "expected"),
+        [
+            ({}, 0, [0, 1, 5, 15, 25]),  # up to first_backoff_s, then four times as much, up to max_backoff_s
+            ({}, 3, [0, 1, 5, 6, 10, 20, 30]),  # the third brings some bytes: the count starts anew
+            ({"deadline_s": 12}, 0, [0, 1, 5, 12]),  # the last attempt is at the very end
+            ({"unreachable_s": 3}, 0, [0, 1, 3]),
+            ({"unreachable_s": 20, "deadline_s": 12}, 0, [0, 1, 5, 12]),
+        ],
+    )
+    def test_when_attempts_are_made(
+        self, monkeypatch: pytest.MonkeyPatch, limits: dict[str, float], progress_at: int, expected: list[float]
+    ) -> None:
+        clock, made = Clock(), list[float]()
+        clock.now_s = 0.0
+        sleep = Mock(side_effect=lambda delay_s: setattr(clock, "now_s", clock.now_s + delay_s))
+        monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+        monkeypatch.setattr(retry, "random", SimpleNamespace(uniform=lambda _, most_s: most_s))
+
+        def attempt() -> None:
+            made.append(clock.now_s)
+            raise UnreachableError("no") if "unreachable_s" in limits else PassingError("no")
+
+        policy = {"first_backoff_s": 1.0, "max_backoff_s": 10.0, "max_retries": 4, **limits}
+        with pytest.raises(PassingError):
+            retrying(RetryPolicy(**policy), attempt, progress=lambda: int(0 < progress_at <= len(made)))
+        assert made == expected
+
+    def test_what_earns_what(self) -> None:
+        """Calls earn retries; requests that are answered earn second requests, refused ones do not."""
+        storage = Storage({"retry_share": 1.0})
+        storage.put("memory://earn/x", b"x")
+        retries = storage._store.traffic_of("memory://earn/x").retries
+        while retries.take():
+            pass
+        for _ in range(20):
+            storage.read("memory://earn/x", 0, 1)
+        assert sum(retries.take() for _ in range(20)) == 20
+
+        counted = Counter[str]()
+        hedging = HedgePolicy(hedge_share=1.0)
+        traffic = Traffic("x", StorageOptions(hedging=hedging), RequestThreads(), lambda *one: counted.update([one[0]]))
+
+        def rivals() -> int:
+            begun = 0
+            while traffic.begin(time.monotonic() + 60):
+                traffic.end(won=False)
+                begun += 1
+            return begun
+
+        assert rivals() == 8
+        with pytest.raises(ThrottledError), traffic.request(time.monotonic() + 60):
+            raise ThrottledError("busy")
+        assert rivals() == 0
+        with traffic.request(time.monotonic() + 60):
+            pass
+        assert (rivals(), counted) == (1, {"hedges": 9, "throttled": 1})
+
     def test_a_call_that_gets_on_retries_for_nothing(self) -> None:
         allowance = TokenBucket(share=0, burst=1, per_s=1e-9)
         progress = iter([0, 1, 0, 1, 0, 1, 0])  # asked twice per failure, and once at the start
@@ -164,6 +230,9 @@ class TestSilences:
         for _ in range(200):
             silences.note(1.0)
         assert silences.limit_s == 2.0
+        for number in range(128):
+            silences.note(number)
+        assert silences.limit_s == 2 * 115, "twice what nine of ten do not exceed"
 
     def test_a_few_stalls_do_not_count(self) -> None:
         silences = Silences(quantile=0.9, least_s=0.1, unknown_s=7)

@@ -147,6 +147,14 @@ def test_when_all_fail_the_primarys_error_is_raised_and_the_mirrors_is_told(plac
     assert any("its mirror failed, too" in note and "127.0.0.1:1" in note for note in caught.value.__notes__)
     place.fault = None
     assert bytes(storage.read(place.primary + "/a/x.tar", 0, 10)) == DATA[:10]  # no mirror left: asked, rest or not
+    assert not storage._routes._routes[0].rests, "it works again"
+
+
+def test_what_one_mirror_lacks_is_asked_of_the_next(place: Place) -> None:
+    empty = {"url": place.server.create_bucket(fresh_name()) + "/train", "endpoint_url": place.server.url}
+    storage = Storage({**place.options(), "mirrors": {place.primary: [empty, place.second()]}})
+    place.fault = DOWN
+    assert bytes(storage.read(place.primary + "/a/x.tar", 0, 10)) == DATA[:10]
 
 
 def test_the_primary_is_tried_again_by_one_call_with_one_attempt(place: Place, monkeypatch) -> None:
@@ -172,6 +180,13 @@ def test_the_primary_is_tried_again_by_one_call_with_one_attempt(place: Place, m
     now_s[0] += REST_S
     assert [asked(), asked()] == [1, 1]
     assert storage.metrics.get("mirror_reads") == 6
+    place.fault = DOWN
+    assert asked() == 3
+    place.fault = None
+    now_s[0] += REST_S
+    with pytest.raises(NotFoundError):  # an answer: the primary works
+        storage.read(place.primary + "/none", 0, 10)
+    assert asked() == 1
 
 
 def test_retries_at_a_primary_that_failed_meanwhile_are_given_up(place: Place) -> None:
