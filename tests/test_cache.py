@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import logging
 import os
@@ -276,6 +277,16 @@ def test_eviction_goes_down_to_the_low_water_mark(tmp_path: Path) -> None:
     assert reader.metrics.get("cache_evictions") == 4
 
 
+def test_room_is_made_for_entries_larger_than_a_tenth(tmp_path: Path) -> None:
+    reader = Reader(tmp_path, 10 * BLOCK)
+    for start in range(10):
+        reader.read(start)
+    assert not reader.read(10, 5 * BLOCK - HEADER_BYTES)
+    assert reader.read(10, 5 * BLOCK - HEADER_BYTES)
+    assert reader.metrics.get("cache_evictions") == 5
+    assert not reader.metrics.get("cache_errors")
+
+
 def test_what_is_larger_than_the_cache_is_streamed(tmp_path: Path) -> None:
     reader = Reader(tmp_path, 2 * BLOCK)
     reader.read(0)
@@ -538,6 +549,22 @@ def test_nothing_secret_is_written(tmp_path: Path) -> None:
 )
 def test_ways_to_write_a_url(one: str, other: str, same: bool) -> None:
     assert (normalised(one) == normalised(other)) is same
+
+
+def test_a_lock_is_that_of_the_file_which_bears_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, flock, others = str(tmp_path / "lock"), fcntl.flock, [b"evicted, and made anew by another process"]
+
+    def replaced_meanwhile(fd: int, how: int) -> None:
+        flock(fd, how)
+        if others:
+            os.unlink(path)
+            Path(path).write_bytes(others.pop())
+
+    monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
+    fd = try_lock(path)
+    assert fd is not None
+    assert os.path.samestat(os.fstat(fd), os.stat(path))
+    os.close(fd)
 
 
 # ---------------------------------------------------------------------------------------------- disks that fail

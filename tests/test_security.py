@@ -241,7 +241,7 @@ def cache_read(directory: Path, metrics: Metrics) -> bool:
     return hit
 
 
-@pytest.mark.parametrize("trap", ["link", "mode", "owner"])
+@pytest.mark.parametrize("trap", ["link", "group", "world", "owner"])
 def test_a_cache_folder_that_others_can_write_is_not_used(
     tmp_path: Path, trap: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -252,8 +252,8 @@ def test_a_cache_folder_that_others_can_write_is_not_used(
     if trap == "link":
         root.rename(tmp_path / "elsewhere")
         root.symlink_to(tmp_path / "elsewhere")
-    elif trap == "mode":
-        root.chmod(0o777)
+    elif trap in ("group", "world"):
+        root.chmod(0o770 if trap == "group" else 0o707)
     else:
         root.chmod(0o755)
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
