@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import crc32c
 import pytest
@@ -147,6 +148,18 @@ def test_an_empty_range_and_memory_of_other_items(reader: Reader) -> None:
     out[0] = 0
     assert reader.cache.read_into(URL, "v9", 0, out, fetch, crc32c=None)
     assert bytes(out) == bytes(range(16))
+
+
+def test_by_default_four_fifths_of_what_is_free_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def usage(folder: str) -> SimpleNamespace:
+        asked.append(folder)
+        return SimpleNamespace(total=1000, free=100)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    assert repr(node.open_cache(tmp_path / "not" / "yet", None)).endswith("limit=80 B)")
+    assert asked == [str(tmp_path)], "the nearest folder that is there"
 
 
 def test_arguments_that_cannot_work() -> None:
