@@ -251,7 +251,11 @@ def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
     packed = pa.Codec("zstd").compress((tmp_path / "a.jsonl").read_bytes()).to_pybytes()
     (tmp_path / "c.jsonl.zst").write_bytes(packed)
     (tmp_path / "d.txt").write_text("\n\n".join(texts))
-    pq.write_table(pa.table({"text": texts, "n": [1, 2, 3]}), tmp_path / "e.parquet", row_group_size=2)
+    # Of no columns but the text need fields be made: not of lists that lack numbers, nor of images within lists.
+    beside = {"n": [1, 2, 3], "list": [[1, None]] * 3, "images": [[{"bytes": b"x", "path": "a.png"}]] * 3}
+    pq.write_table(
+        pa.table({"text": texts, **beside, "A": texts, "a": texts}), tmp_path / "e.parquet", row_group_size=2
+    )
     with (tmp_path / "f.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text"], *([text] for text in texts)])
     with tarfile.open(tmp_path / "g.tar", "w") as archive:

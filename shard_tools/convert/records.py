@@ -66,6 +66,7 @@ class SourceOptions:
         max_gzip_ratio: A ``.gz`` that inflates to more than so many times its size is refused.
         unit: What is one record of a text: ``"line"``, ``"blank-line"`` (up to the next blank line) or ``"file"``.
         tolerant: A line or row that cannot be read is a record with a ``problem``, and not an error.
+        named_only: Columns that ``fields`` does not name become no fields: their values are looked at as ``metadata``.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -77,6 +78,7 @@ class SourceOptions:
     max_gzip_ratio: float = MAX_GZIP_RATIO
     unit: str = "line"
     tolerant: bool = False
+    named_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

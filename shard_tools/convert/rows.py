@@ -111,6 +111,7 @@ class RowMapper:
             ``column.ext``, else ``ext``.
         arrays: Type of the items of columns that hold lists of numbers, to be stored as ``column.npy``.
         tolerant: A row that cannot be stored is a record with a ``problem``, and not an error.
+        named_only: Columns that ``fields`` does not name become no fields.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -118,11 +119,14 @@ class RowMapper:
     num_binary: int = 1
     arrays: Mapping[str, str] = field(default_factory=dict)
     tolerant: bool = False
+    named_only: bool = False
 
     @classmethod
     def of(cls, options: SourceOptions) -> RowMapper:
         """Map rows as the options of a source ask for."""
-        return cls(fields=options.fields, key_field=options.key_field, tolerant=options.tolerant)
+        return cls(
+            fields=options.fields, key_field=options.key_field, tolerant=options.tolerant, named_only=options.named_only
+        )
 
     def __post_init__(self) -> None:
         targets = [extension for _, extension in self.fields if extension != DROP]
@@ -167,6 +171,8 @@ class RowMapper:
             if column in extensions:
                 if (name := extensions[column]) != DROP and value is not None:
                     found.append((column, name, encode_value(value, name, column, self.arrays.get(column))))
+            elif self.named_only:
+                continue
             elif (payload := as_payload(value)) is not None:
                 found.append((column, self._binary_name(column, payload), payload))
             elif column in self.arrays and isinstance(value, list):
@@ -177,7 +183,7 @@ class RowMapper:
             found.append(
                 (next(iter(rest)), "json", raw if raw is not None and len(rest) == len(row) else dump_json(rest))
             )
-        if not found:
+        if not found and not self.named_only:
             raise DataError("nothing is left of this row; name fewer columns with --field COLUMN=-")
         fields = {name: content for _, name, content in found}
         if len(fields) < len(found):

@@ -279,7 +279,7 @@ def _template(
 
 
 def _reader(source: str, target: str, options: TokenizeOptions, storage: Storage) -> Source:
-    reader = options.open(source, target, storage, unit=options.documents, tolerant=True)
+    reader = options.open(source, target, storage, unit=options.documents, tolerant=True, named_only=True)
     if reader.kind == "images":
         raise ConfigError("--tokenizer: images hold no text; name the source's layout with --from")
     if options.documents != "line" and reader.kind != "text":
