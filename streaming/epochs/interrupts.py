@@ -1,4 +1,4 @@
-"""Tell what came out of a signal's handler, at any line at all, from errors of the line that raised them."""
+"""Tell exceptions raised by a signal handler, which can occur at any line, from errors of the line itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Tell whether it is no ``Exception``, or a signal's handler threw it or its cause: a time limit, say."""
+    """Tell whether ``error`` is no ``Exception``, or whether it or its cause came from a signal handler (a timeout,
+    say).
+    """
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     while error is not None:
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -20,7 +22,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 def _code_of(handler: Any) -> Any:
-    """Return the code that runs: of a function, a method, or an object that can be called; None: none of Python's."""
+    """Return the code object of a function, a method or a callable object; None if it is not written in Python."""
     while isinstance(handler, partial):
         handler = handler.func
     function = getattr(handler, "__func__", handler)

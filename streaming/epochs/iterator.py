@@ -1,4 +1,4 @@
-"""Iterate a loop: what all kinds of loops share, and the iterator that they hand to the user."""
+"""Iterate a loop: what all kinds of loops share, and the iterator that users get."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streaming.plan.settings import Shape
 
 
 class Run(Protocol):
-    """The batches of the rest of one epoch, being produced in the background."""
+    """The remaining batches of one epoch, produced in the background."""
 
     def __next__(self) -> Any:
         """Return the next batch."""
@@ -28,11 +28,11 @@ class Run(Protocol):
         """Stop producing."""
 
     def describe(self) -> str:
-        """Say what it is at, for people."""
+        """Describe the current activity, for reports."""
 
 
 class RunOver:
-    """Stand over another run, which it closes and describes; what it makes of the batches says the class below it."""
+    """Base class of runs that wrap another run: it closes and describes that run; subclasses transform its batches."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -42,16 +42,16 @@ class RunOver:
         self._run.close()
 
     def describe(self) -> str:
-        """Say what it is at, for people."""
+        """Describe the current activity, for reports."""
         return self._run.describe()
 
 
 class Closable(ABC):
-    """Close at the end of a ``with`` block."""
+    """Base class of objects that are closed at the end of a ``with`` block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop threads and processes, free memory."""
+        """Stop threads and processes, and free memory."""
 
     def __enter__(self) -> Self:
         return self
@@ -61,22 +61,22 @@ class Closable(ABC):
 
 
 class Loop(ABC):
-    """Epochs one after the other, by the rules of ``Position``. For one thread, but for ``close`` and ``describe``.
+    """Run one epoch after another by the rules of ``Position``. For one thread, except ``close`` and ``describe``.
 
     Args:
-        shape: Of the batches.
-        position: One that somebody else knows as well; default: an own one.
+        shape: Shape of the batches.
+        position: A position that is shared with another object; default: a new one.
 
     Attributes:
-        shape: Of the batches.
-        position: Where the loop stands.
-        metrics: Where everything is counted.
-        running: What produces batches at this moment, if anything does.
-        announce: Told of the place at which an iteration begins.
+        shape: Shape of the batches.
+        position: Current position of the loop.
+        metrics: Counters and times.
+        running: The run that currently produces batches, if any.
+        announce: Called with the place at which an iteration begins.
     """
 
     is_counted = True
-    """``batches_left`` is known before the epoch's end is met."""
+    """Whether ``batches_left`` is known before the end of the epoch is reached."""
 
     def __init__(self, shape: Shape, position: Position | None = None) -> None:
         self.position = Position() if position is None else position
@@ -88,23 +88,23 @@ class Loop(ABC):
 
     @abstractmethod
     def start(self, place: Place, seed: int | None) -> Run:
-        """Begin to produce the batches of the epoch from ``place`` on.
+        """Start producing the batches of the epoch from ``place`` on.
 
         Args:
-            place: Where ``Position.begin`` begins.
-            seed: A new seed for the order; None: as before.
+            place: The place returned by ``Position.begin``.
+            seed: A new seed for the order; None: keep the current one.
         """
 
     @abstractmethod
     def batches_left(self, samples_seen: int) -> int:
-        """Count the batches of an epoch that come after its first ``samples_seen`` samples."""
+        """Return the number of batches of an epoch after its first ``samples_seen`` samples."""
 
     def left_behind(self, place: Place) -> int:
-        """Count the batches of its epoch that come behind a place."""
+        """Return the number of batches of an epoch after a place in it."""
         return self.batches_left(place.samples_seen)
 
     def after_batch(self, place: Place, run: Any) -> Place:  # noqa: ARG002  for loops whose runs know more
-        """Return the place behind the batch that ``run`` has just given, which comes after ``place``."""
+        """Return the place after the batch that ``run`` has just returned, which is the next one after ``place``."""
         seen = place.samples_seen + self.shape.global_batch_size
         if self.batches_left(seen):
             return Place(epoch=place.epoch, samples_seen=seen)
@@ -117,43 +117,49 @@ class Loop(ABC):
 
     @property
     def num_batches(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches in a whole epoch."""
         return self.batches_left(0)
 
     def run(self, watchdog: Watchdog | None = None) -> Batches:
-        """Make an iterator over the epoch due, or the rest of it; the one before is superseded and lets go of all."""
+        """Return an iterator over the next epoch, or the rest of the current one.
+
+        It supersedes the previous iterator.
+        """
         batches = Batches(self, watchdog or Watchdog(None, "no batch", self.describe))
         self._watchdog = watchdog
         return batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; where it is the one due, a loaded place is kept."""
+        """Go to the start of an epoch; if that epoch is already next, a loaded place is kept."""
         if self.position.set_epoch(epoch):
             self.stop()
 
     def set_seed(self, seed: int) -> None:
-        """Take a new order from the next epoch that starts."""
+        """Shuffle with a new seed, from the next epoch that starts."""
         self.position.set_seed(seed)
 
     def go_to(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> None:
-        """Go on from a checkpoint; one behind the last batch of an epoch, of an older release, is the next epoch's."""
+        """Continue from a checkpoint.
+
+        One after the last batch of an epoch, from an older release, means the next epoch.
+        """
         if self.is_counted and not self.left_behind(place):
             place = Place(epoch=place.epoch + 1, samples_seen=0, detail=place.detail)
         if self.position.load(place, next_seed, what):
             self.stop()
 
     def describe(self) -> str:
-        """Say what the loop waits for at this moment."""
+        """Describe what the loop is waiting for right now."""
         running = self.running
         return "not running" if running is None else running.describe()
 
     def close(self) -> None:
-        """Stop threads and processes, free memory. The loop may be used again; it starts them anew."""
+        """Stop threads and processes, and free memory. The loop can be used again, and then starts new ones."""
         self.position.close()
         self.stop()
 
     def stop(self) -> None:
-        """End the run in progress, and the watch over it."""
+        """End the current run and its watchdog."""
         running, self.running = self.running, None
         watchdog, self._watchdog = self._watchdog, None
         try:
@@ -165,30 +171,31 @@ class Loop(ABC):
 
     @abstractmethod
     def clean_up(self) -> None:
-        """Give up what an interrupt may have caught in the middle of its book-keeping."""
+        """Discard whatever an interrupt may have left in an inconsistent state."""
 
 
 class Batches:
-    """Iterate the rest of one epoch. After its last batch it raises ``StopIteration``, always again.
+    """Iterate over the rest of one epoch. After its last batch, every call raises ``StopIteration``.
 
-    For one thread at a time of the process that made it: where several ask, each batch goes to one of them.
+    Use it from one thread at a time, in the process that made it; if several threads ask, each batch goes to one of
+    them.
 
-    It begins when the first batch is asked for: until then ``set_epoch`` and ``load_state_dict`` say where. When it is
-    dropped or closed, its threads end and its memory goes back. One that the interpreter's end finds is closed before
-    that ends threads wherever they are, with the locks that they hold.
+    It begins when the first batch is requested: until then ``set_epoch`` and ``load_state_dict`` determine where. When
+    it is dropped or closed, its threads end and its memory is released. An iterator that is still open at interpreter
+    exit is closed first, before the interpreter stops threads at arbitrary points, with locks held.
 
     Raises:
-        IteratorSupersededError: From ``next``, always again: another iterator of this loader, ``set_epoch``,
-            ``load_state_dict`` or ``remesh`` took its place; the message names the line.
-        IteratorEndedError: The same after the loader's ``close``, or after another error.
-        ForkedError: In a forked child: the threads and processes that build batches are the parent's.
+        IteratorSupersededError: From every ``next`` after another iterator of this loader, ``set_epoch``,
+            ``load_state_dict`` or ``remesh`` took over; the message names the line that did.
+        IteratorEndedError: From every ``next`` after the loader was closed, or after another error.
+        ForkedError: In a forked child: the threads and processes that build batches belong to the parent.
     """
 
     def __init__(self, loop: Loop, watchdog: Watchdog) -> None:
         self._maker = Maker("this iteration over a loader", "Begin one here: iter(loader) works in a forked child, too")
         self._loop = loop
         self._watchdog = watchdog
-        self._place: Place | None = None  # behind the batch handed out last; None: not begun
+        self._place: Place | None = None  # after the last batch handed out; None: not begun
         self._run: Run | None = None
         self._is_over = False
         self._failure: str | None = None
@@ -201,9 +208,9 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch; the position moves on before it is handed out."""
+        """Return the next batch. The position advances before the batch is returned."""
         self._maker.check()
-        with self._asked:  # held until the position is behind the batch: no two threads begin, or take the same one
+        with self._asked:  # held until the position has advanced, so that no two threads begin, or take the same batch
             return self._answer()
 
     def _answer(self) -> Any:
@@ -227,10 +234,12 @@ class Batches:
             self._loop.metrics.add("consumer_thread_s", time.thread_time() - begun_s)
 
     def hold_back(self, change: int) -> None:
-        """Count batches that training has not received: for a wrapper that reads ahead.
+        """Change the number of batches that were handed out but not yet received by training.
 
-        It tells of each batch that it keeps and of each that it passes on, oldest first, so that the loader's
-        ``state_dict`` answers for what the training has received::
+        For wrappers that read ahead.
+
+        A wrapper calls this for each batch that it keeps, and for each that it passes on, oldest first, so that the
+        loader's ``state_dict`` describes what training has received::
 
             batches = iter(loader)
             kept = next(batches)
@@ -240,18 +249,18 @@ class Batches:
             return kept
 
         Raises:
-            IteratorEndedError: The loader was moved or closed meanwhile, so that batches kept are not to be passed on.
+            IteratorEndedError: The loader was moved or closed in the meantime, so batches kept must not be passed on.
         """
         self._turn.check()
         self._loop.position.hold_back(change)
 
     @property
     def has_ended(self) -> bool:
-        """It was superseded, or its loader was closed."""
+        """Whether it was superseded, or its loader was closed."""
         return self._turn.has_ended
 
     def close(self) -> None:
-        """End the iteration here. The loader goes on with the next epoch. In a forked child nothing happens."""
+        """End this iteration. The loader continues with the next epoch. In a forked child this does nothing."""
         self._is_over = True
         self._turn.is_open = False
         self._let_go()
@@ -294,16 +303,16 @@ class Batches:
         return batch
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = failed(error)  # of no account where the iterator is over
+        self._failure = failed(error)  # has no effect if the iterator is exhausted
         if not isinstance(error, StopIteration) and is_interrupt(error) and not self._turn.has_ended:
             self._loop.running = None
             self._loop.clean_up()
         self._let_go()
 
     def _let_go(self) -> None:
-        """End what runs for this iterator. May be called again, and from the collector.
+        """End what runs for this iterator. May be called repeatedly, also by the garbage collector.
 
-        The turn stays open behind the last batch, for a wrapper may hold some back that it is still passing on.
+        After the last batch the turn stays open, because a wrapper may still be passing on batches that it held back.
         """
         if not self._maker.is_here:
             return
@@ -318,12 +327,12 @@ class Batches:
 
 
 def failed(error: BaseException) -> str:
-    """Say what an iterator says that is asked again after ``error``."""
+    """Return the message for an iterator that is used again after ``error``."""
     return f"this iterator ended with an error before ({type(error).__name__}: {error}); call iter() again"
 
 
 def close_at_exit(this: weakref.ref[Any]) -> None:
-    """Close an iterator that the interpreter's end finds: later, modules that it needs are gone."""
+    """Close an iterator that is open at interpreter exit, before modules that it needs are torn down."""
     batches = this()
     if batches is not None:
         batches.close()

@@ -1,4 +1,4 @@
-"""Keep the place in the epochs: the rules of ``iter``, ``set_epoch`` and checkpoints, for every kind of loop."""
+"""Track the position in a run: the rules of ``iter``, ``set_epoch`` and checkpoints, for every kind of loop."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Place:
     """A place between two batches.
 
     Attributes:
-        epoch: The epoch of the batch that comes next.
+        epoch: Epoch of the next batch.
         samples_seen: Samples of that epoch, over all ranks, that come before it.
-        detail: What else the loop needs to go on from here. ``Position`` only keeps it.
-        has_begun: At 0 samples: batches of the epoch are on their way, in the order as it was; a seed that waits is for
-            the one after it.
+        detail: Whatever else the loop needs to continue from here. ``Position`` only stores it.
+        has_begun: At 0 samples: batches of the epoch are already in progress, in the previous order; a pending seed
+            applies to the epoch after it.
     """
 
     epoch: int
@@ -39,12 +39,12 @@ class Place:
 
     @classmethod
     def of(cls, state: LoaderState, detail: Any = None) -> Self:
-        """Make the place at which a state stands."""
+        """Return the place of a state."""
         return cls(epoch=state.epoch, samples_seen=state.samples_seen, detail=detail, has_begun=state.has_begun)
 
 
 class Turn:
-    """The right of one iterator to hand out batches. It ends once, and for good; from any thread.
+    """The right of one iterator to hand out batches. It ends once and for all, from any thread.
 
     Attributes:
         has_begun: Its iterator has been asked for a batch.
@@ -60,21 +60,21 @@ class Turn:
 
     @property
     def has_ended(self) -> bool:
-        """``check`` raises."""
+        """Whether ``check`` raises."""
         return self._error is not None
 
     def check(self) -> None:
-        """Return while the turn lasts.
+        """Do nothing while the turn lasts.
 
         Raises:
-            IteratorEndedError: It has ended, for the reason that the message names.
+            IteratorEndedError: It has ended; the message gives the reason.
         """
         if self._error is not None:
             kind, why = self._error
             raise kind(why)
 
     def pass_on(self) -> None:
-        """End: another iterator is being made."""
+        """End the turn because another iterator is being made."""
         self._end(
             IteratorSupersededError,
             f"this iterator was superseded: another one was made by {_caller()} before it came to its end. One loader "
@@ -83,7 +83,7 @@ class Turn:
         )
 
     def move(self, what: str) -> None:
-        """End: the method ``what`` takes the loader elsewhere."""
+        """End the turn because the method named ``what`` moves the loader."""
         self._end(
             IteratorSupersededError,
             f"this iterator was superseded: {what} was called by {_caller()} before it came to its end. Call iter() "
@@ -91,7 +91,7 @@ class Turn:
         )
 
     def close(self) -> None:
-        """End: the loader is being closed."""
+        """End the turn because the loader is being closed."""
         self._end(
             IteratorEndedError,
             f"this iterator was ended: the loader was closed by {_caller()}. Call iter() again to go on with the next "
@@ -99,12 +99,15 @@ class Turn:
         )
 
     def _end(self, kind: type[IteratorEndedError], why: str) -> None:
-        if self._error is None:  # the first reason stays
+        if self._error is None:  # the first reason is kept
             self._error = (kind, why)
 
 
 class Lasting(Iterator[_Item]):
-    """Iterate a generator that ends with its turn: it raises then always again, where a generator would seem over."""
+    """Iterate over a generator with persistent errors: once its turn has ended, every ``next`` raises the error again.
+
+    (A generator that has raised would look exhausted.)
+    """
 
     def __init__(self, items: Generator[_Item, None, None]) -> None:
         self._items = items
@@ -121,38 +124,38 @@ class Lasting(Iterator[_Item]):
             raise
 
     def close(self) -> None:
-        """End it here, and let go of all that it holds, as a generator's ``close`` does."""
+        """End the iteration and release what it holds, like a generator's ``close``."""
         self._items.close()
 
 
 class Position:
-    """Know where the next iteration begins, and what a checkpoint holds. It knows nothing of data sets.
+    """Track where the next iteration begins, and what a checkpoint holds. Knows nothing of data sets.
 
     The rules, in which *received* means: handed out, and not held back by a wrapper (``hold_back``).
 
-    1. ``place`` lies behind the batch received last: the next one comes from there. Checkpoints hold it.
-    2. A place is *due* if it was set by the making, by ``set_epoch``, by ``load`` or by the end of an epoch, and no
-       batch has been received since. ``begin`` starts at a place that is due; from any other it goes on to the next
-       epoch: the rest of the one in progress is left unread. An iterator that nobody asked for a batch, or that handed
-       out none, changes nothing.
-    3. An epoch ends with the receipt of its last batch: ``place`` is then (next epoch, 0), and due.
-    4. ``set_epoch(e)``: where ``place`` is due in epoch e, it stays as it is, so that a loaded place survives trainers
-       that call it first. Where epoch e is in progress, the next ``begin`` starts it again at 0, and an iterator that
-       is open goes on as if nothing had happened. From any other epoch it goes to (e, 0).
-    5. ``set_seed`` waits for the next ``begin`` at 0 samples. An epoch of which batches are held back and none has been
-       received keeps its order, also where it is begun again, here or from a checkpoint (``Place.has_begun``).
-    6. One turn at a time: ``open`` ends the turn before. ``set_epoch`` and ``load`` that move the place end the turn in
-       progress; an iterator that has not begun yet begins at the new place.
-    7. Leaving the rest of an epoch that was loaded in its middle is one WARNING.
-    8. An epoch without an end (``is_endless``) is never left: ``begin`` goes on behind the batch received last, and
-       ``set_epoch``, which trainers call with numbers of their own, changes nothing.
+    1. ``place`` is the place after the last batch received: the next batch comes from there. Checkpoints store it.
+    2. A place is *due* if it was set by construction, ``set_epoch``, ``load`` or the end of an epoch, and no batch has
+      been received since. ``begin`` starts at a place that is due; from any other it advances to the next epoch and
+      leaves the rest of the current one unread. An iterator that nobody asked for a batch, or that handed out none,
+      changes nothing.
+    3. An epoch ends when its last batch is received: ``place`` is then (next epoch, 0), and due.
+    4. ``set_epoch(e)``: if ``place`` is due in epoch e, nothing changes, so that a loaded place survives trainers that
+      call ``set_epoch`` first. If epoch e is in progress, the next ``begin`` restarts it at 0, and an open iterator
+      continues undisturbed. From any other epoch it goes to (e, 0).
+    5. ``set_seed`` takes effect at the next ``begin`` at 0 samples. An epoch of which batches are held back and none
+      has been received keeps its order, also if it is begun again, here or from a checkpoint (``Place.has_begun``).
+    6. There is one turn at a time: ``open`` ends the previous one. ``set_epoch`` and ``load`` end the current turn if
+      they move the place; an iterator that has not begun yet begins at the new place.
+    7. Leaving the rest of an epoch that was loaded in its middle logs one WARNING.
+    8. An epoch without an end (``is_endless``) is never left: ``begin`` continues after the last batch received, and
+      ``set_epoch``, which trainers call with numbers of their own, has no effect.
 
-    For one thread, but for ``close``, which any may call.
+    For one thread, except ``close``, which any thread may call.
 
     Attributes:
-        next_seed: Seed from the next ``begin`` at 0 samples on; None: as it is.
-        is_endless: The epoch in progress has no end.
-        was_seeded: A seed that was given has been taken up: the order is not that of the making any more.
+        next_seed: Seed that applies from the next ``begin`` at 0 samples; None: no change.
+        is_endless: The current epoch has no end.
+        was_seeded: A seed has been applied since construction, so the order is no longer the original one.
     """
 
     _start: Place
@@ -171,7 +174,7 @@ class Position:
 
     @property
     def place(self) -> Place:
-        """The place after the batch received last."""
+        """The place after the last batch received."""
         return self._places[-1 - self._num_held]
 
     @property
@@ -181,27 +184,28 @@ class Position:
 
     @property
     def samples_seen(self) -> int:
-        """Samples of that epoch, over all ranks, that were received."""
+        """Samples of that epoch, over all ranks, that have been received."""
         return self.place.samples_seen
 
     @property
     def is_due(self) -> bool:
-        """The next iteration begins at ``place``, not with the epoch after it."""
+        """Whether the next iteration begins at ``place`` rather than with the epoch after it."""
         return self._num_received == 0 or self.place.epoch != self._start.epoch
 
     def open(self) -> Turn:
-        """Give a new iterator its turn. The one before ends."""
+        """Return a turn for a new iterator, and end the previous one."""
         if self._turn is not None:
             self._turn.pass_on()
         self._turn = Turn()
         return self._turn
 
     def begin(self, turn: Turn) -> tuple[Place, int | None]:
-        """Enter the epoch, or the rest of it, that ``turn`` is to hand out.
+        """Enter the epoch, or the rest of it, for ``turn``.
 
         Returns:
-            Where it begins, and the seed of the order from here on; None: as before. An epoch that begins because the
-            one before was left has the ``detail`` of the place where that was left; one under another seed has none.
+            The place to begin at, and the seed of the order from here on (None: no change). An epoch that begins
+            because the previous one was left has the ``detail`` of the place where that was left; with another seed it
+            has none.
 
         Raises:
             IteratorEndedError: The turn has ended.
@@ -221,27 +225,27 @@ class Position:
         seed = None
         if self.next_seed is not None and self._start.samples_seen == 0 and not self._start.has_begun:
             seed, self.next_seed, self.was_seeded = self.next_seed, None, True
-            # What the loop went on with was of the older order: a checkpoint, or another begin, must not find it here.
+            # The detail belongs to the previous order: a checkpoint, or another begin, must not find it here.
             self._go_to(replace(self._start, detail=None), is_loaded=False)
         return self._start, seed
 
     def advance(self, place: Place) -> None:
-        """Note that a batch is handed out, behind which ``place`` lies; after the last one: (next epoch, 0)."""
+        """Record that a batch was handed out and that ``place`` follows it; after the last batch: (next epoch, 0)."""
         self._places.append(place)
         self._num_handed_out += 1
         self._starts_again = False
-        while len(self._places) > self._num_held + 2:  # what may be held back: these, and the one handed out now
+        while len(self._places) > self._num_held + 2:  # may be held back: these, and the one handed out now
             self._places.popleft()
 
     def hold_back(self, change: int) -> None:
-        """Count batches that were handed out, but that training has not received: ``change`` more, or less.
+        """Add ``change`` to the number of batches that were handed out but not received by training.
 
-        For wrappers that read ahead: 1 right after each batch that they keep, -1 when they pass one on, oldest first.
-        ``place`` and all that is made of it then answer for what training has received. What is still held back when
-        the next iteration begins, or when the place is set, counts as never received.
+        For wrappers that read ahead: 1 immediately after each batch that they keep, -1 when they pass one on, oldest
+        first. ``place`` and everything derived from it then describe what training has received. Batches still held
+        back when the next iteration begins, or when the place is set, count as never received.
 
         Raises:
-            ConfigError: More batches than there are, or less than none, would be held back.
+            ConfigError: The number held back would exceed the number handed out, or be negative.
         """
         held = self._num_held + change
         if not 0 <= held < len(self._places):
@@ -252,17 +256,17 @@ class Position:
         self._num_held = held
 
     def finish(self) -> None:
-        """Note that the epoch in progress has turned out to have no further batch."""
+        """Record that the current epoch turned out to have no further batch."""
         self._go_to(Place(epoch=self.epoch + 1, samples_seen=0), is_loaded=False)
 
     def set_epoch(self, epoch: int) -> bool:
         """Go to the start of ``epoch``, by rule 4.
 
         Returns:
-            Whether the turn in progress ends by it.
+            Whether this ends the current turn.
 
         Raises:
-            ConfigError: It is no epoch.
+            ConfigError: ``epoch`` is not a valid epoch number.
         """
         checked_count("epoch", epoch)
         if self.is_endless:
@@ -278,10 +282,10 @@ class Position:
         return False
 
     def set_seed(self, seed: int) -> None:
-        """Change the order, from the next ``begin`` at 0 samples on.
+        """Change the order, from the next ``begin`` at 0 samples.
 
         Raises:
-            ConfigError: It is no seed.
+            ConfigError: ``seed`` is not a valid seed.
         """
         self.next_seed = checked_seed("seed", seed)
         place, turn = self.place, self._turn
@@ -289,14 +293,14 @@ class Position:
         self._places[-1 - self._num_held] = replace(place, has_begun=is_held and place.samples_seen == 0)
 
     def load(self, place: Place, next_seed: int | None, what: str = "load_state_dict()") -> bool:
-        """Take over a place and seed that the method ``what`` got; tell whether the turn in progress ends by it."""
+        """Load a place and seed on behalf of the method ``what``; return whether this ends the current turn."""
         ends = self._move(place, what)
         self._is_loaded = place.samples_seen > 0
         self.next_seed = next_seed
         return ends
 
     def close(self) -> None:
-        """End the turn in progress because the loader is closed; the place stays. From any thread."""
+        """End the current turn because the loader is closed; the place is kept. From any thread."""
         if self._turn is not None:
             self._turn.close()
 
@@ -305,7 +309,7 @@ class Position:
         return self._num_handed_out - self._num_held
 
     def _beginning(self) -> Place:
-        """Return the start of the epoch in progress; where it was loaded in its middle, its detail is unknown."""
+        """Return the start of the current epoch; if the epoch was loaded in its middle, the detail is unknown."""
         start = self._start
         return Place(epoch=start.epoch, samples_seen=0, detail=None if start.samples_seen else start.detail)
 
@@ -319,7 +323,8 @@ class Position:
     def _go_to(self, place: Place, *, is_loaded: bool) -> None:
         self._start = place
         self._is_loaded = is_loaded
-        # Invariant: the last one lies behind the batch handed out last, the one before it behind the batch before.
+        # Invariant: the last place follows the last batch handed out, the one before it follows the batch before, and
+        # so on.
         self._places = deque([place])
         self._num_handed_out = 0
         self._num_held = 0
@@ -335,7 +340,7 @@ class Position:
 
 
 def _caller() -> str:
-    """Name the line of the user's program, or of a trainer, that is being executed."""
+    """Return the line of the user's program, or of a trainer, that is being executed."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USERS):
         frame = frame.f_back

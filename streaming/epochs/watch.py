@@ -1,4 +1,4 @@
-"""Watch for batches that do not come: then one report says what every stage waits for."""
+"""Watch for batches that do not arrive, and report what every stage is waiting for."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Callable
 from streaming.forks import in_children
 
 STALL_REPORT_S = 60.0
-"""Longer than any retry of one request that ends well, shorter than a person's patience with a job that stands."""
+"""Longer than any retry of a request that succeeds, shorter than people wait before they look at a stalled job."""
 
 _log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Watch one thread's waits, and report each that is too long: once, and again whenever it has doubled.
+    """Watch the waits of one thread, and report each that is too long: once, and again each time it has doubled.
 
-    ``begin`` and ``end`` are for the watched thread, and cost next to nothing. The watching thread starts with the
+    ``begin`` and ``end`` are called by the watched thread, and cost almost nothing. The watching thread starts with the
     first ``begin``, sleeps ``after_s`` at a time, and ends with ``stop``.
 
     Args:
-        after_s: Seconds of a wait before it is reported; None: never.
-        what: What is waited for, as "no batch".
-        describe: The report. Called in the watching thread.
+        after_s: Seconds after which a wait is reported; None: never.
+        what: The condition to report, such as "no batch".
+        describe: Returns the report; called in the watching thread.
     """
 
     def __init__(self, after_s: float | None, what: str, describe: Callable[[], str]) -> None:
@@ -36,12 +36,12 @@ class Watchdog:
         in_children(self, Watchdog._begin_anew)
 
     def _begin_anew(self) -> None:
-        """Be without a thread: in a forked child there is none, and it may have held the event's lock."""
+        """Reset to the state without a thread: a forked child has none, and the event's lock may have been held."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Note that a wait begins."""
+        """Record that a wait begins."""
         self._since_s = time.monotonic()
         if self._thread is None and self._after_s is not None and not self._stopped.is_set():
             self._thread = threading.Thread(
@@ -50,17 +50,17 @@ class Watchdog:
             self._thread.start()
 
     def end(self) -> None:
-        """Note that it is over."""
+        """Record that the wait is over."""
         self._since_s = None
 
     @property
     def waiting_s(self) -> float | None:
-        """How long the wait under way has taken; None: there is none."""
+        """Seconds that the current wait has lasted; None if there is none."""
         since_s = self._since_s
         return None if since_s is None else time.monotonic() - since_s
 
     def stop(self) -> None:
-        """End the watching thread. When the interpreter takes its modules down, nothing of them is needed again."""
+        """End the watching thread; at interpreter exit this touches no module that may be gone."""
         self._stopped.set()
         thread = self._thread
         if thread is None:

@@ -1,4 +1,4 @@
-"""Share what both loops over a ``StreamingDataset`` have: order, account of bad samples, builders of batches."""
+"""Share what both loops over a ``StreamingDataset`` have: order, accounting of bad samples, batch builders."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ from streaming.replicas.options import Replicas
 
 _log = logging.getLogger(__name__)
 MOST_BUILDERS = 4096
-"""Worker processes, threads, or batches ahead of each: more is a slip."""
+"""Upper bound on worker processes, threads, and batches ahead of each; a larger number is taken for a mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """The choices behind a loop, checked.
+    """The validated options of a loop.
 
     Attributes:
-        shape: Of the batches.
-        mesh: Where this process is.
-        memory_limit_bytes: For everything that is buffered on this rank.
-        num_workers: Processes that build batches; 0: threads of this one.
-        num_threads: Threads that do, without processes; 0: the thread that asks for a batch builds it.
-        depth: Batches built ahead.
+        shape: Shape of the batches.
+        mesh: The mesh, including this process's place in it.
+        memory_limit_bytes: Upper bound on everything this rank buffers.
+        num_workers: Processes that build batches; 0: threads of this process.
+        num_threads: Threads that build batches if there are no processes; 0: the thread that asks for a batch builds
+            it.
+        depth: Number of batches built ahead.
         recipe: Decode, transform, collate.
-        replicas: Who of the ranks of one share reads, and what each gets.
-        balance: How packs of a global batch are balanced; None: they stay as they are dealt.
+        replicas: Which ranks of a data share read, and what each gets.
+        balance: How packs of a global batch are balanced; None: not at all.
     """
 
     shape: Shape
@@ -63,12 +64,12 @@ class LoopConfig:
 
     @property
     def exchanges(self) -> bool:
-        """Whether packs of a global batch are dealt anew over its ranks."""
+        """Whether packs of a global batch are redistributed over its ranks."""
         return self.balance is not None and self.balance.how == "exchange"
 
 
 def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
-    """Return those who build the batches of a loop, over an arena of so many bytes."""
+    """Return the builders of a loop's batches, over an arena of ``arena_bytes``."""
     return Crew(
         config.num_workers,
         config.recipe,
@@ -80,17 +81,18 @@ def open_crew(config: LoopConfig, arena_bytes: int, metrics: Metrics) -> Crew:
 
 
 def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
-    """Return the choices for the reading side, and how one rank of a data share reads for the others, or None.
+    """Return the options of the reading side, and how one rank of a data share reads for the others, or None.
 
-    Batches are page-locked after their portions are cut, so not where they are built. A rank that exchanges packs does
-    so in the thread that asks for batches, and reads there: all such ranks are then equally far when their loops end.
+    Batches are page-locked after their portions are taken, and so not where they are built. A rank that exchanges packs
+    does so, and reads, in the thread that asks for batches: all such ranks have then come equally far when their loops
+    end.
     """
     broadcast = config.replicas.broadcast(config.mesh)
     if broadcast is None:
         return config, None
     pin, recipe = config.recipe.finish, replace(config.recipe, finish=None)
     drawing = "" if config.num_workers else named_draw(recipe.functions_of_user)
-    if drawing:  # the thread that reads for others runs beside the training, which draws from the same generators
+    if drawing:  # the thread that reads for others runs in parallel with training, which draws from the same generators
         _log.warning(
             "transform, decode or collate_fn draws from generators of the whole process (%s); with "
             "replicate='broadcast' it is called in a worker process (num_workers=1), so that it does not disturb what "
@@ -104,10 +106,10 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
 
 
 class BaseLoop(Loop):
-    """Epochs one after the other. Used by one thread, but for ``metrics`` and ``close``.
+    """Run one epoch after another. Used by one thread, except ``metrics`` and ``close``.
 
     Attributes:
-        order: The order settings of the epoch in progress.
+        order: Order settings of the current epoch.
     """
 
     def __init__(
@@ -132,12 +134,12 @@ class BaseLoop(Loop):
         self._earlier = dataset.counters()
         self._tally: Tally | None = None
         self._counted_in: ProcessGroup | None = None
-        self._left: ProcessGroup | None = None  # that of an older world, of which nobody may be left
+        self._left: ProcessGroup | None = None  # the group of an earlier world, whose ranks may all be gone
         in_children(self, BaseLoop._leave_behind)
 
     @abstractmethod
     def _start(self, place: Place) -> Run:
-        """Begin to produce the epoch's batches from ``place`` on, in ``order``."""
+        """Start producing the epoch's batches from ``place`` on, in ``order``."""
 
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``."""
@@ -146,11 +148,11 @@ class BaseLoop(Loop):
         return _Accounted(self._start(place), self._bad, self.shape.rows_of(self.config.mesh.data_rank))
 
     def _shared(self, read: Callable[[], Run], place: Place) -> Run:
-        """Begin to ``read`` where this rank reads; else return the run of what the rank that reads for it sends."""
+        """Call ``read`` if this rank reads; otherwise return a run that receives the batches of the rank that does."""
         return read() if self._sharing is None else self._sharing.run(read, place)
 
     def report(self) -> dict[str, Any]:
-        """Return all metrics, and this epoch's bad samples by name."""
+        """Return all metrics, and the bad samples of this epoch by name."""
         shared = {name: value - self._earlier.get(name, 0) for name, value in self._read_set.counters().items()}
         gauges = self._gauges()
         own = self.metrics.snapshot()
@@ -158,44 +160,46 @@ class BaseLoop(Loop):
         return {**own, **shared, **gauges, "bad": self._bad.listing()}
 
     def describe(self) -> str:
-        """Say what the loop waits for at this moment."""
+        """Describe what the loop is waiting for right now."""
         running = self.running
         if running is None:
             return "not running"
         return "\n".join([running.describe(), *map(request_line, self._read_set.in_flight())])
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Have batches page-locked from now on, or not any more."""
+        """Page-lock batches from now on; None turns this off."""
         self._locker = locker
         if self._crew is not None:
             self._crew.page_lock(locker)
 
     def become(self, mesh: DeviceMesh) -> None:
-        """Be another rank, or one of more or fewer, from the next run on; the one in progress is to be ended.
+        """Take another place in the mesh, or a place in another mesh, from the next run on.
 
-        In the process group of the older world some ranks may be gone: nobody counts with it any more.
+        The caller ends the current run.
+
+        Some ranks of the earlier world's process group may be gone, so that group is no longer used for counting.
         """
         self.shape = replace(self.shape, num_ranks=mesh.data_world_size)
         self.config = replace(self.config, shape=self.shape, mesh=mesh)
         self._tally, self._left = None, self._counted_in
 
     def close(self) -> None:
-        """Stop threads and processes, free memory. The loop may be used again; it starts them anew."""
+        """Stop threads and processes, and free memory. The loop can be used again, and then starts new ones."""
         super().close()
         self._drop_machinery()
 
     def clean_up(self) -> None:
-        """See ``Loop``: an interrupt costs the machinery, not the next loop."""
+        """See ``Loop``: after an interrupt the machinery is discarded; the next run makes a new one."""
         self._drop_machinery()
 
     def _keep(self, crew: Crew, close: Callable[[], object]) -> None:
-        """Keep ``crew``, which serves all runs from now on, until ``close`` ends it together with what needs it."""
+        """Keep ``crew`` for all following runs, until ``close`` ends it together with what needs it."""
         self._end_of_crew = weakref.finalize(self, close)
-        self._crew = crew  # from here on the machinery is dropped with this loop, and by an interrupt
+        self._crew = crew  # from here on the machinery is released together with this loop, or by an interrupt
         crew.page_lock(self._locker)
 
     def _begin_account(self, num_samples: int, epoch: int, allowed_of: Mapping[str, int] | None = None) -> None:
-        """Begin the account of bad samples of an epoch of so many, shared with the other ranks if they are known."""
+        """Begin accounting for the bad samples of an epoch of ``num_samples``, together with other known ranks."""
         mesh = self.config.mesh
         if self._tally is None and not (self._left is not None and self._left.is_current):
             self._counted_in = ProcessGroup()
@@ -204,7 +208,7 @@ class BaseLoop(Loop):
         self._bad.start_epoch(num_samples, epoch, self._tally, allowed_of)
 
     def _gauges(self) -> dict[str, float]:
-        """Return what holds at this moment, by name."""
+        """Return the current values of gauges, by name."""
         self._note_ring_peak()
         crew = self._crew
         ring = None if crew is None else crew.ring
@@ -215,7 +219,7 @@ class BaseLoop(Loop):
         }
 
     def _leave_behind(self) -> None:
-        """Let go in a forked child: threads, processes and shared memory are the parent's.
+        """Forget, in a forked child, the threads, processes and shared memory of the parent.
 
         A loop begun here makes its own.
         """
@@ -228,7 +232,7 @@ class BaseLoop(Loop):
         self.metrics.peak("ring_peak_bytes", 0 if ring is None else ring.peak_bytes)
 
     def _drop_machinery(self) -> None:
-        """Give back what outlives a run."""
+        """Release what outlives a run."""
         if self._sharing is not None:
             self._sharing.drop()
         self._note_ring_peak()
@@ -238,7 +242,10 @@ class BaseLoop(Loop):
 
 
 class _Accounted(RunOver):
-    """Hand out the batches of a run; look at each whether all ranks found too many bad samples, sum up at the end."""
+    """Hand out the batches of a run; after each, check whether all ranks have found too many bad samples.
+
+    Sum up at the end.
+    """
 
     def __init__(self, run: Run, bad: BadSamples, rank_batch_size: int) -> None:
         super().__init__(run)
@@ -253,6 +260,6 @@ class _Accounted(RunOver):
         return batch
 
     def close(self) -> None:
-        """Stop producing, and sum up."""
+        """Stop producing, and log the summary."""
         super().close()
         self._bad.finish(self._num_batches * self._rank_batch_size)

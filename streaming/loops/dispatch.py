@@ -1,12 +1,12 @@
-"""Iterate a data set that cannot be cut on one rank, and deal its samples out: ``sharding="dispatch"``.
+"""Iterate over a data set that cannot be sharded on one rank, and deal its samples out: ``sharding="dispatch"``.
 
-The reading rank runs the loop that one process alone would run, over global batches; each is cut into the rows of every
-data rank before it is collated, and travels as replicas' batches do (``streaming.replicas.broadcast``)::
+The reading rank runs the loop of a single process, over global batches. Each is divided into the rows of every data
+rank before it is collated, and is sent like the batches of replicas (``streaming.replicas.broadcast``)::
 
     data rank 0   data set ─▶ G samples ─▶ rows [0, G/R) [G/R, 2G/R) … ─▶ collate each ═▶ their ranks
-    all ranks     batch, where the reader stands behind it, whether it is the epoch's last
+    all ranks     batch, the reader's position after it, whether it is the epoch's last
 
-So every rank knows the same position, which is that of one process, and a state fits any number of ranks.
+So every rank knows the same position, that of a single process, and a state fits any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ from streaming.plan.settings import Shape
 from streaming.replicas.broadcast import Sharing
 
 _KEPT = 3
-"""Batches read last: what the training received last, and the two that may be read but not handed out."""
+"""Number of latest batches to keep: the last one that training received, and two that may be read but not handed
+out.
+"""
 _log = logging.getLogger(__name__)
 
 
 class DispatchLoop(IterableLoop):
-    """Epochs over an iterable data set that data rank 0 alone iterates. Used by one thread.
+    """Run epochs over an iterable data set that only data rank 0 iterates. Used by one thread.
 
-    Without worker processes the thread that asks for batches iterates it, else one worker. Ranks end together, and a
-    state is the same on all of them, for any number. One that leaves its epoch alone is a ``ReplicaError`` on the
-    others; where all leave after the same batch, nothing is lost.
+    Without worker processes, the thread that asks for batches iterates the data set; otherwise one worker does. All
+    ranks end together, and a state is the same on all of them, for any number of ranks. If a single rank leaves its
+    epoch, the others raise ``ReplicaError``; if all leave after the same batch, nothing is lost.
 
     Args:
-        dataset: The user's; only the reading rank iterates it.
-        config: See there; more than one worker is a warning.
+        dataset: The user's data set; only the reading rank iterates it.
+        config: The options; more than one worker causes a warning.
     """
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
@@ -79,7 +81,7 @@ class DispatchLoop(IterableLoop):
         """See ``Loop``.
 
         Raises:
-            ConfigError, ReplicaError: See ``ReplicaGroup``.
+            ConfigError, ReplicaError: As for ``ReplicaGroup``.
         """
         if self._sharing is None:
             return super().start(place, seed)
@@ -89,12 +91,12 @@ class DispatchLoop(IterableLoop):
         return _DispatchRun(self._sharing.run(lambda: self._read(place), place), timed)
 
     def describe(self) -> str:
-        """Say what the loop waits for at this moment."""
+        """Describe what the loop is waiting for right now."""
         running = self.running
         return running.describe() if isinstance(running, _DispatchRun) else super().describe()
 
     def close(self) -> None:
-        """Stop the worker process and give the connections up; the next iteration makes new ones."""
+        """Stop the worker process and drop the connections; the next iteration makes new ones."""
         super().close()
         self._forget_others()
 
@@ -114,7 +116,7 @@ class DispatchLoop(IterableLoop):
             self._sharing.leave_behind()
 
     def _read(self, place: Place) -> Run:
-        """Begin to read from ``place`` on; with ``epoch_size``, where the stream stands if that is possible."""
+        """Start reading from ``place`` on; with ``epoch_size``, continue the current stream if possible."""
         again = self._read_already(place.detail)
         at = replace(place, detail=again[-1].cursors) if again else place
         left = self.batches_left(place.samples_seen) if self.is_counted else None
@@ -123,7 +125,7 @@ class DispatchLoop(IterableLoop):
         return _Reading(super().start(at, None), left, again, self._latest)
 
     def _read_already(self, cursors: object) -> list[_Dealt]:
-        """Return what the stream in progress has given behind ``cursors``, and nobody received."""
+        """Return what the current stream has yielded after ``cursors`` without being received."""
         latest = list(self._latest)
         if self._packets is None or not latest or self._packets.cursors is not latest[-1].cursors:
             return []
@@ -136,9 +138,9 @@ class _Dealt:
     """A global batch on the reading rank.
 
     Attributes:
-        parts: The batch of each data rank, by its number as text.
-        cursors: Where the reader stands behind it.
-        is_last: It is the epoch's last one; only without ``epoch_size``.
+        parts: The batch of each data rank; keys are the ranks as text.
+        cursors: The reader's position after it.
+        is_last: Whether it is the epoch's last one; only without ``epoch_size``.
     """
 
     parts: Mapping[str, Any]
@@ -148,7 +150,7 @@ class _Dealt:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What the ranks of one data rank get."""
+    """What the ranks of one data rank receive."""
 
     data_rank: int
 
@@ -158,19 +160,19 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _DealOut:
-    """Make the batches of all data ranks of the samples of a global batch.
+    """Make the batches of all data ranks from the samples of a global batch.
 
     Args:
-        collate: Of the samples of one rank.
-        num_ranks: Data ranks.
-        shape: Of the batches; short ones under ``"drop"`` never come here.
+        collate: Collates the samples of one rank.
+        num_ranks: Number of data ranks.
+        shape: Shape of the batches; under ``"drop"``, partial ones never get here.
     """
 
     collate: Collate
     shape: Shape
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Return the batches, by data rank as text."""
+        """Return the batch of each data rank; keys are the ranks as text."""
         return {str(rank): self._of_rank(samples, rank) for rank in range(self.shape.num_ranks)}
 
     def _of_rank(self, samples: list[Any], rank: int) -> Any:
@@ -183,13 +185,13 @@ class _DealOut:
 
 
 class _Reading(RunOver):
-    """A run on the reading rank: global batches of one epoch.
+    """A run on the reading rank: the global batches of one epoch.
 
     Args:
-        run: Of the loop as one process.
-        num_left: Batches until the epoch ends, where that is known.
-        again: What was read before and comes first.
-        latest: Where what is read is noted.
+        run: The run of the loop as a single process.
+        num_left: Number of batches until the epoch ends, if known.
+        again: Batches that were read before and come first.
+        latest: Where to record what is read.
     """
 
     def __init__(self, run: Any, num_left: int | None, again: list[_Dealt], latest: deque[_Dealt]) -> None:
@@ -206,7 +208,7 @@ class _Reading(RunOver):
                 return self._again.popleft()
         parts = next(self._read)
         dealt = _Dealt(parts=parts, cursors=self._read.cursors, is_last=self._read.is_last)
-        if self._num_left is not None:  # a pass that is left is not gone on with
+        if self._num_left is not None:  # a pass that is left is not continued
             self._latest.append(dealt)
         return dealt
 
@@ -215,12 +217,12 @@ class _DispatchRun(RunOver):
     """The rest of one epoch, on any rank.
 
     Args:
-        run: Gives what this rank gets.
-        timed: Makes a context that measures a wait; on the reading rank its own run does so.
+        run: Yields what this rank receives.
+        timed: Makes a context that measures a wait; on the reading rank its own run does that.
 
     Attributes:
-        cursors: Where the reader stands behind the batch that came last.
-        is_last: That batch is the epoch's last one; only without ``epoch_size``.
+        cursors: The reader's position after the latest batch.
+        is_last: Whether that batch is the epoch's last one; only without ``epoch_size``.
     """
 
     def __init__(self, run: Run, timed: Callable[[], AbstractContextManager[None]]) -> None:
@@ -238,7 +240,7 @@ class _DispatchRun(RunOver):
 
 
 def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
-    """Return the choices of the loop that the reading rank runs; the others run none."""
+    """Return the options of the loop that the reading rank runs; the other ranks run none."""
     alone = replace(
         config, mesh=DeviceMesh.from_sizes(dp_size=1, rank=0, world_size=1), sharding="auto",
         num_workers=min(1, config.num_workers) if reads else 0,
@@ -254,7 +256,7 @@ def _as_one_process(config: OrdinaryConfig, *, reads: bool) -> OrdinaryConfig:
 
 
 def _packed(encode: Callable[[Any], Any], packet: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what one rank gets, as it travels; ``encode`` is the user's, of a batch."""
+    """Return what one rank receives, as bytes; ``encode`` is the user's function of a batch."""
     return {**packet, "batch": encode(packet["batch"]), "cursors": [cursor.to_dict() for cursor in packet["cursors"]]}
 
 

@@ -43,15 +43,18 @@ from streaming.storage import redact
 _log = logging.getLogger(__name__)
 
 FETCH_THREADS = 64
-"""Ranged GETs under way at once; files: one per core. Eight saturated any server near by (docs/design/0002); of one far
-away the first batch's chunks should cost one round trip."""
+"""Ranged GETs in parallel (for files: one per core).
+
+Eight saturate a nearby server (docs/design/0002); with a distant one, the chunks of the first batch should take a
+single round trip.
+"""
 
 
 def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, PackExchange | None]:
-    """Return the choices for building batches, and the exchange of packs with other ranks, or None.
+    """Return the options for building batches, and the exchange of packs with other ranks, or None.
 
-    Packs are exchanged whole; what this rank uses of a batch is cut out of what came, and page-locked then. A stage
-    without payload has nothing to exchange: how many packs a rank has stays as the plan says.
+    Packs are exchanged whole; this rank's portion is taken from the result, and page-locked after that. A stage without
+    payload has nothing to exchange: its number of packs is that of the plan.
     """
     recipe = config.recipe
     if not config.exchanges or recipe.packs is None or recipe.portion.is_count:
@@ -61,7 +64,7 @@ def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, Pac
 
 
 class EpochLoop(BaseLoop):
-    """Plan and engine of one rank, over a set with an index."""
+    """Run the plan and engine of one rank, over a set with an index."""
 
     def __init__(self, dataset: Source, config: LoopConfig) -> None:
         self.dataset = dataset
@@ -99,7 +102,7 @@ class EpochLoop(BaseLoop):
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Samples of an epoch, over all ranks; asked for at every batch."""
+        """Samples of an epoch, over all ranks; used for every batch."""
         return self.shape.epoch_size or self._samples_per_pass
 
     @property
@@ -108,18 +111,18 @@ class EpochLoop(BaseLoop):
 
     @property
     def is_endless(self) -> bool:
-        """Whether an epoch has no end."""
+        """Whether epochs have no end."""
         return self.samples_per_epoch >= ENDLESS
 
     def row_of(self, place: Place) -> int:
-        """Count the samples of the run, over all ranks and epochs, that come before a place."""
+        """Return the number of samples of the run, over all ranks and epochs, that come before a place."""
         return place.epoch * self.samples_per_epoch + place.samples_seen
 
     def set_seed(self, seed: int) -> None:
         """See ``Loop``.
 
         Raises:
-            ConfigError: The order is one without end.
+            ConfigError: The order has no end.
         """
         if self._samples_per_pass >= ENDLESS:
             raise ConfigError(NO_OTHER_SEED)
@@ -139,7 +142,7 @@ class EpochLoop(BaseLoop):
         return self.shares.set_weights(weights, self.order, row, self.config.mesh, at=at, timeout_s=timeout_s)
 
     def take_weights(self, other: EpochLoop) -> None:
-        """Take over what ``set_weights`` gave to a loop over the same mixture.
+        """Adopt the weights that ``set_weights`` gave to another loop over the same mixture.
 
         Raises:
             StateError: Batches of one source have another size here.
@@ -148,7 +151,7 @@ class EpochLoop(BaseLoop):
             self.shares.load(other.state(), self.row_of(self.position.place))
 
     def batches_left(self, samples_seen: int) -> int:
-        """See ``Loop``; where batches change their size, those of the epoch in progress."""
+        """See ``Loop``; with a schedule of batch sizes, the number in the current epoch."""
         return self.left_behind(Place(epoch=self.position.epoch, samples_seen=samples_seen))
 
     def left_behind(self, place: Place) -> int:
@@ -164,7 +167,7 @@ class EpochLoop(BaseLoop):
         return after if self.left_behind(after) else Place(epoch=place.epoch + 1, samples_seen=0)
 
     def shape_at(self, place: Place) -> Shape:
-        """Return the shape of the batch behind a place."""
+        """Return the shape of the batch after a place."""
         return self.shape.at(self.row_of(place))
 
     def state(self) -> LoaderState:
@@ -182,7 +185,7 @@ class EpochLoop(BaseLoop):
         )
 
     def load(self, state: LoaderState, what: str = "load_state_dict()") -> None:
-        """Go on from ``state``, which the method ``what`` got: its order settings are taken over.
+        """Continue from ``state``, on behalf of the method ``what``, with the order settings of the state.
 
         Raises:
             StateError: It belongs to another data set, epoch size or kind of order.
@@ -190,7 +193,7 @@ class EpochLoop(BaseLoop):
         self.go_to(self._taken_over(state), state.next_seed, what)
 
     def _taken_over(self, state: LoaderState) -> Place:
-        """Take over all of a state but its place, and return that; where it raises, nothing has changed.
+        """Adopt everything in a state but its place, and return the place. If this raises, nothing has changed.
 
         Raises:
             StateError: It belongs to another data set, epoch size or kind of order.
@@ -209,22 +212,22 @@ class EpochLoop(BaseLoop):
         return super().start(place, seed)
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """See ``Loop``: of packs that are exchanged, the batches that are made of them."""
+        """See ``Loop``; if packs are exchanged, this applies to the batches made from them."""
         if self._peers is None:
             super().page_lock(locker)
         elif self.config.replicas.portion(self.config.mesh).is_whole:
             self._peers.allocate = None if locker is None else locker.allocate
 
     def remesh(self, mesh: DeviceMesh, at: LoaderState | int, what: str) -> None:
-        """Go on from ``at`` as the rank of ``mesh``, with worker processes, memory and those chunks that are still due.
+        """Continue from ``at`` in the mesh ``mesh``, keeping worker processes, memory and chunks that are still needed.
 
         Args:
-            mesh: The new world; the place of this rank among replicas is the same.
-            at: A state, or global batches of the run.
-            what: The call, for the iterator in progress, which ends.
+            mesh: The new mesh; this rank's replica rank is the same.
+            at: A state, or a number of global batches of the run.
+            what: The call, for the error of the current iterator, which ends.
 
         Raises:
-            ConfigError, StateError: It cannot be; nothing has changed then.
+            ConfigError, StateError: It is not possible; nothing has changed then.
         """
         if self._sharing is not None:
             raise ConfigError(
@@ -237,7 +240,7 @@ class EpochLoop(BaseLoop):
         place, store = self._taken_over(state), self._store
         if store is not None:
             with store.changed:
-                store.retain = True  # what the run in progress gives back stays, until the next one has chosen
+                store.retain = True  # chunks released by the current run stay, until the next run has chosen
         self._keeps_chunks = store is not None
         self.go_to(place, state.next_seed, what)
         self.become(mesh)
@@ -245,10 +248,10 @@ class EpochLoop(BaseLoop):
             self._peers.become(mesh)
 
     def _state_at(self, num_batches: int) -> LoaderState:
-        """Return the state behind so many global batches of the run, counted in whole epochs.
+        """Return the state after ``num_batches`` global batches of the run, counted in whole epochs.
 
         Raises:
-            ConfigError: The number alone does not say it.
+            ConfigError: The number alone does not determine the state.
         """
         size = self.shape.global_batch_size
         epoch, number = divmod(num_batches, self.num_batches)
@@ -268,10 +271,10 @@ class EpochLoop(BaseLoop):
         return replace(now, epoch=epoch, samples_seen=number * size, has_begun=begun)
 
     def _check_state(self, state: LoaderState) -> None:
-        """Refuse a state of another data set, epoch size or kind of order.
+        """Check that a state belongs to this data set, epoch size and kind of order.
 
         Raises:
-            StateError: It is one.
+            StateError: It does not.
         """
         fingerprint = self.dataset.fingerprint
         if state.ledger is not None and self.shares is None:
@@ -313,7 +316,7 @@ class EpochLoop(BaseLoop):
         return RampedRun(self._start_size, place)
 
     def _start_size(self, place: Place) -> tuple[Run, int, Place]:
-        """Begin to produce the batches behind a place that have the size of the first."""
+        """Start producing the batches after a place that have the same size as the first of them."""
         before, self.shape = self.shape.global_batch_size, self.shape_at(place)
         size = self.shape.global_batch_size
         if self._num_runs and self.config.mesh.rank == 0:
@@ -330,12 +333,12 @@ class EpochLoop(BaseLoop):
         return self._shared(lambda: self._exchanged(plan, place), place)
 
     def _exchanged(self, plan: Plan, place: Place) -> Run:
-        """Begin to read this rank's share; packs of it are exchanged where that was asked for."""
+        """Start reading this rank's share, and exchange its packs if that is configured."""
         running = self._read(plan, place)
         return running if self._peers is None else self._peers.run(running, place)
 
     def _read(self, plan: Plan, place: Place) -> Pipeline:
-        """Begin to read this rank's share."""
+        """Start reading this rank's share."""
         dp_rank = self.config.mesh.data_rank
         sliced = self._reads_slices(plan)
         units: Units = (BatchSlices if sliced else WholeChunks)(plan, dp_rank, self.dataset)
@@ -344,7 +347,7 @@ class EpochLoop(BaseLoop):
         self._share_out(store, plan, ahead, sliced=sliced)
         if self._keeps_chunks:
             self._keep_chunks(store, [] if sliced else self._first_units(ahead(), dp_rank, store.limit_bytes))
-        if not self._num_runs:  # else an epoch goes on, with batches of another size
+        if not self._num_runs:  # otherwise an epoch continues with batches of another size
             self._account(place)
         return Pipeline(
             plan=plan,
@@ -368,7 +371,7 @@ class EpochLoop(BaseLoop):
         )
 
     def _share_out(self, store: ChunkStore, plan: Plan, ahead: Callable[[], Plan], *, sliced: bool) -> None:
-        """Decide how much of memory_limit the arena uses, and whether units stay in it once nobody needs them.
+        """Decide how much of memory_limit the arena uses, and whether units stay in it when they are no longer needed.
 
         Raises:
             MemoryLimitError: What is needed at once does not fit.
@@ -376,7 +379,7 @@ class EpochLoop(BaseLoop):
         limit, all_bytes = self.config.memory_limit_bytes, int(self._room_bytes.sum())
         if sliced:
             store.limit_bytes, store.room, store.retain = self._slices_bytes(plan), {}, False
-        elif budget.holds_all(limit, all_bytes):  # what is needed at once need not be known
+        elif budget.holds_all(limit, all_bytes):  # what is needed at once does not matter
             store.limit_bytes, store.room, store.retain = budget.chunks_bytes(limit, all_bytes), {}, True
         else:
             dp_rank = self.config.mesh.data_rank
@@ -384,13 +387,16 @@ class EpochLoop(BaseLoop):
             store.retain = store.limit_bytes >= int(self._room_bytes[ahead().rank_chunks(dp_rank)].sum())
 
     def _ahead(self, plan: Plan, place: Place) -> Plan:
-        """Return the plan for looking far ahead: of an order without end one over a copy, so that a look is no plan."""
+        """Return the plan to use for looking far ahead.
+
+        For an endless order a copy, so that looking does not count as planning.
+        """
         if self.shares is None or not plan.orders.is_endless:
             return plan
         return self._plan(place, self.shares.apart(self.order))
 
     def _keep_chunks(self, store: ChunkStore, wanted: Iterable[FetchRange]) -> None:
-        """Keep those chunks that are wanted, of what a run in another world gave back."""
+        """Keep those chunks released by a run in an earlier world that are wanted now."""
         with store.changed:
             num_kept = store.keep_first(wanted)
         self._keeps_chunks = False
@@ -399,10 +405,10 @@ class EpochLoop(BaseLoop):
     def _first_units(self, plan: Plan, dp_rank: int, limit_bytes: int) -> list[FetchRange]:
         """Return the chunks that this rank needs first, at least as many as fit.
 
-        Of an order without end up to a pass.
+        For an endless order, look ahead by at most one pass.
         """
         found: list[FetchRange] = []
-        limit_bytes = min(2 * limit_bytes, int(self._room_bytes.sum()))  # twice: they may take less room than here
+        limit_bytes = min(2 * limit_bytes, int(self._room_bytes.sum()))  # twice: they may need less room than this
         for need in WholeChunks(plan, dp_rank, self.dataset).needs():
             limit_bytes -= int(self._room_bytes[need.unit])
             if limit_bytes < 0:
@@ -411,7 +417,7 @@ class EpochLoop(BaseLoop):
         return found
 
     def _account(self, place: Place) -> None:
-        """Begin the account of bad samples; an epoch without end counts as one pass over the data."""
+        """Begin accounting for bad samples; an epoch without an end counts as one pass over the data."""
         num_samples = self._num_samples if self.is_endless else self.samples_per_epoch
         allowed_of: Mapping[str, int] = {}
         if self.shares is not None and isinstance(self.dataset, Mixture):
@@ -420,12 +426,12 @@ class EpochLoop(BaseLoop):
         self._begin_account(num_samples, place.epoch, allowed_of)
 
     def _open_store(self) -> tuple[Crew, ChunkStore]:
-        """Return chunks and those who build batches of them, for all runs."""
+        """Return the chunk store and the builders of batches, for all runs."""
         if self._store is not None and (self._store.abandoned or self._store.failure is not None):
             self._drop_machinery()
         if self._crew is None or self._store is None:
             limit = self.config.memory_limit_bytes
-            keep_freed_memory()  # not for streamed sets: their window lies in that memory, and leaves it at random
+            keep_freed_memory()  # not for streamed sets: their window is in that memory, and frees it in random order
             room = min(budget.chunks_limit_bytes(limit), budget.most_room(int(self._room_bytes.sum())))
             crew = open_crew(self.config, room, self.metrics)
             self._store = ChunkStore(
@@ -443,11 +449,11 @@ class EpochLoop(BaseLoop):
 
     @property
     def _is_mapped(self) -> bool:
-        """Local shards are mapped, where nobody outside this process is to see the arena."""
+        """Whether local shards are memory-mapped, which requires that no other process needs to see the arena."""
         return not self.config.num_workers and self.dataset.can_be_mapped
 
     def _reads_slices(self, plan: Plan) -> bool:
-        """Tell whether units are slices of chunks: ranks share a storage order, and it saves bytes."""
+        """Tell whether units are slices of chunks, because ranks share a storage order and it saves bytes."""
         if self.order.shuffle or plan.dp_world_size == 1:
             return False
         limit = self.config.memory_limit_bytes
@@ -455,10 +461,10 @@ class EpochLoop(BaseLoop):
         return saves and self.dataset.has_sample_tables()
 
     def _arena_bytes(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
-        """Tell what the arena uses of memory_limit, and ``ChunkStore.room``: what is needed at once, and read-ahead.
+        """Return the arena's part of memory_limit, and ``ChunkStore.room``: the working set plus read-ahead.
 
         Raises:
-            MemoryLimitError: The first does not fit.
+            MemoryLimitError: The working set does not fit.
         """
         limit = self.config.memory_limit_bytes
         live = plan.live_bytes(self._room_bytes, dp_rank)
@@ -472,7 +478,7 @@ class EpochLoop(BaseLoop):
         return budget.chunks_bytes(limit, live), room
 
     def _pieces(self, plan: Plan, dp_rank: int) -> tuple[int, dict[UnitKey, int]]:
-        """Return what is needed at once if ``fields`` or a filter leave much out, and ``ChunkStore.room``."""
+        """Return the working set if ``fields`` or a filter leave out much of the data, and ``ChunkStore.room``."""
         needed = plan.rank_chunks(dp_rank)
         read_bytes = self.dataset.unit_bytes(needed)
         in_pieces = read_bytes < self.dataset.chunk_bytes[needed]
@@ -484,7 +490,7 @@ class EpochLoop(BaseLoop):
         return plan.live_bytes(sizes, dp_rank), dict(zip(keys, read_bytes.tolist(), strict=True))
 
     def _slices_bytes(self, plan: Plan) -> int:
-        """Return what of memory_limit the arena uses where batches are read as slices of chunks.
+        """Return the part of memory_limit that the arena uses if batches are read as slices of chunks.
 
         Raises:
             MemoryLimitError: One batch does not fit.
@@ -496,7 +502,7 @@ class EpochLoop(BaseLoop):
         return budget.chunks_limit_bytes(limit)
 
     def _sample_in_shard(self, number: int) -> int:
-        """Return the number, within its shard, of a sample of the data set."""
+        """Return the number within its shard of a sample of the data set."""
         ends = np.cumsum(self.dataset.chunk_samples)
         chunk = int(np.searchsorted(ends, number, side="right"))
         offset = np.array([number - ends[chunk] + self.dataset.chunk_samples[chunk]])
@@ -510,15 +516,15 @@ def _close_all(crew: Crew, store: ChunkStore) -> None:
 
 
 class RampedRun(RunOver):
-    """Hand out the batches of an epoch in which their size changes. For one thread, but for ``describe``.
+    """Hand out the batches of an epoch in which the batch size changes. For one thread, except ``describe``.
 
-    At a row from which on batches have another size, the plan ends and another one begins behind it, as at a resume:
-    the machinery stays, what the window holds is looked up again.
+    At a row where the size changes, the plan ends and another begins after it, as at a resume: the machinery is kept,
+    and the contents of the window are looked up again.
 
     Args:
-        begin: Begins to produce batches of one size at a place; returns them, how many there are, and the place behind
-            the last of them.
-        place: Where the first one begins.
+        begin: Starts producing batches of one size at a place; returns the run, the number of its batches, and the
+            place after the last of them.
+        place: Place of the first batch.
     """
 
     def __init__(self, begin: Callable[[Place], tuple[Run, int, Place]], place: Place) -> None:

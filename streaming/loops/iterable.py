@@ -1,11 +1,11 @@
-"""Loop over iterable torch data sets: as many promises as a stream of samples allows.
+"""Loop over iterable torch data sets, with as many promises as a stream of samples allows.
 
 - Every sample goes to one rank and worker (see ``streaming.loops.parts``), random numbers are seeded by (seed, epoch).
-- All ranks end together: by ``epoch_size``, or else, where torch.distributed runs, by asking a few batches ahead
+- All ranks end together: by ``epoch_size``, or otherwise, under torch.distributed, by asking a few batches ahead
   whether every rank has one more.
-- The position is exact to the batch handed out. Going on is O(1) if the data set (or its iterator) has ``state_dict``,
-  else what was read is read again. In mid-epoch it takes the same number of ranks and workers, and every rank saves
-  and loads a state of its own.
+- The position is exact to the batch. Resuming is O(1) if the data set (or its iterator) has ``state_dict``; otherwise
+  the stream is read again up to the position. In mid-epoch it requires the same number of ranks and workers, and every
+  rank saves and loads its own state.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from streaming.plan.permutation import hash_words
 from streaming.plan.state import LoaderState
 
 UNKNOWN_SIZE = 2**62
-"""``num_samples`` in the state of a data set of which nobody knows how many it has."""
+"""``num_samples`` in the state of a data set of unknown size."""
 AHEAD = 2
-"""Batches asked about ahead of the one handed out: the answer is there when it is needed."""
+"""How many batches ahead ranks ask each other, so that the answer has arrived when it is needed."""
 _PATIENCE = timedelta(hours=24)  # a rank may evaluate or save for hours; a dead one is the launcher's business
 _FINGERPRINT = "iterable"
 _EXTRA = ("cursors", "data_rank", "data_world_size")
@@ -60,10 +60,10 @@ class IterableState(LoaderState):
     """The state of one rank over an iterable data set.
 
     Attributes:
-        cursors: Where the part of each worker stands, in the order in which they are to deliver; empty between epochs
-            that are whole passes.
-        data_rank: Whose state this is.
-        data_world_size: Of how many.
+        cursors: Position of each worker's part, in the order in which they deliver next; empty between epochs that are
+            whole passes.
+        data_rank: Data rank whose state this is.
+        data_world_size: Number of data ranks.
     """
 
     cursors: tuple[Cursor, ...] = ()
@@ -71,7 +71,7 @@ class IterableState(LoaderState):
     data_world_size: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict, JSON-able if the data set's own state is."""
+        """Return a dict, which is JSON-serialisable if the data set's own state is."""
         return {
             **LoaderState.to_dict(self),
             "cursors": [cursor.to_dict() for cursor in self.cursors],
@@ -81,10 +81,10 @@ class IterableState(LoaderState):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the state of :meth:`to_dict`.
+        """Rebuild a state from the dict of :meth:`to_dict`.
 
         Raises:
-            StateError: It is malformed.
+            StateError: The dict is malformed.
         """
         if not isinstance(data, Mapping) or not set(_EXTRA) <= set(data):
             raise StateError("state: expected that of an iterable data set, with the positions of its workers")
@@ -98,26 +98,27 @@ class IterableState(LoaderState):
 
 
 class IterableLoop(Loop):
-    """Epochs over an iterable data set. Used by one thread.
+    """Run epochs over an iterable data set. Used by one thread.
 
-    Without ``epoch_size`` an epoch is one pass; ``dataset.set_epoch``, where there is one, is called with its number.
-    With it, passes follow each other without end, and an epoch is so many samples of them, in whole global batches.
+    Without ``epoch_size`` an epoch is one pass, and ``dataset.set_epoch``, if it exists, is called with its number.
+    With it, passes follow each other without an end, and an epoch is that many of their samples, in whole global
+    batches.
 
-    ``last_batch`` is about the last batch of each worker: ``"drop"`` leaves it out if it is short, ``"partial"`` hands
-    it out, ``"pad"`` fills it up. Ranks that have more batches than others lose them, but for ``"pad"``: there the
-    others repeat their last one, marked as not valid.
+    ``last_batch`` applies to the last batch of each worker: ``"drop"`` leaves it out if it is short, ``"partial"``
+    hands it out, ``"pad"`` fills it up. Ranks that have more batches than others lose the surplus, except with
+    ``"pad"``, where the other ranks repeat their last batch, marked as not valid.
 
     Args:
-        dataset: The user's; iterated in worker processes, if there are any.
-        config: See there.
+        dataset: The user's data set; iterated in the worker processes, if there are any.
+        config: The options.
 
     Raises:
-        ConfigError: The choices do not go together, or nothing can say when the ranks end together.
+        ConfigError: The options are inconsistent, or nothing can determine when the ranks end together.
     """
 
     state_type = IterableState
     is_agreed: bool
-    """Ranks ask each other whether all have one batch more."""
+    """Whether ranks ask each other if all have another batch."""
 
     def __init__(self, dataset: Any, config: OrdinaryConfig) -> None:
         super().__init__(config.shape)
@@ -126,7 +127,7 @@ class IterableLoop(Loop):
         self.order = OrderSettings(seed=config.seed, lanes=1, window=0)
         self.is_counted = config.shape.epoch_size is not None
         if self.is_counted:
-            replace(config.shape, last_batch="drop").check_enough(config.shape.num_samples)  # full batches alone
+            replace(config.shape, last_batch="drop").check_enough(config.shape.num_samples)  # only full batches
         self.is_agreed = not self.is_counted and config.mesh.world_size > 1
         if self.is_agreed:
             _check_can_agree(config.mesh)
@@ -140,7 +141,7 @@ class IterableLoop(Loop):
         """See ``Loop``.
 
         Raises:
-            TypeError: Nobody knows; give ``epoch_size``.
+            TypeError: The number is unknown without ``epoch_size``.
         """
         if not self.is_counted:
             raise TypeError("an iterable data set has no length; give epoch_size to say how long an epoch is")
@@ -149,8 +150,8 @@ class IterableLoop(Loop):
     def start(self, place: Place, seed: int | None) -> Run:
         """See ``Loop``.
 
-        A place's detail is the workers' cursors. With ``epoch_size`` the stream goes on from epoch to epoch, also where
-        one was left early; without, an epoch is a pass of its own.
+        A place's detail is the workers' cursors. With ``epoch_size`` the stream continues from epoch to epoch, also if
+        one was left early; without, each epoch is a pass of its own.
         """
         cursors: tuple[Cursor, ...] = place.detail or ()
         if seed is not None:
@@ -180,7 +181,7 @@ class IterableLoop(Loop):
         )  # fmt: skip
 
     def load(self, state: LoaderState) -> None:
-        """Go on from a ``state`` of the same rank, and of the same number of ranks and workers.
+        """Continue from a ``state`` of the same rank, with the same number of ranks and workers.
 
         Raises:
             StateError: It belongs to another kind of data set, rank or epoch size.
@@ -203,13 +204,13 @@ class IterableLoop(Loop):
         return {**self.metrics.snapshot(), "bad": []}
 
     def describe(self) -> str:
-        """Say what the loop waits for at this moment."""
+        """Describe what the loop is waiting for right now."""
         if self.running is None:
             return "not running"
         return f"{type(self.dataset).__name__} in {self._num_workers} torch worker processes, or the consumer"
 
     def close(self) -> None:
-        """Stop worker processes. The loop may be used again; it starts them anew."""
+        """Stop worker processes. The loop can be used again, and then starts new ones."""
         super().close()
         self.close_stream()
         self._workers.close()
@@ -219,7 +220,10 @@ class IterableLoop(Loop):
         self.close_stream()
 
     def close_stream(self, only: _Packets | None = None) -> None:
-        """Stop the workers of the stream, which otherwise go on from epoch to epoch; of no other one than ``only``."""
+        """Stop the workers of the stream, which otherwise continue from epoch to epoch.
+
+        If ``only`` is given, only its workers.
+        """
         if only is not None and self._packets is not only:
             return
         packets, self._packets = self._packets, None
@@ -228,7 +232,7 @@ class IterableLoop(Loop):
         self._workers.forget()
 
     def _leave_behind(self) -> None:
-        """Let go in a forked child: the workers are the parent's; a loop begun here starts its own."""
+        """Forget, in a forked child, the workers of the parent; a loop begun here starts its own."""
         self.running = None
         packets, self._packets = self._packets, None
         if packets is not None:
@@ -241,7 +245,7 @@ class IterableLoop(Loop):
         return UNKNOWN_SIZE if self.shape.epoch_size is None else self.shape.epoch_size
 
     def _open(self, epoch: int, cursors: tuple[Cursor, ...]) -> _Packets:
-        """Return the stream from ``cursors`` on: the one that stands there, or a new one."""
+        """Return the stream from ``cursors`` on: the current one if it is there, or a new one."""
         if self._packets is not None and self._packets.cursors is not cursors:
             self.close_stream()
         if self._packets is None:
@@ -273,7 +277,7 @@ class IterableLoop(Loop):
         return SharedStream(self.dataset, settings, cursors, Collate(config))
 
     def _first_again(self, cursors: tuple[Cursor, ...]) -> Packet | None:
-        """Read a packet from the beginning of this rank's pass here: for one that goes on where its own has ended."""
+        """Read a packet from the beginning of this rank's pass, for a rank that continues after its own has ended."""
         begins = (Cursor(worker=cursor.worker, pass_number=cursor.pass_number) for cursor in cursors)
         return next((packet for begin in begins for packet in islice(self._stream((begin,)), 1)), None)
 
@@ -290,7 +294,7 @@ class IterableLoop(Loop):
     # --- parts ---
 
     def _useful_workers(self) -> int:
-        """Take no more workers than there are shards for this rank: the others would read for nothing."""
+        """Limit the workers to the number of shards of this rank: further ones would read for nothing."""
         wanted, ranks = self.config.num_workers, self.config.mesh.data_world_size
         shards = num_shards(self.dataset) if callable(getattr(self.dataset, "shard", None)) else None
         if self.config.sharding != "auto" or shards is None or shards < ranks or wanted <= 1:
@@ -318,10 +322,12 @@ class IterableLoop(Loop):
     # --- equal ends ---
 
     def agreeing(self, packets: _Packets) -> Iterator[Packet]:
-        """Yield packets while every rank has one; under "pad" while any has one, with stand-ins.
+        """Yield packets while every rank has one.
 
-        All ranks ask the same number of times: the question about batch k is asked before batch k - AHEAD is handed
-        out, by those too that have no more.
+        Under "pad", while any rank has one, with repeats in place of missing ones.
+
+        All ranks ask equally often: the question about batch k is asked before batch k - AHEAD is handed out, even by
+        ranks that have no more.
         """
         padded = self.shape.last_batch == "pad"
         asked: deque[_Asked] = deque()
@@ -356,7 +362,7 @@ class IterableLoop(Loop):
 
 
 class _Asked(NamedTuple):
-    """A question to all ranks that is under way: has everyone (or anyone) this batch."""
+    """A pending question to all ranks: does every rank (or any rank) have this batch?"""
 
     packet: Packet | None
     flag: torch.Tensor
@@ -364,10 +370,10 @@ class _Asked(NamedTuple):
 
 
 class _Packets:
-    """Packets from torch's ``DataLoader``, and where its workers stand by what was handed out.
+    """Packets from torch's ``DataLoader``, and the position of its workers after the packets handed out.
 
     Attributes:
-        cursors: After the packet of the latest ``advance``; the worker that delivers next comes first.
+        cursors: Positions after the latest ``advance``; the worker that delivers next comes first.
     """
 
     def __init__(self, source: Any, cursors: tuple[Cursor, ...]) -> None:
@@ -381,14 +387,14 @@ class _Packets:
         return packet
 
     def advance(self, packet: Packet) -> None:
-        """Note that ``packet`` is handed out."""
+        """Record that ``packet`` is handed out."""
         workers = [cursor.worker for cursor in self.cursors]
         if packet.after.worker in workers:
             place = workers.index(packet.after.worker)
             self.cursors = (*self.cursors[place + 1 :], *self.cursors[:place], packet.after)
 
     def leave_behind(self) -> None:
-        """Let go in a forked child: they are the parent's."""
+        """Forget the worker processes in a forked child: they belong to the parent."""
         leave_behind(self._source)
 
     def close(self) -> None:
@@ -398,24 +404,24 @@ class _Packets:
 
 
 class _IterableRun:
-    """The rest of one epoch. Without ``epoch_size`` it reads one packet ahead, to know the last one.
+    """The rest of one epoch. Without ``epoch_size`` it reads one packet ahead, to recognise the last one.
 
     Attributes:
-        cursors: After the batch that came last.
-        is_last: That batch is the epoch's last one; only without ``epoch_size``.
+        cursors: Positions after the latest batch.
+        is_last: Whether that batch is the epoch's last one; only without ``epoch_size``.
     """
 
     def __init__(self, loop: IterableLoop, packets: _Packets) -> None:
         self._loop, self._packets = loop, packets
         self._stream: Iterator[Packet] = loop.agreeing(packets) if loop.is_agreed else packets
         self._ahead: Packet | None = None
-        self._failure: Exception | None = None  # of reading ahead: it comes in its turn, behind the batch before it
+        self._failure: Exception | None = None  # from reading ahead; delivered after the batch before it
         self._has_begun = False
         self.is_last = False
 
     @property
     def cursors(self) -> tuple[Cursor, ...]:
-        """See above."""
+        """Positions after the latest batch."""
         return self._packets.cursors
 
     def __next__(self) -> Any:
@@ -432,13 +438,13 @@ class _IterableRun:
         return packet.batch
 
     def close(self) -> None:
-        """End here. With ``epoch_size`` the stream stays as it is: the next epoch goes on with it."""
+        """End the run. With ``epoch_size`` the stream is kept, and the next epoch continues with it."""
         self._ahead = None
         if not self._loop.is_counted:
             self._loop.close_stream(self._packets)
 
     def describe(self) -> str:
-        """Say what it is at, for people."""
+        """Describe the current activity, for reports."""
         return self._loop.describe()
 
     def _next(self) -> Packet | None:
@@ -459,7 +465,7 @@ class _IterableRun:
 
 
 class Again:
-    """An iterable of what a function gives, called once per pass."""
+    """An iterable over what a function returns, called once per pass."""
 
     def __init__(self, make: Any) -> None:
         self._make = make
@@ -469,7 +475,7 @@ class Again:
 
 
 def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
-    """Return a packet again, as padding."""
+    """Return a copy of a packet, marked as padding."""
     if last is None:
         raise ConfigError(
             f"rank {mesh.rank} has no sample at all, and so nothing to repeat: the data set has fewer shards or "
@@ -480,17 +486,19 @@ def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
 
 
 def _job_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a gloo group of the mesh's ranks, made by all of them when first needed and kept as long as the job's own.
+    """Return a gloo group of the mesh's ranks.
 
-    One for all loops, and never destroyed alone: a group made anew under the name of an old one meets its old addresses
-    in the job's store, and hangs.
+    All make it when it is first needed, and keep it as long as the job's group.
+
+    All loops share it, and it is never destroyed separately: a new group under the name of an old one finds the old
+    addresses in the job's store, and hangs.
     """
     world: Any = dist.group.WORLD
     groups: dict[tuple[int, ...], dist.ProcessGroup] = _groups.setdefault(world, {})
     ranks = tuple(sorted(mesh.ranks))
     if ranks not in groups:
         whole = len(ranks) == dist.get_world_size()
-        groups[ranks] = dist.new_group(  # others than the mesh's take no part
+        groups[ranks] = dist.new_group(  # ranks outside the mesh take no part
             None if whole else list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=not whole
         )
     return groups[ranks]

@@ -1,7 +1,7 @@
-"""Loop over map-style torch data sets, with the same surface as ``streaming.loops.fetcher.EpochLoop``.
+"""Loop over map-style torch data sets, with the same interface as ``streaming.loops.fetcher.EpochLoop``.
 
 Map-style data sets (``__getitem__`` and ``__len__``) keep all promises: exactly once, equal ends, elastic, resumable to
-the batch. Iterable ones keep what they make possible; see ``streaming.loops.iterable``.
+the batch. For iterable ones see ``streaming.loops.iterable``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from streaming.samplers.retry import RetrySampler
 
 
 def is_map_style(dataset: object) -> bool:
-    """Tell whether samples can be had by their number."""
+    """Tell whether samples can be accessed by number."""
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not is_iterable(dataset)
 
 
 def is_iterable(dataset: object) -> bool:
-    """Tell whether samples come one after the other, and no other way."""
+    """Tell whether samples can only be iterated."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
 
 def resolve_dataset(dataset: Any) -> Any:
-    """Return the data set itself, or what a callable makes.
+    """Return the data set itself, or what a callable returns.
 
-    One that makes iterators is kept, and called for every pass.
+    A callable that makes iterators is kept, and called for every pass.
     """
     if isinstance(dataset, type) or (callable(dataset) and not is_map_style(dataset) and not is_iterable(dataset)):
         made = dataset()
@@ -52,10 +52,10 @@ def resolve_dataset(dataset: Any) -> Any:
 
 
 def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
-    """Return the loop for a map-style or iterable data set, or for what a callable makes of either.
+    """Return the loop for a map-style or iterable data set, or for one that a callable returns.
 
     Raises:
-        ConfigError: It is neither, or the choices do not go together.
+        ConfigError: It is neither, or the options are inconsistent.
     """
     dataset = resolve_dataset(dataset)
     if hasattr(dataset, "__next__"):
@@ -77,17 +77,17 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
 
 
 class MapLoop(Loop):
-    """Epochs over a map-style data set. Used by one thread.
+    """Run epochs over a map-style data set. Used by one thread.
 
     Random numbers that the data set or ``collate_fn`` draws in worker processes are seeded by (seed, data rank); the
-    promises are about which samples come, not about what random transforms make of them.
+    promises cover which samples come, not the results of random transforms.
 
     Args:
-        dataset: ``dataset[i]`` is called in worker processes, if there are any.
-        config: See there.
+        dataset: The data set; ``dataset[i]`` is called in worker processes, if there are any.
+        config: The options.
 
     Raises:
-        ConfigError: The choices do not go together.
+        ConfigError: The options are inconsistent.
     """
 
     state_type = LoaderState
@@ -124,7 +124,7 @@ class MapLoop(Loop):
         return self.sampler.state()
 
     def load(self, state: LoaderState) -> None:
-        """Go on from ``state``.
+        """Continue from ``state``.
 
         Raises:
             StateError: It belongs to another data set, epoch size or kind of order.
@@ -133,17 +133,17 @@ class MapLoop(Loop):
             self.stop()
 
     def report(self) -> dict[str, Any]:
-        """Return all metrics, and this epoch's bad samples by their index."""
+        """Return all metrics, and the bad samples of this epoch by index."""
         bad = self._retry.bad
         return {**self.metrics.snapshot(), "bad": bad}
 
     def close(self) -> None:
-        """Stop worker processes. The loop may be used again; it starts them anew."""
+        """Stop worker processes. The loop can be used again, and then starts new ones."""
         super().close()
         self.clean_up()
 
     def clean_up(self) -> None:
-        """See ``Loop``: what comes from torch's loader after an error is anybody's guess."""
+        """See ``Loop``: after an error, torch's loader is in an unknown state."""
         loader, self._loader = self._loader, None
         if loader is not None:
             shut_down(loader._iterator)
@@ -152,7 +152,7 @@ class MapLoop(Loop):
         self._retry.close()
 
     def _leave_behind(self) -> None:
-        """Let go in a forked child: the workers are the parent's; a loop begun here starts its own."""
+        """Forget, in a forked child, the workers of the parent; a loop begun here starts its own."""
         self.running = None
         loader, self._loader = self._loader, None
         if loader is not None:
@@ -160,7 +160,7 @@ class MapLoop(Loop):
         self._workers.leave_behind()
 
     def _open(self) -> DataLoader[Any]:
-        """Return one loader for all epochs: its worker processes stay."""
+        """Return one loader for all epochs, so that its worker processes are kept."""
         if self._loader is None:
             seed = hash_words(self.sampler.order.seed, self.config.mesh.data_rank) >> 1
             self._loader = DataLoader(
@@ -175,10 +175,10 @@ class MapLoop(Loop):
 
 
 class _Rows:
-    """The sampler as torch's loader gets to see it: the rows of one plan, counted by nobody.
+    """The sampler as torch's loader sees it: the rows of one plan, without counting.
 
     Attributes:
-        plan: Of the next iteration.
+        plan: Plan of the next iteration.
     """
 
     def __init__(self, sampler: DeviceMeshSampler) -> None:
@@ -188,16 +188,16 @@ class _Rows:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Of the sampler."""
+        """The sampler's mesh."""
         return self._sampler.mesh
 
     @property
     def epoch(self) -> int:
-        """Of the plan's."""
+        """The plan's epoch."""
         return self._sampler.epoch if self.plan is None else self.plan.epoch
 
     def __len__(self) -> int:
-        """Count the batches of an epoch."""
+        """Return the number of batches in an epoch."""
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
@@ -210,7 +210,7 @@ class _Rows:
             yield from starmap(with_substitutes, self._sampler.rows(self.plan, count))
 
     def stand_in(self, batch: int, count: int) -> tuple[int, tuple[int, ...]]:
-        """Return an index, with ``count`` others, that shows what a row looks like where a batch has none here."""
+        """Return an index, with ``count`` substitutes, as a template for a batch that has no rows on this rank."""
         if self.plan is None:
             raise ConfigError("no plan has begun")
         return self._sampler.row_of_others(self.plan, batch, count)
@@ -241,11 +241,11 @@ class _MapRun:
         return finished
 
     def close(self) -> None:
-        """Let go of the batches that were asked for."""
+        """Drop the batches that were requested."""
         self._batches = iter(())
 
     def describe(self) -> str:
-        """Say what it is at, for people."""
+        """Describe the current activity, for reports."""
         if not self._waiting:
             return "the consumer has a batch"
         workers = self._loop.config.num_workers
@@ -261,4 +261,4 @@ class _MapRun:
 
 
 OrdinaryLoop: TypeAlias = MapLoop | IterableLoop
-"""What ``open_ordinary`` gives."""
+"""The result of ``open_ordinary``."""

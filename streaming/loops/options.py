@@ -1,4 +1,4 @@
-"""Map torch's names for options, and those of some data sets only, where they mean something; else explain."""
+"""Map the option names of torch, and options for certain data sets, to ours; explain those that do not apply."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ ELSEWHERE = {
     "world_size": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
     "reading_service": "write num_workers=… for processes; ranks are found by themselves",
 }
-"""What people look for at the ``DataLoader`` and find elsewhere."""
+"""Options that people look for in ``DataLoader`` but that belong elsewhere."""
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Return those options that were given: that are not None."""
+    """Return the options that were given, which are those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def without_torchs_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options, with ours where torch's own default, passed on by a program, asks for nothing."""
+    """Return the options, with torch's defaults replaced by ours where a program passes them on without effect."""
     if options["prefetch_factor"] is None:
         options["prefetch_factor"] = 2
     if not options["num_workers"] and options["persistent_workers"] is False:  # as `persistent_workers=workers > 0`
@@ -104,10 +104,10 @@ def without_torchs_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_torch_names(options: Mapping[str, Any]) -> None:
-    """Explain torch's options that this loader cannot have, whatever the data set.
+    """Refuse, with an explanation, options of torch that this loader does not have for any data set.
 
     Raises:
-        ConfigError: One of them is given, with a value that asks for something.
+        ConfigError: One of them is given with a value that would have an effect.
     """
     for name, why in _NEVER.items():
         if options[name] not in _HARMLESS.get(name, (None,)):
@@ -115,10 +115,10 @@ def refuse_torch_names(options: Mapping[str, Any]) -> None:
 
 
 def check_streaming(options: Mapping[str, Any], dataset: Streamed) -> None:
-    """Let options of ordinary data sets pass where they say what holds for a ``StreamingDataset`` anyway.
+    """Accept options of ordinary data sets if they ask for what a ``StreamingDataset`` does anyway.
 
     Raises:
-        ConfigError: One asks for something else; the message says where that is to be chosen.
+        ConfigError: One asks for something else; the message says where to choose that.
     """
     for name, value in options.items():
         own = getattr(dataset, name, None)
@@ -128,10 +128,10 @@ def check_streaming(options: Mapping[str, Any], dataset: Streamed) -> None:
 
 
 def checked_balance(balance: Any, cost: Any, dataset: Any, *, collate_fn: Any) -> BalanceRules | None:
-    """Return how packs of a global batch are balanced; None: they stay as they are dealt.
+    """Validate and return how packs of a global batch are balanced; None: not at all.
 
     Raises:
-        ConfigError: There are no packs, or something else was chosen that does not go with it.
+        ConfigError: There are no packs, or another option does not go with it.
     """
     if balance is None:
         if cost is not None:
@@ -156,10 +156,10 @@ def checked_balance(balance: Any, cost: Any, dataset: Any, *, collate_fn: Any) -
 
 
 def check_padded(recipe: Recipe, shape: Shape) -> None:
-    """Refuse several padded packs in the batch of a rank: each is a matrix of its own shape.
+    """Refuse several padded packs in one rank's batch, because each is a matrix with its own shape.
 
     Raises:
-        ConfigError: A rank would get them, and no function of the user takes the list.
+        ConfigError: A rank would get several, and there is no ``collate_fn`` that takes the list.
     """
     packs = recipe.packs
     budget = packs.length if packs is not None and packs.padded else recipe.parts[0].budget
@@ -174,10 +174,10 @@ def check_padded(recipe: Recipe, shape: Shape) -> None:
 
 
 def check_sequence(recipe: Recipe, replicas: Replicas, mesh: DeviceMesh) -> None:
-    """Refuse slices of packs that cannot be; warn of labels whose tokens other peers have.
+    """Refuse slices of packs that are impossible; warn about labels whose tokens are on other ranks.
 
     Raises:
-        ConfigError: Places of documents do not divide, or rows are documents.
+        ConfigError: Documents cannot be divided evenly, or rows are documents.
     """
     packs, wanted = recipe.packs, replicas.sequence
     if packs is None or wanted is None:
@@ -202,7 +202,9 @@ def check_sequence(recipe: Recipe, replicas: Replicas, mesh: DeviceMesh) -> None
 
 
 def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
-    """Refuse jagged fields that packs cannot have, or nobody reads; warn of those that shards do not seem to have.
+    """Refuse jagged fields that packs do not support or nobody reads.
+
+    Warn about fields that shards do not seem to have.
 
     Raises:
         ConfigError: There are such fields.
@@ -214,7 +216,7 @@ def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
             f"jagged={tuple(recipe.jagged)!r}: packs of documents lie end to end already, with their borders in "
             "cu_seqlens; leave it out"
         )
-    if any(part.transform is not None for part in recipe.parts):  # which may make any field
+    if any(part.transform is not None for part in recipe.parts):  # may add any field
         return
     unread = [name for name in recipe.jagged if recipe.fields is not None and name not in recipe.fields]
     if unread:
@@ -229,7 +231,7 @@ def streaming_config(
     jagged: Any, prefetch_factor: int, pin_memory: bool, memory_limit: int | str,
     pin: Callable[[Any], Any],
 ) -> LoopConfig:  # fmt: skip
-    """Check the choices of a loop over a ``StreamingDataset``; ``pin`` page-locks a batch."""
+    """Validate the options of a loop over a ``StreamingDataset``; ``pin`` page-locks a batch."""
     if collate_fn is not None and not callable(collate_fn):
         raise ConfigError(f"collate_fn: expected a function of a list of samples, got {collate_fn!r}")
     checked_flag("pin_memory", pin_memory)
@@ -241,7 +243,7 @@ def streaming_config(
         else checked_int("num_threads", num_threads, 0, MOST_BUILDERS)
     )
     replicas.check(dataset.on_error)
-    # Whole samples are laid end to end within each pack, of which a collate_fn gets the list.
+    # Whole samples are concatenated within each pack; a collate_fn gets the list of packs.
     forms = checked_jagged(jagged, None if dataset.recipe_parts[0].budget is not None else collate_fn)
     recipe = Recipe(
         parts=dataset.recipe_parts, collate_fn=collate_fn, portion=replicas.built(mesh),
@@ -276,7 +278,7 @@ def check_one_size(shape: Shape) -> None:
 
 
 def no_dataset(given: object) -> ConfigError:
-    """Make the error of something that is no data set."""
+    """Make the error for an argument that is not a data set."""
     what = "dataset: expected a StreamingDataset, a torch data set, or a function that makes one"
     if isinstance(given, str):
         url = redact(given)
@@ -291,7 +293,7 @@ def refuse_what_deals(made: Any) -> None:
         ConfigError: ``made`` is one of these; the message says what to give instead.
     """
     what = "dataset: expected one data set, got"
-    if hasattr(made, "batch_sampler") or hasattr(made, "describe_stage"):  # torch's, ours, what wraps ours
+    if hasattr(made, "batch_sampler") or hasattr(made, "describe_stage"):  # torch's, ours, and wrappers of ours
         raise ConfigError(
             f"{what} a {type(made).__name__}, whose batches are shares of the ranks already: they would be cut into "
             "shares once more. Give its data set: DataLoader(loader.dataset, …), or iterate it as it is"

@@ -1,16 +1,16 @@
-"""Cut iterable data sets in the worker: which samples belong to this part, and where it stands.
+"""Shard iterable data sets in the worker: which samples belong to this part, and its position.
 
-With R data-parallel ranks and W workers each, the data set is cut into R * W *parts*. How, best first:
+With R data-parallel ranks and W workers each, the data set is divided into R * W *parts*. How, best first:
 
-1. ``dataset.shard(num_shards=, index=)``, as Hugging Face's have it, where there are enough shards; or a
+1. ``dataset.shard(num_shards=, index=)``, as in Hugging Face's data sets, if there are enough shards; or a
    ``sharding_filter`` in a graph of torch's DataPipes. A part reads its own shards and nothing else.
-2. ``sharding="worker_info"``: the data set cuts itself by ``torch.utils.data.get_worker_info()``, as torch's
-   documentation shows. It is told that it is worker r * W + w of R * W, so that ranks are cut like workers.
-3. ``sharding="self"``: the data set knows ranks and workers by itself (webdataset's splitters); nothing is left out.
-4. Else every (R * W)-th sample. Every part reads everything, and must get it in the same order: that is why Python's,
-   NumPy's and torch's random numbers are the same in all parts while they read.
+2. ``sharding="worker_info"``: the data set shards itself by ``torch.utils.data.get_worker_info()``, as torch's
+   documentation shows. It sees itself as worker r * W + w of R * W, so that ranks are treated like workers.
+3. ``sharding="self"``: the data set knows ranks and workers by itself (webdataset's splitters); all samples are taken.
+4. Otherwise every (R * W)-th sample. Every part reads everything, and in the same order: therefore the random numbers
+   of Python, NumPy and torch are the same in all parts while they read.
 
-Under 1 and 4 the data set does not see that it runs in a worker, so that nothing is cut twice.
+In cases 1 and 4 the data set does not see that it runs in a worker, so that it cannot be sharded twice.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from streaming.loops.ordinary_options import Collate, Sharding, with_valid
 from streaming.plan.permutation import hash_words
 from streaming.types import LastBatch
 
-_BOTH = "dataset, iterator"  # the one key of a cursor's state that holds two
+_BOTH = "dataset, iterator"  # the only key of a cursor's state that holds two states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Where one worker's part stands.
+    """Position of one worker's part.
 
     Attributes:
         worker: Number of the worker, from 0.
         pass_number: Pass over the data set.
-        num_items: What was taken from the data set in this pass, samples of other parts included.
-        state: The own ``state_dict`` there of the data set or its iterator, or of both; None if they have none.
-        ended: The part has no more in this pass, and no other pass follows.
+        num_items: Number of samples taken from the data set in this pass, including those of other parts.
+        state: The ``state_dict`` of the data set or its iterator at that point, or of both; None if they have none.
+        ended: The part has no more samples in this pass, and no other pass follows.
     """
 
     worker: int
@@ -57,15 +57,15 @@ class Cursor:
     ended: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict for a checkpoint; JSON-able if the data set's own state is."""
+        """Return a dict for a checkpoint, which is JSON-serialisable if the data set's own state is."""
         return {**asdict(replace(self, state=None)), "state": self.state}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cursor:
-        """Return the cursor of :meth:`to_dict`.
+        """Rebuild a cursor from the dict of :meth:`to_dict`.
 
         Raises:
-            StateError: It is malformed.
+            StateError: The dict is malformed.
         """
         if not isinstance(data, Mapping) or set(data) != set(cls.__slots__):
             raise StateError(f"state: expected the position of a worker, got {data!r}")
@@ -82,15 +82,15 @@ class Packet:
     """A batch on its way to the training loop.
 
     Attributes:
-        batch: Collated; pinned by torch where that is wanted.
-        after: Where the worker's part stands after it.
+        batch: The collated batch; page-locked by torch if requested.
+        after: Position of the worker's part after it.
     """
 
     batch: Any
     after: Cursor
 
     def pin_memory(self) -> Packet:
-        """Page-lock the batch, as torch's ``DataLoader`` asks for."""
+        """Page-lock the batch, for torch's ``DataLoader``."""
         return replace(self, batch=pinned(self.batch))
 
 
@@ -103,16 +103,16 @@ def pinned(batch: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareSettings:
-    """What all workers of a rank have in common.
+    """Settings common to all workers of a rank.
 
     Attributes:
         first_part: Part of worker 0.
-        num_parts: Over all ranks and workers.
+        num_parts: Number of parts over all ranks and workers.
         batch_size: Samples in a full batch of this rank.
-        last_batch: What becomes of samples that do not fill the last batch of a pass.
-        endless: Passes follow each other without end, and batches span them.
-        seed: Of the random numbers that the data set draws.
-        sharding: How the data set is cut.
+        last_batch: What to do with samples that do not fill the last batch of a pass.
+        endless: Passes follow each other without an end, and batches span them.
+        seed: Seed of the random numbers that the data set draws.
+        sharding: How the data set is divided.
     """
 
     first_part: int
@@ -125,13 +125,13 @@ class ShareSettings:
 
 
 class SharedStream(IterableDataset[Packet]):
-    """Packets of the part that belongs to the worker in which this is iterated.
+    """Iterate over the packets of the part of the worker that iterates.
 
     Args:
-        dataset: The user's.
-        settings: See there.
-        cursors: Where to begin, one per worker process; ``worker`` says which part that process has.
-        collate: Of samples.
+        dataset: The user's data set.
+        settings: Settings of the rank.
+        cursors: Positions to begin at, one per worker process; ``worker`` says which part that process has.
+        collate: Collates samples.
     """
 
     def __init__(self, dataset: Any, settings: ShareSettings, cursors: tuple[Cursor, ...], collate: Collate) -> None:
@@ -171,7 +171,10 @@ class _Part:
         self._samples = self._open(cursor.state)
 
     def take(self, count: int) -> list[Any]:
-        """Return the next samples, up to ``count``: fewer only at the end of a pass, or never if passes are endless."""
+        """Return the next samples, at most ``count``.
+
+        Fewer come only at the end of a pass, never if passes are endless.
+        """
         samples: list[Any] = []
         with self._rng, _seen_as(self._settings.sharding, self._number, self._settings.num_parts, self._dataset):
             while len(samples) < count:
@@ -186,14 +189,17 @@ class _Part:
         return samples
 
     def cursor(self) -> Cursor:
-        """Return where this part stands."""
-        state = None if self._ended else copy.deepcopy(self._state())  # data sets differ in what it is at the end
+        """Return the position of this part."""
+        state = None if self._ended else copy.deepcopy(self._state())  # at the end, data sets differ in this
         return Cursor(
             worker=self._worker, pass_number=self._pass, num_items=self._num_items, state=state, ended=self._ended
         )
 
     def _state(self) -> Any:
-        """Return that of the iterator or the data set, perhaps what they go on with; both, of two objects."""
+        """Return the state of the iterator or the data set, which may be an object they still use.
+
+        Both, if they are two.
+        """
         one, other = self._iterator, self._dataset
         if has_state(one) and has_state(other) and one is not other:
             return {_BOTH: [other.state_dict(), one.state_dict()]}
@@ -233,7 +239,7 @@ class _Part:
 
 
 def cut_dataset(dataset: Any, part: int, settings: ShareSettings) -> tuple[Any, bool]:
-    """Return the data set of a part; and whether it holds that part alone (else every n-th sample is to be taken)."""
+    """Return the data set of a part, and whether it holds only that part (otherwise take every n-th sample)."""
     if settings.num_parts == 1 or settings.sharding in {"worker_info", "self"}:
         return dataset, True
     if has_sharding_filter(dataset):
@@ -250,14 +256,14 @@ def has_state(one: object) -> bool:
 
 
 def has_sharding_filter(dataset: Any) -> bool:
-    """Tell whether it is a graph of DataPipes with a ``sharding_filter`` in it."""
+    """Tell whether ``dataset`` is a graph of DataPipes with a ``sharding_filter`` in it."""
     if not isinstance(dataset, IterDataPipe):
         return False
     return any(hasattr(pipe, "apply_sharding") for pipe in get_all_graph_pipes(traverse_dps(dataset)))
 
 
 def num_shards(dataset: Any) -> int | None:
-    """Count the shards that ``dataset.shard`` can deal out; None if it cannot, or does not say."""
+    """Return the number of shards that ``dataset.shard`` can deal out; None if it cannot, or does not say."""
     for name in ("num_shards", "n_shards"):
         count = getattr(dataset, name, None)
         if is_whole(count):
@@ -266,7 +272,10 @@ def num_shards(dataset: Any) -> int | None:
 
 
 def can_shard(dataset: Any, num_parts: int) -> bool:
-    """Tell whether ``dataset.shard`` can make so many parts; one that does not say how many it has is trusted."""
+    """Tell whether ``dataset.shard`` can make ``num_parts`` parts.
+
+    If it does not say how many shards it has, assume so.
+    """
     if not callable(getattr(dataset, "shard", None)):
         return False
     count = num_shards(dataset)
@@ -274,21 +283,24 @@ def can_shard(dataset: Any, num_parts: int) -> bool:
 
 
 class _End:
-    """No more samples."""
+    """Marks that there are no more samples."""
 
 
 _END = _End()
 
 
 class _Rng:
-    """Random numbers of Python, NumPy and torch inside a ``with`` block; those outside go on as they were."""
+    """Separate random numbers of Python, NumPy and torch inside a ``with`` block.
+
+    Those outside continue undisturbed.
+    """
 
     def __init__(self) -> None:
         self._own: tuple[Any, Any, Any] | None = None
         self._outer: tuple[Any, Any, Any] | None = None
 
     def seed(self, seed: int) -> None:
-        """Begin anew. Inside the block only."""
+        """Seed again. Only inside the block."""
         seed_generators(seed, ALL_GENERATORS)
 
     def __enter__(self) -> None:
@@ -304,9 +316,9 @@ class _Rng:
 
 @contextmanager
 def _seen_as(sharding: Sharding, part: int, num_parts: int, dataset: Any) -> Iterator[None]:
-    """Let ``get_worker_info`` say inside the block: nothing, or "one of ``num_parts``".
+    """Make ``get_worker_info`` return, inside the block, None or a worker that is one of ``num_parts``.
 
-    Under "self" the truth.
+    Under "self" it is left alone.
     """
     module: Any = torch_worker
     before = module._worker_info

@@ -1,4 +1,4 @@
-"""Keep the ledger of a run: what it draws of each source, and from which row on, and the orders that follow."""
+"""Keep the ledger of a run over a mixture: what is drawn from each source, from which row on, and the orders."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from streaming.plan.settings import Shape
 from streaming.plan.state import LoaderState
 
 _PASSES_TOLD = 6
-"""Passes that the line at the start names; the rest follow from them."""
+"""Number of passes named in the log line at the start; later ones follow from them."""
 _MOST_LAID = 2**12
-"""Numbers that a state holds of sources that were dropped: one for each lane and source, some 30 KB of JSON at most."""
+"""Maximum of numbers in a state about sources that may be dropped: one per lane and source, about 30 KB of JSON."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 _log = logging.getLogger("streaming")
 
@@ -35,15 +35,15 @@ class RunShares:
     Rows are samples of the run over all ranks and epochs.
 
     Args:
-        mixture: What is read.
-        shape: Of its batches.
+        mixture: The mixture.
+        shape: Shape of its batches.
 
     Attributes:
-        ledger: Of the run.
-        samples_per_pass: Samples of an epoch that has no ``epoch_size``; ``ENDLESS``: it does not end.
+        ledger: Ledger of the run.
+        samples_per_pass: Samples of an epoch without ``epoch_size``; ``ENDLESS`` if it has no end.
 
     Raises:
-        ConfigError: Batches are to be of one source each, and would not be in this shape.
+        ConfigError: Batches of one source each are not possible with this shape.
     """
 
     def __init__(self, mixture: Mixture, shape: Shape) -> None:
@@ -73,16 +73,16 @@ class RunShares:
     def orders(self, settings: OrderSettings) -> Orders:
         """Return the orders of all passes.
 
-        The same object while the settings stay, so that weights can be appended to it.
+        The object is the same as long as the settings are, so that weights can be appended to it.
         """
         if self._orders is None or self._orders.settings != settings:
             self._orders = self._mixture.orders(settings, self.ledger)
         return self._orders
 
     def apart(self, settings: OrderSettings) -> Orders:
-        """Return the same orders for looking ahead: what is looked at in ``orders`` counts as planned.
+        """Return the same orders for looking ahead, because looking at ``orders`` counts as planning.
 
-        The same object while neither settings nor ledger change: after ``remesh`` most of it is laid already.
+        The object is the same as long as settings and ledger are: after ``remesh`` most of it is laid out already.
         """
         if self._ahead is None or self._ahead[0] != self.ledger or self._ahead[1].settings != settings:
             orders: Any = self.orders(settings)
@@ -90,10 +90,10 @@ class RunShares:
         return self._ahead[1]
 
     def load(self, state: LoaderState, row: int) -> None:
-        """Go on with the ledger of a state, of which ``row`` is the position.
+        """Continue with the ledger of a state whose position is ``row``.
 
         Raises:
-            StateError: It is that of another mixture.
+            StateError: It belongs to another mixture.
         """
         if state.ledger is None:
             raise StateError(
@@ -113,17 +113,19 @@ class RunShares:
     def set_weights(
         self, weights: Any, settings: OrderSettings, row: int, mesh: DeviceMesh, *, at: int | None, timeout_s: float
     ) -> int:
-        """Let other weights apply from the first row on that no rank has planned, or from ``at`` on; return the row.
+        """Apply other weights from the first row that no rank has planned, or from ``at``; return the row.
 
         Raises:
-            ConfigError: The mixture ends, they are no weights of its sources, or ``at`` is planned already.
-            AgreementError: Ranks gave other weights, or did not come.
+            ConfigError: The mixture has an end, the weights are not valid for its sources, or ``at`` is already
+                planned.
+            AgreementError: Ranks gave different weights, or did not arrive in time.
         """
         schedule = self._mixture.weighed(weights)
         orders: Any = self.orders(settings)
         orders.first_free_row(row)
         lanes = settings.lanes
-        # Nobody plans behind the frontier while it is held: what all ranks agree on is free on each of them.
+        # Invariant: while the frontier is held, nobody plans beyond it, so a row that all ranks agree on is free on
+        # each.
         with orders.held() as frontier:
             free = self._agreed(max(frontier * lanes, row, self.ledger.last.start), weights, at, mesh, timeout_s)
             start = free if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
@@ -134,28 +136,28 @@ class RunShares:
                 )
             ledger = self.ledger.changed(schedule, start)
             orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
-            # The orders hold what the ledger says, from the same row on.
+            # Invariant: the orders have the weights of the ledger, from the same row on.
             self.ledger = _with_laid(self._mixture, ledger, lambda: orders)
         step = "" if self._is_ramp else f", step {-(-start // self._batch_size):,}"
         _log.info("set_weights: %s from row %d%s on, %d rows from here", dict(weights), start, step, start - row)
         return start
 
     def seen(self, settings: OrderSettings, row: int) -> dict[str, dict[str, float]]:
-        """Return what was drawn of each source before ``row``, by arithmetic: see ``DataLoader.seen``."""
+        """Return the counts drawn from each source before ``row``; see ``DataLoader.seen``."""
         passes, units = self._mixture.forecast(self.ledger).passes, self._mixture.units_per_sample
         orders: Any = self.apart(settings)
         found: dict[str, dict[str, float]] = {}
         for name, count in drawn_before(orders, row).items():
             found[name] = {"samples": count}
             if name not in passes:
-                continue  # dropped since: nothing more is known of it
+                continue  # dropped since, so nothing more is known about it
             found[name]["passes"] = passes[name].read(count)
             if self._mixture.unit == "tokens":
                 found[name]["tokens"] = round(count * units[name])
         return found
 
     def what_follows(self, row: int, global_batch_size: int) -> str:
-        """Say in words which sources open, and which begin which pass, when, in steps; "" where none does."""
+        """Describe which sources open, and which begin which pass, at which step; "" if none does."""
         if not self._mixture.is_endless:
             return ""
         forecast = self._mixture.forecast(self.ledger)
@@ -185,7 +187,7 @@ class RunShares:
             return free
         said = {"free": free, "weights": dict(weights), "at": at, "rank": mesh.rank}
         told = gathered(board, rank, mesh.ranks, said, subject="set_weights", timeout_s=timeout_s)
-        if any(one["rank"] != other for other, one in told.items()):  # data ranks alone: several processes are one
+        if any(one["rank"] != other for other, one in told.items()):  # only data ranks: several processes share one
             _need_row(mesh, at)
             return free
         for other, one in told.items():
@@ -198,10 +200,10 @@ class RunShares:
 
 
 def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int) -> Ledger:
-    """Return the ledger of a run over a mixture that goes on at ``row``; what changes is said once in the log.
+    """Return the ledger of a run over a mixture that continues at ``row``; log once what changes.
 
     Raises:
-        StateError: It cannot: a source is another one, or its chunks are needed for what was drawn before.
+        StateError: It cannot continue: a source is a different one, or its chunks are needed for what was drawn before.
     """
     mixture.check_ledger(ledger)
 
@@ -224,12 +226,12 @@ def resumed(mixture: Mixture, ledger: Ledger, settings: OrderSettings, row: int)
 
 
 def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> Ledger:
-    """Let the last entry of a ledger say what sources without a weight any more lay: they may be left out later.
+    """Record in a ledger's last entry what sources without weight have laid out, so that they can be dropped later.
 
     Args:
-        mixture: What is read.
-        ledger: Of the run.
-        orders: Gives its orders; called where something is missing.
+        mixture: The mixture.
+        ledger: Ledger of the run.
+        orders: Returns its orders; called only if something is missing.
     """
     last = ledger.last
     if last.dealt != "chunks" or last.quotas is not None:
@@ -249,7 +251,7 @@ def _with_laid(mixture: Mixture, ledger: Ledger, orders: Callable[[], Any]) -> L
 
 
 def _need_row(mesh: DeviceMesh, at: int | None) -> None:
-    """Raise ConfigError where ranks cannot agree on a row, and were not given one."""
+    """Raise ConfigError if ranks cannot agree on a row and none was given."""
     if at is None:
         raise ConfigError(
             f"set_weights: the {mesh.world_size} ranks have to agree on a row, as ranks of torch.distributed; call "

@@ -1,4 +1,4 @@
-"""Loop over shards without an index: the same surface as ``EpochLoop``, without its promises."""
+"""Loop over shards without an index, with the interface of ``EpochLoop`` but not all of its promises."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from streaming.plan.order import OrderSettings
 from streaming.plan.state import LoaderState
 
 DEFAULT_WINDOW = 4096
-"""Samples in the shuffle window of a set whose size nobody knows; bounded in bytes by half of memory_limit."""
+"""Samples in the shuffle window of a set of unknown size; its bytes are limited to half of memory_limit."""
 _WINDOW_SHARE = 0.5
 _ARENA_SHARE = 0.0625
-"""Of memory_limit, for batches that are read but not built. As much is for pieces of shards and a quarter for batches;
-the rest is for what the C library keeps of the window, from which samples leave at random."""
+"""Part of memory_limit for batches that are read but not built.
+
+Pieces of shards get as much, and batches a quarter; the rest covers memory that the C library retains, since samples
+leave the window in random order.
+"""
 
 _log = logging.getLogger(__name__)
 
 
 class StreamedLoop(BaseLoop):
-    """Virtual epochs over shards without an index.
+    """Run virtual epochs over shards without an index.
 
     Raises:
-        ConfigError: ``epoch_size`` is missing: without an index nothing else says when an epoch ends.
+        ConfigError: ``epoch_size`` is missing; without an index, nothing else determines when an epoch ends.
     """
 
     def __init__(self, dataset: StreamingDataset, config: LoopConfig) -> None:
@@ -70,7 +73,7 @@ class StreamedLoop(BaseLoop):
 
     @property
     def _fingerprint(self) -> str:
-        """Of the shards; and the number of ranks, where the order does not hold it."""
+        """Fingerprint of the shards, and of the number of ranks if the order does not include it."""
         return self._shards if self.order.shuffle else f"{self._shards}@{self.shape.num_ranks}"
 
     def batches_left(self, samples_seen: int) -> int:
@@ -86,7 +89,7 @@ class StreamedLoop(BaseLoop):
         )  # fmt: skip
 
     def load(self, state: LoaderState) -> None:
-        """Go on from ``state``, by reading again what was read.
+        """Continue from ``state``, by reading again what came before it.
 
         Raises:
             StateError: It belongs to other shards, or to another number of ranks in the middle of an epoch.
@@ -142,7 +145,7 @@ class StreamedLoop(BaseLoop):
         )
 
     def _open_crew(self) -> Crew:
-        """Return those who build batches, for all runs."""
+        """Return the builders of batches, for all runs."""
         if self._crew is not None and self._crew.abandoned:
             self._drop_machinery()
         if self._crew is None:

@@ -1,4 +1,4 @@
-"""Say what a loader is: the line at the start of an epoch, and its ``repr``."""
+"""Describe a loader in words: the log line at the start of an epoch, and its ``repr``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Announcer:
     """Write one INFO line at the start of each epoch, on the first rank.
 
     Args:
-        dataset: What is read.
-        loop: What reads it.
-        finder: Where this process stands, and who says so.
+        dataset: The data set.
+        loop: The loop that reads it.
+        finder: The finder of this process's mesh.
     """
 
     def __init__(self, dataset: Any, loop: Any, finder: MeshFinder) -> None:
@@ -34,13 +34,13 @@ class Announcer:
             _log.info("%s", self.line(loop, place))
 
     def line(self, loop: Any, place: Place) -> str:
-        """Return the line: what is read, in which order, within which bounds, by whom."""
+        """Return the line: what is read, in which order, within which limits, and by which rank."""
         at = f"epoch {place.epoch} begins"
-        if place.samples_seen:  # a checkpoint says so; an epoch without end goes on in any case
+        if place.samples_seen:  # due to a checkpoint, or because an epoch without an end continues
             at = f"epoch {place.epoch} goes on after {place.samples_seen} samples"
         parts = [what_is_read(self._dataset), *self._amount(loop), *self._order(loop), *self._builders(), self._where()]
         shares = getattr(loop, "shares", None)
-        if shares is not None and loop.shape.ramp is None:  # rows are no steps there
+        if shares is not None and loop.shape.ramp is None:  # rows cannot be converted to steps there
             parts += filter(None, [shares.what_follows(loop.row_of(place), loop.shape.global_batch_size)])
         return f"{at}: {'; '.join(parts)}"
 
@@ -85,7 +85,7 @@ class Announcer:
 
 
 def what_is_read(dataset: Any) -> str:
-    """Return a data set for people, without what may be secret in it."""
+    """Describe a data set, without what may be secret in it."""
     if isinstance(dataset, StreamingDataset) or type(dataset).__module__.startswith("streaming."):
         return repr(dataset)
     try:
