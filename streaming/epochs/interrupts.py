@@ -9,9 +9,7 @@ from typing import Any
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Tell whether ``error`` is no ``Exception``, or whether it or its cause came from a signal handler (a timeout,
-    say).
-    """
+    """Tell whether ``error`` is no ``Exception``, or it or its cause came from a signal handler (a timeout, say)."""
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     while error is not None:
         frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
