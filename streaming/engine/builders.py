@@ -34,8 +34,7 @@ class Builder(Protocol):
     """Build batches. Thread-safe."""
 
     allocate: Allocate | None
-    """Where the memory of a batch's tensors comes from, of batches that this process begins from now on; None: fresh
-    memory."""
+    """Allocator for the tensors of batches that this process begins from now on; None: fresh memory."""
 
     @property
     def is_local(self) -> bool:
@@ -43,11 +42,11 @@ class Builder(Protocol):
 
     @property
     def holds_gil(self) -> bool:
-        """Whether building is nothing but Python: then the consumer does it, and no thread in between."""
+        """Whether building is pure Python: then the consumer builds, without a thread in between."""
 
     @property
     def in_consumer(self) -> bool:
-        """Whether nobody but the consumer may build, while it waits for the batch."""
+        """Whether only the consumer may build, while it waits for the batch."""
 
     def build(
         self, rows: Rows, valid: Mask, substitutes: Substitutes, report: BadSampleReport, *,
@@ -59,19 +58,20 @@ class Builder(Protocol):
             rows: The rows.
             valid: Mask, or None.
             substitutes: For row i of the batch, single rows to try in its place.
-            report: Told of every sample that could not be delivered.
-            seed: Key of the epoch, from which what users' functions draw follows; None: nothing is seeded.
-            batch: Its number, for reports.
+            report: Called for every sample that could not be delivered.
+            seed: Key of the epoch, from which the random numbers of users' functions are derived; None: nothing is
+                seeded.
+            batch: Number of the batch, for reports.
         """
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Have batches begun from now on in page-locked memory, or not any more."""
+        """Build batches begun from now on in page-locked memory; None turns this off."""
 
     def give_up(self) -> None:
-        """Have calls of ``build`` under way raise GivenUpError soon, where that can be had. From any thread."""
+        """Make running calls of ``build`` raise GivenUpError soon, if possible. From any thread."""
 
     def describe(self) -> list[str]:
-        """Return what is being built where, for people, a line each; from any thread."""
+        """Describe what is being built where, one line each; from any thread."""
 
 
 class LocalBuilder:
@@ -88,7 +88,7 @@ class LocalBuilder:
         functions = recipe.functions_of_user
         self._watch = DrawWatch()
         self._named_draw = named_draw(functions)
-        self._is_watching = bool(functions)  # until it is known that they draw nothing
+        self._is_watching = bool(functions)  # until it is known that they draw no random numbers
 
     @property
     def in_consumer(self) -> bool:
@@ -127,7 +127,7 @@ class LocalBuilder:
         return built
 
     def _conclude(self) -> None:
-        """Go on, after a batch under watch, like that for good if functions draw, else leave them to any thread."""
+        """Keep building this way after a watched batch if functions draw random numbers, else in any thread."""
         drawn = ", ".join(sorted(self._watch.found)) or self._named_draw
         if not drawn:
             self._is_watching = False
@@ -148,7 +148,7 @@ class LocalBuilder:
         self.allocate = None if locker is None else locker.allocate
 
     def give_up(self) -> None:
-        """See ``Builder``. A thread that is in a user's function cannot be stopped."""
+        """See ``Builder``. A thread that is inside a user's function cannot be stopped."""
 
     def describe(self) -> list[str]:
         """See ``Builder``."""
@@ -160,12 +160,12 @@ class LocalBuilder:
 
 
 class WorkerBuilder:
-    """Have batches built by worker processes, unless sending them there costs more than building them.
+    """Let worker processes build batches, unless sending a batch costs more than building it.
 
-    Bytes, text, integers and fixed-size arrays are cut out of the arena faster than any process can hand them over:
-    batches that hold nothing else are built where they are needed. The first batch decides.
+    Bytes, text, integers and fixed-size arrays are copied from the arena faster than any process can hand them over:
+    batches with nothing else are built where they are needed. The first batch decides.
 
-    While the first processes start, which takes seconds, batches that need no code of the user are built by the calling
+    While the first processes start, which takes seconds, batches that need no user code are built by the calling
     threads.
     """
 
@@ -199,7 +199,10 @@ class WorkerBuilder:
         return self._pool.build(rows, valid, substitutes, report, seed=seed, batch=batch)
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """See ``Builder``: what threads build. Worker processes build in slots, which the ring locks."""
+        """See ``Builder``: this concerns batches built by threads.
+
+        Worker processes build in slots, which the ring locks.
+        """
         self._local.page_lock(locker)
         self.allocate = self._local.allocate
 
@@ -213,7 +216,7 @@ class WorkerBuilder:
 
 
 def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
-    """Tell whether a batch of ``fields`` is only cut out of memory, faster than a thread hands it over."""
+    """Tell whether a batch of ``fields`` is only copied from memory, faster than a thread could hand it over."""
     if not recipe.is_plain:
         return False
     decoders = [part.decoders.decoder_for(name) for part in recipe.parts for name in fields]
@@ -221,14 +224,14 @@ def is_trivial(recipe: Recipe, fields: Iterable[str]) -> bool:
 
 
 def runs_anywhere(recipe: Recipe, fields: Iterable[str]) -> bool:
-    """Tell whether a batch of ``fields`` needs no code of the user, who may have reasons to want it in a process."""
+    """Tell whether a batch of ``fields`` needs no user code, which users may want to run in a worker process."""
     if not recipe.is_plain:
         return False
     return all(is_ours(part.decoders.decoder_for(name)) for part in recipe.parts for name in fields)
 
 
 def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
-    """Tell whether every batch is only cut out of memory, whatever fields there are (None: nobody knows them yet)."""
+    """Tell whether every batch is only copied from memory, whatever fields there are (None: not known yet)."""
     if recipe.packs is not None:
         return recipe.is_plain
     if fields is None:
@@ -237,22 +240,23 @@ def is_surely_trivial(recipe: Recipe, fields: Iterable[str] | None) -> bool:
 
 
 class Crew:
-    """An arena and those who build from it.
+    """An arena and the builders that use it.
 
     Args:
-        num_workers: Worker processes; 0: whoever calls the builder builds.
-        recipe: What to do.
-        arena_bytes: Budget of the arena; worker processes map it.
-        depth: Batches built ahead.
-        batch_bytes: What batches of worker processes may hold.
-        metrics: Where restarts are counted.
+        num_workers: Number of worker processes; 0: the caller of the builder builds.
+        recipe: Decode, transform, collate.
+        arena_bytes: Budget of the arena, which worker processes map.
+        depth: Number of batches built ahead.
+        batch_bytes: Upper bound on batches of worker processes.
+        metrics: Where to count restarts.
 
     Attributes:
-        recipe: What to do.
-        arena: Where the bytes of samples lie until they are built.
+        recipe: Decode, transform, collate.
+        arena: Memory that holds the bytes of samples until they are built.
         builder: Builds batches.
-        ring: Where batches of worker processes lie; None without.
-        abandoned: A run that has ended left a thread behind, or may yet, which uses the arena: no other run may.
+        ring: Memory that holds the batches of worker processes; None without worker processes.
+        abandoned: A finished run has left behind, or may still leave behind, a thread that uses the arena: no other run
+            may use it.
     """
 
     def __init__(
@@ -272,17 +276,20 @@ class Crew:
             pool = WorkerPool(num_workers, recipe, self.arena, ring=self.ring, metrics=metrics)
             self._closing.callback(pool.close)
             self.builder = WorkerBuilder(recipe, pool)
-        except BaseException:  # the recipe cannot be sent
+        except BaseException:  # the recipe cannot be pickled
             self.close()
             self.arena.close()
             raise
 
     def page_lock(self, locker: PageLocker | None) -> None:
-        """Have batches page-locked from now on, or not any more, whoever builds them."""
+        """Page-lock batches from now on, whoever builds them; None turns this off."""
         self.builder.page_lock(locker)
         if self.ring is not None:
             self.ring.locker = locker
 
     def close(self) -> None:
-        """End processes and ring. The arena is closed by whoever fills it, when nobody does any more."""
+        """Stop the worker processes and free the ring.
+
+        The arena is closed by its owner when nothing uses it any more.
+        """
         self._closing.close()

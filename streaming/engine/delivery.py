@@ -4,11 +4,11 @@ Life cycle of a batch::
 
     ready -> being built -> built -> handed out
 
-What comes before *ready* (plan and fetch, or read and gather) is the reader's own. Batches are begun strictly in order:
-by builder threads, or by the consumer where nobody has begun with the one that it asks for.
+What comes before *ready* (plan and fetch, or read and gather) is up to the reader. Batches are begun strictly in order:
+by builder threads, or by the consumer if nobody has begun the batch that it asks for.
 
-A thread that ends by an exception hands it to the consumer, whatever line it came from: as the result of the batch
-that it had begun, or else as the failure of the whole run, which the consumer meets at its next batch.
+A thread that ends with an exception delivers it to the consumer, whatever line it came from: as the result of the batch
+that the thread had begun, or otherwise as the failure of the whole run, which the consumer gets at its next batch.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from streaming.plan.memory import enough_for_batches_mib
 _log = logging.getLogger(__name__)
 
 _LOCK_S = 2.0
-"""How long a report waits for the lock, which nobody keeps for more than milliseconds."""
+"""How long a report waits for the lock, which is never held for more than milliseconds."""
 _WITH_USER = 2
-"""Batches that a loop holds in the usual case: while it asks for the next one, the last one is still in use."""
+"""Batches that a training loop usually holds: while it asks for the next one, the last one is still in use."""
 
 _OWN_BYTES = 8 << 20
-"""What threads, tables of rows and holes in the heap take beside chunks and batches: 5 to 8 MiB (tests/memory_run.py,
-two cores, 2026-11); of a small memory_limit a sixteenth."""
+"""Memory for threads, row tables and heap fragmentation in addition to chunks and batches: 5 to 8 MiB
+(tests/memory_run.py, two cores, 2026-11); at most a sixteenth of memory_limit.
+"""
 
 
 class Depth:
-    """Bound how many batches are built ahead by the largest one seen. For use under the caller's lock.
+    """Bound the number of batches built ahead by the largest one seen. Use under the caller's lock.
 
     Args:
-        most: Batches that may be built but not handed out.
-        batch_bytes: Bound on these, in bytes; one is always allowed.
-        num_builders: Threads that build at the same time.
+        most: Upper bound on batches that are built but not handed out.
+        batch_bytes: Upper bound on their bytes; one batch is always allowed.
+        num_builders: Number of threads that build at the same time.
 
     Attributes:
-        now: The bound at this moment; 1 until the first batch says how large they are.
+        now: The current bound; 1 until the first batch shows how large they are.
     """
 
     def __init__(self, most: int, batch_bytes: int, num_builders: int) -> None:
@@ -64,11 +65,12 @@ class Depth:
         self.now = 1
 
     def saw(self, batch_bytes: int, object_bytes: int, *, is_local: bool) -> None:
-        """Take note of the size of a batch that was built, here or (not ``is_local``) in another process.
+        """Record the size of a batch that was built in this process or (not ``is_local``) in another.
 
-        One that is being built takes its room twice: as samples, and as the batch that is made of them. In this process
-        it does so three times: the C library keeps memory that a thread has freed. What of it are objects of Python
-        (``object_bytes``) does so in another process, too: there it is the heap, and what pickle keeps of each object.
+        A batch that is being built takes its size twice: as samples, and as the batch made from them. In this process
+        it does so three times, because the C library retains memory that a thread has freed. The Python objects among
+        it (``object_bytes``) do so in another process as well: there it is the heap, and what pickle keeps for each
+        object.
         """
         self._largest_bytes = max(self._largest_bytes, batch_bytes)
         self._making_bytes = max(self._making_bytes, 2 * batch_bytes if is_local else batch_bytes + object_bytes)
@@ -79,15 +81,16 @@ class Depth:
 
     @property
     def least_bytes(self) -> int:
-        """What batches take where only one is built ahead: those with the user, that one, and the making of it."""
+        """Memory needed to build one batch ahead: batches in use by the loop, that one, and the building of it."""
         return (_WITH_USER + 1) * self._largest_bytes + self._making_bytes
 
 
 class Memory(Protocol):
-    """What batches are built from, and what outlives a run.
+    """The memory that batches are built from, which outlives a run.
 
     Attributes:
-        abandoned: A run that has ended left a thread behind, or may yet, which uses it: no other run may.
+        abandoned: A finished run has left behind, or may still leave behind, a thread that uses it: no other run may
+            use it.
     """
 
     abandoned: bool
@@ -96,20 +99,20 @@ class Memory(Protocol):
 class Delivery(ABC):
     """Iterate over the batches ``[first, num_batches)`` of one rank; used once, then closed.
 
-    ``__next__`` is for one consumer thread. ``close`` and ``describe`` may be called from any thread, at any time, more
-    than once.
+    ``__next__`` is for one consumer thread. ``close`` and ``describe`` may be called from any thread, at any time,
+    repeatedly.
 
     Args:
-        builder: Who builds batches.
-        memory: What they are built from.
+        builder: Builds batches.
+        memory: The memory that they are built from.
         first: Number of the first batch.
         num_batches: Number past the last batch.
-        num_builders: Background threads that build batches, or have them built.
-        depth: Batches that may be built but not handed out.
-        batch_bytes: Bound on these, in bytes; one is always allowed.
-        metrics: Where waits are counted.
-        report: Told of every bad sample; may raise to stop the run.
-        changed: Held for every change of state, notified after it.
+        num_builders: Background threads that build batches, or wait for worker processes to do so.
+        depth: Upper bound on batches that are built but not handed out.
+        batch_bytes: Upper bound on their bytes; one batch is always allowed.
+        metrics: Where to count waits.
+        report: Called for every bad sample; may raise to stop the run.
+        changed: Held for every change of state, and notified after it.
     """
 
     def __init__(
@@ -130,7 +133,9 @@ class Delivery(ABC):
         self._failure: BaseException | None = None
         self._depth = Depth(depth, batch_bytes, num_builders)
         self._quiet = False
-        """The consumer cuts batches out of what it holds alone: handing one out changes nothing for others."""
+        """Whether the consumer cuts batches from memory that only it holds, so that handing one out affects nobody
+        else.
+        """
         self._closed = False
         self._consumer: threading.Thread | None = None
         self._builders = [
@@ -151,35 +156,36 @@ class Delivery(ABC):
 
     @abstractmethod
     def _give_back(self) -> None:
-        """Let go of all that the reader holds: no thread uses it any more."""
+        """Release everything that the reader holds; no thread uses it any more."""
 
     @abstractmethod
     def _standing(self) -> list[str]:
-        """Return what the next batch waits for and what the reader is at, in lines for people."""
+        """Describe what the next batch waits for and what the reader is doing, in lines."""
 
     def _advance(self) -> None:  # noqa: B027  not every reader has something to start
-        """Start whatever has become possible. An exception ends the run."""
+        """Start everything that has become possible. An exception ends the run."""
 
     def _begin(self, number: int) -> None:
-        """Count ``number``, which the consumer is about to build itself, and any that it takes along, as started."""
+        """Count ``number``, which the consumer is about to build, as started, with any others that it takes along."""
         self._started = number + 1
 
     def _finish(self, number: int) -> None:  # noqa: B027  or something to give back then
-        """Note that a batch is built."""
+        """Record that a batch is built."""
 
     def _obstacle(self) -> BaseException | None:
-        """Return what will keep the next batch from ever becoming ready, if anything does."""
+        """Return the error that keeps the next batch from ever becoming ready, if there is one."""
         return None
 
     def _stop_reading(self) -> None:  # noqa: B027  or threads of its own
-        """Let go the reader's own threads; in the thread that closes, without the lock."""
+        """Stop the reader's own threads; in the thread that closes, without the lock."""
 
     # --- the consumer ---
 
     def _start(self, *readers: Callable[[], None]) -> None:
-        """Have builder threads, and one thread for each of ``readers``, start with the first batch that is asked for.
+        """Prepare to start builder threads, and one thread for each of ``readers``, when the first batch is requested.
 
-        The reader's state is complete now; threads would keep a run alive that an interrupt has left to nobody.
+        At that point the reader's state is complete. Started earlier, threads would keep a run alive that an interrupt
+        has left without an owner.
         """
         more = [
             threading.Thread(target=self._run, args=(reader,), name="shardstream-stream", daemon=True)
@@ -204,7 +210,8 @@ class Delivery(ABC):
             self._metrics.add("consumer_s", time.perf_counter() - self._handed_out_s)
         if number >= self._num_batches:
             raise StopIteration
-        self._consumer = threading.current_thread()  # first this, then a look at _closed: close does it the other way
+        # set before _closed is read; close() sets _closed before it reads this
+        self._consumer = threading.current_thread()
         try:
             value = None if self._closed else self._take_or_close(number)
         finally:
@@ -219,7 +226,7 @@ class Delivery(ABC):
         else:
             with self._changed:  # one more batch may be built ahead now
                 self._handed_out = number + 1
-                with suppress(Exception):  # the batch is good: the next one meets what the run has failed with
+                with suppress(Exception):  # this batch is good; the next one raises the failure of the run
                     self._go_on()
                 if self._threads:
                     self._changed.notify_all()
@@ -232,11 +239,11 @@ class Delivery(ABC):
                 for thread in self._threads:
                     thread.start()
             return self._take(number)
-        except StopIteration as error:  # of a user's function: left alone, it would end the epoch in silence
+        except StopIteration as error:  # from a user's function: passed on, it would end the epoch silently
             self.close()
             raise RuntimeError(f"batch {number}: a decoder, transform or collate_fn raised StopIteration") from error
         except Exception:
-            if self._closed:  # by another thread: nobody wants that batch any more, nor its errors
+            if self._closed:  # by another thread: neither the batch nor its error is wanted any more
                 return None
             self.close()
             raise
@@ -245,7 +252,7 @@ class Delivery(ABC):
             raise
 
     def _take(self, number: int) -> Any:
-        """Return the batch, built by a builder or, if none has begun with it, right here."""
+        """Return the batch, from a builder or, if none has begun it, built right here."""
         with self._changed:
             while not self._closed:
                 self._go_on()
@@ -267,12 +274,12 @@ class Delivery(ABC):
         with self._metrics.timed("build_in_consumer_s"):
             value = self._build(number)
         with self._changed:
-            if not self._closed:  # else the run gives back all at once
+            if not self._closed:  # otherwise the run releases everything at once
                 self._finish(number)
         return value
 
     def _wait(self, number: int) -> None:
-        """Wait for a change, and say what the consumer waited for."""
+        """Wait for a change, and record what the consumer waited for."""
         waits_for_fetch = number >= self._num_ready()
         obstacle = self._obstacle() if waits_for_fetch else None
         if obstacle is not None:
@@ -298,14 +305,14 @@ class Delivery(ABC):
     def _fail(self, error: BaseException) -> None:
         """End the run: the consumer gets ``error`` when it asks for a batch."""
         with self._changed:
-            self._failure = self._failure or error  # the first one: those after it may only follow from it
+            self._failure = self._failure or error  # keep the first one; later ones may be its consequences
             self._changed.notify_all()
 
     def _go_on(self) -> None:
-        """Call ``_advance``, unless the run has failed; under the lock.
+        """Call ``_advance`` unless the run has failed; under the lock.
 
         Raises:
-            BaseException: What the run has failed with. What ``_advance`` was interrupted in is not to be gone on with.
+            BaseException: The failure of the run. An ``_advance`` that was interrupted must not be continued.
         """
         if self._failure is None and not self._closed:
             try:
@@ -317,10 +324,10 @@ class Delivery(ABC):
             raise self._failure
 
     def _can_start(self, place: int = 0) -> bool:
-        """Tell whether the builder at ``place`` may begin with a batch: never with what is the consumer's to build.
+        """Tell whether the builder at ``place`` may begin a batch; never the one that the consumer is to build.
 
-        Of the builders only as many work as batches may be under way, always the first ones, of whom one is free then:
-        each thread, and each process behind it, keeps memory of its own after its first batch.
+        Only as many builders work as batches may be in progress, always the first ones that are free, because each
+        thread, and each process behind it, keeps memory of its own after its first batch.
         """
         if self._builder.in_consumer or place >= self._depth.now:
             return False
@@ -331,7 +338,7 @@ class Delivery(ABC):
             self._deliver(number)
 
     def _next_to_build(self, place: int) -> int | None:
-        """Return the next batch that a builder begins with, as soon as there is one; None: the run is over."""
+        """Return the next batch for a builder to begin, waiting until there is one; None: the run is over."""
         with self._changed:
             while not self._closed and self._failure is None and not self._can_start(place):
                 # Of what has been fetched nobody else may know: the consumer is in its step. What was notified before
@@ -343,11 +350,11 @@ class Delivery(ABC):
                 self._changed.wait()
             if self._closed or self._failure is not None:
                 return None
-            self._started += 1  # nobody else begins with it
+            self._started += 1  # nobody else begins it
             return self._started - 1
 
     def _deliver(self, number: int) -> None:
-        """Build a batch in a builder thread and lay it, or what kept it from being built, ready for the consumer."""
+        """Build a batch in a builder thread, and leave it, or the error that prevented it, for the consumer."""
         value: Any = None
         error: BaseException | None = None
         num_bytes = object_bytes = 0
@@ -359,9 +366,9 @@ class Delivery(ABC):
         except BaseException as caught:  # noqa: BLE001  a thread border: the consumer gets it
             value, error = None, caught
         with self._changed:
-            if self._closed:  # nobody asks for it any more
+            if self._closed:  # it is not wanted any more
                 return
-            self._results[number] = value, error  # started, built, and nobody's until the consumer takes it
+            self._results[number] = value, error  # started and built; untouched until the consumer takes it
             self._depth.saw(num_bytes, object_bytes, is_local=self._builder.is_local)
             least_bytes = self._depth.least_bytes
             self._finish(number)
@@ -371,7 +378,7 @@ class Delivery(ABC):
             self._tell_of_large(num_bytes, least_bytes)
 
     def _tell_of_large(self, num_bytes: int, least_bytes: int) -> None:
-        """Say, once, that batches take more than their part of ``memory_limit`` however few are built ahead."""
+        """Warn, once, that batches exceed their part of ``memory_limit`` however few are built ahead."""
         is_told = self._metrics.get("batches_over_bytes")
         self._metrics.peak("batches_over_bytes", least_bytes - self._batch_bytes)
         if not is_told:
@@ -384,10 +391,10 @@ class Delivery(ABC):
             )  # fmt: skip
 
     def _report(self, bad: BadSample) -> None:
-        """Tell of a bad sample.
+        """Report a bad sample.
 
         Raises:
-            GivenUpError: The run is over, nobody will get the batch.
+            GivenUpError: The run is over, so the batch will not be delivered.
         """
         if self._closed:
             raise GivenUpError
@@ -396,10 +403,10 @@ class Delivery(ABC):
     # --- the end ---
 
     def close(self) -> None:
-        """Stop reading and building, give back what is held; batches under way have ``GRACE_S`` to end.
+        """Stop reading and building, and release what is held; batches in progress have ``GRACE_S`` to finish.
 
-        Then worker processes are killed. A thread that is still in a user's function is left behind: it keeps what it
-        reads from, which is marked as abandoned, and a warning names the function.
+        After that, worker processes are killed. A thread that is still in a user's function is left behind: what it
+        reads from is kept and marked as abandoned, and a warning names the function.
         """
         if self._closed or not self._begin_to_close():
             return
@@ -415,28 +422,29 @@ class Delivery(ABC):
             if consumer not in (None, own):
                 busy.append(consumer)
             self._quiet = False
-            self._results.clear()  # batches of a run that is over are nobody's
-            if not busy:  # no thread but this one knows the run any more
+            self._results.clear()  # batches of a finished run are not wanted
+            if not busy:  # no other thread has a reference to the run any more
                 self._memory.abandoned = own in self._threads
                 self._give_back()
         if busy:
             tell_of(busy)
 
     def _begin_to_close(self) -> bool:
-        """Tell whether nobody has.
+        """Start to close; return whether this call is the first to do so.
 
-        Ask ``_closed`` first: the interpreter may have ended a thread that holds the lock.
+        Check ``_closed`` first: at interpreter exit, a thread may have ended while it held the lock.
         """
         with self._changed:
             if self._closed:
                 return False
-            self._closed = True  # one caller alone closes, and every thread that looks stops at its next step
-            self._memory.abandoned = True  # until it is known better, should this be interrupted
+            # Invariant: only one caller closes, and every thread that checks this stops at its next step
+            self._closed = True
+            self._memory.abandoned = True  # until proven otherwise, in case this is interrupted
             self._changed.notify_all()
             return True
 
     def describe(self) -> str:
-        """Return what the next batch waits for, and what every stage is at, for people; from any thread."""
+        """Describe what the next batch waits for and what every stage is doing; from any thread."""
         if not self._changed.acquire(timeout=_LOCK_S):
             return "\n".join(["a thread keeps the engine's lock", *thread_lines("shardstream-")])
         try:

@@ -1,7 +1,7 @@
-"""Look up batches in groups that are only cut out of memory.
+"""Look up batches in groups if they are only copied from memory.
 
-The book-keeping of such a batch would cost more than cutting it. So the rows of as many batches as lie ready, up to a
-bound, are looked up at once; units are given back hardly later.
+The book-keeping for such a batch would cost more than the copy. So the rows of all ready batches, up to a bound, are
+looked up together; units are released only slightly later because of it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from streaming.engine.units import Block
 
 _GROUP_ROWS, _GROUP_PIECES = 2_048, 8_192
 _GROUP_BYTES = 16 << 20
-"""Bounds on a group; what is looked up should still be in the caches when it is cut. Pieces of packs are looked up and
-laid out in more calls of NumPy, which cost less a batch the more of them there are (docs/design/0032)."""
+"""Bounds on a group: what is looked up should still be in the CPU caches when it is copied.
+
+Pieces of packs take more NumPy calls, whose cost is shared by the batches of a group (docs/design/0032).
+"""
 _SHARE = 16
-"""Nor is a group more than this part of the arena: its units are given back at its end, others come after that."""
+"""A group also takes at most this part of the arena, because its units are released only at its end."""
 
 Select = Callable[[Block, slice], Rows | None]
-"""The rows of a span of a block; None if any of them is damaged, or is no document as its pack was planned with."""
+"""Returns the rows of a span of a block; None if one is damaged, or differs from the document its pack was planned
+with.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Batches ``[first, last)``; batch ``first + i`` is rows, or packs, ``splits[i]`` to ``splits[i + 1]``.
+    """Batches ``[first, last)``; batch ``first + i`` consists of rows, or packs, ``splits[i]`` to ``splits[i + 1]``.
 
     Attributes:
-        rows: All of them.
-        allocate: Where the memory of their tensors comes from; None: fresh memory.
-        columns: The rows, from which batches are cut into that memory.
+        rows: All rows.
+        allocate: Allocator for their tensors; None: fresh memory.
+        columns: The rows as columns, from which batches are copied into that memory.
     """
 
     first: int
@@ -51,7 +55,7 @@ class Group:
         """Return one of the batches.
 
         Raises:
-            DecodeError: A value does not decode; which one is to be found out row by row.
+            DecodeError: A value cannot be decoded; decode row by row to find which.
         """
         low, high = self.splits[number - self.first : number - self.first + 2]
         valid = None if self.valid is None else self.valid[low:high]
@@ -59,22 +63,20 @@ class Group:
 
 
 class BatchGroups:
-    """Open one group after the other, each as large as the size of the last one suggests. Not thread-safe."""
+    """Open one group after another, each sized according to the previous one. Not thread-safe."""
 
     def __init__(self, recipe: Recipe, arena_bytes: int, *, padded: bool) -> None:
         self._recipe = recipe
         self._padded = padded
         self._max_rows = _GROUP_ROWS if recipe.packs is None else _GROUP_PIECES
         self._max_bytes = min(_GROUP_BYTES, arena_bytes // _SHARE)
-        self._num_batches = 1  # of the next group; 0: the samples are too different for groups
+        self._num_batches = 1  # in the next group; 0: the samples are too different for groups
 
     def open(self, block: Block, first: int, frontier: int, select: Select, allocate: Allocate | None) -> Group | None:
-        """Return the group of the batches from ``first`` on, below ``frontier``.
+        """Return the group of the batches from ``first`` on, below ``frontier``, or None to build them one by one.
 
-        None if they are to be built one by one.
-
-        What a batch holds does not depend on the group that it is in: rows that lack a field or are damaged, and
-        batches without rows, make no group.
+        The content of a batch does not depend on its group: rows that lack a field or are damaged, and batches without
+        rows, do not form groups.
         """
         last = min(first + self._num_batches, block.last, frontier)
         if last == first:
@@ -102,7 +104,7 @@ class BatchGroups:
         )
 
     def moved(self, group: Group, allocate: Allocate | None) -> Group:
-        """Return the same group, whose batches lie in other memory from now on."""
+        """Return the same group with another allocator for its batches."""
         return replace(group, allocate=allocate, columns=self._columns(group.rows, allocate))
 
     def _columns(self, rows: Rows, allocate: Allocate | None) -> Columns | PackColumns:

@@ -1,11 +1,11 @@
-"""Read one rank's batches of one epoch: what is fetched when, what is built when, and who waits for what.
+"""Read one rank's batches of one epoch: when units are fetched, when batches are built, and who waits for what.
 
 Life cycle of a batch k::
 
-    planned -> its units asked for -> all of them in the arena -> being built -> built -> handed out
+    planned -> its units requested -> all of them in the arena -> being built -> built -> handed out
 
-Units are asked for strictly in the order of their first use. So batch k can be built as soon as every unit with a
-``first_batch`` of at most k is there: one number, the *frontier*, says how far that is. A unit is given back once all
+Units are requested strictly in the order of their first use. So batch k can be built as soon as every unit with a
+``first_batch`` of at most k is there: a single number, the *frontier*, expresses this. A unit is released once all
 batches up to its ``last_batch`` are built.
 
 Nobody but the arena limits how far the reader runs ahead. Whoever changes a state under the lock (a fetch that ends, a
@@ -44,25 +44,27 @@ from streaming.plan.plan import Plan
 from streaming.types import Int64Array
 
 _BLOCKS_AHEAD = 16
-"""Blocks planned beyond the batch handed out last: bounds the plan's own memory at about 16 MB."""
+"""Blocks planned beyond the last batch handed out; bounds the plan's own memory to about 16 MB."""
 _BLOCK_PASSES = 4
-"""Passes in a block at most: of a small set each pass costs as much as a thousand rows."""
+"""Maximum number of passes in a block: for a small set, each pass costs as much as a thousand rows."""
 _MOST_OF_PACK = 2**24
-"""Samples of a pack, at most: what they draw is told by the pack's position times that, and their place in it."""
+"""Maximum number of samples in a pack: their random numbers derive from the pack's position times this, plus their
+index.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a pipeline runs; none of it changes what is delivered.
+    """Settings of a pipeline; none of them changes what is delivered.
 
     Attributes:
         recipe: Decode, transform, collate.
-        builder: Who does it.
+        builder: Builds batches.
         fields: Fields to read; None: all.
-        num_builders: Background threads that build batches, or have them built.
-        depth: Batches that may be built but not handed out.
-        batch_bytes: Bound on these, in bytes; one is always allowed.
-        balance: How packs are balanced, of a packed set; None: not at all.
+        num_builders: Background threads that build batches, or wait for worker processes to do so.
+        depth: Upper bound on batches that are built but not handed out.
+        batch_bytes: Upper bound on their bytes; one batch is always allowed.
+        balance: How packs of a packed set are balanced; None: not at all.
     """
 
     recipe: Recipe
@@ -75,17 +77,17 @@ class Settings:
 
 
 class Pipeline(Delivery):
-    """Deliver the batches of a plan; see ``Delivery``. A batch comes with its rows' share of the global batch only.
+    """Deliver the batches of a plan; see ``Delivery``. A batch holds only this rank's rows of the global batch.
 
     Args:
         plan: The plan.
-        dp_rank: Whose share.
-        units: What is fetched in one piece.
+        dp_rank: Data-parallel rank whose share to read.
+        units: The pieces in which data is fetched.
         source: The data set.
-        store: The arena's contents; may outlive the pipeline.
-        settings: How to run.
-        metrics: Where waits are counted.
-        report: Told of every bad sample; may raise to stop the run.
+        store: Contents of the arena; may outlive the pipeline.
+        settings: Settings.
+        metrics: Where to count waits.
+        report: Called for every bad sample; may raise to stop the run.
     """
 
     def __init__(
@@ -125,11 +127,11 @@ class Pipeline(Delivery):
     # --- under the lock ---
 
     def _num_ready(self) -> int:
-        """Return the number below which batches have all their units in the arena, and their rows planned."""
+        """Return the number below which batches have all their units in the arena and their rows planned."""
         return min(self._frontier(), self._planned)
 
     def _give_back(self) -> None:
-        """Release every unit that was asked for."""
+        """Release every unit that was requested."""
         released = [one for some in self._releases.values() for one in some]
         for unit in [unit for _, unit, _ in self._coming] + released:
             self._store.release(unit)
@@ -156,14 +158,17 @@ class Pipeline(Delivery):
         return self._plan.num_batches if self._next_need is None else self._next_need.first_batch
 
     def _advance(self) -> None:
-        """Start every fetch that has room, note every unit that has come; one that failed stops the frontier."""
+        """Start every fetch that has room, and register every unit that has arrived.
+
+        A failed one stops the frontier.
+        """
         if self._store.failure is not None:
             raise self._store.failure
         soon = self._handed_out + self._block_batches
         while (need := self._next_need) is not None:
             wanted = self._units.wanted(need.unit)
             if need.first_batch >= soon and self._store.holds(wanted):
-                break  # nothing to fetch: an epoch of many passes over a small set is gone through as it is read
+                break  # nothing to fetch: an epoch of many passes over a small set is planned as it is read
             unit = self._store.admit(wanted)
             if unit is None:
                 break
@@ -181,7 +186,7 @@ class Pipeline(Delivery):
             self._plan_block()
 
     def _pack_ahead(self, need: Need) -> None:
-        """Have the packs of a group made by the time that its bytes have come."""
+        """Compute the packs of a group while its bytes are being fetched."""
         group, offset, number = (np.array([value]) for value in (need.unit, 0, need.pass_number))
         self._store.beside(partial(self._source.packs, group, offset, number, self._plan.settings.seed))
 
@@ -204,7 +209,7 @@ class Pipeline(Delivery):
         self._blocks.append(self._units.block(first, self._planned))
 
     def _finish(self, batch: int) -> None:
-        """Give back, a batch being built, the units of which it was the last to need."""
+        """Release, after a batch is built, the units that it was the last to need."""
         self._built.add(batch)
         while self._num_built in self._built:
             self._built.discard(self._num_built)
@@ -215,7 +220,7 @@ class Pipeline(Delivery):
             self._blocks.popleft()
 
     def _obstacle(self) -> BaseException | None:
-        """Return what will keep the frontier where it is for ever, if anything does."""
+        """Return the error that stops the frontier for good, if there is one."""
         if self._coming:
             return self._coming[0][1].failure
         need = self._next_need
@@ -239,7 +244,7 @@ class Pipeline(Delivery):
     # --- taking and building ---
 
     def _take(self, number: int) -> Any:
-        """See ``Delivery``; a batch of the group that is open costs no lock."""
+        """See ``Delivery``; a batch of the open group takes no lock."""
         return super()._take(number) if self._group is None else self._cut(self._group, number)
 
     def _begin(self, number: int) -> None:
@@ -251,16 +256,16 @@ class Pipeline(Delivery):
         return super()._build_here(number) if self._group is None else self._cut(self._group, number)
 
     def _cut(self, group: Group, batch: int) -> Any:
-        """Return the batch, out of its group; after the last one the group is given back."""
+        """Return the batch from its group; after its last batch the group is released."""
         with self._metrics.timed("build_in_consumer_s"):
-            if group.allocate is not self._builder.allocate:  # page-locked from now on, or not any more
+            if group.allocate is not self._builder.allocate:  # page-locking was switched on or off
                 self._group = group = self._groups.moved(group, self._builder.allocate)
             try:
                 value = group.batch(batch, self._settings.recipe)
-            except DecodeError:  # row by row it will be found out which
+            except DecodeError:  # building row by row will find out which
                 value = self._build(batch)
         if batch + 1 == group.last:
-            with self._changed:  # all batches of the group are built: their units may go
+            with self._changed:  # all batches of the group are built: their units may be released
                 self._group, self._quiet = None, False
                 if not self._closed:
                     for one in range(group.first, group.last):
@@ -269,7 +274,7 @@ class Pipeline(Delivery):
 
     def _open_group(self, first: int) -> Group | None:
         packs = self._settings.recipe.packs
-        in_groups = not self._source.is_packed  # packs of whole samples are not: their samples are rows
+        in_groups = not self._source.is_packed  # not for packs of whole samples, whose samples are rows
         if packs is not None:
             in_groups = not packs.padded and self._settings.balance is None
         if not self._builder.holds_gil or not in_groups:
@@ -285,7 +290,8 @@ class Pipeline(Delivery):
         if packs is None:
             rows = self._rows(first_rows + block.within[span], of.chunk_ids[span], {})
             return None if rows.damage else rows
-        # Under the engine's lock nobody packs, nor waits for a column of lengths: a batch built alone does without it.
+        # Never pack, or wait for a column of lengths, under the engine's lock; a batch that is built alone does not
+        # hold it.
         if not self._source.has_packs(of.chunk_ids[span], of.passes[span], self._plan.settings.seed):
             return None
         rows = self._rows_of_packs(first_rows, of.chunk_ids[span], of.offsets[span], of.passes[span], {})
@@ -311,7 +317,7 @@ class Pipeline(Delivery):
             if self._source.is_packed:
                 rows = self._rows_of_packs(first_rows, chunk_ids, offsets, passes, damage)
                 whole = self._settings.recipe.packs is None
-                if whole and rows.packs is not None:  # whole samples draw, each for itself
+                if whole and rows.packs is not None:  # whole samples draw random numbers, each its own
                     positions = positions[rows.packs.packs] * _MOST_OF_PACK + rows.packs.places
             else:
                 rows = self._rows(first_rows + block.within[span], chunk_ids, damage)
@@ -332,7 +338,7 @@ class Pipeline(Delivery):
         )
 
     def _report(self, bad: BadSample) -> None:
-        """Tell of a bad sample, by its key and place where they can be known."""
+        """Report a bad sample, by its key and location if they are known."""
         if bad.number >= 0 and not bad.dropped:
             chunk = int(np.searchsorted(self._chunk_starts, bad.number, side="right")) - 1
             offset = np.array([bad.number - self._chunk_starts[chunk]])
@@ -342,7 +348,7 @@ class Pipeline(Delivery):
         super()._report(bad)
 
     def _in_order(self, block: Block, span: Int64Array) -> Int64Array:
-        """Return the rows of a batch, int64[B]; under ``balance="local"`` from the dearest pack to the cheapest."""
+        """Return the rows of a batch, int64 [B]; with ``balance="local"`` from the most to the least expensive pack."""
         balance, shape, of = self._settings.balance, self._settings.recipe.packs, block.rows
         if balance is None or shape is None or balance.how != "local":
             return span
@@ -350,7 +356,7 @@ class Pipeline(Delivery):
         return span[order_local(packs.costs_by(balance, shape.length))]
 
     def _packs(self, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array) -> PackRows:
-        """Return the packs at these places; those that are to be exchanged say what they cost."""
+        """Return the packs at these offsets; if they are to be exchanged, with their costs."""
         packs = self._source.packs(chunk_ids, offsets, passes, self._plan.settings.seed)
         balance, shape = self._settings.balance, self._settings.recipe.packs
         if balance is None or shape is None or balance.how != "exchange":
@@ -361,12 +367,12 @@ class Pipeline(Delivery):
         self, first_rows: Int64Array, chunk_ids: Int64Array, offsets: Int64Array, passes: Int64Array,
         lost: dict[int, DataError],
     ) -> Rows:  # fmt: skip
-        """Return the pieces that packs are made of, as rows; of packs ``lost`` no document is in the arena."""
+        """Return the pieces that packs consist of, as rows; of the packs in ``lost`` no document is in the arena."""
         packs = self._packs(chunk_ids, offsets, passes)
         of = packs.packs
         damage = {piece: lost[pack] for piece, pack in enumerate(of.tolist()) if pack in lost} if lost else {}
         rows = self._rows(first_rows[of] + packs.samples, chunk_ids[of], damage)
-        for piece in rows.damage:  # by name where the sample table knows it
+        for piece in rows.damage:  # by name if the sample table has it
             place = self._source.locate(int(chunk_ids[of[piece]]), int(packs.samples[piece]))
             rows.keys[piece] = rows.keys[piece] if place is None else place.key
         return replace(rows, packs=packs)
@@ -374,7 +380,7 @@ class Pipeline(Delivery):
     def _rows(self, row_numbers: Int64Array, chunk_ids: Int64Array, lost: dict[int, DataError]) -> Rows:
         """Return the rows of a batch.
 
-        Of those ``lost`` nothing is in the arena, and nothing stands in the row table.
+        Rows in ``lost`` have nothing in the arena, and no entry in the row table.
         """
         sources = self._source.source_of(chunk_ids) if self._source.names else None
         arena = self._store.arena

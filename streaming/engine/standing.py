@@ -1,4 +1,4 @@
-"""Say where a pipeline stands: what the next batch waits for, and the oldest fetches."""
+"""Describe the state of a pipeline: what the next batch waits for, and the oldest fetches."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _LISTED_UNITS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A pipeline at one moment.
+    """State of a pipeline at one moment.
 
     Attributes:
-        batch: The next to hand out.
-        num_batches: Of the epoch.
+        batch: Number of the next batch to hand out.
+        num_batches: Number of batches in the epoch.
         frontier: Batches below this number have all their units in the arena.
-        num_started: Batches that somebody has begun to build.
+        num_started: Number of batches that have been begun.
         num_built: Batches below this number are built.
-        num_waiting: Built batches, or errors, that wait to be handed out.
+        num_waiting: Number of built batches, or errors, that wait to be handed out.
         pending: Units whose fetch has not ended, in the order of their first use.
-        arena_used_bytes: What the units take.
-        arena_limit_bytes: What they may take.
-        closed: It is over.
+        arena_used_bytes: Memory that the units take.
+        arena_limit_bytes: Memory that they may take.
+        closed: Whether it is closed.
     """
 
     batch: int
@@ -58,12 +58,12 @@ def standing_lines(now: Standing) -> list[str]:
 
 
 def thread_lines(prefix: str) -> list[str]:
-    """Return where each thread of that kind stands."""
+    """Describe where each thread whose name begins with ``prefix`` currently is."""
     return [f"thread {thread.name} in {where_is(thread.ident)}" for thread in thread_named(prefix)]
 
 
 def request_line(request: ActiveRequest) -> str:
-    """Return one call of the storage that is under way."""
+    """Describe one storage request in progress."""
     end = "" if request.byte_end is None else request.byte_end
     return (
         f"request: {request.url} bytes {request.byte_start}-{end}, attempt {request.attempt}, "

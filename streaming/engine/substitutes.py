@@ -1,7 +1,7 @@
-"""Choose stand-ins for samples that cannot be delivered: which, in which order, and where their bytes come from.
+"""Choose substitutes for samples that cannot be delivered: which, in which order, and where their bytes come from.
 
-Which ones depends on the plan's order and on what is damaged in the store, so it is the same on every world size. Their
-bytes come from the arena where they are there, else from the store.
+The choice depends on the plan's order and on what is damaged in the store, so it is the same for every world size.
+Their bytes come from the arena if they are there, otherwise from the store.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from streaming.types import Int64Array
 
 
 class Substitutes:
-    """The stand-ins for the rows of one batch; a context that gives back what it held. Used by one thread.
+    """The substitutes for the rows of one batch; a context manager that releases what it holds. Used by one thread.
 
-    Keeps one chunk beside the arena: the last one that was not there.
+    Keeps one chunk outside the arena: the latest one that had to be fetched.
 
     Args:
         plan: The plan.
-        chunk_starts: int64 [C + 1], number of the first sample of each chunk, in the data set.
+        chunk_starts: int64 [C + 1], number of the first sample of each chunk in the data set.
         source: The data set.
-        store: The arena's contents.
+        store: Contents of the arena.
         fields: Fields to read; None: all.
-        narrowed: Leaves out of rows what their sources do not read.
+        narrowed: Removes from rows what their sources do not read.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Substitutes:
         held = [unit for units in self._held.values() for unit in units]
         if held:
             with self._store.changed:
-                for unit in held:  # each was held once: the store counts as before
+                for unit in held:  # Invariant: each was held once, so the store's counts are as before
                     self._store.release(unit)
                 self._store.changed.notify_all()
 
     def of(self, chunk: int, offset: int, pass_number: int) -> Iterator[Rows]:
-        """Yield single rows to try in place of a sample: its successors in its chunk, then the chunks before it."""
+        """Yield single rows to try in place of a sample: those after it in its chunk, then those of earlier chunks."""
         order = self._plan.order(pass_number)
         size = int(self._plan.chunk_samples[chunk])
         yield from self._rows(chunk, (offset + np.arange(1, size)) % size)
@@ -71,7 +71,7 @@ class Substitutes:
             yield from self._rows(other, np.arange(self._plan.chunk_samples[other]))
 
     def any(self) -> Iterator[Rows]:
-        """Yield readable rows of the epoch, for the shape of a batch without rows."""
+        """Yield readable rows of the epoch, as a template for a batch without rows."""
         for chunk in range(len(self._plan.chunk_samples)):
             yield from self._rows(chunk, np.arange(self._plan.chunk_samples[chunk]))
 
@@ -126,7 +126,7 @@ class Substitutes:
 
     def _fetch_apart(self, chunk: int) -> _Apart | None:
         if self._apart[0] != chunk:
-            self._apart = (-1, None)  # its memory goes before the next comes
+            self._apart = (-1, None)  # its memory is freed before the next is fetched
             self._apart = (chunk, self._read(chunk))
         return self._apart[1]
 
@@ -152,7 +152,7 @@ class _Apart:
 
 
 def _has(unit: Unit, sample: int) -> bool:
-    """Tell whether a sample of the shard lies in a unit, in bytes that a checksum vouches for."""
+    """Tell whether a unit holds a sample of the shard, in bytes verified by a checksum."""
     if unit.first_row < 0 or not unit.wanted.sums:
         return False
     return 0 <= sample - unit.wanted.first_sample < unit.wanted.num_samples

@@ -1,10 +1,10 @@
-"""Estimate the memory that a batch takes: tensors and arrays exactly, Python objects by a sample of each field.
+"""Estimate the memory that a batch takes: exactly for tensors and arrays, by sampling for Python objects.
 
-An object of Python costs far more than its content: a number in a list 32 bytes, an empty dict 64. To look at each one
-would cost about as much as to decode it. So of a long list a few items are looked at, spread evenly, and count for all;
-what they refer to is followed level by level, in loops that run in C, and thinned out where it becomes too much.
+A Python object takes far more memory than its content: a number in a list 32 bytes, an empty dict 64. Looking at each
+would cost about as much as decoding. So only a few evenly spaced items of a long list are examined, and represent all;
+what they refer to is followed level by level, in loops that run in C, and thinned out if it becomes too much.
 
-No code of the user runs: what a mapping of his own would compute when it is asked is not asked for.
+No user code runs: values that a user's mapping would compute on access are not requested.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ import torch
 from streaming.batches.jagged import Jagged
 
 _LOOKED_AT, _FLAT_LOOKED_AT = 8, 32
-"""Items of a list that count for all of them, and of one of text and numbers: for 256 samples of JSON a tenth of what
-decoding costs. Of bytes, which may be whole images, all count."""
+"""Number of items that represent a list, and one of only text and numbers.
+
+For 256 samples of JSON this costs a tenth of decoding. Items of bytes, which may be whole images, are all counted.
+"""
 _EMPTY_BYTES = sys.getsizeof(b"")
 _MOST_OBJECTS = 20_000
-"""Objects followed at once: some milliseconds."""
+"""Maximum number of objects followed per level: some milliseconds."""
 _RUN = 100
-"""Neighbours looked at together: what lies in turn (a key, its value) is met in turn."""
+"""Neighbours examined together, so that alternating objects (a key, its value) are both seen."""
 _ROUNDING_BYTES = 8
-"""Python hands out memory in steps of 16 bytes: half of one is lost for each object."""
+"""Python allocates in steps of 16 bytes, so half a step is lost per object on average."""
 _HEADER_BYTES = 96
-"""Of a tensor or an array, beside its content."""
+"""Memory of a tensor or array in addition to its content."""
 _FLAT = frozenset((str, bytes, int, float, bool, complex, type(None)))
 _PLAIN = _FLAT | {dict, list, tuple, set, frozenset, bytearray}
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-"""What objects refer to and does not come with them."""
+"""Objects that are shared rather than owned by those that refer to them."""
 
 
 def weigh(batch: Any) -> int:
-    """Estimate the bytes of memory that go when a batch does. Never raises; takes microseconds for tensors.
+    """Estimate the bytes of memory that are freed with a batch. Never raises; takes microseconds for tensors.
 
     Example:
         ``weigh({"jpg": torch.zeros(8, 3, 224, 224, dtype=torch.uint8), "txt": ["a cat", ...]})``
@@ -63,7 +65,10 @@ def weigh(batch: Any) -> int:
 
 
 def tensor_bytes(batch: Any) -> int:
-    """Count what of :func:`weigh` lies in tensors and arrays that are entries of the batch; the rest are objects."""
+    """Return the part of :func:`weigh` that is in tensors and arrays that are entries of the batch.
+
+    The rest are objects.
+    """
     if type(batch) is dict:
         return sum(map(tensor_bytes, batch.values()))
     if isinstance(batch, (torch.Tensor, np.ndarray)):
@@ -76,12 +81,12 @@ def tensor_bytes(batch: Any) -> int:
 
 
 def _weigh_all(objects: Iterable[Any]) -> int:
-    """Estimate the bytes of objects and of all that they refer to, each counted once."""
+    """Estimate the bytes of objects and of everything they refer to, each counted once."""
     total, scale = 0.0, 1.0
     seen: dict[int, Any] = {}
     level = list(objects)
     while level:
-        if len(level) > _MOST_OBJECTS:  # those left out weigh as much as those looked at
+        if len(level) > _MOST_OBJECTS:  # those left out are assumed to weigh as much as those examined
             starts = range(0, len(level), -(-len(level) // (_MOST_OBJECTS // _RUN)))
             thinned = [one for start in starts for one in level[start : start + _RUN]]
             scale *= len(level) / len(thinned)
@@ -101,7 +106,7 @@ def _weigh_all(objects: Iterable[Any]) -> int:
 
 
 def _own_bytes(one: Any) -> int:
-    """Return what an object takes beside those that it refers to; 0 where it cannot say."""
+    """Return an object's own size, without what it refers to; 0 if it cannot say."""
     try:
         if isinstance(one, torch.Tensor):
             return _HEADER_BYTES + _tensor_bytes(one)
@@ -122,14 +127,14 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
         return tensor.nbytes
     if tensor.layout == torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes
-    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)  # else by column
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)  # otherwise by column
     names = ("crow_indices", "col_indices") if by_row else ("ccol_indices", "row_indices")
     parts = (getattr(tensor, name)() for name in ("values", *names))
     return sum(part.nbytes for part in parts)
 
 
 def _referents(one: Any) -> list[Any]:
-    """Return what an object holds that goes with it."""
+    """Return the objects that an object owns."""
     if isinstance(one, torch.Tensor) or type(one).__module__.startswith("PIL."):
         return []
     if isinstance(one, np.ndarray):

@@ -1,4 +1,4 @@
-"""Keep all fetched chunks of a rank in one fixed byte budget of anonymous memory: the chunk arena."""
+"""Hold all fetched chunks of a rank in anonymous memory with a fixed byte budget: the chunk arena."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from streaming.platforms import MAP_NORESERVE, remove_pages, unnamed_file, want_
 PAGE_BYTES = mmap.PAGESIZE
 
 _Drop: TypeAlias = Callable[[mmap.mmap, int, int], None]
-"""Gives pages back to the system: of a map, from a byte on, so many bytes."""
+"""Returns pages to the system: arguments are a map, the first byte and the number of bytes."""
 
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10  # Linux, on every machine but Alpha, MIPS, PA-RISC and Xtensa
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _HIGHEST_BYTES = (32 << 20) - (64 << 10)
-"""glibc follows the sizes of freed blocks up to 32 MiB, its own header included."""
+"""glibc's dynamic threshold follows the sizes of freed blocks up to 32 MiB, including its header."""
 _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
 class Extents:
     """Keep the free ranges of ``[0, capacity)`` sorted and merged; allocate first-fit. Not thread-safe.
 
-    First fit keeps what is in use near the low end, so that the highest address ever used stays close to the most
-    that was ever in use at once.
+    First-fit keeps used ranges near the low end, so that the highest address ever used stays close to the peak of
+    memory in use.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -44,7 +44,7 @@ class Extents:
         self._free: list[tuple[int, int]] = [(0, capacity)] if capacity else []
 
     def take(self, size: int) -> int | None:
-        """Start of a range of ``size``, or None if no free range is long enough."""
+        """Return the start of a range of ``size``, or None if no free range is large enough."""
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= size:
                 if stop - start == size:
@@ -56,7 +56,7 @@ class Extents:
         return None
 
     def give(self, start: int, size: int) -> None:
-        """Give back a range that ``take`` handed out; neighbouring free ranges are merged."""
+        """Free a range returned by ``take``; adjacent free ranges are merged."""
         stop = start + size
         i = bisect_left(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
@@ -72,7 +72,7 @@ class Extents:
         return self._free[-1][0] if self._free and self._free[-1][1] == self.capacity else self.capacity
 
     def grow(self, capacity: int) -> None:
-        """Make the range ``[0, capacity)``; never shrinks."""
+        """Extend the range to ``[0, capacity)``; never shrinks it."""
         added = capacity - self.capacity
         if added > 0:
             self.used += added
@@ -80,25 +80,24 @@ class Extents:
             self.give(capacity - added, added)
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """Return the free ranges, sorted, merged."""
+        """Return the free ranges, sorted and merged."""
         return list(self._free)
 
 
 class Arena:
-    """Room for at most ``budget_bytes`` of chunks, in memory that no file system names and that dies with its users.
+    """Room for at most ``budget_bytes`` of chunks, in anonymous memory that is freed when its last user is gone.
 
-    The address range is twice the budget, so that fragments do not stop an allocation that the budget allows; pages
-    beyond the budget are handed back to the system as soon as they are free, and as long as some are in use all others.
-    Pages are committed on first touch: a large budget costs nothing until it is used.
+    The address range is twice the budget, so that fragmentation does not prevent an allocation within the budget. Pages
+    beyond the budget are returned to the system as soon as they are free, and, as long as some of them are in use, so
+    are all other free pages. Pages are committed on first touch: a large budget costs nothing until it is used.
 
-    Not thread-safe: callers allocate and free under a lock of their own. Reading and writing allocated ranges from
-    any thread is fine.
+    Not thread-safe: callers allocate and free under their own lock. Allocated ranges may be read and written from any
+    thread.
 
     Args:
         budget_bytes: The budget.
-        shared: Whether other processes are to map it, by ``fd``. Memory of this process alone gets huge pages where the
-            system grants them: first touch then costs a third (0.07 against 0.22 s for
-            400 MB, measured once by hand, 2026-11).
+        shared: Whether other processes map it, through ``fd``. Private memory gets huge pages if the system grants
+            them: first touch then costs a third (0.07 instead of 0.22 s for 400 MB, measured once by hand, 2026-11).
     """
 
     def __init__(self, budget_bytes: int, *, shared: bool = True) -> None:
@@ -111,10 +110,10 @@ class Arena:
         self._closed = False
 
     def _reserve(self, *, shared: bool) -> tuple[Extents, mmap.mmap]:
-        """Return an address range of twice the budget, or of a quarter more where the system limits the address space.
+        """Reserve an address range of twice the budget, or of 1.25 times if the system limits the address space.
 
         Raises:
-            MemoryLimitError: It grants neither.
+            MemoryLimitError: The system grants neither.
         """
         for capacity in (2 * self.budget_bytes, _pages(self.budget_bytes * 5 // 4)):
             try:
@@ -150,11 +149,11 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes allocated now, in whole pages."""
+        """Bytes currently allocated, in whole pages."""
         return self._extents.used
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Start of ``num_bytes`` of room, page-aligned, or None if the budget has no room for them now."""
+        """Return the page-aligned start of a new range of ``num_bytes``, or None if the budget has no room now."""
         size = _pages(num_bytes)
         if self._extents.used + size > self.budget_bytes:
             return None
@@ -167,29 +166,29 @@ class Arena:
         return start
 
     def free(self, start: int, num_bytes: int) -> None:
-        """Give back what ``allocate(num_bytes)`` handed out; after ``close`` there is nothing to give back."""
+        """Free a range returned by ``allocate(num_bytes)``; after ``close`` this does nothing."""
         if self._closed:
             return
         size = _pages(num_bytes)
-        crowds = self._extents.top > self.budget_bytes  # then pages below that nobody uses come on top of the budget
+        crowds = self._extents.top > self.budget_bytes  # then unused pages below it come on top of the budget
         self._extents.give(start, size)
         if crowds:
             self._drop(self.memory, start, size)
 
     def shrink(self, start: int, num_bytes: int, left_bytes: int) -> None:
-        """Give back what lies behind the first ``left_bytes`` of ``allocate(num_bytes)``."""
+        """Free what follows the first ``left_bytes`` of ``allocate(num_bytes)``."""
         left, size = _pages(left_bytes), _pages(num_bytes)
         if left < size:
             self.free(start + left, size - left)
 
     def map_file(self, start: int, num_bytes: int, fd: int, offset: int) -> None:
-        """Put the bytes of a file from ``offset`` on in the place of allocated memory, and read them; whole pages.
+        """Map the bytes of a file from ``offset`` on in place of allocated memory, and read them; whole pages.
 
-        Only for an arena of this process alone. What is written to them does not reach the file.
+        Only for a private arena. Writes to the range do not reach the file.
 
         Raises:
-            OSError: A page cannot be read, or lies behind the end of the file; or the system cannot do it. Then
-                ``unmap_file`` is to follow.
+            OSError: A page cannot be read or is past the end of the file, or the system does not support it. Call
+                ``unmap_file`` then.
         """
         self._remap(start, num_bytes, mmap.MAP_PRIVATE, fd, offset)
         if _libc().madvise(self._address + start, _pages(num_bytes), _MADV_POPULATE_READ):
@@ -201,7 +200,7 @@ class Arena:
             self._remap(start, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
 
     def copy_file(self, start: int, num_bytes: int) -> None:
-        """Put a copy in the place of what ``map_file`` mapped; who reads it meanwhile sees no difference."""
+        """Replace what ``map_file`` mapped by a copy; concurrent readers see no difference."""
         if self._closed:
             return
         size = _pages(num_bytes)
@@ -217,10 +216,10 @@ class Arena:
         _mapped(_libc().mmap(self._address + start, size, _READ_WRITE, flags, fd, offset))
 
     def close(self, *, keep_mapped: bool = False) -> None:
-        """Release the memory. Views that others still hold keep their pages until they are gone.
+        """Release the memory. Views held by others keep their pages until they are gone.
 
         Args:
-            keep_mapped: Let others also go on to cut new views; the memory goes with the last who refers to it.
+            keep_mapped: Also let others create new views; the memory is freed with the last reference.
         """
         if self._closed:
             return
@@ -233,7 +232,7 @@ class Arena:
         try:
             self.view.release()
             self.memory.close()
-        except BufferError:  # somebody still reads from it: the mapping goes with its last user
+        except BufferError:  # still in use: the mapping is freed with its last user
             return
 
     def _drop_free_pages(self) -> None:
@@ -247,10 +246,12 @@ def _forget_pages(memory: mmap.mmap, start: int, num_bytes: int) -> None:
 
 
 def map_privately(address: int, num_bytes: int, fd: int) -> None:
-    """Map a file's first bytes at ``address``, where they are mapped already; writes there no longer reach the file.
+    """Map a file's first bytes privately at ``address``, where they are already mapped.
+
+    Writes no longer reach the file.
 
     Raises:
-        OSError: The system cannot do it.
+        OSError: The system does not support it.
     """
     _mapped(_libc().mmap(address, num_bytes, _READ_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED | MAP_NORESERVE, fd, 0))
 
@@ -261,7 +262,7 @@ def _pages(num_bytes: int) -> int:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """Open the C library for calls that may wait, and give the GIL away: Python's ``madvise`` keeps it."""
+    """Open the C library for calls that may block, and that release the GIL: Python's ``madvise`` keeps it."""
     libc = ctypes.CDLL(None, use_errno=True)
     where, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [where, size, number, number, number, ctypes.c_int64], where
@@ -271,10 +272,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def _mapped(address: int) -> int:
-    """Return an address that the system gave.
+    """Check and return an address from ``mmap``.
 
     Raises:
-        OSError: It is none, but says that something failed.
+        OSError: It is the error value instead.
     """
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -283,11 +284,11 @@ def _mapped(address: int) -> int:
 
 @cache
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MB of freed memory for the next batch, in place of giving it back after each.
+    """Make glibc keep up to 64 MB of freed memory for the next batch, instead of returning it after each.
 
-    At first it does so with what is larger than 128 KiB, and gets every batch's memory from the system again: page by
-    page, cleared (bytes of 68 KB: 3 GB/s against 9, benchmarks/bench_cut.py). The bound follows the largest
-    block that was ever freed, so that one of 32 MB, which nobody touches, raises it for good; in any program that frees
-    a tensor of that size it is there already.
+    By default blocks larger than 128 KiB are returned, so every batch gets new, zeroed pages from the system, one fault
+    at a time (bytes of 68 KB: 3 GB/s instead of 9, benchmarks/bench_cut.py). The threshold follows the largest block
+    ever freed, so freeing a single block of 32 MB, which is never touched, raises it permanently; in any program that
+    frees a tensor of that size this has already happened.
     """
     np.empty(_HIGHEST_BYTES, np.uint8)

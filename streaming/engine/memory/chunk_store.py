@@ -1,4 +1,4 @@
-"""Fetch units into the arena in the background, share them, and give them back by count."""
+"""Fetch units into the arena in the background, share them, and release them by reference count."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 
 IN_FLIGHT_BYTES = 128 << 20
-"""Of chunks that are being fetched: what 10 Gbit/s bring in 100 ms. With more at once, the first of them come later
-from a near store. With half of it, the first batch from a far one takes 3.5 to 4.5 round trips in place of 2.4 to 2.9
-(``benchmarks/bench_first_batch.py``): the chunks that it needs no longer come all together."""
+"""Bytes being fetched at the same time: 100 ms at 10 Gbit/s.
+
+With more, the first chunks from a nearby store arrive later. With half, the first batch from a distant store takes 3.5
+to 4.5 round trips instead of 2.4 to 2.9 (``benchmarks/bench_first_batch.py``), because its chunks are no longer all
+fetched together.
+"""
 LEAST_IN_FLIGHT = 8
-"""Chunks, however large: a single connection to a far store brings much less than the network could."""
+"""Minimum number of chunks being fetched, however large: one connection to a distant store does not fill the
+network.
+"""
 _STOP_S = 1.0
-"""How long closing waits for fetches under way: their memory stays mapped until they have ended."""
+"""How long closing waits for fetches in progress; their memory stays mapped until they have ended."""
 
 Fetch = Callable[[FetchRange, memoryview], UnitLayout | TakeApart]
 
@@ -37,17 +42,17 @@ class Unit:
 
     Attributes:
         wanted: What to fetch.
-        start: Where its bytes lie in the arena.
-        skew_bytes: Room before them that is also its own.
-        num_bytes: Room that it takes there: as ``room`` has it, or that of the whole range until its need is known.
-        users: Pieces of the plan that still need it; at 0 it may be dropped.
-        ready: The fetch has ended, well or badly.
+        start: Start of its bytes in the arena.
+        skew_bytes: Padding before them that also belongs to it.
+        num_bytes: Size of its allocation: as given by ``room``, or the whole range until its need is known.
+        users: Number of pieces of the plan that still need it; at 0 it may be dropped.
+        ready: The fetch has ended, successfully or not.
         take_apart: How to find its samples, until ``ChunkStore.settle`` has done so.
         first_row: Row of its first sample in the row table; -1 while not ready, or if none of it can be read.
-        damage: Why nothing of it can be read, if that is so. (Of single samples the row table knows it.)
+        damage: Why none of it can be read, if so. (Damage of single samples is in the row table.)
         failure: Why the fetch failed altogether, if it did.
         asked_at_s: By ``time.monotonic``.
-        begun_at_s: When a thread took it up; 0: none has.
+        begun_at_s: When a thread began to fetch it; 0: not yet.
     """
 
     wanted: FetchRange
@@ -65,19 +70,20 @@ class Unit:
 
 
 class ChunkStore:
-    """All units that are in the arena or on their way into it.
+    """All units that are in the arena or being fetched.
 
-    All methods are to be called with ``changed`` (a condition) held, except where noted; background threads take it
-    themselves and notify it when a unit becomes ready.
+    All methods must be called with ``changed`` (a condition) held, except where noted; background threads acquire it
+    themselves, and notify it when a unit becomes ready.
 
     Attributes:
         limit_bytes: How much of the arena to use.
-        room: Bytes of units of which only some fields are read, where that is known beforehand. All others get room for
-            the whole range, and give back what they do not need when they have come.
-        failure: What a thread ended with that keeps the units' bytes as they are; None: none has. The consumer's next.
-        retain: Keep units that nobody needs any more as long as there is room: the next epoch needs them again.
-        abandoned: A run that has ended left a thread behind, or may yet, which reads from the arena. Such a store is to
-            be closed and not used again; ``close`` leaves the memory to the last who refers to it.
+        room: Sizes of units of which only some fields are read, if known beforehand. Other units are allocated the
+            whole range, and shrink to what they need after the fetch.
+        failure: Exception with which the thread that keeps the units' bytes unchanged ended; None: none. The consumer
+            gets it next.
+        retain: Keep units that are no longer needed as long as there is room, because the next epoch needs them again.
+        abandoned: A finished run has left behind, or may still leave behind, a thread that reads from the arena. Such a
+            store must be closed and not used again; ``close`` leaves the memory to the last reference.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class ChunkStore:
         self._closed = False
 
     def admit(self, wanted: FetchRange) -> Unit | None:
-        """Return the unit, with one more user; its fetch is started if need be. None if there is no room for it now."""
+        """Return the unit with one more user, and start its fetch if necessary; None if there is no room for it now."""
         key = wanted.key
         unit = self._units.get(key)
         if unit is None:
@@ -125,7 +131,7 @@ class ChunkStore:
         return unit
 
     def beside(self, job: Callable[[], object]) -> None:
-        """Have a fetching thread do what is due with a unit; what it raises is left to who needs the result."""
+        """Run a job for a unit on a fetching thread; whoever needs the result meets the exception that it raises."""
 
         def run() -> None:
             with suppress(Exception):
@@ -134,29 +140,29 @@ class ChunkStore:
         self._threads.submit(run)
 
     def holds(self, wanted: FetchRange) -> bool:
-        """Tell whether the unit is here or on its way: nothing is to be started for it."""
+        """Tell whether the unit is here or being fetched, so that nothing needs to be started for it."""
         return wanted.key in self._units
 
     def release(self, unit: Unit) -> None:
-        """Count one user less. Without users a unit is dropped, or kept as long as the room is not needed."""
+        """Remove one user. A unit without users is dropped, or kept as long as its room is not needed."""
         unit.users -= 1
         if unit.users == 0 and unit.ready and not self._closed:
             self._retire(unit)
 
     def keep_first(self, wanted: Iterable[FetchRange]) -> int:
-        """Keep, of the units that nobody needs, those of ``wanted``, and drop the others; tell how many stay.
+        """Keep those unused units that are in ``wanted``, and drop the others; return how many remain.
 
-        Room that runs out is taken from the last of ``wanted`` first.
+        When room runs out, it is taken from the last of ``wanted`` first.
         """
         kept = [self._cold.pop(one.key) for one in wanted if one.key in self._cold]
         while self._cold:
             self._drop(self._cold.popitem()[1])
-        # Invariant: _cold gives way from its beginning, so what is needed first stands at its end.
+        # Invariant: _cold is evicted from its beginning, so the units needed first are at its end.
         self._cold.update((unit.wanted.key, unit) for unit in reversed(kept))
         return len(kept)
 
     def hold(self, wanted: FetchRange) -> list[Unit]:
-        """Return units that have come and share samples with ``wanted``, each with one more user."""
+        """Return fetched units that share samples with ``wanted``, each with one more user."""
         first, stop = wanted.first_sample, wanted.first_sample + wanted.num_samples
         found = [
             unit
@@ -174,10 +180,10 @@ class ChunkStore:
         return found
 
     def settle(self, unit: Unit) -> None:
-        """Find the samples of a unit that has come, if not done yet: fills in ``first_row``, or what is wrong.
+        """Locate the samples of a fetched unit if not done yet: sets ``first_row``, or the error.
 
         Raises:
-            BaseException: What is no ``Exception``, like a Ctrl-C: it has nothing to do with the unit.
+            BaseException: One that is not an ``Exception``, such as Ctrl-C, because it has nothing to do with the unit.
         """
         take_apart, unit.take_apart = unit.take_apart, None
         if take_apart is None:
@@ -189,15 +195,16 @@ class ChunkStore:
                 _note(unit, error)
 
     def pending(self) -> list[Unit]:
-        """Return units whose fetch has not ended yet."""
+        """Return the units whose fetch has not ended yet."""
         return [unit for unit in self._units.values() if not unit.ready]
 
     def close(self) -> None:
-        """Stop the threads and free the memory; fetches that take longer are left to end by themselves."""
+        """Stop the threads and free the memory; slow fetches are left to end by themselves."""
         with self.changed:
             if self._closed:
                 return
-            self._closed = True  # no fetch begins, and what comes now enters nothing: the memory may go
+            # Invariant: no fetch begins, and results that arrive now are not entered, so the memory may be freed
+            self._closed = True
         self._threads.stop(_STOP_S)
         self.arena.close(keep_mapped=self.abandoned)
         if self._maps is not None:
@@ -205,7 +212,7 @@ class ChunkStore:
 
     def _fail(self, error: BaseException) -> None:
         with self.changed:
-            self.failure = self.failure or error  # the run that meets it ends, and no other uses this store
+            self.failure = self.failure or error  # the run that gets it ends, and no other run uses this store
             self.changed.notify_all()
 
     def _allocate(self, num_bytes: int) -> int | None:
@@ -245,7 +252,7 @@ class ChunkStore:
             self._threads.submit(partial(self._run, self._waiting.popleft()))
 
     def _run(self, unit: Unit) -> None:
-        """Fetch one unit (on a background thread) and tell whoever waits, whatever happens."""
+        """Fetch one unit (on a background thread) and notify all that wait, whatever happens."""
         if self._closed:
             return
         unit.begun_at_s = time.monotonic()
@@ -259,7 +266,7 @@ class ChunkStore:
                 self._enter(unit, found)
             except BaseException as error:  # noqa: BLE001  a thread border: the consumer gets it
                 unit.failure = error
-            unit.ready = True  # its fetch counts no more: another one may begin
+            unit.ready = True  # its fetch no longer counts, so another may begin
             self._num_in_flight -= 1
             self._in_flight_bytes -= unit.wanted.num_bytes
             if not self._closed:
@@ -269,7 +276,7 @@ class ChunkStore:
             self.changed.notify_all()
 
     def _fetched(self, unit: Unit) -> UnitLayout | TakeApart:
-        """Bring the bytes of a unit to their place in the arena."""
+        """Fetch the bytes of a unit to their place in the arena."""
         try:
             with self.arena.view[unit.start : unit.start + unit.num_bytes] as out:
                 if self._maps is not None and self._maps.map(unit.wanted, unit.start, out):
@@ -281,7 +288,7 @@ class ChunkStore:
             self._metrics.add("fetched_chunks")
 
     def _enter(self, unit: Unit, found: UnitLayout | TakeApart | None) -> None:
-        """Enter the samples of a unit into the row table, or keep what finds them. Under the lock."""
+        """Enter the samples of a unit into the row table, or keep the function that locates them. Under the lock."""
         self._metrics.add("fetched_bytes", found.num_bytes if isinstance(found, UnitLayout) else unit.num_bytes)
         if not isinstance(found, UnitLayout):
             unit.take_apart = found
@@ -293,7 +300,7 @@ class ChunkStore:
 
 
 def _note(unit: Unit, error: BaseException) -> None:
-    """Note what went wrong as the unit's: its bytes, or the fetch altogether."""
+    """Record an error on the unit: damage of its bytes, or failure of the fetch."""
     if isinstance(error, DataError) and not isinstance(error, IndexMismatchError):
         unit.damage = error
     else:

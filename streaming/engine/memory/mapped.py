@@ -1,14 +1,14 @@
-"""Map chunks of files on this machine's own disks into the arena, where others are copied into it.
+"""Map chunks of files on this machine's own disks into the arena, where other chunks are copied into it.
 
-The page cache has these bytes already. A copy costs a read, memory that nobody has touched before, and the clearing of
-that memory: most of what a pass over local shards takes. What a map lacks is that the bytes stay as they were when they
-were checked: who writes into the file writes into the map, and who cuts the file short makes the system kill whoever
-reads behind the new end.
+The page cache has these bytes already. Copying costs a read, page faults on untouched memory, and the zeroing of that
+memory: most of the time of a pass over local shards. What a map lacks is a guarantee that the bytes remain those that
+were checked: writes to the file show up in the map, and if the file is truncated, the system kills whoever reads past
+the new end.
 
-So files are mapped under a *read lease* of the kernel: who wants to write into such a file, or to cut it short, waits
-until the lease is given back (at most ``/proc/sys/fs/lease-break-time``, 45 s). A thread that looks four times a
-second copies what is mapped of the file and gives the lease back. Where there is no lease (network file systems, files
-of other users, files that are open for writing), chunks are read.
+Therefore files are mapped under a *read lease* of the kernel: a process that wants to write to such a file, or to
+truncate it, blocks until the lease is released (at most ``/proc/sys/fs/lease-break-time``, 45 s). A thread that checks
+four times a second copies what is mapped of the file and releases the lease. If no lease is available (network file
+systems, files of other users, files open for writing), chunks are read instead.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ from streaming.platforms import will_need
 from streaming.storage import local_path
 
 LEAST_BYTES = 256 << 10
-"""Below this size a copy costs no more than the system calls of a map."""
+"""Below this size a copy costs no more than the system calls for mapping."""
 _DESCRIPTORS_SHARE = 4
-"""Files are mapped up to this part of the limit of open files (``ulimit -n``), all loaders together; chunks of
-further ones are read."""
+"""All loaders together map at most this fraction of the open file limit (``ulimit -n``).
+
+Chunks of other files are read.
+"""
 _LOOK_EVERY_S = 0.25
 _OWN_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "overlay", "tmpfs"})
-"""Where pages of files come from this machine. On network file systems a lost connection is an error of ``read``, and
-would be a signal that kills here."""
+"""File systems whose pages come from this machine.
+
+On a network file system, a lost connection is an error of ``read``, but in a map it would be a fatal signal.
+"""
 _HAS_LEASES = hasattr(fcntl, "F_SETLEASE")
 
 _Left = tuple[int, int, str]
-"""First byte in the arena, one past the last, URL of what is mapped there."""
+"""First byte in the arena, end (exclusive), URL of what is mapped there."""
 
 ReadsWhole = Callable[[FetchRange], bool]
-"""Whether all bytes of a range are wanted."""
+"""Tells whether all bytes of a range are wanted."""
 
 
 @dataclass(slots=True)
@@ -52,9 +56,9 @@ class _File:
 
     Attributes:
         descriptor: Open for reading.
-        mapped: Ranges that are mapped, by where in the arena their bytes lie.
-        coming: Maps that are being made.
-        wanted_back: Somebody waits for the lease.
+        mapped: Mapped ranges, by the place of their bytes in the arena.
+        coming: Number of maps being made.
+        wanted_back: Another process is waiting for the lease.
     """
 
     descriptor: int
@@ -66,22 +70,22 @@ class _File:
 class FileMaps:
     """The maps of one arena. Thread-safe.
 
-    A range that nobody reads any more stays mapped until another takes its place, in the same system call. To undo a
-    map costs the thread that does it as much as a batch, and it would wait for all pages that others have brought.
+    A range that is no longer read stays mapped until another takes its place, in the same system call: unmapping costs
+    the thread that does it as much as a batch, and would wait for all pages that others are reading in.
 
     Args:
         arena: Private memory of this process.
-        reads_whole: Others are not mapped, since that would read all of them.
+        reads_whole: Tells whether a range is read completely; others are not mapped, since that would read all of them.
 
     Attributes:
-        fail: Told of the exception that the thread ended with which gives leases back.
+        fail: Called with the exception that ended the thread that releases leases.
     """
 
     def __init__(self, arena: Arena, reads_whole: ReadsWhole) -> None:
         self.fail: Callable[[BaseException], None] = lambda _: None
         self._arena = arena
         self._reads_whole = reads_whole
-        self._lock = threading.RLock()  # a loader may be closed by the garbage collector, in whichever thread
+        self._lock = threading.RLock()  # the garbage collector may close a loader in any thread
         self._files: dict[str, _File] = {}
         self._left: list[_Left] = []
         self._own_devices = _devices_of_own_disks() if _HAS_LEASES else frozenset()
@@ -90,14 +94,16 @@ class FileMaps:
 
     @staticmethod
     def skew_bytes(wanted: FetchRange) -> int:
-        """Return the room that is wanted before a range: it is to begin as far into a page as in the file."""
+        """Return the padding before a range, so that it begins at the same offset within a page as in the file."""
         return wanted.byte_start % PAGE_BYTES if wanted.num_bytes >= LEAST_BYTES else 0
 
     def map(self, wanted: FetchRange, start: int, data: memoryview) -> bool:
-        """Map the bytes of a range, checked, to ``data``, byte ``start`` of the arena; not to less room than they take.
+        """Map a range to ``data``, at byte ``start`` of the arena, and check its bytes.
+
+        Never if it has less room than it needs.
 
         Returns:
-            False: they are to be read, into what is ordinary memory now.
+            False if the range must be read instead; its memory is then ordinary memory.
         """
         first, stop = _place_of(wanted, start, len(data))
         file, was_left = self._take(wanted, first, stop, is_whole=len(data) == wanted.num_bytes)
@@ -109,14 +115,14 @@ class FileMaps:
         skew = start - first
         offset, num_bytes = wanted.byte_start - skew, wanted.num_bytes + skew
         try:
-            will_need(file.descriptor, offset, num_bytes)  # all of it is on its way when the first page is asked for
+            will_need(file.descriptor, offset, num_bytes)  # starts reading all of it before the first page fault
             self._arena.map_file(first, num_bytes, file.descriptor, offset)
             done = matches_sums(wanted, data)
-        except OSError:  # the file is too short, a page cannot be read, or the system cannot do it: reading says which
+        except OSError:  # the file is too short, a page cannot be read, or it is not supported: reading will tell which
             pass
         finally:
             with self._lock:
-                file.coming -= 1  # from here on the range counts as mapped, or as never asked for: nothing in between
+                file.coming -= 1  # Invariant: from here on the range counts either as mapped or as never requested
                 if done:
                     file.mapped[start] = wanted
                 else:
@@ -125,15 +131,15 @@ class FileMaps:
         return done
 
     def unmap(self, wanted: FetchRange, start: int) -> None:
-        """Unmap it: nobody reads there any more."""
+        """Unmap a range that is no longer read."""
         with self._lock:
             file = self._files.get(wanted.url)
             if file is not None and file.mapped.pop(start, None) is not None:
-                # Still mapped, but nobody's: a file of which only such maps are left is closed by the next `_tidy`.
+                # Still mapped but unused: a file with only such maps is closed by the next `_tidy`.
                 self._left.append((*_place_of(wanted, start), wanted.url))
 
     def give_back(self) -> None:
-        """Copy what is mapped of the files that somebody wants to change, and let him; undo what is left over."""
+        """Copy what is mapped of files that another process wants to change, and release them; undo left-over maps."""
         with self._lock:
             self._tidy()
             for url, file in list(self._files.items()):
@@ -145,14 +151,14 @@ class FileMaps:
                 for start, wanted in file.mapped.items():
                     first, stop = _place_of(wanted, start)
                     self._arena.copy_file(first, stop - first)
-                file.mapped.clear()  # all copied: nothing shows the file any more, so its lease may go
+                file.mapped.clear()  # all copied: nothing refers to the file any more, so its lease may be released
                 self._close_unused(url, file)
 
     def close(self) -> None:
-        """Give all files back. The maps go with the arena."""
+        """Release all files. The maps are freed with the arena."""
         self._closed.set()
         with self._lock:
-            self._left.clear()  # no file is held for a map any more; those still coming close theirs when they come
+            self._left.clear()  # no file is held for a map any more; maps still being made close theirs when done
             for url, file in list(self._files.items()):
                 file.mapped.clear()
                 self._close_unused(url, file)
@@ -160,18 +166,18 @@ class FileMaps:
             self._watcher.join()
 
     def _take(self, wanted: FetchRange, first: int, stop: int, *, is_whole: bool) -> tuple[_File | None, bool]:
-        """Return the file to map a range of, None if it is to be read; and whether its place shows another file."""
+        """Return the file to map a range from (None: read it), and whether another file is mapped at its place."""
         maps = is_whole and wanted.sums and wanted.num_bytes >= LEAST_BYTES and self._reads_whole(wanted)
         with self._lock:
             was_left = self._forget(first, stop)
             file = (self._files.get(wanted.url) or self._open(wanted.url)) if maps else None
             if file is None or file.wanted_back:
                 return None, was_left
-            file.coming += 1  # the file stays open, and under lease, until that range has come
+            file.coming += 1  # the file stays open, and under lease, until that range is mapped
         return file, was_left
 
     def _forget(self, first: int, stop: int) -> bool:
-        """Leave nothing over in ``[first, stop)``, for which somebody has a use; tell whether anything was."""
+        """Remove all left-over maps in ``[first, stop)``, which is needed; return whether there were any."""
         found = [one for one in self._left if one[0] < stop and first < one[1]]
         for one in found:
             self._left.remove(one)
@@ -193,7 +199,7 @@ class FileMaps:
         if self._closed.is_set():
             return None
         if not _DESCRIPTORS.take():
-            self._tidy()  # files of which nothing but left-over maps is open
+            self._tidy()  # closes files that have only left-over maps
             if not _DESCRIPTORS.take():
                 return None
         try:
@@ -219,21 +225,21 @@ class FileMaps:
             return
         if self._files.get(url) is file:
             del self._files[url]
-        with suppress(OSError):  # it was taken away; a forked process that has the file open too must not keep it
+        with suppress(OSError):  # the lease was broken; a forked process that has the file open too must not keep it
             fcntl.fcntl(file.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         os.close(file.descriptor)
         _DESCRIPTORS.give()
 
 
 class _Descriptors:
-    """Count the descriptors of mapped files in this process: a share of what it may have. Thread-safe."""
+    """Count the descriptors of mapped files in this process, up to a fraction of the limit. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_taken = 0
 
     def take(self) -> bool:
-        """Count one more, if there is room for it; the rest of the limit is for the user and everything else."""
+        """Count one more, if there is room; the rest of the limit is left to the user and everything else."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with self._lock:
             if soft != resource.RLIM_INFINITY and self._num_taken >= soft // _DESCRIPTORS_SHARE:
@@ -251,22 +257,23 @@ _DESCRIPTORS = _Descriptors()
 
 
 def _place_of(wanted: FetchRange, start: int, num_bytes: int | None = None) -> tuple[int, int]:
-    """Return the pages of the arena that a range (``num_bytes`` of it) at byte ``start`` takes: first, one past all."""
+    """Return the arena's pages that ``num_bytes`` of a range at byte ``start`` take: first page, end (exclusive)."""
     stop = -(-(start + (wanted.num_bytes if num_bytes is None else num_bytes)) // PAGE_BYTES) * PAGE_BYTES
     return start - FileMaps.skew_bytes(wanted), stop
 
 
 def _leased(path: str, own_devices: frozenset[int]) -> int:
-    """Return the descriptor of a file under lease.
+    """Open a file under a lease and return its descriptor.
 
     Raises:
-        OSError: There is no file, or no lease to be had.
+        OSError: There is no such file, or no lease is available.
     """
     if os.stat(path).st_dev not in own_devices:
         raise OSError(errno.ENOLCK, "not on a disk of this machine", path)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; without it SIGIO, which kills
+        # ignored by default; the default signal SIGIO would kill the process
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except BaseException:
         os.close(descriptor)
@@ -275,7 +282,7 @@ def _leased(path: str, own_devices: frozenset[int]) -> int:
 
 
 def _devices_of_own_disks() -> frozenset[int]:
-    """Return numbers of the devices with file systems whose pages may be mapped; none where the system cannot say."""
+    """Return the device numbers of file systems whose pages may be mapped; none if the system does not say."""
     found = set()
     with suppress(OSError), open("/proc/self/mountinfo") as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""Say where every field of every resident sample lies in the arena, as columns: the row table."""
+"""Record, as columns, where every field of every resident sample is in the arena: the row table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from streaming.types import Int64Array
 
 
 class RowTable:
-    """Columns over all resident samples; a row number is a sample's place in them. Thread-safe."""
+    """Columns over all resident samples; a row number is a sample's index in them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class RowTable:
         self._damage: dict[int, DataError] = {}
 
     def add(self, layout: UnitLayout, base: int) -> int:
-        """Enter a chunk whose bytes start at ``base`` in the arena; returns the row of its first sample."""
+        """Enter a chunk whose bytes start at ``base`` in the arena; return the row of its first sample."""
         num_samples = len(layout.keys)
         with self._lock:
             while (first := self._extents.take(num_samples)) is None:
@@ -48,14 +48,14 @@ class RowTable:
         return first
 
     def remove(self, first: int, num_samples: int) -> None:
-        """Give back the rows of a chunk."""
+        """Free the rows of a chunk."""
         with self._lock:
             self._extents.give(first, num_samples)
             for row in [row for row in self._damage if first <= row < first + num_samples]:
                 del self._damage[row]
 
     def damage(self, rows: Int64Array) -> dict[int, DataError]:
-        """Return which of some rows, by their place among them, hold damaged bytes, and why."""
+        """Return which of the given rows hold damaged bytes, by index into ``rows``, and why."""
         with self._lock:
             if not self._damage:
                 return {}
@@ -63,9 +63,9 @@ class RowTable:
             return {place: known[row] for place, row in enumerate(rows.tolist()) if row in known}
 
     def select(self, rows: Int64Array, fields: tuple[str, ...] | None) -> tuple[list[str], dict[str, FieldRange]]:
-        """Return keys, and the places of the fields (all that any of the rows has, or those asked for), of some rows.
+        """Return the keys of some rows and the locations of their fields: all that any of the rows has, or those given.
 
-        It does not depend on what other rows there are: a field that is asked for is there if no row has it, too.
+        The result does not depend on other rows: a field that is given is present even if no row has it.
         """
         with self._lock:
             found: list[str] = self._keys[rows].tolist()
@@ -85,7 +85,7 @@ class RowTable:
         return np.zeros(capacity, np.int64), np.full(capacity, -1, np.int64)
 
     def _grow(self, num_samples: int) -> None:
-        """Make room for ``num_samples`` more rows in one piece, at least doubling."""
+        """Make room for ``num_samples`` more contiguous rows, at least doubling."""
         old = self._extents.capacity
         self._extents.grow(max(4096, 2 * old, old + num_samples))
         self._keys = np.concatenate([self._keys, np.full(self._extents.capacity - old, "", np.object_)])

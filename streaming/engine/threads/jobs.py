@@ -1,8 +1,8 @@
-"""Run jobs on a few daemon threads, the engine's only ones, and end threads that run users' functions.
+"""Run jobs on a few daemon threads, the only ones of the engine, and stop threads that run users' functions.
 
-They get a moment to end by themselves; then they are left behind, and told of. No thread can be ended from outside. One
-that is left behind is a daemon, so the interpreter's end does not wait for it; what it reads from is not freed under
-it, and what it makes is thrown away.
+Such threads get a moment to finish; then they are left behind, and reported. A thread cannot be stopped from outside.
+One that is left behind is a daemon, so interpreter exit does not wait for it; the memory that it reads is not freed,
+and its result is discarded.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ from streaming.engine.threads.stacks import where_is
 from streaming.forks import in_children
 
 GRACE_S = 1.0
-"""For batches under way to end: most take milliseconds, and a process that is killed costs a fork and warm caches.
-Short beside what a person, or a cluster that stops a job, waits for."""
+"""Time for batches in progress to finish: most take milliseconds, and a killed process costs a fork and warm caches.
+
+It is short compared with the patience of a person, or of a cluster that stops a job.
+"""
 
 LOOK_UP_S = 1.0
-"""The longest wait in one piece of a thread that may be the main one. Python runs signal handlers between two steps of
-its own: a Ctrl-C that comes when it has decided to wait, but does not wait yet, is seen when that wait ends."""
+"""The longest uninterrupted wait of a thread that may be the main one.
+
+Python runs signal handlers between bytecodes: a Ctrl-C that arrives just before a wait begins is handled only when that
+wait ends.
+"""
 
 Job = Callable[[], None]
 _log = logging.getLogger(__name__)
 
 
 class JobThreads:
-    """``num_threads`` daemon threads that run jobs in the order given.
+    """Run jobs in the order given on ``num_threads`` daemon threads.
 
-    A job delivers its own result and its own exception: one that lets an exception out ends up in
-    ``threading.excepthook`` and costs nothing but itself. ``stop`` lets running jobs end and drops the rest. Who is
-    forgotten, as by an interrupt while it is made, ends its threads, too.
+    A job delivers its own result and its own exceptions: one that escapes goes to ``threading.excepthook`` and affects
+    no other job. ``stop`` lets running jobs finish and drops the rest. When the object is garbage-collected, for
+    example after an interrupt during construction, its threads end too.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -53,25 +58,25 @@ class JobThreads:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        """Run ``job`` on one of the threads. Dropped in silence after ``stop``."""
+        """Run ``job`` on one of the threads; silently dropped after ``stop``."""
         if not self._stopped:
             self._jobs.put(job)
 
     def stop(self, timeout_s: float) -> None:
-        """Drop waiting jobs, let running ones end, and wait for the threads, at most ``timeout_s`` for all together.
+        """Drop waiting jobs, let running ones finish, and wait at most ``timeout_s`` for all threads together.
 
-        From any thread, more than once.
+        From any thread, repeatedly.
         """
         with self._lock:
             if not self._stopped:
-                self._stopped = True  # jobs go first, so that a thread ends after the one it is at
+                self._stopped = True  # Invariant: no job is left, so each thread ends after its current one
                 _dismiss(self._jobs, len(self._threads))
         still_alive(self._threads, timeout_s)
 
 
 def _dismiss(jobs: SimpleQueue[Job | None], num_threads: int) -> None:
     with suppress(Empty):
-        while True:  # a thread may take the last one at any moment: nobody waits for it
+        while True:  # a thread may take the last one at any moment, so this must not block
             jobs.get_nowait()
     for _ in range(num_threads):
         jobs.put(None)
@@ -87,11 +92,11 @@ def _run(jobs: SimpleQueue[Job | None]) -> None:
 
 
 class GivenUpError(Exception):
-    """Nobody wants the batch any more. Whoever ended the run gets no error."""
+    """The batch is no longer wanted. The caller that ended the run gets no error."""
 
 
 def still_alive(threads: Iterable[threading.Thread], grace_s: float = GRACE_S) -> list[threading.Thread]:
-    """Wait for threads but the calling one; return those that have not ended within ``grace_s``, all together."""
+    """Wait up to ``grace_s`` for all threads except the calling one; return those that have not ended."""
     deadline_s = time.monotonic() + grace_s
     others = [thread for thread in threads if thread is not threading.current_thread() and thread.is_alive()]
     for thread in others:
@@ -100,12 +105,12 @@ def still_alive(threads: Iterable[threading.Thread], grace_s: float = GRACE_S) -
 
 
 def leave_to_parent(run: Any) -> None:
-    """Have forked children take ``run`` for closed: its threads are the parent's, there is nobody to wait for."""
+    """Mark ``run`` as closed in forked children: its threads exist only in the parent."""
     in_children(run, _take_for_closed)
 
 
 def tell_of(left: Iterable[threading.Thread]) -> None:
-    """Warn once, and name each thread left behind, and the function that it is in."""
+    """Warn once, naming each thread left behind and the function that it is in."""
     places = [
         f"thread {thread.name} in {where_is(thread.ident) or 'a function that has just returned'}" for thread in left
     ]

@@ -1,4 +1,4 @@
-"""Tell where a thread or a process stands at this moment, in one line: for reports of what hangs."""
+"""Describe in one line where a thread or a process currently is, for reports of stalls."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _STATES = {
 
 
 def thread_named(prefix: str) -> list[threading.Thread]:
-    """Return this process's threads whose names begin so, in the order of their names."""
+    """Return this process's threads whose names begin with ``prefix``, sorted by name."""
     return sorted((one for one in threading.enumerate() if one.name.startswith(prefix)), key=lambda one: one.name)
 
 
 def where_is(ident: int | None) -> str:
-    """Return where a thread of this process stands; "" if it is gone."""
+    """Return where a thread of this process is; "" if it has ended."""
     frame = None if ident is None else sys._current_frames().get(ident)
     return summary(_places(frame))
 
 
 def where_in(dump: str) -> str:
-    """Return the same, from what ``faulthandler`` wrote; "" if that is nothing."""
+    """Return the same from the output of ``faulthandler``; "" if that is empty."""
     return summary((file, int(line), name) for file, line, name in _DUMPED.findall(dump))
 
 
 def summary(innermost_first: Iterable[Spot]) -> str:
-    """Return the innermost spot in the user's own code, and the innermost of all if that is another one."""
+    """Return the innermost spot in the user's own code, and the innermost spot overall if that differs."""
     spots = list(innermost_first)
     if not spots:
         return ""
@@ -51,7 +51,7 @@ def summary(innermost_first: Iterable[Spot]) -> str:
 
 
 def state_of(pid: int) -> str:
-    """Tell whether a process lives, from ``/proc``."""
+    """Tell whether a process is alive, from ``/proc``."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]
