@@ -83,6 +83,22 @@ def test_kept_as_webdataset_has_it_and_resumed_exactly(tmp_path: Path) -> None:
         assert begun + [batch["txt"] for batch in loader] == whole
 
 
+def test_of_two_that_share_a_key_the_bad_one_is_dropped(tmp_path: Path) -> None:
+    folder, bad = write_tar(tmp_path / "in" / "x.tar", TWICE).parent, tmp_path / "bad.jsonl"
+
+    def not_one(text: bytes) -> int:
+        return 1 // (int(text) - 1)
+
+    dataset = StreamingDataset(
+        str(folder), duplicate_keys="keep", decode={"txt": not_one}, on_error="skip", bad_samples_file=str(bad)
+    )
+    with DataLoader(dataset, batch_size=1) as loader:
+        list(loader)
+    done("index", folder, "--duplicate-keys", "keep")
+    done("reshard", folder, tmp_path / "left", "--drop", bad, "--key-prefix", "{number}-")
+    assert [text for _, text, _ in samples(tmp_path / "left")] == ["2", "3"]
+
+
 def test_a_stream_without_an_index_keeps_them_too(tmp_path: Path) -> None:
     packed = tmp_path / "x.tar.gz"
     packed.write_bytes(gzip.compress(write_tar(tmp_path / "x.tar", SIDE_BY_SIDE).read_bytes()))

@@ -132,6 +132,19 @@ def test_an_index_tells_damaged_bytes_and_all_that_is_lost(tmp_path: Path) -> No
     assert (shard["target"], shard["lost_keys"]) == (None, list(KEYS))  # one checksum covers them all
 
 
+def test_folders_are_kept(tmp_path: Path) -> None:
+    """Shards of two folders that have one name were written over each other."""
+    for name in ("a", "b"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "0.tar").write_bytes(tar(name))
+    assert run("repair", tmp_path / "in", "--to", tmp_path / "out").exit_code == 0
+    dataset = StreamingDataset(tmp_path / "out")
+    assert sorted(dataset[number]["__key__"] for number in range(len(dataset))) == ["a", "b"]
+    told = run("repair", tmp_path / "in", "--to", tmp_path / "in")  # where they lie themselves
+    assert "same place" in told.stderr
+    assert (tmp_path / "in" / "a" / "0.tar").read_bytes() == tar("a")
+
+
 def test_wrong_use(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz").write_bytes(b"")
     assert "gunzip" in run("repair", tmp_path / "a.tar.gz", "--to", tmp_path / "out").stderr

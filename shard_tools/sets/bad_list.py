@@ -89,18 +89,21 @@ def shards_by_shown_url(urls: Iterable[str]) -> dict[str, str]:
 def rows_of(record: BadRecord, table: SampleTable, keys: Mapping[str, int]) -> list[int]:
     """Find the samples that ``record`` means: their numbers in the shard of ``table``; none where it lacks them.
 
-    Its key counts; without one its number in the shard; without that every sample that its byte range touches (to
-    the end of the shard where only the beginning is known).
+    Its key counts, of several samples with this key the one with its number; without a key its number in the shard;
+    without that every sample that its byte range touches (to the end of the shard where only the beginning is known).
 
     Args:
         record: Of this shard.
         table: The shard's samples.
         keys: Number of the sample with each key, as ``table.keys`` has them.
     """
+    number = record.sample_in_shard
     if record.key:
+        if 0 <= number < table.num_samples and table.keys[number] == record.key:
+            return [number]
         return [keys[record.key]] if record.key in keys else []
-    if record.sample_in_shard >= 0:
-        return [record.sample_in_shard] if record.sample_in_shard < table.num_samples else []
+    if number >= 0:
+        return [number] if number < table.num_samples else []
     if record.byte_start < 0:
         return []
     starts, ends = table.record_starts[:-1], table.record_starts[1:]

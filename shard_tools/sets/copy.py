@@ -16,13 +16,14 @@ from shard_tools.running.engine import map_ordered
 from shard_tools.running.progress import NoProgress, Progress
 from shard_tools.running.report import Report
 from shard_tools.sets.open_set import shards_beside
+from shard_tools.sets.tables import relative_names
 from streaming.catalog.build import home_of, load_index, read_chunks, samples_url
 from streaming.errors import ChecksumError, ConfigError, DataError, IndexMismatchError, NotFoundError, TransferError
 from streaming.fetch.read import FetchRange, fetch_range
 from streaming.index.chunk_table import ChunkTable
 from streaming.index.layout import chunks_path, samples_path
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, StoreWriter, join_url, redact, split_query, split_url
+from streaming.storage import Storage, StoreWriter, join_url, redact, split_url
 
 _TAIL_BYTES = 1 << 20  # read at a time behind the last chunk: the end-of-archive mark, usually one or a few KiB
 _TABLE_THREADS = 16  # sample tables are small files
@@ -118,7 +119,7 @@ def copy(
         refuse_overlap(source, place)
         warn_of_nesting(source, place)
     urls = shards_beside([source], there, place.directory)
-    names = _relative_names(urls)
+    names = relative_names(urls)
     shards = _shards(urls, names, load_index(there, urls, index_url), place.directory)
     progress.start(total_bytes=sum(shard.size_bytes for shard in shards), total=len(shards))
 
@@ -161,25 +162,6 @@ def _shards(urls: Sequence[str], names: Sequence[str], chunks: ChunkTable, targe
         info = replace(rows.shards[0], name=name.rpartition("/")[2])
         shards.append(_Shard(source=url, target=join_url(target, name), chunks=replace(rows, shards=(info,))))
     return shards
-
-
-def _relative_names(urls: Sequence[str]) -> list[str]:
-    """Return the paths below the innermost folder that holds all shards; plain names where there is no such folder.
-
-    Raises:
-        ConfigError: Two shards have one name.
-    """
-    parts = [split_query(url)[0].split("/") for url in urls]
-    depth = 0
-    while all(len(part) > depth + 1 and part[depth] == parts[0][depth] for part in parts):
-        depth += 1
-    if any("://" in url for url in urls) and depth < len(("scheme:", "", "bucket")):
-        depth = 0
-    names = ["/".join(part[depth:]) if depth else part[-1] for part in parts]
-    for i, name in enumerate(names if len({*names}) < len(names) else ()):
-        if name in names[:i]:
-            raise ConfigError(f"two of the shards are called {name!r}; copy them to folders of their own")
-    return names
 
 
 def _is_there(shard: _Shard, here: Storage, *, overwrite: bool) -> bool:

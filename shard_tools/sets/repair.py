@@ -10,7 +10,7 @@ from crc32c import crc32c
 
 from shard_tools.convert.pack import Destination, refuse_overlap
 from shard_tools.running.progress import NoProgress, Progress
-from shard_tools.sets.tables import load_samples, sizes_of
+from shard_tools.sets.tables import load_samples, relative_names, sizes_of
 from streaming.catalog.build import index_shards
 from streaming.catalog.urls import expand_urls
 from streaming.errors import ConfigError, DataError, TarError
@@ -100,6 +100,8 @@ def repair(
 ) -> RepairReport:
     """Write what can be saved of the shards at ``urls`` into ``target``, under their names, and index it.
 
+    Folders below the innermost one that holds all shards are kept.
+
     Members are found by their headers; after damage the search goes on at the next header that holds. Mended without a
     loss: a missing end-of-archive mark, archives joined by ``cat``, hard links (written as files), long padding. Where
     there is an index of the shard as it was, its checksums tell damaged bytes, and its keys all that is lost. Without
@@ -115,36 +117,38 @@ def repair(
         progress: Told of bytes and shards.
 
     Raises:
-        ConfigError: A shard is compressed, or source and target are one place.
+        ConfigError: A shard is compressed, source and target are one place, or two shards would get one name.
         StorageError: A store fails.
     """
     progress = progress or NoProgress()
     shards = expand_urls(list(urls), storage)
     folder = Destination.of(target).directory
+    goals = [join_url(folder, name) for name in relative_names(shards)]
+    for place in {split_url(goal)[0] for goal in goals}:
+        for source in {split_url(url)[0] for url in shards}:
+            refuse_overlap(source, Destination.of(place))
     for url in shards:
-        refuse_overlap(split_url(url)[0], Destination.of(target))
         if not url.endswith(".tar"):
             raise ConfigError(f"{redact(url)}: only plain tars are repaired; decompress it first (`gunzip`)")
     sizes = sizes_of(storage, shards)
     progress.start(total_bytes=sum(sizes), total=len(shards))
     done = []
-    for url, size_bytes in zip(shards, sizes, strict=True):
+    for url, goal, size_bytes in zip(shards, goals, sizes, strict=True):
         try:
             table = load_samples(storage, url, index_url)
         except DataError:
             table = None
         salvage = _Salvage(_Source(storage, url, size_bytes), table)
         salvage.run()
-        goal = join_url(folder, split_url(url)[1])
         written = drop_damaged or not salvage.lost
         if written:
             with storage.open_write(goal) as out:
                 salvage.write(out)
         done.append(salvage.report(goal if written else None))
         progress.advance(num_bytes=size_bytes, num=1)
-    goals = [shard.target for shard in done if shard.target is not None]
-    if goals:
-        index_shards(storage, goals, force=True, duplicate_keys="keep")
+    written_goals = [shard.target for shard in done if shard.target is not None]
+    if written_goals:
+        index_shards(storage, written_goals, force=True, duplicate_keys="keep")
     return RepairReport(target=folder, shards=tuple(done))
 
 

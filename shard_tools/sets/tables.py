@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from shard_tools.running.engine import map_ordered
 from streaming.catalog.build import no_samples, samples_url
-from streaming.errors import NotFoundError
+from streaming.errors import ConfigError, NotFoundError
 from streaming.index.sample_table import SampleTable
-from streaming.storage import Storage, join_url, redact
+from streaming.storage import Storage, join_url, redact, split_query
 from streaming.types import SHARD_SUFFIXES
 
 _REQUESTS = 32  # at once; they wait for the store, not for the CPU
@@ -22,6 +22,27 @@ def place_of(name: str, folder: str, index_url: str | None) -> str:
 def names_shards(urls: Sequence[str]) -> bool:
     """Tell whether ``urls`` name shards; folders and prefixes stand for all that lies below them."""
     return any(url.partition("?")[0].endswith(SHARD_SUFFIXES) for url in urls)
+
+
+def relative_names(urls: Sequence[str]) -> list[str]:
+    """Return the paths below the innermost folder that holds all shards; plain names where there is no such folder.
+
+    Raises:
+        ConfigError: Two shards have one name.
+    """
+    parts = [split_query(url)[0].split("/") for url in urls]
+    depth = 0
+    while parts and all(len(part) > depth + 1 and part[depth] == parts[0][depth] for part in parts):
+        depth += 1
+    if any("://" in url for url in urls) and depth < len(("scheme:", "", "bucket")):
+        depth = 0
+    names = ["/".join(part[depth:]) if depth else part[-1] for part in parts]
+    for i, name in enumerate(names if len({*names}) < len(names) else ()):
+        if name in names[:i]:
+            raise ConfigError(
+                f"two of the shards are called {name!r}; write them to folders of their own, one at a time"
+            )
+    return names
 
 
 def sizes_of(storage: Storage, urls: Sequence[str]) -> list[int]:
