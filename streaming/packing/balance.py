@@ -1,8 +1,9 @@
-"""Balance what packs cost over the ranks of a global batch: who computes which pack, and in which order.
+"""Balance the cost of packs over the ranks of a global batch: which rank computes which pack, and in which order.
 
-Packs of equal tokens differ in what attention costs them: one document of T tokens attends to T² / 2 pairs, T / n of n
-tokens to T · n / 2. Ranks meet at every microbatch (gathered parameters, reduced gradients), so each waits for the
-slowest. Both cures here are pure: every rank knows all lengths, and so works out the same.
+Packs with equally many tokens differ in the cost of attention: one document of T tokens has T² / 2 pairs, T / n
+documents of n tokens have T · n / 2. Ranks synchronise at every microbatch (gathered parameters, reduced gradients), so
+all wait for the slowest. Both remedies here are pure functions: every rank knows all lengths, and so computes the same
+result.
 """
 
 from __future__ import annotations
@@ -21,29 +22,32 @@ from streaming.errors import ConfigError
 from streaming.types import Int64Array
 
 Balance: TypeAlias = Literal["local", "exchange"]
-"""Whether packs are put in order within a rank, or dealt over all ranks of a global batch too."""
+"""Whether packs are only sorted within a rank, or also redistributed over all ranks of a global batch."""
 Cost: TypeAlias = Callable[[Int64Array], float]
-"""What a pack costs, in any unit: a pure function of the lengths of its pieces, int64[n]."""
+"""Cost of a pack, in any unit: a pure function of the lengths of its pieces, int64 [n]."""
 Costs: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.float64]"
 TOKENS_LIKE_ATTENTION = 61_000
-"""c: a document of c tokens costs as much in attention as in all the rest. For 8 billion parameters: 32 layers of width
-4,096 spend 2 * 8e9 flops on a token and 2 * 32 * 4096 on each pair of tokens; 16e9 / 262,144 = 61,000."""
+"""c: for a document of c tokens, attention costs as much as everything else.
+
+For 8 billion parameters: 32 layers of width 4,096 spend 2 * 8e9 flops on a token and 2 * 32 * 4096 on each pair of
+tokens; 16e9 / 262,144 = 61,000.
+"""
 
 
 def pack_costs(lengths: Int64Array, splits: Int64Array, sizes: Int64Array, cost: Cost | int | None = None) -> Costs:
-    """Return what each pack costs, [K].
+    """Return the cost of each pack, [K].
 
-    Without a function of the user's the cost is ``size * c + sum of length**2``, in integers, so that every platform
-    puts packs in the same order.
+    Unless the user gives a function, the cost is ``size * c + sum of length**2``, in integers, so that every platform
+    sorts packs alike.
 
     Args:
-        lengths: int64[n], tokens of the pieces, pack after pack.
-        splits: int64[K + 1]; pieces ``splits[k]`` to ``splits[k + 1]`` are in pack k.
-        sizes: int64[K], places of each pack, padding counted.
+        lengths: int64 [n], tokens of the pieces, pack after pack.
+        splits: int64 [K + 1]; pieces ``splits[k]`` to ``splits[k + 1]`` are in pack k.
+        sizes: int64 [K], token positions of each pack, including padding.
         cost: A function of the lengths of one pack's pieces, or c (:data:`TOKENS_LIKE_ATTENTION`).
 
     Raises:
-        ConfigError: ``cost`` is neither, or the function returned no finite number.
+        ConfigError: ``cost`` is neither, or the function did not return a finite number.
     """
     if callable(cost):
         return np.array([_checked_cost(cost, lengths[a:b]) for a, b in pairwise(splits)])
@@ -55,14 +59,14 @@ def pack_costs(lengths: Int64Array, splits: Int64Array, sizes: Int64Array, cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceRules:
-    """Say how packs of a global batch are balanced: the user's choices, checked.
+    """The user's validated options for balancing the packs of a global batch.
 
     Attributes:
-        how: ``"local"``: each rank puts its own in order; ``"exchange"``: they are dealt over all ranks.
+        how: ``"local"``: each rank sorts its own; ``"exchange"``: they are redistributed over all ranks.
         cost: See :func:`pack_costs`.
 
     Raises:
-        ConfigError: An attribute that cannot work.
+        ConfigError: An attribute is invalid.
     """
 
     how: Balance
@@ -76,26 +80,28 @@ class BalanceRules:
 
 
 def order_local(costs: Costs) -> Int64Array:
-    """Order one rank's packs of a global batch, the dearest first; int64[B].
+    """Sort one rank's packs of a global batch, the most expensive first; int64 [B].
 
-    The dearest packs of all ranks then meet in the same microbatch. Which packs a rank has does not change.
+    The most expensive packs of all ranks then coincide in the same microbatch. Each rank keeps its packs.
 
     Args:
-        costs: [B], of the rank's packs; equal ones keep their order.
+        costs: [B], costs of the rank's packs; equal ones keep their order.
     """
     return np.argsort(-costs, kind="stable")
 
 
 def exchange(costs: Costs, shares: Sequence[int]) -> list[Int64Array]:
-    """Deal the packs of a global batch to its ranks by cost: those that each rank computes, int64[shares[r]].
+    """Distribute the packs of a global batch over its ranks by cost.
 
-    In order: microbatch j of all ranks together holds the packs that are j-th dearest, and every second microbatch is
-    dealt backwards (a snake), so that sums are even too. A rank keeps its number of packs; where ranks differ in it,
-    those with one more compute the cheapest in a last microbatch of their own.
+    Return those that each rank computes, int64 [shares[r]].
+
+    Microbatch j of all ranks together holds the j-th most expensive group of packs, and every second microbatch is
+    dealt in reverse order (a snake), which also balances the sums. A rank keeps its number of packs; if ranks differ in
+    it, those with one more compute the cheapest packs in a last microbatch of their own.
 
     Args:
-        costs: [B], of all packs of the global batch; equal ones keep their order.
-        shares: Packs of each rank, B together.
+        costs: [B], costs of all packs of the global batch; equal ones keep their order.
+        shares: Number of packs of each rank; their sum is B.
 
     Example:
         >>> [packs.tolist() for packs in exchange(np.array([1, 9, 5, 7]), (2, 2))]
@@ -110,7 +116,7 @@ def exchange(costs: Costs, shares: Sequence[int]) -> list[Int64Array]:
 
 
 def idle(costs: Costs) -> float:
-    """Return the part of their time that ranks wait at the ends of microbatches, 0 to 1.
+    """Return the fraction of their time that ranks wait at the ends of microbatches, 0 to 1.
 
     Args:
         costs: [num_ranks, microbatches], in the order of computation.

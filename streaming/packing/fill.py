@@ -15,28 +15,28 @@ from streaming.packing.rules import rounded
 from streaming.types import Int64Array
 
 _LONG = 128
-"""Tokens of a run, on average, from which on a copy of each costs less than a gather (benchmarks/bench_packs.py)."""
+"""Mean tokens per run above which copying each run is faster than gathering (benchmarks/bench_packs.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segments:
-    """Cut the places of R packs, one after the other, into runs: one for each piece, one for each gap; none is empty.
+    """Divide the token positions of R consecutive packs into non-empty runs, one for each piece and one for each gap.
 
-    Lists have an entry for each pack and one more, so that what packs ``[low, high)`` have is the difference.
+    Lists have an entry for each pack and one more, so that differences give the values of packs ``[low, high)``.
 
     Attributes:
-        counts: int64[S], places of each run.
-        begins: int64[S], first place of each run.
+        counts: int64 [S], positions of each run.
+        begins: int64 [S], first position of each run.
         documents: [S], number of the run's document in its pack; ``NO_DOCUMENT`` for gaps. Small integers.
-        there: bool[n], pieces of which there are tokens: in order, they are the runs that are no gaps.
-        runs: Runs before each pack.
-        places: Places before each pack.
-        tokens: Tokens before each pack.
-        pieces: Pieces of which there are tokens, before each pack.
-        filled: Packs that hold any token, before each pack.
-        heads: int64[H], where documents and the padding behind them begin.
-        head_splits: Of ``heads`` those before each pack.
-        longest: Places of the longest document of each pack; padding is one.
+        there: bool [n], pieces whose tokens are available: in order, they are the runs that are not gaps.
+        runs: Number of runs before each pack.
+        places: Number of positions before each pack.
+        tokens: Number of tokens before each pack.
+        pieces: Number of available pieces before each pack.
+        filled: Number of packs with any token before each pack.
+        heads: int64 [H], positions at which documents, and the padding after them, begin.
+        head_splits: Number of ``heads`` before each pack.
+        longest: Length of the longest document of each pack; padding counts as one.
     """
 
     counts: Int64Array
@@ -54,13 +54,12 @@ class Segments:
 
     @property
     def num_packs(self) -> int:
-        """R."""
+        """Number of packs, R."""
         return len(self.runs) - 1
 
     def cu_seqlens(self, low: int, high: int, shape: PackShape) -> tuple[npt.NDArray[np.int32], int]:
-        """Return where documents begin among the places of packs ``[low, high)``, and their number.
-
-        The longest of them.
+        """Return the document offsets among the positions of packs ``[low, high)``, their number, and the longest
+        length.
         """
         first, num_places = self.places[low], self.places[high] - self.places[low]
         heads = self.heads[self.head_splits[low] : self.head_splits[high]]
@@ -72,28 +71,28 @@ class Segments:
 
 
 def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths: Int64Array | None = None) -> Segments:
-    """Lay out the pieces of which so many tokens are there, ``available`` int64[n], counted from the document's first.
+    """Lay out the pieces, given the tokens available of each document (``available`` int64 [n], from its first token).
 
-    Pieces of a pack follow one another; what is left of its row is padding, a document of its own in ``cu_seqlens``.
+    The pieces of a pack follow each other; the rest of its row is padding, which is a document of its own in
+    ``cu_seqlens``.
 
     Args:
         rows: The packs.
-        available: Tokens that the document of each piece has.
-        shape: What a batch looks like.
-        widths: int64[R], places of each pack; None: ``shape.length`` each.
+        available: Number of tokens available of each piece's document.
+        shape: The shape of a batch.
+        widths: int64 [R], positions of each pack; None: ``shape.length`` each.
     """
     num_packs, packs = rows.num_packs, rows.packs
     widths = np.full(num_packs, shape.length) if widths is None else widths
     taken = np.minimum(rows.stops, available)
     taken -= rows.starts
     np.maximum(taken, 0, out=taken)
-    there = taken > 0  # a document that could not be read has no run, and so needs no number
+    there = taken > 0  # a document that could not be read has no run, so it needs no number
     before = sums(there)
     numbers = before[:-1] - before[rows.splits[:-1]][packs]
     rooms = rounded(taken, shape.multiple)
     used = sums(rooms)[rows.splits]
-    # A run for each piece, one for the gap up to its room where there can be any, and one for the rest of each row, in
-    # order of places.
+    # A run for each piece, one for the gap after it if there can be one, and one for the rest of each row, by position.
     step = 1 if shape.multiple == 1 else 2
     pieces = step * np.arange(len(taken)) + packs
     rests = step * rows.splits[1:] + np.arange(num_packs)
@@ -102,7 +101,7 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
     heads = np.ones(len(counts), np.bool_)
     if step > 1:
         counts[pieces + 1], heads[pieces + 1] = rooms - taken, False
-    # Repeated as the smallest numbers that hold them: a quarter of the memory traffic.
+    # Repeated in the smallest integer type that fits: a quarter of the memory traffic.
     documents = np.full(len(counts), NO_DOCUMENT, np.min_scalar_type(-int(widths.max(initial=1))))
     documents[pieces] = numbers
     runs = np.flatnonzero(counts)
@@ -123,13 +122,13 @@ def segments_of(rows: PackRows, available: Int64Array, shape: PackShape, widths:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FoundItems:
-    """Say where in memory what fills the runs lies; of gaps it means nothing.
+    """Location in memory of the items that fill the runs; for gaps the values are meaningless.
 
     Attributes:
-        dtype: Of an item.
-        memory: Memory, as bytes or, to be gathered from, as items.
-        firsts: First byte of each run, or int64[S], its first item.
-        stops: One past its last byte; empty where runs are gathered.
+        dtype: Type of an item.
+        memory: Memory, as bytes or, for gathering, as items.
+        firsts: First byte of each run, or int64 [S], its first item.
+        stops: End byte (exclusive) of each run; empty if runs are gathered.
     """
 
     dtype: np.dtype[Any]
@@ -141,13 +140,13 @@ class FoundItems:
 class Filler:
     """Write the entries of batches of packs.
 
-    Where runs are long, they are copied one by one in a single call; short ones are gathered place by place.
+    Long runs are copied one by one in a single call; short ones are gathered position by position.
 
     Args:
-        view: Memory in which the documents lie.
+        view: Memory that holds the documents.
         rows: The packs.
-        segments: How they are laid out.
-        shape: What a batch looks like.
+        segments: Their layout.
+        shape: The shape of a batch.
     """
 
     def __init__(self, view: memoryview, rows: PackRows, segments: Segments, shape: PackShape) -> None:
@@ -160,15 +159,15 @@ class Filler:
         self._pieces = np.flatnonzero(~is_gap)
         self._piece_begins = segments.begins[self._pieces]
         there = segments.there
-        is_later = rows.starts[there] > 0  # a window behind another one of its document
+        is_later = rows.starts[there] > 0  # a window after another one of its document
         self._stale_counts = np.minimum(is_later * shape.stale, segments.counts[self._pieces])
         self._copies_runs = segments.places[-1] > _LONG * len(is_gap)
-        # Places are counted modulo 2**16 where no document is longer: a quarter of the memory traffic.
+        # Positions are counted modulo 2**16 if no document is longer: a quarter of the memory traffic.
         self._count = np.dtype(np.uint16 if max(segments.longest, default=0) <= 1 << 16 else np.int64)
         self._counted_begins = segments.begins.astype(self._count)
 
     def find(self, starts: Int64Array, dtype: str | np.dtype[Any]) -> FoundItems:
-        """Find what fills the runs, of documents whose items begin at bytes ``starts``, int64[n]."""
+        """Locate what fills the runs, for documents whose items begin at bytes ``starts``, int64 [n]."""
         item, segments, there = np.dtype(dtype), self._segments, self._segments.there
         size, counts = item.itemsize, segments.counts
         starts = np.where(there, starts, 0)
@@ -177,10 +176,10 @@ class Filler:
         view = self._view
         if self._copies_runs:
             firsts[self._pieces] = (starts + size * self._rows.starts)[there]
-            if len(view) < longest:  # nothing but a gap is longer than all there is
+            if len(view) < longest:  # only a gap can be longer than everything available
                 view = memoryview(bytes(view) + bytes(longest))
             return FoundItems(dtype=item, memory=view, firsts=firsts.tolist(), stops=(firsts + size * counts).tolist())
-        if (starts % size).any():  # documents begin at multiples of 512 in any tar; what does not is laid anew
+        if (starts % size).any():  # in a tar, documents begin at multiples of 512; others are copied to new places
             view, starts = self._laid_anew(starts, size)
         data = np.frombuffer(view, item, len(view) // size)
         firsts[self._pieces] = (starts // size + self._rows.starts)[there]
@@ -190,12 +189,12 @@ class Filler:
     def input_ids(
         self, starts: Int64Array | FoundItems, out: npt.NDArray[np.int64], low: int = 0, high: int = -1
     ) -> npt.NDArray[Any]:
-        """Write the tokens of packs ``[low, high)``, all by default, into ``out`` [places].
+        """Write the tokens of packs ``[low, high)`` (by default all) into ``out`` [positions].
 
-        ``starts`` int64[n]: the bytes with which documents begin, or what was found of them.
+        ``starts`` int64 [n]: the first bytes of the documents, or the result of ``find``.
 
         Returns:
-            The same as they were read, [places]: smaller numbers, from which ``labels`` are made in less time.
+            The same tokens in the type in which they were read, [positions]; making ``labels`` from these is faster.
         """
         low, high = self._span(low, high)
         found = starts if isinstance(starts, FoundItems) else self.find(starts, self._shape.dtype)
@@ -210,7 +209,7 @@ class Filler:
         out[:] = self._segments.documents[runs].repeat(self._segments.counts[runs])
 
     def position_ids(self, out: npt.NDArray[np.int64], low: int = 0, high: int = -1) -> None:
-        """Write the place of each token in its piece; padding counts on from where it begins, on its own."""
+        """Write the position of each token in its piece; padding counts from its own beginning."""
         low, high = self._span(low, high)
         runs, first = self._runs(low, high), self._segments.places[low]
         begins = self._counted_begins[runs] - self._count.type(first % 2 ** (8 * self._count.itemsize))
@@ -222,16 +221,16 @@ class Filler:
         self, input_ids: npt.NDArray[Any], masks: Int64Array | FoundItems | None, out: npt.NDArray[np.int64],
         low: int = 0, high: int = -1,
     ) -> int:  # fmt: skip
-        """Write what each place is to predict, or is predicted as; ``masks`` int64[n]: first byte of each mask.
+        """Write the label of each position; ``masks`` int64 [n]: first byte of each loss mask.
 
-        ``input_ids`` are those of the packs, or what ``input_ids`` returned.
+        ``input_ids`` are those of the packs, or the result of ``input_ids``.
 
         Returns:
-            How many of them bear loss.
+            The number of labels that contribute to the loss.
         """
         low, high = self._span(low, high)
         shape, segments = self._shape, self._segments
-        shift = int(shape.shift_labels)  # all that follows is written so many places further ahead
+        shift = int(shape.shift_labels)  # everything that follows is written this many positions earlier
         labels = out[: max(len(out) - shift, 0)]
         labels[:] = input_ids[shift:]
         if masks is not None:
@@ -240,7 +239,7 @@ class Filler:
         self._fill_gaps(out, IGNORED, low, high, shift)
         first_piece, last_piece = segments.pieces[low], segments.pieces[high]
         before = segments.places[low] + shift
-        if not shape.labels_across:  # nothing is predicted from another document; that of place -1 is ignored, too
+        if not shape.labels_across:  # nothing is predicted from another document; position -1 is ignored as well
             out[self._piece_begins[first_piece:last_piece] - before] = IGNORED
         if shape.stale:
             counts = self._stale_counts[first_piece:last_piece]
@@ -250,7 +249,7 @@ class Filler:
             out.reshape(high - low, -1)[:, -1] = IGNORED
         if masks is not None or shape.stale:
             return int(np.count_nonzero(out != IGNORED))
-        # Every token but those that begin a document; a shift alone loses the first of each row.
+        # Every token except those that begin a document; a shift alone loses the first of each row.
         lost = last_piece - first_piece if not shape.labels_across else 0
         if shape.labels_across and shape.shift_labels:
             lost = segments.filled[high] - segments.filled[low]
@@ -263,7 +262,7 @@ class Filler:
         return slice(self._segments.runs[low], self._segments.runs[high])
 
     def _fill_gaps(self, out: npt.NDArray[np.int64], value: int, low: int, high: int, shift: int = 0) -> None:
-        """Write ``value`` to the gaps of packs ``[low, high)``, ``shift`` places ahead of where they are."""
+        """Write ``value`` to the gaps of packs ``[low, high)``, ``shift`` positions before their place."""
         first, last = self._gap_splits[low], self._gap_splits[high]
         if last - first > 4 * (high - low):
             runs = self._runs(low, high)
@@ -275,7 +274,7 @@ class Filler:
             out[max(begin - before, 0) : begin - before + count] = value
 
     def _items(self, found: FoundItems, low: int, high: int) -> npt.NDArray[Any]:
-        """Return an item for each place of packs ``[low, high)``; those of gaps mean nothing."""
+        """Return an item for each position of packs ``[low, high)``; those of gaps are meaningless."""
         runs, memory = self._runs(low, high), found.memory
         if isinstance(memory, memoryview):
             cuts = map(slice, found.firsts[runs], found.stops[runs])
@@ -286,7 +285,7 @@ class Filler:
         return memory.take(wanted, mode="clip")
 
     def _laid_anew(self, starts: Int64Array, size: int) -> tuple[memoryview, Int64Array]:
-        """Return the documents that are there one after the other, and the byte at which each begins."""
+        """Copy the available documents one after the other; return them, and the byte at which each begins."""
         copied, moved = bytearray(), np.zeros_like(starts)
         stops = starts + self._rows.stops * size
         for piece in np.flatnonzero(self._segments.there).tolist():

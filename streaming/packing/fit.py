@@ -1,12 +1,12 @@
-"""Pack pieces into as few packs as best-fit-decreasing needs, and change the company that documents keep.
+"""Pack pieces into few packs by best-fit-decreasing, and vary from epoch to epoch which documents share a pack.
 
 Best-fit-decreasing takes the pieces from the longest to the shortest and puts each into the fullest pack that still
-has room for it (Johnson, "Near-optimal bin packing algorithms", 1973: at most 11/9 of the fewest packs and one).
-Pieces of one length are handled together: packs that have room for one of them and not for two take one each, all at
-once, and one with room for several takes as many as it can.
+has room for it (Johnson, "Near-optimal bin packing algorithms", 1973: at most 11/9 of the optimum, plus one pack).
+Pieces of one length are handled together: packs with room for exactly one of them get one each, all at once, and a pack
+with room for several gets as many as it can hold.
 
-What it gives is a function of the lengths and the rules. Which document stands in which place is a contract with every
-checkpoint, pinned by ``tests/golden/packs.json``.
+The result is a function of the lengths and the rules. The place of each document is a contract with every checkpoint,
+pinned by ``tests/golden/packs.json``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from streaming.packing.several import fit_several, order_of_several
 from streaming.plan.permutation import hash_range, stream_key
 from streaming.types import Int64Array
 
-_COMPANY = 4  # purpose, so that draws differ from those of orders
+_COMPANY = 4  # purpose, so that the numbers differ from those of orders
 _PER_PIECE = ("documents", "starts", "stops", "fresh", "amounts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fit:
-    """Say which pieces go together: most of the work of packing, and the same in every epoch.
+    """Say which pieces go together. This is most of the work of packing, and the same in every epoch.
 
     Attributes:
-        pack_of: int32[n], the pack of each piece, in the order in which pieces are placed.
-        num_packs: K.
+        pack_of: int32 [n], the pack of each piece, in the order in which pieces are placed.
+        num_packs: Number of packs, K.
     """
 
     pack_of: npt.NDArray[np.int32]
@@ -42,7 +42,7 @@ class Fit:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that these numbers take."""
+        """Memory of these numbers."""
         return self.pack_of.nbytes
 
 
@@ -50,16 +50,16 @@ def pack(lengths: Int64Array, rules: PackRules, known: Fit | None = None) -> Pac
     """Pack documents by their lengths.
 
     Deterministic: equal lengths and rules give equal packs, on every platform and in every release. Packs are in the
-    order in which they were opened, those with the longest pieces first; pieces of a pack from long to short.
+    order in which they were opened, those with the longest pieces first; the pieces of a pack go from long to short.
 
     Args:
-        lengths: int64[N], tokens of each document of a group; those of 0 have no piece. With ``rules.budgets``
-            or ``rules.alike`` int64[N, 1 + len(budgets) + alike], tokens first.
-        rules: Length of a pack, and what becomes of overlong documents.
-        known: What ``fit`` of the same lengths and rules gave, if it is at hand.
+        lengths: int64 [N], tokens of each document of a group; documents of length 0 have no piece. With
+            ``rules.budgets`` or ``rules.alike`` int64 [N, 1 + len(budgets) + alike], tokens first.
+        rules: Length of a pack, and what to do with overlong documents.
+        known: The result of ``fit`` for the same lengths and rules, if available.
 
     Raises:
-        ConfigError: A length is negative, or no whole number.
+        ConfigError: A length is negative or not an integer.
 
     Example:
         >>> packs = pack(np.array([5, 3, 4, 4]), PackRules(length=8))
@@ -75,10 +75,10 @@ def pack(lengths: Int64Array, rules: PackRules, known: Fit | None = None) -> Pac
 
 
 def fit(lengths: Int64Array, rules: PackRules) -> Fit:
-    """Find which pieces of documents go together, and K, which depends on lengths and rules alone.
+    """Find which pieces of documents go together, and K; both depend only on lengths and rules.
 
     Raises:
-        ConfigError: A length is negative, or no whole number.
+        ConfigError: A length is negative or not an integer.
     """
     pieces = cut(lengths, rules)
     return _fit(pieces, _order(pieces, rules), rules)
@@ -87,15 +87,15 @@ def fit(lengths: Int64Array, rules: PackRules) -> Fit:
 def other_company(packs: Packs, *, seed: int, epoch: int, group: int) -> Packs:
     """Permute documents of equal length among their places, and the pieces within each pack.
 
-    The number of packs, the lengths that each is made of, and so its fill, stay as they are: only which documents
-    meet, and in which order, is another in every epoch. Lengths count as rounded (``rules.multiple``); with several
-    budgets, what they take of each must be equal, and that in which packs are alike.
+    The number of packs, the lengths that each consists of, and so its fill, do not change: only which documents share a
+    pack, and in which order, differs from epoch to epoch. Lengths are compared after rounding (``rules.multiple``);
+    with several budgets, what documents take of each must be equal, and so must the columns in which packs are alike.
 
     Args:
-        packs: Of a group.
-        seed: Of the order.
+        packs: The packs of a group.
+        seed: Seed of the order.
         epoch: Pass over the data.
-        group: Number of the group, so that no two are permuted alike.
+        group: Number of the group, so that each is permuted differently.
     """
     num_pieces = len(packs.documents)
     hashes = hash_range(stream_key(seed, epoch, group, _COMPANY), 0, 2 * num_pieces)
@@ -108,9 +108,10 @@ def other_company(packs: Packs, *, seed: int, epoch: int, group: int) -> Packs:
 
 
 def _sorting(first: npt.NDArray[Any], *others: npt.NDArray[Any]) -> Int64Array:
-    """Do as ``np.lexsort((first, *others))`` does, in less time: the last is compared first, equals keep their order.
+    """Return ``np.lexsort((first, *others))``, but faster: the last key is compared first, ties keep their order.
 
-    What is whole numbers below 2**16 is counted; hashes have no equals, so that any way of sorting gives one order.
+    Integers below 2**16 are sorted by counting; hashes have no ties, so that every sorting algorithm gives the same
+    order.
     """
     order = _sorting_by(first)
     for key in others:
@@ -137,14 +138,14 @@ def _units(pieces: Pieces, rules: PackRules) -> Int64Array:
 
 
 def _order(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """Return in which order pieces are placed, int64[n]: by (length descending, index)."""
+    """Return the order in which pieces are placed, int64 [n]: by (length descending, index)."""
     if rules.budgets or rules.alike:
         return order_of_several(pieces, rules)
     return _sorting_by(rules.length // rules.multiple - _units(pieces, rules))
 
 
 def _fit(pieces: Pieces, order: Int64Array, rules: PackRules) -> Fit:
-    """Return which pack each piece goes into, taken in this order."""
+    """Return the pack that each piece goes into, when taken in this order."""
     if rules.budgets or rules.alike:
         pack_of = fit_several(pieces, order, rules)
     else:
@@ -158,9 +159,12 @@ def _fit(pieces: Pieces, order: Int64Array, rules: PackRules) -> Fit:
 
 
 def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> list[int]:
-    """Fit pieces of falling sizes; among packs with equal room the one with fewest places left, then the first."""
+    """Fit pieces of descending sizes.
+
+    Among packs with equal room, prefer the one with fewest places left, then the first.
+    """
     scale = 1 if max_docs is None else max_docs + 1
-    places = scale - 1  # of a fresh pack; 0: they are not counted
+    places = scale - 1  # in a new pack; 0: places are not counted
     bits = sum(counts).bit_length()  # of the number of a pack
     mask, one = (1 << bits) - 1, min(places, 1) << bits
     # A pack that something still to come can go into is a number, (room * scale + places) << bits | pack. Those with
@@ -171,7 +175,7 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int 
     pack_of: list[int] = []
     num_packs, least = 0, (sizes[-1] * scale << bits) + one if sizes else 0
     for size, pieces in zip(sizes, counts, strict=True):
-        count = pieces  # still to place
+        count = pieces  # left to place
         wanted = size * scale << bits
         taken = wanted + one
         while waiting and -waiting[0] >= wanted:
@@ -198,9 +202,9 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, max_docs: int 
 
 
 def _runs_of_like(sizes: list[int], counts: list[int], capacity: int, max_docs: int | None) -> list[int]:
-    """Cut the pieces, from the longest on, into runs of which ``pieces * longest`` is at most the capacity.
+    """Cut the pieces, from the longest on, into runs with ``pieces * longest`` at most the capacity.
 
-    No other cut into runs has fewer: each begins as far down as it can.
+    No other division into runs has fewer, because each run is as long as possible.
     """
     pack_of: list[int] = []
     num_packs = open_places = 0

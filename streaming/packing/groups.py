@@ -1,4 +1,4 @@
-"""Cut the chunks of a shard into groups, each of which is packed on its own."""
+"""Divide the chunks of a shard into groups, each of which is packed separately."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from streaming.arrays import sums
 from streaming.types import Int64Array
 
 PACKS_OF_GROUP = 256
-"""Packs of a group, at least, as far as a shard has as many: best-fit then fills 99 % and more (docs/design/0032)."""
+"""Minimum number of packs in a group, if the shard has as many: best-fit then fills 99 % or more (docs/design/0032)."""
 MAX_GROUP_BYTES = 64 << 20
-"""A group is fetched in one piece, and a lane holds about five of them."""
+"""Maximum size of a group: it is fetched in one piece, and a lane holds about five groups."""
 
 
 def cut_groups(tokens: Int64Array, starts: Int64Array, ends: Int64Array, *, length: int) -> Int64Array:
-    """Cut the chunks of one shard into groups of at least ``PACKS_OF_GROUP`` packs.
+    """Divide the chunks of one shard into groups of at least ``PACKS_OF_GROUP`` packs.
 
-    The last group takes what is left over, if that is too little for one. A group of more than ``MAX_GROUP_BYTES`` is
-    cut before, unless it is a single chunk.
+    The last group includes a remainder that is too small for a group. A group larger than ``MAX_GROUP_BYTES`` is cut
+    earlier, unless it is a single chunk.
 
     Args:
-        tokens: int64[C], of each chunk.
-        starts: int64[C], where each begins in the shard, increasing.
-        ends: int64[C], where each ends.
+        tokens: int64 [C], tokens of each chunk.
+        starts: int64 [C], where each begins in the shard, ascending.
+        ends: int64 [C], where each ends.
         length: T, tokens of a pack.
 
     Returns:
-        int64[G], the first chunk of each group.
+        int64 [G], the first chunk of each group.
     """
     enough = PACKS_OF_GROUP * length
     before = sums(tokens)

@@ -1,4 +1,4 @@
-"""Describe a batch of packs: places of documents, and the choices of its entries."""
+"""Describe a batch of packs: the positions of documents, and the options for its entries."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from streaming.packing.balance import BalanceRules, Costs, pack_costs
 from streaming.types import Int64Array
 
 IGNORED = -100
-"""Label of a token without loss: ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
+"""Label of a token that is excluded from the loss: ``ignore_index`` of ``torch.nn.functional.cross_entropy``."""
 NO_DOCUMENT = -1
 """``document_ids`` of padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackShape:
-    """Say what a batch of packs looks like: the user's choices, checked.
+    """The user's validated options for a batch of packs.
 
     Attributes:
         length: T, tokens of a row.
         field: Field that holds the tokens of a document, little-endian.
-        dtype: Of these tokens, as ``"<u2"``.
-        mask_field: Field that holds a byte for each token, 0 where it has no loss; None: all have.
+        dtype: Type of these tokens, such as ``"<u2"``.
+        mask_field: Field that holds one byte per token, 0 for tokens without loss; None: all have loss.
         shift_labels: ``labels[t]`` is token t + 1 instead of token t.
         labels_across: The first token of a document is predicted from the last one of the document before it.
         pad_id: ``input_ids`` of padding.
-        max_docs: Documents of a pack at most, so that ``cu_seqlens`` has a fixed shape; None: it has not.
-        multiple: The place of each document is rounded up to a multiple of it.
-        padded: A pack is a batch of its own: a matrix with a row for each document, at most T places in all.
-        stale: Tokens that a window has in common with the one before it in its document, and that bear no loss there;
-            0: they do, or windows do not overlap.
+        max_docs: Maximum number of documents in a pack, so that ``cu_seqlens`` has a static shape; None: no maximum.
+        multiple: The space of each document is rounded up to a multiple of this.
+        padded: A pack is a batch of its own: a matrix with a row for each document, at most T positions in total.
+        stale: Tokens that a window shares with the previous one of its document, and that have no loss there; 0: they
+            have loss, or windows do not overlap.
     """
 
     length: int
@@ -49,7 +49,7 @@ class PackShape:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """What is read of a document."""
+        """The fields of a document that are read."""
         return (self.field,) if self.mask_field is None else (self.field, self.mask_field)
 
     @property
@@ -82,33 +82,33 @@ class PackRows:
 
     @property
     def num_packs(self) -> int:
-        """B."""
+        """Number of packs, B."""
         return len(self.splits) - 1
 
     @property
     def packs(self) -> Int64Array:
-        """The pack of each piece, int64[n]."""
+        """The pack of each piece, int64 [n]."""
         return np.arange(self.num_packs).repeat(self.splits[1:] - self.splits[:-1])
 
     @property
     def places(self) -> Int64Array:
-        """The place of each piece in its pack, int64[n], from 0."""
+        """The index of each piece in its pack, int64 [n], from 0."""
         return np.arange(len(self.samples)) - self.splits[self.packs]
 
     def costs_by(self, rules: BalanceRules, length: int) -> Costs:
-        """Return what each pack costs as a row of ``length`` tokens, [B]."""
+        """Return the cost of each pack as a row of ``length`` tokens, [B]."""
         sizes = np.full(self.num_packs, length)
         return pack_costs(self.stops - self.starts, self.splits, sizes, rules.cost)
 
     def kept(self) -> KeptPacks:
-        """Return the same in the form from which single packs are chosen."""
+        """Return the same in a form from which single packs can be chosen."""
         return KeptPacks(
             splits=self.splits.tolist(), pieces=np.stack([self.samples, self.starts, self.stops, self.lengths], axis=1)
         )
 
     @classmethod
     def chosen(cls, parts: list[tuple[KeptPacks, int]]) -> PackRows:
-        """Return one pack out of each of some packs of a data set, one after the other."""
+        """Return one pack from each of several results for a data set, one after the other."""
         found = [kept.pieces[kept.splits[pack] : kept.splits[pack + 1]] for kept, pack in parts]
         columns = np.concatenate([np.empty((0, 4), np.int64), *found]).T
         samples, starts, stops, lengths = np.ascontiguousarray(columns)
@@ -118,11 +118,11 @@ class PackRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptPacks:
-    """Keep ``PackRows`` so that the numbers of a pack lie one after the other.
+    """Store ``PackRows`` so that the numbers of a pack are contiguous.
 
     Attributes:
-        splits: As there, a list.
-        pieces: int64[n, 4], ``samples``, ``starts``, ``stops`` and ``lengths``.
+        splits: As in ``PackRows``, as a list.
+        pieces: int64 [n, 4], ``samples``, ``starts``, ``stops`` and ``lengths``.
     """
 
     splits: list[int]
@@ -130,5 +130,5 @@ class KeptPacks:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that these numbers take."""
+        """Memory of these numbers."""
         return self.pieces.nbytes + 40 * len(self.splits)

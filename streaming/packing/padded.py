@@ -1,4 +1,4 @@
-"""Lay out padded packs: each is a matrix, with a row for each of its pieces, as wide as the longest."""
+"""Lay out padded packs: each is a matrix with one row per piece, as wide as the longest piece."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from streaming.types import Int64Array
 
 
 def rows_of_padded(packs: PackRows, shape: PackShape) -> tuple[PackRows, PackShape, Int64Array]:
-    """Take each piece for a pack of its own, and say what the batch of these looks like.
+    """Turn each piece into a pack of its own, and describe the resulting batch.
 
-    The width follows from the plan alone, so that it stays what it is where documents cannot be read.
+    The width follows from the plan alone, so that it does not change if documents cannot be read.
 
     Args:
         packs: Padded packs.
-        shape: Of padded packs.
+        shape: The shape of padded packs.
 
     Returns:
-        The pieces as packs; what these look like, ``length`` the least width; int64[n], places of each.
+        The pieces as packs; their shape, in which ``length`` is the smallest width; int64 [n], positions of each.
     """
     rows = replace(
         packs, splits=np.arange(len(packs.samples) + 1),

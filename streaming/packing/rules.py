@@ -1,7 +1,7 @@
-"""Cut documents into pieces that fit into a pack, and say what a pack is.
+"""Cut documents into pieces that fit into a pack, and define what a pack is.
 
-A *document* is a run of tokens, one sample of the data set. A *piece* is a range of its tokens, the whole document as
-a rule. A *pack* holds pieces, at most ``length`` tokens together, and becomes one row of a batch.
+A *document* is a run of tokens, one sample of the data set. A *piece* is a range of its tokens, usually the whole
+document. A *pack* holds pieces, at most ``length`` tokens together, and becomes one row of a batch.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from streaming.errors import ConfigError
 from streaming.types import Int64Array
 
 Overlong: TypeAlias = Literal["split", "truncate", "drop"]
-"""What becomes of a document that is longer than a pack."""
+"""What to do with a document that is longer than a pack."""
 MAX_LENGTH = 2**30
-"""Tokens of a pack at most; ``cu_seqlens`` are int32."""
+"""Maximum tokens of a pack; ``cu_seqlens`` are int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackRules:
-    """Say how documents become packs. A value that is equal gives equal packs from equal lengths.
+    """Rules for making packs from documents. Equal rules and lengths give equal packs.
 
     Attributes:
-        length: T, tokens of a pack at most.
-        overlong: Documents longer than T: ``"split"`` cuts them into pieces of T and a rest, ``"truncate"`` keeps
+        length: T, maximum tokens of a pack.
+        overlong: Documents longer than T: ``"split"`` cuts them into pieces of T and a remainder, ``"truncate"`` keeps
             the first T tokens, ``"drop"`` leaves them out.
-        multiple: The length of each piece counts as rounded up to a multiple of it; 2 * cp for context
-            parallelism. T must be a multiple of it too.
-        max_docs: Pieces of a pack at most, for shapes that do not change; ``None``: as many as fit.
-        padded: A pack is a batch of its own: its pieces, of like lengths, are padded to the longest, and
-            ``pieces * longest`` is at most T.
-        stride: Windows with overlap: a document longer than T becomes windows of T tokens that begin every ``stride``
-            tokens; the last is shorter. Needs ``overlong="split"``. ``None``: none overlap.
-        budgets: What a pack holds at most of other things than tokens, one number for each further column of lengths
-            (tokens of images, say). Needs ``overlong="drop"``: a document over any budget is left out.
-        alike: How many columns follow in which the pieces of a pack must be equal, such as height and width. Needs
+        multiple: The length of each piece is rounded up to a multiple of this; 2 * cp for context parallelism. It must
+            divide T.
+        max_docs: Maximum pieces in a pack, for static shapes; None: as many as fit.
+        padded: A pack is a batch of its own: its pieces, of similar lengths, are padded to the longest, and ``pieces *
+            longest`` is at most T.
+        stride: A document longer than T becomes overlapping windows of T tokens, one every ``stride`` tokens; the last
+            is shorter. Needs ``overlong="split"``. None: no overlap.
+        budgets: Further limits of a pack, one for each further column of lengths (image tokens, for example). Needs
+            ``overlong="drop"``: a document over any budget is left out.
+        alike: Number of further columns in which the pieces of a pack must be equal, such as height and width. Needs
             ``padded``.
 
     Raises:
-        ConfigError: An attribute that cannot work.
+        ConfigError: An attribute is invalid.
 
     Example:
         >>> PackRules(length=8192, overlong="truncate").length
@@ -94,20 +94,20 @@ class PackRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces:
-    """Hold the pieces that documents were cut into, and what was lost on the way.
+    """The pieces that documents were cut into, and counts of what was lost.
 
     Attributes:
-        documents: int64[n], number of the document of each piece.
-        starts: int64[n], first token of the piece within its document.
-        stops: int64[n], one past its last token.
-        fresh: int64[n], first token within its document that no earlier piece holds: ``starts`` unless windows overlap.
-            Where labels begin, for those who want each token to count once.
-        amounts: int64[n, len(budgets) + alike], what each piece takes of the further budgets, and in what it is to be
-            like others of its pack.
-        num_split: Documents that are in more than one piece.
-        num_truncated: Documents whose end was cut off.
-        num_dropped: Documents left out for their length, or for a further budget.
-        num_empty: Documents without tokens; they have no piece.
+        documents: int64 [n], number of the document of each piece.
+        starts: int64 [n], first token of the piece within its document.
+        stops: int64 [n], end of the piece (exclusive).
+        fresh: int64 [n], first token within its document that no earlier piece holds: ``starts`` unless windows
+            overlap. Labels begin here if each token is to count once.
+        amounts: int64 [n, len(budgets) + alike], what each piece takes of the further budgets, and its values of the
+            columns that must be equal.
+        num_split: Number of documents in more than one piece.
+        num_truncated: Number of documents whose end was cut off.
+        num_dropped: Number of documents left out because of their length, or a further budget.
+        num_empty: Number of documents without tokens, which have no piece.
     """
 
     documents: Int64Array
@@ -127,17 +127,17 @@ class Pieces:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all pieces together, those of overlaps as often as they come; others were truncated or dropped."""
+        """Tokens of all pieces, counting overlaps each time; other tokens were truncated or dropped."""
         return int(self.lengths.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packs(Pieces):
-    """Hold the pieces of packs, pack after pack.
+    """The pieces of packs, pack after pack.
 
     Attributes:
-        rules: By which they were packed.
-        splits: int64[K + 1]; pieces ``splits[k]`` to ``splits[k + 1]`` make pack k.
+        rules: The rules by which they were packed.
+        splits: int64 [K + 1]; pieces ``splits[k]`` to ``splits[k + 1]`` make up pack k.
     """
 
     rules: PackRules
@@ -149,7 +149,10 @@ class Packs(Pieces):
 
     @property
     def sizes(self) -> Int64Array:
-        """Places of each pack, padding counted: T, or pieces * longest where packs are ``padded``; int64[K]."""
+        """Token positions of each pack, including padding: T, or pieces * longest if packs are ``padded``.
+
+        Int64 [K].
+        """
         if not self.rules.padded or not len(self):
             return np.full(len(self), self.rules.length)
         lengths = rounded(self.lengths, self.rules.multiple)
@@ -157,15 +160,15 @@ class Packs(Pieces):
 
     @property
     def fill(self) -> float:
-        """Part of all places that holds tokens, 0 to 1; 1 where there is no pack."""
+        """Fraction of all positions that hold tokens, 0 to 1; 1 if there is no pack."""
         return self.num_tokens / int(self.sizes.sum()) if len(self) else 1.0
 
 
 def checked_lengths(lengths: Int64Array, budgets: tuple[int, ...] = (), alike: int = 0) -> Int64Array:
-    """Return lengths of documents as int64[N, 1 + len(budgets) + alike].
+    """Return lengths of documents as int64 [N, 1 + len(budgets) + alike].
 
     Raises:
-        ConfigError: They are no whole numbers from 0 on, or have not a column for each budget and what is to be alike.
+        ConfigError: They are not non-negative integers, or the number of columns is wrong.
     """
     found = np.asarray(lengths)
     width = 1 + len(budgets) + alike
@@ -190,11 +193,12 @@ def cut(lengths: Int64Array, rules: PackRules) -> Pieces:
     """Cut documents into pieces of at most ``rules.length`` tokens, in the order of documents and tokens.
 
     Args:
-        lengths: int64[N], tokens of each document; 0 is allowed. With more columns int64[N, 1 + len(budgets) + alike].
-        rules: What becomes of overlong ones.
+        lengths: int64 [N], tokens of each document; 0 is allowed. With more columns int64 [N, 1 + len(budgets) +
+            alike].
+        rules: What to do with overlong documents.
 
     Raises:
-        ConfigError: A length is negative, or no whole number.
+        ConfigError: A length is negative or not an integer.
     """
     columns = checked_lengths(lengths, rules.budgets, rules.alike)
     lengths, amounts = columns[:, 0], columns[:, 1:]
@@ -208,7 +212,7 @@ def cut(lengths: Int64Array, rules: PackRules) -> Pieces:
     elif rules.overlong == "drop":
         counts[over] = 0
     documents = np.repeat(np.arange(len(lengths)), counts)
-    # Within its document, a piece is the how many-th: pieces so far, less those before its document.
+    # Index of each piece within its document: pieces so far, less those before its document.
     numbers = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = numbers * step
     return Pieces(

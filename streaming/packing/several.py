@@ -1,8 +1,8 @@
-"""Fit pieces under several budgets at once: tokens, and what else a pack may hold only so much of.
+"""Fit pieces under several budgets at once: tokens, and other quantities that are limited in a pack.
 
-Best-fit-decreasing with one number for what a piece takes, and what room a pack has: the sum of the shares of all
-budgets (Panigrahy, Talwar, Uyeda and Wieder, "Heuristics for vector bin packing", 2011). Shares are integers in
-units of 2**-40, so that every platform places alike.
+Best-fit-decreasing with one number for the size of a piece and for the room of a pack: the sum of its shares of all
+budgets (Panigrahy, Talwar, Uyeda and Wieder, "Heuristics for vector bin packing", 2011). Shares are integers in units
+of 2**-40, so that the result is the same on every platform.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from streaming.types import Int64Array
 _WHOLE = 2**40  # of a budget; times budgets of up to 2**20 columns, sums fit into 63 bits
 _NEVER = np.iinfo(np.int64).max
 _OPENED = 64
-"""Packs that there is room for at first; then twice as many, again and again."""
+"""Number of packs allocated at first; doubled whenever necessary."""
 
 
 def order_of_several(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """Order pieces as they are placed, int64[n]: by falling share (by tokens where packs are padded), then by index.
+    """Return the order in which to place pieces, int64 [n]: by descending share (tokens if ``padded``), then by index.
 
-    Those that are to be alike come after each other.
+    Pieces that must be alike are adjacent.
     """
     taken = _taken(pieces, rules)
     if rules.padded:
@@ -32,10 +32,10 @@ def order_of_several(pieces: Pieces, rules: PackRules) -> Int64Array:
 
 
 def fit_several(pieces: Pieces, order: Int64Array, rules: PackRules) -> list[int]:
-    """Fit pieces, in this order, into packs that exceed no budget; the pack of each.
+    """Fit pieces, in this order, into packs that exceed no budget; return the pack of each.
 
-    Each goes into the pack with the least room, as a sum of shares, among those that have room for it in every budget;
-    the first of equals. Padded packs are runs of pieces that are alike.
+    Each goes into the pack with the least room, as a sum of shares, among those with room in every budget; ties go to
+    the first. Padded packs are runs of pieces that are alike.
     """
     taken = _taken(pieces, rules)[order]
     if rules.padded:
@@ -44,33 +44,33 @@ def fit_several(pieces: Pieces, order: Int64Array, rules: PackRules) -> list[int
 
 
 def _taken(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """Return what each piece takes of each budget, int64[n, 1 + len(budgets)]."""
+    """Return the amount of each budget that each piece takes, int64 [n, 1 + len(budgets)]."""
     amounts = pieces.amounts[:, : len(rules.budgets)]
     return np.column_stack([rounded(pieces.lengths, rules.multiple), amounts])
 
 
 def _kinds(pieces: Pieces, rules: PackRules) -> Int64Array:
-    """Return in what each piece is to be like others of its pack, int64[n, alike]."""
+    """Return the values in which each piece must equal others of its pack, int64 [n, alike]."""
     return pieces.amounts[:, len(rules.budgets) :]
 
 
 def _weights(rules: PackRules) -> Int64Array:
-    """Return the share of a budget that one of it is."""
+    """Return the share of each budget that one unit takes."""
     return _WHOLE // np.maximum(np.array([rules.length, *rules.budgets], np.int64), 1)
 
 
 def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
     """Return the pack of each piece.
 
-    The number of pieces is a budget too, of which each takes 1, and that has no share.
+    The number of pieces is a budget too: each piece takes 1, with a share of 0.
     """
     limits = [rules.length, *rules.budgets]
     shares = (taken @ _weights(rules)).tolist()
     whole = int(_weights(rules) @ np.array(limits))
     if rules.max_docs is not None:
         taken, limits = np.column_stack([taken, np.ones(len(taken), np.int64)]), [*limits, rules.max_docs]
-    # Room of each pack in each budget, and the sum of its shares. Those that nobody has opened yet are empty, and so
-    # have more than any other: the first of them is chosen where no other has room.
+    # Room of each pack in each budget, and the sum of its shares. Unopened packs are empty, so they have the most room:
+    # the first of them is chosen if no other has room.
     rooms = [np.full(_OPENED, limit, np.int64) for limit in limits]
     scores = np.full(_OPENED, whole, np.int64)
     pack_of: list[int] = []
@@ -90,7 +90,7 @@ def _best_fit(taken: Int64Array, rules: PackRules) -> list[int]:
 
 
 def _runs_of_like(taken: Int64Array, kinds: Int64Array, rules: PackRules) -> list[int]:
-    """Return the run of each piece: as many pieces of a kind, times the most that one takes, as every budget allows."""
+    """Return the run of each piece: as many pieces of a kind, times the largest amount, as every budget allows."""
     budgets = [rules.length, *rules.budgets]
     is_first = np.concatenate([[True], (kinds[1:] != kinds[:-1]).any(axis=1)]).tolist()
     pack_of: list[int] = []

@@ -1,4 +1,4 @@
-"""Tell between which batches a rank needs which chunk: values, and how they are put together."""
+"""Describe between which batches a rank needs which chunk, and how such intervals are merged."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from streaming.types import Int64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkIntervals(IntColumns):
-    """Times, counted in batches of one rank, between which chunks are needed; sorted by ``first_batches``.
+    """Intervals, in batches of one rank, in which chunks are needed; sorted by ``first_batches``.
 
-    A chunk across a lane border is needed late in one lane and early in the next: it has two rows, and is
-    fetched twice rather than held for long. Rows of one chunk in one pass neither overlap nor touch.
+    A chunk across a lane border is needed late in one lane and early in the next: it has two rows, and is fetched twice
+    rather than held for long. Rows of one chunk in one pass neither overlap nor touch.
 
     Attributes:
-        chunk_ids: int64[n], data-set chunk id.
-        passes: int64[n], pass of the stream.
-        first_batches: int64[n], no earlier batch than this uses the chunk (since the row before).
-        last_batches: int64[n], no later batch than this uses the chunk (until the row after).
+        chunk_ids: int64 [n], chunk id in the data set.
+        passes: int64 [n], pass of the stream.
+        first_batches: int64 [n]: no batch before this uses the chunk (since the previous row).
+        last_batches: int64 [n]: no batch after this uses the chunk (until the next row).
     """
 
     chunk_ids: Int64Array
@@ -32,14 +32,14 @@ class ChunkIntervals(IntColumns):
 
     @classmethod
     def merged(cls, ids: Int64Array, first: Int64Array, last: Int64Array, pass_number: int) -> Self:
-        """Make them of one pass, in any order; those of one chunk that overlap or touch become one."""
+        """Make the intervals of one pass, in any order; overlapping or adjacent ones of a chunk are merged."""
         ids, first, last = _merged(ids, first, last)
         by_time = np.argsort(first, kind="stable")
         passes = np.full(len(ids), pass_number, np.int64)
         return cls(chunk_ids=ids[by_time], passes=passes, first_batches=first[by_time], last_batches=last[by_time])
 
     def live_bytes(self, chunk_bytes: Int64Array) -> int:
-        """Return most bytes that are needed at the same time; ``chunk_bytes`` is int64[C], of all chunks."""
+        """Return the maximum of bytes needed at the same time; ``chunk_bytes`` is int64 [C], of all chunks."""
         changes = chunk_bytes[self.chunk_ids]
         # Releases come before the acquisitions of the same batch.
         times = np.concatenate([self.last_batches + 1, self.first_batches])
@@ -48,19 +48,19 @@ class ChunkIntervals(IntColumns):
 
 
 def _merged(ids: Int64Array, first: Int64Array, last: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Join intervals of one chunk that overlap or touch; any order in and out."""
-    # Counting takes time with the largest id, sorting with the number of ids: a rank of many has few.
+    """Merge overlapping or adjacent intervals of each chunk; any order in and out."""
+    # Counting depends on the largest id, sorting on the number of ids, of which one rank among many has few.
     if len(ids) and int(ids.max()) < 16 * len(ids):
         shared = np.bincount(ids)[ids] > 1
     else:
         _, inverse, counts = np.unique(ids, return_inverse=True, return_counts=True)
         shared = counts[inverse] > 1
-    if not shared.any():  # else only the few chunks with several intervals need sorting
+    if not shared.any():  # otherwise only the few chunks with several intervals need sorting
         return ids, first, last
     rest = ids[~shared], first[~shared], last[~shared]
     by_chunk = np.lexsort((first[shared], ids[shared]))
     ids, first, last = ids[shared][by_chunk], first[shared][by_chunk], last[shared][by_chunk]
-    # Shift every chunk's times beyond those of the chunk before it: one running maximum then serves them all.
+    # Shift every chunk's times beyond those of the previous chunk, so that one running maximum serves all.
     shift = sums(np.diff(ids) != 0) * (int(last.max()) + 3)
     reached = np.maximum.accumulate(last + shift)
     edges = np.flatnonzero(np.concatenate([[True], first[1:] + shift[1:] > reached[:-1] + 1]))

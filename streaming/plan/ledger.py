@@ -1,18 +1,19 @@
-"""Note from which row on which sources of a mixture were drawn with which weights: the ledger. Append-only.
+"""Record from which row on the sources of a mixture were drawn with which weights: the ledger. Append-only.
 
 It is part of every checkpoint of a mixture (``state_dict()["ledger"]``), as a list of entries::
 
     [{"from": 0, "weights": {"web": 0.7, "code": 0.3}, "sources": {"web": "5f…", "code": "a1…"}, "why": "start"},
      {"from": 512000, "weights": {"web": 0.5, "code": 0.5}, "sources": {…}, "why": "set_weights"}]
 
-``from`` counts rows: samples of the run over all ranks and epochs. What was drawn before a row depends on the entries
-up to it alone, so the whole run can be replayed from its last state, and how often each source was read is arithmetic.
+``from`` counts rows: samples of the run over all ranks and epochs. What was drawn before a row depends only on the
+entries up to it, so the whole run can be replayed from its last state, and how often each source was read follows by
+arithmetic.
 
-``laid`` says, of a source dealt in chunks that has no weight any more, how many samples of it lie in each lane: so the
-others stand where they do without it, once what was laid is read.
+``laid`` gives, for a source dealt in chunks that no longer has a weight, how many of its samples are in each lane, so
+that the positions of the others can be computed without it once those samples have been read.
 
-``shards`` says how many shards each source had. An entry under which one has more says in ``joins`` from which pass
-over the source on they are drawn from: ``"joins": {"web": 3}``.
+``shards`` gives the number of shards of each source. If a source has grown, ``joins`` of the entry gives the first pass
+over the source that includes the new shards: ``"joins": {"web": 3}``.
 """
 
 from __future__ import annotations
@@ -36,26 +37,27 @@ NO_OTHER_SEED = (
     "would repeat samples and leave out others. Give the seed to the Mixture"
 )
 Segment = tuple[int, dict[str, float]]
-"""A row, and the weights from it on."""
+"""A row, and the weights from that row on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What holds from a row on.
+    """What applies from a row on.
 
     Attributes:
         start: The row.
-        weights: Weight of each source at that row, per sample; {}: each pass gives every source so many samples
+        weights: Weight of each source at that row, per sample; {}: each pass draws a fixed number from every source
             (``quotas``).
         sources: Fingerprint of each source.
-        why: What brought it about.
-        schedule: Weights by row, of the whole run, from that row on; None: they stay.
+        why: The cause of the entry.
+        schedule: Weights by row of the whole run, from that row on; None: they are constant.
         quotas: Samples of each source in a pass over a mixture that ends; {}: it has no end.
-        dealt: What shares are dealt in: chunks, single samples (``quotas="exact"``), or batches of one source each.
-        batch_size: Samples of such a batch over all ranks; None where others are dealt.
-        shards: Shards of each source that can grow; {}: it was not written down.
-        joins: Of each source to which shards were appended, the first pass over it that has them.
-        laid: Of sources without a weight from here on, samples in each lane when all is laid.
+        dealt: Unit in which shares are dealt: chunks, single samples (``quotas="exact"``), or batches of one source
+            each.
+        batch_size: Samples of such a batch over all ranks; None for the other units.
+        shards: Number of shards of each source that can grow; {}: not recorded.
+        joins: For each source that has grown, the first pass over it with the new shards.
+        laid: For sources without a weight from here on, samples in each lane once everything is laid.
     """
 
     start: int
@@ -92,18 +94,18 @@ class Entry:
 
     @property
     def drawn(self) -> set[str]:
-        """The sources that have a weight at its row, or behind it while it holds."""
+        """The sources with a weight at its row or later, as long as the entry applies."""
         return {name for _, weights in _rows_of(self) for name, weight in weights.items() if weight}
 
     @property
     def means(self) -> tuple[Any, ...]:
-        """What two entries have in common that draw alike, wherever they begin."""
+        """What must be equal for two entries to draw alike, wherever they begin."""
         if self.quotas is not None:
             return ("quotas", dict(self.quotas))
         return ("schedule", self.schedule) if self.schedule is not None else ("weights", dict(self.weights))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its form in a state."""
+        """Return its representation in a state."""
         made: dict[str, Any] = {"from": self.start, "weights": dict(self.weights) or None}
         if self.schedule is not None:
             made["schedule"] = self.schedule.to_dict()
@@ -119,10 +121,10 @@ class Entry:
 
     @classmethod
     def from_dict(cls, data: Any) -> Entry:
-        """Return the entry of :meth:`to_dict`.
+        """Rebuild an entry from the dict of :meth:`to_dict`.
 
         Raises:
-            StateError: It is none.
+            StateError: The dict is malformed.
         """
         try:
             _check_strings([data["why"], *data["sources"].values()])
@@ -145,10 +147,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Entries by row, the first at 0. A value: appending makes another one.
+    """Entries by row, the first at 0. A value: appending returns a new one.
 
     Raises:
-        StateError: There is no entry at row 0, or one lies before the one that it follows.
+        StateError: There is no entry at row 0, or an entry's row is before that of the previous one.
     """
 
     entries: tuple[Entry, ...]
@@ -162,27 +164,27 @@ class Ledger:
 
     @property
     def last(self) -> Entry:
-        """What holds from its row on."""
+        """The last entry."""
         return self.entries[-1]
 
     @property
     def is_plain(self) -> bool:
-        """Whether releases that know of chunks alone read it as it is meant."""
+        """Whether releases that support only ``dealt="chunks"`` read it correctly."""
         return all(entry.dealt == "chunks" for entry in self.entries)
 
     @property
     def grows(self) -> bool:
-        """Whether a source grew."""
+        """Whether a source has grown."""
         return any(entry.joins for entry in self.entries)
 
     @property
     def is_changed(self) -> bool:
-        """Whether ``set_weights`` gave other weights."""
+        """Whether ``set_weights`` has changed the weights."""
         return any(entry.why == CHANGED for entry in self.entries)
 
     @property
     def first_rows(self) -> dict[str, int]:
-        """The row from which on each source was known, by name."""
+        """The row from which each source was known, by name."""
         found: dict[str, int] = {}
         for entry in self.entries:
             for name in entry.sources:
@@ -191,7 +193,7 @@ class Ledger:
 
     @property
     def shards(self) -> dict[str, int]:
-        """Shards that each source had last, by name, as far as it was written down."""
+        """Latest number of shards of each source, by name, if recorded."""
         found: dict[str, int] = {}
         for entry in self.entries:
             found = {name: count for name, count in found.items() if name not in entry.sources} | dict(entry.shards)
@@ -199,9 +201,9 @@ class Ledger:
 
     @property
     def laid(self) -> dict[str, tuple[int, ...]]:
-        """Samples in each lane of the sources of which nothing more is laid, by name, as far as they are written down.
+        """Samples in each lane, by name, of sources of which nothing more is laid, if recorded.
 
-        Of one that never had a weight there are none, and nothing is written down.
+        A source that never had a weight has none, and is not recorded.
         """
         found: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
@@ -215,7 +217,7 @@ class Ledger:
 
     @property
     def sources(self) -> dict[str, str]:
-        """All sources that were ever drawn from, with their fingerprints, by name."""
+        """All sources that the run has ever had, with their fingerprints, by name."""
         found: dict[str, str] = {}
         for entry in self.entries:
             found.update(entry.sources)
@@ -225,15 +227,15 @@ class Ledger:
         """Return the ledger with one more entry.
 
         Raises:
-            StateError: It lies before the last one.
+            StateError: Its row is before that of the last entry.
         """
         return Ledger((*self.entries, entry))
 
     def changed(self, weights: Schedule, row: int) -> Ledger:
-        """Return the ledger with other weights from a row on: those that a schedule, of the whole run, has there.
+        """Return the ledger with other weights from a row on, taken at that row from a schedule of the whole run.
 
         Raises:
-            StateError: The row lies before the last entry.
+            StateError: The row is before the last entry.
         """
         made = replace(self.last, start=row, schedule=weights, why=CHANGED, laid={})
         (_, now), *later = _rows_of(made)
@@ -241,11 +243,9 @@ class Ledger:
         return self.appended(replace(made, weights=dict(now), schedule=schedule))
 
     def segments(self) -> list[Segment]:
-        """Return rows and the weights from each one on, over all entries.
+        """Return the rows at which weights change, and the weights from each on, over all entries.
 
-        Each names every source, with 0 where it has none.
-
-        A mixture that ends (``quotas``) has none.
+        Each names every source, with 0 if it has no weight. A mixture that ends (``quotas``) has none.
         """
         if self.last.quotas is not None:
             return []
@@ -258,26 +258,26 @@ class Ledger:
                     break
                 whole = {name: float(weights.get(name, 0)) for name in names}
                 if found and found[-1][0] == row:
-                    found.pop()  # two entries at one row: the later one holds
+                    found.pop()  # two entries at one row: the later one applies
                 if not found or found[-1][1] != whole:
                     found.append((row, whole))
         return found
 
     def segments_from(self, row: int) -> list[Segment]:
-        """Return those from a row on; the first begins there. Of a mixture without end."""
+        """Return the segments from a row on, the first beginning there; for a mixture without an end."""
         segments = self.segments()
         return [(row, value_at(segments, row)), *((start, weights) for start, weights in segments if start > row)]
 
     def to_list(self) -> list[dict[str, Any]]:
-        """Return its form in a state."""
+        """Return its representation in a state."""
         return [entry.to_dict() for entry in self.entries]
 
     @classmethod
     def from_list(cls, data: Any) -> Ledger:
-        """Return the ledger of :meth:`to_list`.
+        """Rebuild a ledger from the list of :meth:`to_list`.
 
         Raises:
-            StateError: It is none.
+            StateError: The list is malformed.
         """
         if not isinstance(data, Sequence) or isinstance(data, str):
             raise StateError(f"state: ledger: expected a list of entries, got {data!r}")
@@ -286,20 +286,20 @@ class Ledger:
     def resumed(
         self, made: Entry, first_free: Callable[[], int], *, grown: Mapping[str, Callable[[], int]] | None = None
     ) -> tuple[Ledger, list[str]]:
-        """Go on with a mixture as it is made now.
+        """Continue with a mixture as it is now.
 
         Args:
-            made: The entry of that mixture, as at the start of a run.
-            first_free: Gives the first row that may be drawn in another way; called where something changes.
-            grown: Sources that have the shards of the state and others behind them; gives the first pass over each that
-                may have these.
+            made: The entry of that mixture, as for the start of a run.
+            first_free: Returns the first row that may be drawn differently; called only if something changes.
+            grown: For sources that have the shards of the state and more after them: returns the first pass over each
+                that may include these.
 
         Returns:
-            The ledger of the run, and what changes in it, for people; nothing where the mixture is the one that was
-            saved, in which case weights that ``set_weights`` gave meanwhile still hold.
+            The ledger of the run, and a description of each change. Nothing changes if the mixture is the one that was
+            saved; then weights that ``set_weights`` gave in the meantime still apply.
 
         Raises:
-            StateError: A source is not the one that it was, or the mixture ends and is another one.
+            StateError: A source is a different one, or the mixture ends and is a different one.
         """
         grown = grown or {}
         self._check_dealt(made)
@@ -326,7 +326,7 @@ class Ledger:
         start = max(first_free(), self.last.start)
         joins = {name: first_pass() for name, first_pass in grown.items()}
         changes += [f"shards that came since join {name!r} with its pass {at + 1:,}" for name, at in joins.items()]
-        if planned.means == made.means and set(made.sources) == set(was):  # what set_weights gave meanwhile still holds
+        if planned.means == made.means and set(made.sources) == set(was):  # weights from set_weights still apply
             made, why = replace(self.last, sources=made.sources, shards=made.shards, laid={}), GROWN
         else:
             why = RESUMED

@@ -1,13 +1,13 @@
-"""Count what a plan asks of memory: the arithmetic that the loop obeys and ``shard_tools plan`` prints.
+"""Compute the memory that a plan needs: the arithmetic that the loop obeys and ``shard_tools plan`` prints.
 
-``memory_limit`` of a rank is shared out: chunks get three quarters, the rest is for batches that are built but not
-handed out, and of a packed set for what packs are made of. What a plan needs at once must fit into the chunks' part;
-what is left of it serves read-ahead::
+A rank's ``memory_limit`` is divided: chunks get three quarters; the rest is for batches that are built but not handed
+out and, for a packed set, for the data that packs are made from. What a plan needs at once must fit into the part of
+the chunks; what is left of that is used for read-ahead::
 
     memory_limit   |------------- chunks: 75 % -------------|-- batches --|
                    |--- live ---|- read ahead: <= 256 MiB -|
 
-Chunks lie on whole pages, so all sizes here are those of :func:`whole_pages`.
+Chunks take whole pages, so all sizes here are those of :func:`whole_pages`.
 """
 
 from __future__ import annotations
@@ -30,60 +30,62 @@ from streaming.types import Int64Array
 Spans: TypeAlias = tuple[Int64Array, Int64Array]
 PAGE_BYTES = mmap.PAGESIZE
 READ_AHEAD_BYTES = 256 << 20
-"""How far the reader runs ahead of what is needed, memory allowing. More costs at the start:
-memory that nobody touched before takes longer to come by than the bytes to put there."""
+"""How far the reader runs ahead, if memory allows.
+
+More is slow at the start, because first-touch page faults take longer than filling the memory.
+"""
 MOST_FOR_PACKS = 256 << 20
 """Half of it are the packs of a thousand groups of 256 packs of 8,192 tokens, documents of 600 tokens each."""
 CHUNKS_SHARE = 0.75
-"""Of memory_limit; the rest is for batches that are built but not handed out."""
+"""Fraction of memory_limit for chunks; the rest is for batches that are built but not handed out."""
 EPOCHS_VARY = 0.9
-"""Room that advice leaves: other epochs put other chunks side by side, and chunks differ in size."""
+"""Safety margin of recommendations: other epochs combine other chunks, and chunks differ in size."""
 
 
 def whole_pages(sizes: npt.ArrayLike) -> Int64Array:
-    """Return the room that chunks of these sizes take in the arena, int64, any shape."""
+    """Return the memory that chunks of these sizes take in the arena, int64, any shape."""
     given = np.asarray(sizes, dtype=np.int64)
     return np.asarray(-(-given // PAGE_BYTES) * PAGE_BYTES, dtype=np.int64)
 
 
 def chunks_limit_bytes(memory_limit_bytes: int) -> int:
-    """Return what of ``memory_limit`` chunks may take."""
+    """Return the part of ``memory_limit`` that chunks may take."""
     return int(memory_limit_bytes * CHUNKS_SHARE)
 
 
 def most_room(all_chunks_bytes: int) -> int:
-    """Return what chunks of a data set may ever take: all of them, and as much again where slices overlap."""
+    """Return the most that the chunks of a data set can ever take: all of them, doubled because slices may overlap."""
     return 2 * all_chunks_bytes + (16 << 20)
 
 
 def batches_limit_bytes(memory_limit_bytes: int, *, is_packed: bool = False) -> int:
-    """Return what of ``memory_limit`` is for batches that are built but not handed out."""
+    """Return the part of ``memory_limit`` for batches that are built but not handed out."""
     whole = int(memory_limit_bytes * (1 - CHUNKS_SHARE))
     return whole - packs_limit_bytes(memory_limit_bytes) if is_packed else whole
 
 
 def packs_limit_bytes(memory_limit_bytes: int) -> int:
-    """Tell what of ``memory_limit`` a packed set may keep of packs and lengths: a quarter of batches' part."""
+    """Return the part of ``memory_limit`` for a packed set's packs and lengths: a quarter of the part for batches."""
     return min(int(memory_limit_bytes * (1 - CHUNKS_SHARE)) // 4, MOST_FOR_PACKS)
 
 
 def needed_mib(chunks_bytes: int) -> int:
-    """Return a ``memory_limit``, in MiB, in which so many bytes of chunks fit in every epoch."""
+    """Return a ``memory_limit``, in MiB, into which this many bytes of chunks fit in every epoch."""
     return math.ceil(chunks_bytes / CHUNKS_SHARE / EPOCHS_VARY / (16 << 20)) * 16
 
 
 def enough_for_batches_mib(batches_bytes: int) -> int:
-    """Return a ``memory_limit``, in MiB, of which batches get so many bytes."""
+    """Return a ``memory_limit``, in MiB, that leaves this many bytes for batches."""
     return math.ceil(batches_bytes / (1 - CHUNKS_SHARE) / (16 << 20)) * 16
 
 
 def chunks_bytes(memory_limit_bytes: int, live_bytes: int) -> int:
-    """Return what a rank's chunks take at most: all that is needed at once, and some read-ahead."""
+    """Return the most that a rank's chunks take: what is needed at once, plus read-ahead."""
     return min(chunks_limit_bytes(memory_limit_bytes), live_bytes + READ_AHEAD_BYTES)
 
 
 def holds_all(memory_limit_bytes: int, all_bytes: int) -> bool:
-    """Tell whether a rank has room for all chunks of a set, whatever is needed at once: most small sets are such."""
+    """Tell whether a rank has room for all chunks of a set, as for most small sets."""
     return all_bytes <= min(READ_AHEAD_BYTES, chunks_limit_bytes(memory_limit_bytes))
 
 
@@ -101,15 +103,15 @@ def check_whole_chunks(
 
     Args:
         plan: The plan.
-        chunk_bytes: int64[C], :func:`whole_pages` of each chunk.
+        chunk_bytes: int64 [C], :func:`whole_pages` of each chunk.
         dp_rank: The data-parallel rank.
         live_bytes: ``plan.live_bytes(chunk_bytes, dp_rank)``.
         memory_limit_bytes: The rank's ``memory_limit``.
-        resumed: The order is that of a loaded state, which overrules what the data set says of lanes and window.
-        more_cures: What else helps, for the message.
+        resumed: The order comes from a loaded state, which overrides the data set's lanes and window.
+        more_cures: Other remedies, for the message.
 
     Raises:
-        MemoryLimitError: They do not fit; the message holds the arithmetic and the cure.
+        MemoryLimitError: They do not fit; the message shows the calculation and the remedies.
     """
     limit_bytes = chunks_limit_bytes(memory_limit_bytes)
     if live_bytes <= limit_bytes:
@@ -128,15 +130,15 @@ def check_whole_chunks(
 
 
 def reads_slices(plan: Plan, chunk_bytes: Int64Array, *, memory_limit_bytes: int) -> bool:
-    """Tell whether ranks that share a storage order read slices of chunks; else each of them reads all chunks.
+    """Tell whether ranks that share a storage order read slices of chunks instead of all chunks each.
 
-    A slice is widened to borders of spans, by 64 KiB in all on average. Where a rank's share of a batch and these are
-    no less than the batch, each rank reads everything in any case: whole chunks then take far fewer requests.
+    A slice is widened to borders of spans, by 64 KiB in total on average. If a rank's share of a batch plus this is no
+    less than the batch, each rank reads everything anyway, and whole chunks take far fewer requests.
 
     Args:
         plan: The plan, in storage order over several ranks.
-        chunk_bytes: int64[C], bytes of each chunk.
-        memory_limit_bytes: A rank's ``memory_limit``; whole chunks that do not fit are read in slices.
+        chunk_bytes: int64 [C], size of each chunk.
+        memory_limit_bytes: A rank's ``memory_limit``; if whole chunks do not fit, slices are read.
     """
     sample_bytes = int(chunk_bytes.sum()) / plan.samples_per_pass
     if rank_rows(plan) * sample_bytes + SPAN_BYTES < plan.global_batch_size * sample_bytes:
@@ -145,20 +147,20 @@ def reads_slices(plan: Plan, chunk_bytes: Int64Array, *, memory_limit_bytes: int
 
 
 def rank_rows(plan: Plan) -> int:
-    """Return samples of the largest share of a batch."""
+    """Return the number of samples in the largest share of a batch."""
     return plan.shape.most_rows
 
 
 def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans], *, memory_limit_bytes: int) -> int:
-    """Bound what the share of a rank in any batch takes that is read as slices of chunks.
+    """Return an upper bound of the memory for a rank's share of any batch, read as slices of chunks.
 
-    It holds for every rank, epoch and start: that of the largest run of so many samples. Whole chunks are enough of a
-    bound where they fit; where not, it takes the sample tables.
+    It holds for every rank, epoch and start, because it is that of the largest run of as many samples. If whole chunks
+    fit, they are bound enough; otherwise the sample tables are needed.
 
     Args:
         plan: The plan.
-        room_bytes: int64[C], :func:`whole_pages` of each chunk.
-        spans: The first sample of each span, and where each begins in chunks that lie end to end, ``room_bytes`` each.
+        room_bytes: int64 [C], :func:`whole_pages` of each chunk.
+        spans: The first sample of each span, and where each begins in chunks laid end to end, ``room_bytes`` each.
         memory_limit_bytes: A rank's ``memory_limit``.
     """
     firsts = np.cumsum(plan.chunk_samples) - plan.chunk_samples
@@ -170,19 +172,19 @@ def slices_bytes(plan: Plan, room_bytes: Int64Array, spans: Callable[[], Spans],
 
 
 def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes: int) -> int:
-    """Return most bytes of the pieces that a run of :func:`rank_rows` samples touches.
+    """Return the most bytes of pieces that any run of :func:`rank_rows` samples touches.
 
     Args:
-        plan: The plan. Where its epochs are no whole passes, a run may go from the end of a pass to its beginning.
-        firsts: int64[n], first sample of each piece, in storage order; the first is 0.
-        begins: int64[n], first byte of each.
-        total_bytes: Bytes of all.
+        plan: The plan. If its epochs are not whole passes, a run may wrap from the end of a pass to its beginning.
+        firsts: int64 [n], first sample of each piece, in storage order; the first is 0.
+        begins: int64 [n], first byte of each.
+        total_bytes: Bytes of all pieces.
     """
     rows, num_samples = rank_rows(plan), plan.samples_per_pass
     wraps = plan.num_samples != num_samples
     if rows >= num_samples or (wraps and rows > num_samples - int(plan.chunk_samples.max())):
         return total_bytes
-    # Of the runs that end in a piece, the one that ends with its first sample reaches back farthest.
+    # Among the runs that end in a piece, the one that ends with its first sample reaches back farthest.
     starts = firsts - (rows - 1)
     before = starts < 0
     starts = np.where(before, starts + num_samples if wraps else 0, starts)
@@ -192,11 +194,11 @@ def _largest_run(plan: Plan, firsts: Int64Array, begins: Int64Array, total_bytes
 
 
 def check_slices(plan: Plan, batch_bytes: int, *, memory_limit_bytes: int) -> None:
-    """Refuse a plan of which one batch, read as slices of chunks (storage order over several ranks), may not fit.
+    """Refuse a plan if one batch, read as slices of chunks (storage order over several ranks), may not fit.
 
     Args:
         plan: The plan.
-        batch_bytes: What :func:`slices_bytes` says of it.
+        batch_bytes: The result of :func:`slices_bytes` for it.
         memory_limit_bytes: The rank's ``memory_limit``.
 
     Raises:
@@ -211,7 +213,7 @@ def check_slices(plan: Plan, batch_bytes: int, *, memory_limit_bytes: int) -> No
 
 
 def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_bytes: int) -> str:
-    """Return a number of lanes, fewer than the plan's, that fits with some room for other epochs; "" if none does."""
+    """Recommend a number of lanes, fewer than the plan's, that fits with a margin for other epochs; "" if none does."""
     lanes = plan.settings.lanes
     divides = plan.global_batch_size % lanes == 0
     while lanes > 1:
@@ -224,7 +226,7 @@ def _cures_of_lanes(plan: Plan, chunk_bytes: Int64Array, dp_rank: int, limit_byt
 
 
 def _cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: int) -> str:
-    """Return what else helps where lanes and window are fixed: more ranks, which share the lanes, or another order."""
+    """Recommend what helps if lanes and window are fixed: more ranks, which share the lanes, or another order."""
     lanes, enough = plan.settings.lanes, plan.dp_world_size
     if lanes == 1:
         return ""
@@ -244,7 +246,7 @@ def _cures_of_resumed(plan: Plan, chunk_bytes: Int64Array, _: int, limit_bytes: 
 def _fits(
     plan: Plan, chunk_bytes: Int64Array, dp_ranks: Iterable[int], limit_bytes: int, *, lanes: int, dp_world_size: int
 ) -> bool:
-    """Tell whether these ranks have room for the plan with other lanes or ranks, and some for other epochs."""
+    """Tell whether these ranks have room for the plan with other lanes or ranks, with a margin for other epochs."""
     settings = OrderSettings(**{**plan.settings.to_dict(), "lanes": lanes})
     other = Plan(
         plan.chunk_samples,

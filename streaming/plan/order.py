@@ -34,20 +34,20 @@ MAX_WINDOW = 2**28  # window * 32 random bits stays below 2**60; a lane slice ha
 MAX_SLICE = 2**30  # lane positions evaluated at once
 MAX_LANES = 2**20
 ENDLESS = 2**50
-"""Samples of a pass that has no end: more than any run reads, and exact in 64-bit floats."""
+"""Nominal samples of a pass that has no end: more than any run reads, and exact in 64-bit floats."""
 LEAST_STRETCH = 2048
-"""Lane positions evaluated at once at least; amortises the calls into NumPy."""
+"""Minimum of lane positions evaluated at once, to amortise NumPy calls."""
 _MAX_INT32 = 2**31 - 1
-_WINDOW, _HOMES = 2, 3  # purposes: each draws from its own stream
+_WINDOW, _HOMES = 2, 3  # purposes: each has its own stream of random numbers
 
 Scope = Literal["global", "lane"]
 
 
 def _argsort_stable(keys: UInt64Array, key_limit: int) -> Int64Array:
-    """Return ``keys.argsort(kind="stable")`` for keys below ``key_limit``, by NumPy's faster sorts where possible.
+    """Return ``keys.argsort(kind="stable")`` for keys below ``key_limit``, with NumPy's faster sorts if possible.
 
-    Short ranges carry their index in the low bits, so that sorting values (vectorised in NumPy) sorts the
-    indices too. Others use the unstable argsort, which is the stable one whenever no two keys are equal.
+    Short ranges carry their index in the low bits, so that sorting values (vectorised in NumPy) sorts the indices too.
+    Others use the unstable argsort, which gives the same result if no two keys are equal.
     """
     index_bits = np.uint64(max(len(keys) - 1, 1).bit_length())
     if key_limit << int(index_bits) <= 2**64:
@@ -64,16 +64,15 @@ def _argsort_stable(keys: UInt64Array, key_limit: int) -> Int64Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderSettings:
-    """What, besides the data set and the pass number, decides the order. Part of every checkpoint.
+    """Everything besides the data set and the pass number that determines the order. Part of every checkpoint.
 
     Attributes:
         seed: Any number in ``[0, 2**64)``.
-        lanes: Equal parts of the shuffled data set that are read side by side.
+        lanes: Number of equal parts of the shuffled data set that are read side by side.
         window: How far a sample may move inside its lane, in samples; 0 keeps the order inside lanes.
-        shuffle: False is the data set's own order; ``lanes`` must then be 1 and ``window`` 0 (see
-            :meth:`unshuffled`).
-        scope: ``"global"``: each pass permutes all chunks. ``"lane"``: each lane keeps its samples in all passes, and
-            a pass permutes the chunks inside each lane.
+        shuffle: False is the data set's own order; ``lanes`` must then be 1 and ``window`` 0 (see :meth:`unshuffled`).
+        scope: ``"global"``: each pass permutes all chunks. ``"lane"``: each lane keeps its samples in all passes, and a
+            pass permutes the chunks inside each lane.
     """
 
     seed: int
@@ -100,19 +99,19 @@ class OrderSettings:
         return cls(seed=0, lanes=1, window=0, shuffle=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able dict that :meth:`from_dict` reads.
+        """Return a JSON-serialisable dict that :meth:`from_dict` reads.
 
-        ``scope`` is in it only where it is not ``"global"``.
+        ``scope`` is included only if it is not ``"global"``.
         """
         plain = {"seed": self.seed, "lanes": self.lanes, "window": self.window, "shuffle": self.shuffle}
         return plain if self.scope == "global" else {**plain, "scope": self.scope}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> OrderSettings:
-        """Return the settings of :meth:`to_dict`.
+        """Rebuild settings from the dict of :meth:`to_dict`.
 
         Raises:
-            StateError: If a key is missing, unknown or holds what it should not.
+            StateError: A key is missing or unknown, or has an invalid value.
         """
         names = ("seed", "lanes", "window", "shuffle", "scope")
         if isinstance(data, Mapping) and "scope" not in data:
@@ -127,12 +126,12 @@ class OrderSettings:
 
 
 def default_lanes(global_batch_size: int) -> int:
-    """Choose the lanes for a global batch size: the largest divisor up to ``max(16, global_batch_size // 8)``, if near.
+    """Return the default lanes of a global batch size: its largest divisor up to ``max(16, size // 8)``, if near that.
 
-    It must not look at the world size, or the order would change with it. Dividing the global batch makes every lane
-    give equally many samples to every batch, so each world size that divides the lanes owns whole lanes. A batch size
-    whose divisors are all less than half of that number (257, 254, 1018) gets that number of lanes itself: ranks then
-    read a lane at their borders together, but the batch mixes like one of 256. With one lane it would hold neighbours.
+    It must not depend on the world size, or the order would change with it. If the lanes divide the global batch, every
+    lane gives equally many samples to every batch, so each world size that divides the lanes owns whole lanes. A batch
+    size whose divisors are all less than half of that bound (257, 254, 1018) gets the bound itself: ranks then share
+    lanes at their borders, but batches mix as well as those of 256. With a single lane, a batch would hold neighbours.
     """
     size = checked_int("global_batch_size", global_batch_size, 1, _MAX_INT32)
     most = min(size, max(16, size // 8), MAX_LANES)
@@ -148,11 +147,10 @@ def default_window(num_samples: int, num_chunks: int) -> int:
 
 
 def checked_chunk_samples(chunk_samples: npt.ArrayLike) -> Int64Array:
-    """Return the numbers of samples per chunk as a read-only int64[C].
+    """Return the numbers of samples per chunk as a read-only int64 [C].
 
     Raises:
-        ConfigError: If they are not one row of non-negative integers below 2**31, or if there is no sample at
-            all.
+        ConfigError: They are not one row of non-negative integers below 2**31, or there is no sample at all.
     """
     given = np.asarray(chunk_samples)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -170,15 +168,15 @@ def checked_chunk_samples(chunk_samples: npt.ArrayLike) -> Int64Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LaneParts:
-    """Runs of samples of one chunk in one lane, and when they are due; int64[n] each.
+    """Runs of samples of one chunk in one lane, and when they are due; int64 [n] each.
 
     Attributes:
         chunk_ids: The chunk of each run.
         lanes: The lane.
         begins: The first lane position at which a sample of the run may be due.
-        ends: One past the last such position.
-        goes_on: bool[n], runs that may be due behind the positions that were asked about too: until when is not known
-            yet, and who asks about later positions is told of them again. None: there are none, ``ends`` are final.
+        ends: End (exclusive) of these positions.
+        goes_on: bool [n], runs that may also be due after the positions that were asked about: until when is not known
+            yet, and a query about later positions returns them again. None: there are none, and ``ends`` are final.
     """
 
     chunk_ids: Int64Array
@@ -189,7 +187,7 @@ class LaneParts:
 
     @classmethod
     def joined(cls, some: Sequence[LaneParts]) -> LaneParts:
-        """Return several lists as one, by chunk id, then by lane."""
+        """Merge several lists into one, by chunk id, then by lane."""
         empty = np.empty(0, np.int64)
         columns = {name: np.concatenate([empty, *(getattr(one, name) for one in some)]) for name in
                    ("chunk_ids", "lanes", "begins", "ends")}  # fmt: skip
@@ -202,22 +200,22 @@ class LaneParts:
 
 
 class Order(Protocol):
-    """The order of one pass, as a plan asks for it. Thread-safe, and a pure function of what it was made from."""
+    """The order of one pass, as a plan uses it. Thread-safe, and a pure function of its constructor's arguments."""
 
     def lane_size(self, lane: int) -> int:
-        """Return samples of a lane in this pass."""
+        """Return the number of samples of a lane in this pass."""
 
     def lane_samples(self, lane: int, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
-        """Return chunk ids and offsets inside them, int64[n] each, at positions ``[start, stop)`` of a lane."""
+        """Return chunk ids and offsets inside them, int64 [n] each, at positions ``[start, stop)`` of a lane."""
 
     def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:
-        """Return all runs in lanes ``[low, high)`` that may be due at lane positions ``[start, stop)``, perhaps others.
+        """Return all runs in lanes ``[low, high)`` that may be due at positions ``[start, stop)``, and perhaps others.
 
-        A chunk may come in several runs, of one lane too. Their order is by chunk id, then by lane.
+        A chunk may have several runs, also within one lane. They are sorted by chunk id, then by lane.
         """
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
-        """Yield the other chunks of the chunk's source, whose samples may stand in for its own: nearest first."""
+        """Yield the other chunks of the chunk's source, whose samples may replace its own: nearest first."""
 
     def find(self, chunk_id: int, offset: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return lanes and lane positions at which a sample is due, between lane positions ``start`` and ``stop``."""
@@ -228,11 +226,11 @@ class Orders(Protocol):
 
     Attributes:
         settings: The order settings.
-        chunk_samples: int64[C], samples of each chunk.
-        samples_per_pass: Samples of one pass of the stream; :data:`ENDLESS` where pass 0 has no end.
-        is_endless: Whether that is so.
-        borders: Stream positions, ascending, from which on what is mixed is another; () for most.
-        stretch: Lane positions of a pass without end that are planned at once, behind which what is mixed may change.
+        chunk_samples: int64 [C], samples of each chunk.
+        samples_per_pass: Samples of one pass of the stream; :data:`ENDLESS` if pass 0 has no end.
+        is_endless: Whether pass 0 has no end.
+        borders: Ascending stream positions at which the mix changes; usually ().
+        stretch: Lane positions of an endless pass that are planned at once; the mix may change after them.
     """
 
     @property
@@ -292,19 +290,19 @@ class EpochOrders:
 class LaidOrder:
     """An order that is laid end to end: parts of chunks one after the other, cut into lanes of equal size.
 
-    Immutable after construction and safe to share between threads. Array attributes must not be written to.
+    Immutable and thread-safe. Array attributes must not be written to.
 
     Args:
-        chunk_ids: int64[P], the chunk of each part; a chunk may come several times.
-        sizes: int64[P], samples of each part.
-        firsts: int64[P], first sample of each part in its chunk; None: parts are whole chunks.
+        chunk_ids: int64 [P], the chunk of each part; a chunk may occur several times.
+        sizes: int64 [P], samples of each part.
+        firsts: int64 [P], first sample of each part in its chunk; None: parts are whole chunks.
         settings: The order settings.
         epoch: Number of the pass; each has an order of its own.
 
     Attributes:
         num_samples: D, the samples of the pass.
-        chunk_order: int64[P], the chunk of each part.
-        chunk_starts: int64[P+1], linear position of the first sample of each part.
+        chunk_order: int64 [P], the chunk of each part.
+        chunk_starts: int64 [P + 1], linear position of the first sample of each part.
     """
 
     def __init__(
@@ -344,7 +342,7 @@ class LaidOrder:
         See :func:`window_slice`.
 
         Raises:
-            ConfigError: If the range does not lie in the lane, or holds more than 2**30 positions.
+            ConfigError: The range is not within the lane, or holds more than 2**30 positions.
         """
         lane_start, lane_stop = self.lane_bounds(lane)
         if not 0 <= start <= stop <= lane_stop - lane_start or stop - start > MAX_SLICE:
@@ -357,20 +355,20 @@ class LaidOrder:
         return laid
 
     def locate(self, linear: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return data-set chunk id and sample offset inside the chunk of each linear position.
+        """Return the chunk id and the sample offset inside the chunk for each linear position.
 
         Args:
-            linear: int64[n] in ``[0, D)``; fast where they lie close together.
+            linear: int64 [n] in ``[0, D)``; fast if they are close together.
 
         Returns:
-            ``(chunk_ids, offsets)``, each int64[n].
+            ``(chunk_ids, offsets)``, each int64 [n].
         """
         if not len(linear):
             return np.empty(0, np.int64), np.empty(0, np.int64)
         span = np.array([linear.min(), linear.max()])
         if span[0] < 0 or span[1] >= self.num_samples:
             raise ConfigError(f"linear positions: expected [0, {self.num_samples}), got {span.tolist()}")
-        # Empty chunks share their start with the next one; side="right" finds the one that holds the sample.
+        # Empty chunks have the same start as the next one; side="right" finds the one that holds the sample.
         first, last = np.searchsorted(self.chunk_starts, span, side="right") - 1
         starts = self.chunk_starts[first : last + 1]
         within = np.searchsorted(starts, linear, side="right") - 1
@@ -385,7 +383,7 @@ class LaidOrder:
     def lane_parts(self, low: int, high: int, start: int, stop: int) -> LaneParts:  # noqa: ARG002  all of the pass
         """See ``Order``: all runs of these lanes.
 
-        Samples on linear positions [a, b) of a lane are due only while it stands in (a - W, b + W).
+        Samples at linear positions [a, b) of a lane are due only while the lane is in (a - W, b + W).
         """
         row, lanes, starts, stops = self.cut_parts(low, high)
         reach = max(self.settings.window - 1, 0)
@@ -412,12 +410,14 @@ class LaidOrder:
         return found
 
     def cut_parts(self, low: int, high: int) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-        """Cut the parts at the borders of lanes ``[low, high)``; part, lane, linear start and stop, int64[n] each.
+        """Cut the parts at the borders of lanes ``[low, high)``.
 
-        One row for each part and lane, sorted by chunk, then as they are laid.
+        Return part, lane, linear start and stop, int64 [n] each.
+
+        There is one row for each part and lane, sorted by chunk, then by position.
         """
         limits = self.lane_starts(np.array([low, high]))
-        # The run of parts that these lanes hold: a rank of many looks at few. Those that miss the lanes drop out.
+        # The run of parts in these lanes, which is short for one rank among many. Parts outside the lanes drop out.
         first, stop = np.searchsorted(self.chunk_starts, [limits[0] + 1, limits[1]]).tolist()
         parts = np.argsort(self.chunk_order[first - 1 : stop], kind="stable") + (first - 1)
         starts = np.maximum(self.chunk_starts[parts], limits[0])
@@ -440,12 +440,12 @@ class EpochOrder(LaidOrder):
         """Permute the chunks.
 
         Args:
-            chunk_samples: int64[C], samples of each chunk in data-set order; 0 is allowed.
+            chunk_samples: int64 [C], samples of each chunk in data-set order; 0 is allowed.
             settings: The order settings.
             epoch: Number of the pass; each has an order of its own.
 
         Raises:
-            ConfigError: If an argument is out of range or there is no sample.
+            ConfigError: An argument is out of range, or there is no sample.
         """
         sizes = checked_chunk_samples(chunk_samples)
         checked_count("epoch", epoch)
@@ -460,7 +460,7 @@ class EpochOrder(LaidOrder):
         return ranks
 
     def chunks_before(self, chunk_id: int) -> Iterator[int]:
-        """See ``Order``: backwards from the chunk, as they are laid; the last follows the first."""
+        """See ``Order``: backwards from the chunk, in the order in which they are laid, wrapping around."""
         place = int(self.chunk_ranks[chunk_id])
         for back in range(1, len(self.chunk_order)):
             yield int(self.chunk_order[place - back])
@@ -477,28 +477,28 @@ def _permuted(sizes: Int64Array, settings: OrderSettings, epoch: int) -> Int64Ar
     first = laid.lanes_of(np.minimum(starts[:-1], last_sample))
     last = laid.lanes_of(np.maximum(starts[1:] - 1, starts[:-1]).clip(max=last_sample))
     inside = np.flatnonzero(first == last)
-    # A chunk across a lane border keeps its place. The others of a lane lie between two of these, and stay there.
+    # A chunk across a lane border keeps its place. The others of a lane are between two such chunks, and stay there.
     movable = homes[inside]
     homes[inside] = movable[np.lexsort((of_pass[movable], first[inside]))]
     return homes
 
 
 def window_slice(settings: OrderSettings, epoch: int, lane: int, start: int, stop: int, lane_size: int) -> Int64Array:
-    """Say which samples of a lane are due at its positions ``[start, stop)``, by their places as the lane is laid.
+    """Return which samples of a lane are due at its positions ``[start, stop)``, by their places as the lane is laid.
 
-    The lane's samples are sorted by ``i + W * u(i)``, u in [0, 1). The r-th smallest of these keys lies in
-    ``[r, r + W)``: so the slice needs the keys of ``[start - W, stop + W)`` only, and no sample moves by W or more.
+    The lane's samples are sorted by ``i + W * u(i)``, u in [0, 1). The r-th smallest of these keys is in ``[r, r +
+    W)``: so the slice needs only the keys of ``[start - W, stop + W)``, and no sample moves by W or more.
 
     Args:
         settings: The order settings.
         epoch: Number of the pass.
         lane: Number of the lane.
         start: First lane position.
-        stop: One past the last, at most ``lane_size``.
+        stop: End (exclusive), at most ``lane_size``.
         lane_size: Samples of the lane.
 
     Returns:
-        int64[stop - start], a new array.
+        int64 [stop - start], a new array.
     """
     window = settings.window
     if window == 0 or start == stop:
@@ -513,7 +513,7 @@ def window_slice(settings: OrderSettings, epoch: int, lane: int, start: int, sto
 
 
 def window_place(settings: OrderSettings, epoch: int, lane: int, laid: int, lane_size: int) -> int:
-    """Return the lane position at which the sample is due that is laid at place ``laid``: see :func:`window_slice`."""
+    """Return the lane position at which the sample at place ``laid`` is due; see :func:`window_slice`."""
     low, high = max(laid - settings.window, 0), min(laid + settings.window + 1, lane_size)
     places = window_slice(settings, epoch, lane, low, high, lane_size)
     return low + int(np.flatnonzero(places == laid)[0])
@@ -522,20 +522,20 @@ def window_place(settings: OrderSettings, epoch: int, lane: int, laid: int, lane
 def deal_by_lane(
     begins: Int64Array, ends: Int64Array, batch: Int64Array, slots: Int64Array, num_lanes: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Return lane and lane position at ``slots`` of positions ``[begin, end)`` ordered by lane, from a closed form.
+    """Return lane and lane position at ``slots`` of positions ``[begin, end)`` ordered by lane, in closed form.
 
-    From a row ``a`` of lanes, entered at lane ``x``, to a row ``b``, left before lane ``y``, lanes below
-    min(x, y) and from max(x, y) on hold ``b - a`` positions, and those between one more (x < y) or one less.
+    From a row ``a`` of lanes, entered at lane ``x``, to a row ``b``, left before lane ``y``, lanes below min(x, y) and
+    from max(x, y) on hold ``b - a`` positions, and those between one more (x < y) or one less.
 
     Args:
-        begins: int64[B], first global position of each batch.
-        ends: int64[B], past the last one.
-        batch: int64[n], batch of each row.
-        slots: int64[n], place among the batch's positions by lane.
+        begins: int64 [B], first global position of each batch.
+        ends: int64 [B], end of each (exclusive).
+        batch: int64 [n], batch of each row.
+        slots: int64 [n], index among the batch's positions by lane.
         num_lanes: L.
 
     Returns:
-        ``(lanes, places)``, int64[n] each.
+        ``(lanes, places)``, int64 [n] each.
     """
     row, enter = np.divmod(begins, num_lanes)
     last_row, leave = np.divmod(ends, num_lanes)

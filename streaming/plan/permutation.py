@@ -1,12 +1,12 @@
-"""Draw random numbers and permutations that every release and platform makes alike.
+"""Draw random numbers and permutations that are the same in every release and on every platform.
 
 The numbers are those of splitmix64, written out, counter-based (Steele, Lea, Flood, "Fast splittable pseudorandom
 number generators", 2014; constants: Stafford's variant 13). Not from :mod:`numpy.random`, whose streams may change
 between releases: orders are a contract with every checkpoint, pinned by ``tests/golden/order.json`` and
 ``tests/test_sampler.py``.
 
-A map-style data set has no neighbours that are read together, so its order may as well be a true permutation of all
-samples, another one for each pass, from which samples can be fetched one by one:
+In a map-style data set no neighbours are read together, so its order can be a true permutation of all samples, a
+different one for each pass, evaluated sample by sample:
 
 - up to :data:`MAX_SORTED` samples: sorted by their hashes, as the chunks of a pass are;
 - beyond: an unbalanced Feistel network over the next power of two, walked until it lands inside (Black and Rogaway,
@@ -24,9 +24,9 @@ from streaming.types import Int64Array
 
 UInt64Array = npt.NDArray[np.uint64]
 MAX_SORTED = 2**20
-"""Sets of up to so many samples are sorted: 8 MiB, and a tenth of a second per pass."""
-_ROUNDS = 8  # of half a network each; four whole Luby-Rackoff rounds
-_SUBSTITUTES = 3  # purpose, so that draws differ from those of the order
+"""Sets of up to this many samples are sorted: 8 MiB, and a tenth of a second per pass."""
+_ROUNDS = 8  # half rounds; four full Luby-Rackoff rounds
+_SUBSTITUTES = 3  # purpose, so that the numbers differ from those of the order
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the increment of splitmix64
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -34,14 +34,14 @@ CHUNKS = 1  # purpose of the hashes that sort the chunks of a pass
 
 
 def mix(value: int) -> int:
-    """Return the finaliser of one number."""
+    """Apply the finaliser to one number."""
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
     return value ^ (value >> 31)
 
 
 def mix_each(values: UInt64Array) -> UInt64Array:
-    """Return the finaliser of each number, in place."""
+    """Apply the finaliser to each number, in place."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(_MIX_1)
     values ^= values >> np.uint64(27)
@@ -51,7 +51,7 @@ def mix_each(values: UInt64Array) -> UInt64Array:
 
 
 def stream_key(*words: int) -> int:
-    """Return one 64-bit key from a few numbers; the order of the numbers matters."""
+    """Combine a few numbers into one 64-bit key; their order matters."""
     key = 0
     for word in words:
         key = mix(((key ^ (word & _MASK)) + _GOLDEN) & _MASK)
@@ -74,16 +74,16 @@ def hash_table(seed: int, numbers: npt.NDArray[np.int64], purpose: int, stop: in
 
 
 def _stream_keys(seeds: UInt64Array | np.uint64, numbers: npt.NDArray[np.int64], purpose: int) -> UInt64Array:
-    """Return ``stream_key(seed, number, purpose)`` of each number: uint64[n].
+    """Return ``stream_key(seed, number, purpose)`` of each number: uint64 [n].
 
-    Of ``seeds`` there are the stream keys.
+    ``seeds`` are given as stream keys.
     """
     keys = mix_each((numbers.astype(np.uint64) ^ seeds) + np.uint64(_GOLDEN)) ^ np.uint64(purpose)
     return mix_each(keys + np.uint64(_GOLDEN))
 
 
 def hash_words(*words: int) -> int:
-    """Return a 64-bit number from a few, of another stream than :func:`stream_key`; their order matters."""
+    """Combine a few numbers into a 64-bit number, from another stream than :func:`stream_key`; their order matters."""
     key = 0
     for word in words:
         key = mix((((key ^ (word & _MASK)) * _GOLDEN) + _GOLDEN) & _MASK)
@@ -91,19 +91,19 @@ def hash_words(*words: int) -> int:
 
 
 def hash_each(values: UInt64Array, key: int) -> UInt64Array:
-    """Return the finaliser of each ``value * golden + key``."""
+    """Apply the finaliser to each ``value * golden + key``."""
     return mix_each(values * np.uint64(_GOLDEN) + np.uint64(key))
 
 
 def permutations(seed: int, passes: Int64Array, size: int) -> Int64Array:
-    """Return a permutation of ``size`` for each of some passes, as rows: int64[n, size], sorted by hashes."""
+    """Return a permutation of ``size`` for each pass, as rows: int64 [n, size], sorted by hashes."""
     return np.argsort(hash_table(seed, passes, CHUNKS, size), axis=1, kind="stable")
 
 
 def permutations_of(seeds: UInt64Array, passes: Int64Array, sizes: Int64Array) -> Int64Array:
-    """Do as ``permutations(seed, [number], size)`` for each seed, pass and size, end to end: int64[sizes.sum()].
+    """Return ``permutations(seed, [number], size)`` for each seed, pass and size, end to end: int64 [sizes.sum()].
 
-    One sort for hundreds of small sources; of a few large ones it takes twice as long as one after the other.
+    A single sort, for hundreds of small sources; for a few large ones it takes twice as long as separate sorts.
     """
     row = np.repeat(np.arange(len(sizes)), sizes)
     places = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -113,11 +113,11 @@ def permutations_of(seeds: UInt64Array, passes: Int64Array, sizes: Int64Array) -
 
 
 class Permutation:
-    """Which sample is at which place of one pass; safe to share between threads.
+    """Map places of one pass to samples. Thread-safe.
 
     Args:
-        num_samples: Samples of the data set.
-        seed: Of the order.
+        num_samples: Number of samples in the data set.
+        seed: Seed of the order.
         pass_number: Each pass over the data has a permutation of its own.
     """
 
@@ -134,10 +134,10 @@ class Permutation:
         self._keys = [hash_words(seed, pass_number, number) for number in range(_ROUNDS)]
 
     def __call__(self, places: Int64Array) -> Int64Array:
-        """Return the samples at ``places``, int64[n] in ``[0, num_samples)``, in any order and with repeats.
+        """Return the samples at ``places``, int64 [n] in ``[0, num_samples)``, in any order and with repeats.
 
         Raises:
-            ConfigError: A place is outside.
+            ConfigError: A place is out of range.
         """
         if len(places) and not 0 <= int(places.min()) <= int(places.max()) < self.num_samples:
             raise ConfigError(f"places: expected [0, {self.num_samples}), got {places.min()}..{places.max()}")
@@ -161,16 +161,16 @@ class Permutation:
 
 
 def substitutes(passes: Int64Array, positions: Int64Array, *, seed: int, num_samples: int, count: int) -> Int64Array:
-    """Return samples that can stand in for those at stream positions: int64[n, count], drawn from the whole data set.
+    """Return samples that may replace those at stream positions: int64 [n, count], drawn from the whole data set.
 
-    They depend on the seed and the position in the stream alone, and so are the same on any world size.
+    They depend only on the seed and the stream position, and so are the same on any world size.
 
     Args:
-        passes: int64[n], pass of the stream.
-        positions: int64[n], stream positions.
-        seed: Of the order.
-        num_samples: Samples of the data set.
-        count: How many for each.
+        passes: int64 [n], pass of the stream.
+        positions: int64 [n], stream positions.
+        seed: Seed of the order.
+        num_samples: Number of samples in the data set.
+        count: Number of substitutes for each.
     """
     keys = hash_each(positions.astype(np.uint64), hash_words(seed, _SUBSTITUTES))
     keys ^= passes.astype(np.uint64)

@@ -41,24 +41,27 @@ from streaming.plan.settings import Shape
 from streaming.types import Int64Array, LastBatch
 
 PASSES_LOOKED_AT = 8
-"""Of an epoch of many passes, those whose chunks are counted at its start: the others are planned when they are due."""
-_CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more for a reader and a consumer apart
+"""In an epoch of many passes, the number of passes whose chunks are counted at its start.
+
+Others are planned when due.
+"""
+_CACHED_PASSES = 4  # an epoch of up to one pass touches at most two; two more because reader and consumer may be apart
 _Segment = tuple[int, int, npt.NDArray[np.int32], npt.NDArray[np.int32]]  # start, stop, chunk ids, offsets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankBatches:
-    """The rows of one rank in some consecutive batches, batch after batch.
+    """The rows of one rank in consecutive batches, batch after batch.
 
     Rows ``row_splits[i]`` to ``row_splits[i + 1]`` are the i-th batch. The caller owns the arrays.
 
     Attributes:
-        chunk_ids: int64[n], data-set chunk id.
-        offsets: int64[n], sample inside the chunk.
-        passes: int64[n], pass of the stream; a chunk's uses in two passes are two live intervals.
-        positions: int64[n], stream positions.
-        valid: bool[n], False for rows that only pad the batch; each real sample is valid exactly once.
-        row_splits: int64[num_batches + 1].
+        chunk_ids: int64 [n], chunk id in the data set.
+        offsets: int64 [n], sample inside the chunk.
+        passes: int64 [n], pass of the stream; uses of a chunk in two passes are two live intervals.
+        positions: int64 [n], stream positions.
+        valid: bool [n], False for padding rows; each real sample is valid exactly once.
+        row_splits: int64 [num_batches + 1].
     """
 
     chunk_ids: Int64Array
@@ -70,12 +73,12 @@ class RankBatches:
 
 
 class Plan:
-    """Batches of one epoch, or of what is left of it.
+    """Batches of one epoch, or of the rest of it.
 
-    Immutable, and safe to share between threads: what it remembers is only ever what it would compute again.
+    Immutable and thread-safe: its caches hold only what it would compute again.
 
     Attributes:
-        num_samples: Samples in the epoch, consumed ones included.
+        num_samples: Samples in the epoch, including consumed ones.
         num_batches: Batches from ``start`` on, equal on every rank.
         is_endless: Whether the epoch has no end; ``num_samples`` and ``num_batches`` are then beyond any position.
     """
@@ -94,25 +97,25 @@ class Plan:
         orders: Orders | None = None,
         most_batches: int | None = None,
     ) -> None:
-        """Check the numbers; orders are made when they are first needed.
+        """Validate the numbers; orders are made when they are first needed.
 
         Args:
-            chunk_samples: int64[C], samples of each chunk in data-set order.
+            chunk_samples: int64 [C], samples of each chunk in data-set order.
             settings: The order settings.
             global_batch_size: G, samples of one batch over all ranks. Need not be a multiple of anything.
             dp_world_size: R, the number of data-parallel ranks.
-            last_batch: What becomes of the last ``num_samples % G`` samples: "drop" leaves them out,
-                "partial" deals them out like any batch (a rank may get 0 rows), "pad" does so and fills up
-                with invalid rows, so that every rank has ``ceil(G / R)`` rows in every batch.
+            last_batch: What to do with the last ``num_samples % G`` samples: "drop" leaves them out, "partial" deals
+                them out like any batch (a rank may get 0 rows), "pad" does so and fills up with invalid rows, so that
+                every rank has ``ceil(G / R)`` rows in every batch.
             epoch: Number of the epoch.
             epoch_size: E, samples of a virtual epoch over endless repetition; default: one pass.
             start: Samples of this epoch that are already consumed.
             orders: The order of each pass, under the same settings and over the same chunks; default: that of one data
-                set. Where they are endless, an epoch without an ``epoch_size`` is, too.
-            most_batches: Batches behind which the plan ends, wherever the epoch does; default: none.
+                set. If they are endless, so is an epoch without an ``epoch_size``.
+            most_batches: Number of batches after which the plan ends, even before the epoch does; default: no limit.
 
         Raises:
-            ConfigError: If an argument is out of range or the data set is empty.
+            ConfigError: An argument is out of range, or the data set is empty.
         """
         self.orders = EpochOrders(chunk_samples, settings) if orders is None else orders
         self.chunk_samples = self.orders.chunk_samples
@@ -149,7 +152,7 @@ class Plan:
     def of(cls, shape: Shape, chunk_samples: npt.ArrayLike, settings: OrderSettings, **where: Any) -> Self:
         """Return the batches of ``shape``.
 
-        ``where`` says from which place on, and in which orders, as the class takes it.
+        ``where`` gives the start and the orders, as arguments of the class.
         """
         return cls(
             chunk_samples, settings, global_batch_size=shape.global_batch_size, dp_world_size=shape.num_ranks,
@@ -164,7 +167,7 @@ class Plan:
         return range(self._origin // self.samples_per_pass, (self._stop - 1) // self.samples_per_pass + 1)
 
     def order(self, pass_number: int) -> Order:
-        """Return the order of one pass; the few that were used last are kept."""
+        """Return the order of one pass; the most recently used ones are cached."""
         order = self._orders.get(pass_number)
         if order is None:
             order = self.orders.of_pass(pass_number)
@@ -176,25 +179,25 @@ class Plan:
         return order
 
     def batch_size(self, batch: int, dp_rank: int) -> int:
-        """Return rows, padding included, of one rank in one batch."""
+        """Return the number of rows, including padding, of one rank in one batch."""
         self._check_range(batch, batch + 1, dp_rank)
         return int(self._slices(np.array([batch]), dp_rank).rows[0])
 
     def num_valid(self, batch: int, dp_rank: int) -> int:
-        """Return rows of one rank in one batch, padding left out: the first ones."""
+        """Return the number of rows, without padding, of one rank in one batch; these come first."""
         self._check_range(batch, batch + 1, dp_rank)
         return int(self._slices(np.array([batch]), dp_rank).counts[0])
 
     def rank_batches(self, first: int, last: int, dp_rank: int) -> RankBatches:
-        """Return the rows of one rank in batches ``[first, last)``; cheapest in blocks of some ten thousand rows.
+        """Return the rows of one rank in batches ``[first, last)``; most efficient in blocks of some ten thousand rows.
 
         Raises:
-            ConfigError: If the range or the rank does not exist.
+            ConfigError: The range or the rank does not exist.
         """
         self._check_range(first, last, dp_rank)
         cut = self._slices(np.arange(first, last, dtype=np.int64), dp_rank)
         row_splits = sums(cut.rows)
-        # Of each row: its batch, its number in the batch, its slot among the batch's positions by lane.
+        # For each row: its batch, its number in the batch, its slot among the batch's positions by lane.
         batch = np.repeat(np.arange(last - first), cut.rows)
         number = np.arange(row_splits[-1]) - row_splits[batch]
         valid = number < cut.counts[batch]
@@ -212,7 +215,7 @@ class Plan:
         )
 
     def when(self, chunk_id: int, offset: int, *, first: int = 0, last: int | None = None) -> list[tuple[int, int]]:
-        """Return the batches of ``[first, last)`` that hold a sample, and its rank in each; padding left out.
+        """Return the batches of ``[first, last)`` that hold a sample, and its rank in each; padding does not count.
 
         Raises:
             ConfigError: There is no such sample or range; or the epoch has no end, and ``last`` is not given.
@@ -235,12 +238,12 @@ class Plan:
         return sorted(found)
 
     def _dealt_to(self, position: int) -> tuple[int, int]:
-        """Return the batch of a stream position, and the rank that gets it there."""
+        """Return the batch of a stream position, and the rank that gets it."""
         batch = (position - self._origin) // self.global_batch_size
         cut = self._slices(np.array([batch]), 0)
         start, stop = int(cut.starts[0]), int(cut.stops[0])
         lane = position % self.samples_per_pass % self.settings.lanes
-        # Its slot among the batch's positions by lane: those of lower lanes come first, then earlier ones of its own.
+        # Its slot among the batch's positions by lane: first those of lower lanes, then earlier ones of its own lane.
         slot, at = 0, start
         while at < stop:
             origin = at // self.samples_per_pass * self.samples_per_pass
@@ -252,10 +255,10 @@ class Plan:
         return batch, self.shape.rank_of(slot, stop - start)
 
     def chunk_intervals(self, dp_rank: int) -> ChunkIntervals:
-        """Tell when this rank needs which chunk, over all remaining batches, from a closed form.
+        """Return when this rank needs which chunk, over all remaining batches, in closed form.
 
-        A chunk on lane positions [a, b) is used only while its lane stands in [a - W, b + W]. The bounds hold
-        for every use, padding included; they are loose by at most 2 W lane positions.
+        A chunk on lane positions [a, b) is used only while its lane is in [a - W, b + W]. The bounds hold for every
+        use, including padding, and are loose by at most 2 W lane positions.
 
         Raises:
             ConfigError: The epoch has no end.
@@ -264,25 +267,26 @@ class Plan:
         return self._joined(self.intervals_by_pass(dp_rank))
 
     def intervals_by_pass(self, dp_rank: int) -> Iterator[ChunkIntervals]:
-        """Evaluate ``chunk_intervals`` pass by pass: one after the other they are the whole, in the same order.
+        """Evaluate ``chunk_intervals`` pass by pass; concatenated, the results are the whole, in the same order.
 
-        No use in a pass comes before the last batch of the pass before it. A pass without end comes in stretches of
-        batches: a chunk belongs to the stretch in which it is needed first, its intervals of two stretches may overlap.
-        Where it is not known yet how long chunks are needed (``LaneParts.goes_on``), an interval ends one batch behind
-        its stretch, and the next stretch has the chunk once more: who asks for it in time need not fetch it again.
+        No use in a pass comes before the last batch of the previous pass. A pass without an end comes in stretches of
+        batches: a chunk belongs to the stretch in which it is needed first, and its intervals of two stretches may
+        overlap. If it is not known yet how long chunks are needed (``LaneParts.goes_on``), an interval ends one batch
+        after its stretch, and the next stretch includes the chunk again: requested in time, it need not be fetched
+        again.
         """
         self._check_range(0, 0, dp_rank)
         rank, known = self._looked
-        self._looked = -1, {}  # the first is read now, the others would be held for long
+        self._looked = -1, {}  # the first is used now, the others would be held for long
         for pass_number in self.passes:
             for stretch in self._stretches(pass_number):
                 found, known = known.get((pass_number, stretch)) if rank == dp_rank else None, {}
                 yield self._intervals(pass_number, stretch, dp_rank) if found is None else found
 
     def rank_chunks(self, dp_rank: int) -> Int64Array:
-        """Return ids of the chunks that this rank needs, sorted, int64[n].
+        """Return the ids of the chunks that this rank needs, sorted, int64 [n].
 
-        Of an epoch of many passes perhaps others too.
+        For an epoch of many passes, others may be included.
         """
         looked_at, is_all = self._looked_at()
         if not is_all and self.settings.scope == "global":
@@ -292,11 +296,11 @@ class Plan:
     def live_bytes(self, chunk_bytes: npt.ArrayLike, dp_rank: int) -> int:
         """Return an upper bound of the bytes of chunks that this rank needs at the same time, without read-ahead.
 
-        Of an epoch of more than ``PASSES_LOOKED_AT`` passes, or without end, the most of the first ones and a ninth,
-        for others put other chunks side by side; never more than all chunks.
+        For an epoch of more than ``PASSES_LOOKED_AT`` passes, or without an end, it is the maximum over the first ones
+        plus a ninth, because other passes combine other chunks; never more than all chunks.
 
         Args:
-            chunk_bytes: int64[C], bytes of each chunk in data-set order.
+            chunk_bytes: int64 [C], size of each chunk in data-set order.
             dp_rank: The data-parallel rank.
         """
         sizes = self._chunk_bytes(chunk_bytes)
@@ -340,7 +344,7 @@ class Plan:
         lanes[inside], places[inside] = deal_by_lane(begins, ends, batch[inside], slots[inside], self.settings.lanes)
         for index in crossing.tolist():
             rows = batch == index
-            # One batch with positions of several passes: sort them by lane, then by stream position.
+            # A batch with positions of several passes: sort them by lane, then by stream position.
             stream = np.arange(cut.starts[index], cut.stops[index], dtype=np.int64)
             lane = stream % self.samples_per_pass % self.settings.lanes
             chosen = stream[np.argsort(lane, kind="stable")[slots[rows]]]
@@ -361,7 +365,7 @@ class Plan:
         return chunk_ids, offsets
 
     def _locate_in_pass(self, pass_number: int, lanes: Int64Array, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Evaluate the range that the rows cover in each lane once, then pick the rows."""
+        """Evaluate, in each lane, the range that covers the rows, then pick the rows."""
         order = self.order(pass_number)
         low_lane, num_lanes = int(lanes.min()), int(lanes.max() - lanes.min()) + 1
         row_lanes = lanes - low_lane
@@ -383,7 +387,7 @@ class Plan:
         )
 
     def _segment(self, order: Order, pass_number: int, lane: int, low: int, high: int) -> _Segment:
-        """Return chunk ids and offsets of a lane range that covers ``[low, high)``; kept for later batches."""
+        """Return chunk ids and offsets of a lane range that covers ``[low, high)``; cached for later batches."""
         segment = self._segments.get((pass_number, lane))
         if segment is None or not segment[0] <= low <= high <= segment[1]:
             ahead = max(high, low + min(max(2 * self.settings.window, LEAST_STRETCH), self.orders.stretch))
@@ -413,21 +417,21 @@ class Plan:
         )
 
     def _stretches(self, pass_number: int) -> Iterator[range]:
-        """Yield the batches of a pass whose intervals are evaluated at once: all, or some of a pass without end."""
+        """Yield the batches of a pass whose intervals are evaluated at once: all, or a part of an endless pass."""
         touched, step = self._touched(pass_number), self.stretch_batches
         for first in range(touched.start, touched.stop, step):
             yield range(first, min(first + step, touched.stop))
 
     @cached_property
     def stretch_batches(self) -> int:
-        """Batches whose chunks are told at once: all, or some of a pass without end."""
+        """Number of batches whose chunks are computed at once: all, or a part of an endless pass."""
         return self._batches_on(self.orders.stretch) if self.orders.is_endless else max(self.num_batches, 1)
 
     def _batches_on(self, lane_positions: int) -> int:
         return max(lane_positions * self.settings.lanes // self.global_batch_size, 1)
 
     def _looked_at(self) -> tuple[list[tuple[int, range]], bool]:
-        """Choose the stretches, with their passes, that are looked at first; tell whether these are all."""
+        """Return the stretches, with their passes, that are examined first, and whether these are all."""
         if not self.orders.is_endless:
             passes = self.passes[:PASSES_LOOKED_AT]
             return [(number, self._touched(number)) for number in passes], len(passes) == len(self.passes)
@@ -437,7 +441,7 @@ class Plan:
         changed = changed[:: -(-len(changed) // PASSES_LOOKED_AT)] if changed else []
         stop = -(-self.num_batches // step)
         numbers = {*range(min(4 * PASSES_LOOKED_AT, stop))}
-        for batch in changed:  # behind each of some changes of what is mixed
+        for batch in changed:  # after each of the next few changes of the mix
             numbers |= {*range(batch // step, min(batch // step + PASSES_LOOKED_AT, stop))}
         found = [range(number * step, min((number + 1) * step, self.num_batches)) for number in sorted(numbers)]
         return [(0, stretch) for stretch in found], len(numbers) == stop
@@ -445,9 +449,8 @@ class Plan:
     def _look(self, looked_at: Sequence[tuple[int, range]], dp_rank: int) -> list[ChunkIntervals]:
         """Return the intervals of some stretches.
 
-        Of a pass that ends they stay known until they are asked for in their turn.
-
-        What is mixed without an end may change until it is planned.
+        For a pass that ends they are cached until they are needed in their turn; the mix of an endless pass may change
+        until it is planned.
         """
         rank, known = self._looked
         found = {each: known[each] if rank == dp_rank and each in known else self._intervals(*each, dp_rank)
@@ -457,7 +460,7 @@ class Plan:
         return list(found.values())
 
     def _joined(self, parts: Iterable[ChunkIntervals]) -> ChunkIntervals:
-        """Join intervals of passes, or of stretches of one without end, in two of which a chunk may be needed."""
+        """Merge intervals of passes, or of stretches of an endless pass, that may share chunks."""
         found = ChunkIntervals.joined(parts)
         if not self.orders.is_endless:
             return found
@@ -467,7 +470,7 @@ class Plan:
         """Return the live intervals of one pass that begin in one of its stretches, sorted by their first batch."""
         self._check_range(0, 0, dp_rank)
         touched = self._touched(pass_number)
-        # Batches that are full and lie in this pass follow the closed form; at most the outer two do not.
+        # Full batches inside this pass follow the closed form; at most the first and the last do not.
         odd = {batch for batch in (touched[0], touched[-1]) if not self._is_regular(batch)}
         regular = range(touched[0] + (touched[0] in odd), touched[-1] + 1 - (touched[-1] in odd))
         parts = [self._odd_uses(pass_number, batch, dp_rank) for batch in sorted(odd) if batch in stretch]
@@ -491,7 +494,7 @@ class Plan:
     def _regular_intervals(
         self, pass_number: int, batches: range, stretch: range, dp_rank: int
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Find live intervals over full batches inside a pass that begin in a stretch of them: ids, first, last."""
+        """Return intervals over full batches inside a pass that begin in a stretch of them: ids, first, last."""
         num_lanes, size = self.settings.lanes, self.global_batch_size
         origin = pass_number * self.samples_per_pass - self._origin
         low, high = self.rank_lanes(dp_rank)
@@ -512,10 +515,10 @@ class Plan:
         size, num_lanes = self.global_batch_size, self.settings.lanes
         low, high = self.shape.share(size, dp_rank)
         if self.last_batch == "pad":
-            high = max(high, low + 1)  # without a sample of its own, a rank pads with that of another
+            high = max(high, low + 1)  # without a sample of its own, a rank pads with another rank's
         if high <= low:
             return 0, 0
-        # Where the lanes do not divide the batch, the lane at which it starts matters.
+        # If the lanes do not divide the batch, the lane at which it starts matters.
         begins = np.arange(num_lanes if size % num_lanes else 1, dtype=np.int64)
         batch = np.repeat(np.arange(len(begins)), 2)
         lanes, _ = deal_by_lane(begins, begins + size, batch, np.tile([low, high - 1], len(begins)), num_lanes)
@@ -524,10 +527,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slices:
-    """What one rank takes of some batches, int64[B] each.
+    """What one rank takes of some batches, int64 [B] each.
 
-    ``starts`` and ``stops`` are stream positions; the rank holds ``counts`` of the positions by lane, from
-    ``lows`` on, and has ``rows`` rows of them with the padding.
+    ``starts`` and ``stops`` are stream positions; the rank holds ``counts`` of the positions by lane, from ``lows`` on,
+    and has ``rows`` rows of them, including padding.
     """
 
     starts: Int64Array
@@ -538,5 +541,5 @@ class _Slices:
 
 
 def _below(position: int, lane: int, num_lanes: int) -> int:
-    """Return positions of a pass before one that belong to lanes below ``lane``."""
+    """Return the number of positions of a pass before ``position`` that belong to lanes below ``lane``."""
     return position // num_lanes * lane + min(position % num_lanes, lane)

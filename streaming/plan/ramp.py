@@ -1,4 +1,4 @@
-"""Change batch sizes with the rows of a run: which batch is how large, and how many there are."""
+"""Change the batch size with the rows of a run: the size of each batch, and the number of batches."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Ramp:
     """Global batch sizes by row: samples of the run, over all ranks and epochs. A batch has the size of its first row.
 
     Attributes:
-        steps: Rows, the first 0, and the size of batches that begin from there on.
+        steps: Rows, the first 0, and the size of batches that begin from each on.
     """
 
     steps: tuple[tuple[int, int], ...]
 
     @classmethod
     def chosen(cls, batch_size: object, global_batch_size: object, num_ranks: int) -> Self | None:
-        """Return the ramp that a user chose as one of the two sizes; None: none of them is a schedule.
+        """Return the ramp that a user gave as one of the two sizes; None if neither is a schedule.
 
         Raises:
-            ConfigError: It is no ``Schedule.steps`` of batch sizes, or both are given.
+            ConfigError: It is not a ``Schedule.steps`` of batch sizes, or both are given.
         """
         per_rank = isinstance(batch_size, Schedule)
         schedule = batch_size if per_rank else global_batch_size
@@ -54,17 +54,17 @@ class Ramp:
         return value_at(self.steps, row)
 
     def border_behind(self, row: int) -> int | None:
-        """Return the next row from which on batches have another size."""
+        """Return the next row at which the batch size changes."""
         return next((start for start, _ in self.steps if start > row), None)
 
     def batches_of_size(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
-        """Tell how many batches of so many samples from a row on have the size of the first."""
+        """Return how many batches of ``num_samples`` samples from a row on have the size of the first."""
         size, border = self.size_at(row), self.border_behind(row)
         whole = num_samples // size if last_batch == "drop" else -(-num_samples // size)
         return max(0, whole if border is None else min(whole, -(-(border - row) // size)))
 
     def batches_in(self, row: int, num_samples: int, last_batch: LastBatch) -> int:
-        """Tell how many batches so many samples from a row on make."""
+        """Return how many batches ``num_samples`` samples from a row on make."""
         found = 0
         while True:
             count, border = self.batches_of_size(row, num_samples, last_batch), self.border_behind(row)
@@ -75,10 +75,10 @@ class Ramp:
 
     @property
     def size_for_lanes(self) -> int:
-        """The batch size from which the default of the lanes follows.
+        """The batch size that determines the default number of lanes.
 
-        The greatest common divisor of all sizes, so that lanes divide each batch, unless it is so small that batches
-        would hardly be mixed: then the smallest size.
+        The greatest common divisor of all sizes, so that lanes divide each batch; but the smallest size if the divisor
+        is so small that batches would hardly be mixed.
         """
         sizes = [size for _, size in self.steps]
         common, least = math.gcd(*sizes), min(sizes)

@@ -1,6 +1,6 @@
-"""Hold what a checkpoint does: a position in the order, not a replay.
+"""Represent a checkpoint: a position in the order, not a replay.
 
-The state is the same on every rank, so it may be saved by one of them and loaded by any number of others.
+The state is the same on every rank, so it may be saved by one rank and loaded by any number of ranks.
 """
 
 from __future__ import annotations
