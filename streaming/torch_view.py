@@ -22,10 +22,8 @@ from streaming.samplers.retry import SharedLog
 from streaming.types import Sample
 
 _LEAST_BLOCK = 64
-"""Minimum number of samples, over all parts, that are planned together.
-
-It also determines the default number of lanes.
-"""
+"""Minimum number of samples, over all parts, that are planned together. It also determines the default number of
+lanes."""
 _VERSION = 1
 _STATE = {"version", "epoch", "samples", "part", "parts", "loader"}
 _log = logging.getLogger(__name__)

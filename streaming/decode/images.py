@@ -40,11 +40,9 @@ MAX_PIXELS = 2**27
 """Default limit on width x height: 402 MB as RGB. Aerial and medical pictures may need more, by ``max_pixels``."""
 
 LINEAR_UP_TO = 4 / 3
-"""Largest shrinking of an axis at which two taps are enough: every source pixel still counts.
-
-400 x 400 JPEGs of 64 KB to 224 x 224: 1,110 to 1,150 images per CPU second so, 800 to 820 with area averages
-(benchmarks/bench_decode.py, 2026-11, x86-64 with 2 CPUs, other work beside it).
-"""
+"""Largest shrinking of an axis at which two taps are enough: every source pixel still counts. 400 x 400 JPEGs of 64
+KB to 224 x 224: 1,110 to 1,150 images per CPU second so, 800 to 820 with area averages (benchmarks/bench_decode.py,
+2026-11, x86-64 with 2 CPUs, other work beside it)."""
 
 _MODES = {  # name: (Pillow's mode, simplejpeg's, channels, what comes out)
     "rgb8": ("RGB", "RGB", 3, "uint8"),

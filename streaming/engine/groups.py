@@ -20,10 +20,8 @@ from streaming.engine.units import Block
 
 _GROUP_ROWS, _GROUP_PIECES = 2_048, 8_192
 _GROUP_BYTES = 16 << 20
-"""Bounds on a group: what is looked up should still be in the CPU caches when it is copied.
-
-Pieces of packs take more NumPy calls, whose cost is shared by the batches of a group (docs/design/0032).
-"""
+"""Bounds on a group: what is looked up should still be in the CPU caches when it is copied. Pieces of packs take
+more NumPy calls, whose cost is shared by the batches of a group (docs/design/0032)."""
 _SHARE = 16
 """A group also takes at most this part of the arena, because its units are released only at its end."""
 

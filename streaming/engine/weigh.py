@@ -21,10 +21,8 @@ import torch
 from streaming.batches.jagged import Jagged
 
 _LOOKED_AT, _FLAT_LOOKED_AT = 8, 32
-"""Number of items that represent a list, and one of only text and numbers.
-
-For 256 samples of JSON this costs a tenth of decoding. Items of bytes, which may be whole images, are all counted.
-"""
+"""Number of items that represent a list, and one of only text and numbers. For 256 samples of JSON this costs a
+tenth of decoding. Items of bytes, which may be whole images, are all counted."""
 _EMPTY_BYTES = sys.getsizeof(b"")
 _MOST_OBJECTS = 20_000
 """Maximum number of objects followed per level: some milliseconds."""

@@ -33,10 +33,8 @@ class UnitLayout:
 
 TakeApart: TypeAlias = Callable[[memoryview], UnitLayout]
 """Where the samples lie in bytes that were fetched and checked; a ``DataError`` if they are not what the index says.
-
-It costs Python, and no waiting. So the thread that needs it does it: fetching threads would take the interpreter from
-that thread dozens of times a unit.
-"""
+It costs Python, and no waiting. So the thread that needs it does it: fetching threads would take the interpreter
+from that thread dozens of times a unit."""
 
 
 def taken_apart(found: UnitLayout | TakeApart, data: memoryview) -> UnitLayout:

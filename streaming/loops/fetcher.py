@@ -43,11 +43,8 @@ from streaming.storage import redact
 _log = logging.getLogger(__name__)
 
 FETCH_THREADS = 64
-"""Ranged GETs in parallel (for files: one per core).
-
-Eight saturate a nearby server (docs/design/0002); with a distant one, the chunks of the first batch should take a
-single round trip.
-"""
+"""Ranged GETs in parallel (for files: one per core). Eight saturate a nearby server (docs/design/0002); with a
+distant one, the chunks of the first batch should take a single round trip."""
 
 
 def open_exchange(config: LoopConfig, metrics: Metrics) -> tuple[LoopConfig, PackExchange | None]:

@@ -24,11 +24,8 @@ DEFAULT_WINDOW = 4096
 """Samples in the shuffle window of a set of unknown size; its bytes are limited to half of memory_limit."""
 _WINDOW_SHARE = 0.5
 _ARENA_SHARE = 0.0625
-"""Part of memory_limit for batches that are read but not built.
-
-Pieces of shards get as much, and batches a quarter; the rest covers memory that the C library retains, since samples
-leave the window in random order.
-"""
+"""Part of memory_limit for batches that are read but not built. Pieces of shards get as much, and batches a quarter;
+the rest covers memory that the C library retains, since samples leave the window in random order."""
 
 _log = logging.getLogger(__name__)
 

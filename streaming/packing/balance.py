@@ -27,11 +27,8 @@ Cost: TypeAlias = Callable[[Int64Array], float]
 """Cost of a pack, in any unit: a pure function of the lengths of its pieces, int64 [n]."""
 Costs: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.float64]"
 TOKENS_LIKE_ATTENTION = 61_000
-"""c: for a document of c tokens, attention costs as much as everything else.
-
-For 8 billion parameters: 32 layers of width 4,096 spend 2 * 8e9 flops on a token and 2 * 32 * 4096 on each pair of
-tokens; 16e9 / 262,144 = 61,000.
-"""
+"""c: for a document of c tokens, attention costs as much as everything else. For 8 billion parameters: 32 layers of
+width 4,096 spend 2 * 8e9 flops on a token and 2 * 32 * 4096 on each pair of tokens; 16e9 / 262,144 = 61,000."""
 
 
 def pack_costs(lengths: Int64Array, splits: Int64Array, sizes: Int64Array, cost: Cost | int | None = None) -> Costs:

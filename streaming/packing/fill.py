@@ -58,8 +58,9 @@ class Segments:
         return len(self.runs) - 1
 
     def cu_seqlens(self, low: int, high: int, shape: PackShape) -> tuple[npt.NDArray[np.int32], int]:
-        """Return the document offsets among the positions of packs ``[low, high)``, their number, and the longest
-        length.
+        """Return the document offsets among the positions of packs ``[low, high)``, and the longest length.
+
+        With ``max_docs`` both have static values: offsets are filled up with the end, and the length is that of a pack.
         """
         first, num_places = self.places[low], self.places[high] - self.places[low]
         heads = self.heads[self.head_splits[low] : self.head_splits[high]]

@@ -30,10 +30,8 @@ from streaming.types import Int64Array
 Spans: TypeAlias = tuple[Int64Array, Int64Array]
 PAGE_BYTES = mmap.PAGESIZE
 READ_AHEAD_BYTES = 256 << 20
-"""How far the reader runs ahead, if memory allows.
-
-More is slow at the start, because first-touch page faults take longer than filling the memory.
-"""
+"""How far the reader runs ahead, if memory allows. More is slow at the start, because first-touch page faults take
+longer than filling the memory."""
 MOST_FOR_PACKS = 256 << 20
 """Half of it are the packs of a thousand groups of 256 packs of 8,192 tokens, documents of 600 tokens each."""
 CHUNKS_SHARE = 0.75

@@ -20,12 +20,9 @@ from streaming.metrics import Metrics
 from streaming.monitor import Monitor
 
 IN_FLIGHT_BYTES = 128 << 20
-"""Bytes being fetched at the same time: 100 ms at 10 Gbit/s.
-
-With more, the first chunks from a nearby store arrive later. With half, the first batch from a distant store takes 3.5
-to 4.5 round trips instead of 2.4 to 2.9 (``benchmarks/bench_first_batch.py``), because its chunks are no longer all
-fetched together.
-"""
+"""Bytes being fetched at the same time: 100 ms at 10 Gbit/s. With more, the first chunks from a nearby store arrive
+later. With half, the first batch from a distant store takes 3.5 to 4.5 round trips instead of 2.4 to 2.9
+(``benchmarks/bench_first_batch.py``), because its chunks are no longer all fetched together."""
 LEAST_IN_FLIGHT = 8
 """Minimum number of chunks being fetched, however large: one connection to a distant store does not fill the
 network.

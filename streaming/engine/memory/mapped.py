@@ -31,16 +31,12 @@ from streaming.storage import local_path
 LEAST_BYTES = 256 << 10
 """Below this size a copy costs no more than the system calls for mapping."""
 _DESCRIPTORS_SHARE = 4
-"""All loaders together map at most this fraction of the open file limit (``ulimit -n``).
-
-Chunks of other files are read.
-"""
+"""All loaders together map at most this fraction of the open file limit (``ulimit -n``). Chunks of other files are
+read."""
 _LOOK_EVERY_S = 0.25
 _OWN_DISKS = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "overlay", "tmpfs"})
-"""File systems whose pages come from this machine.
-
-On a network file system, a lost connection is an error of ``read``, but in a map it would be a fatal signal.
-"""
+"""File systems whose pages come from this machine. On a network file system, a lost connection is an error of
+``read``, but in a map it would be a fatal signal."""
 _HAS_LEASES = hasattr(fcntl, "F_SETLEASE")
 
 _Left = tuple[int, int, str]

@@ -22,16 +22,11 @@ from streaming.forks import in_children
 
 GRACE_S = 1.0
 """Time for batches in progress to finish: most take milliseconds, and a killed process costs a fork and warm caches.
-
-It is short compared with the patience of a person, or of a cluster that stops a job.
-"""
+It is short compared with the patience of a person, or of a cluster that stops a job."""
 
 LOOK_UP_S = 1.0
-"""The longest uninterrupted wait of a thread that may be the main one.
-
-Python runs signal handlers between bytecodes: a Ctrl-C that arrives just before a wait begins is handled only when that
-wait ends.
-"""
+"""The longest uninterrupted wait of a thread that may be the main one. Python runs signal handlers between
+bytecodes: a Ctrl-C that arrives just before a wait begins is handled only when that wait ends."""
 
 Job = Callable[[], None]
 _log = logging.getLogger(__name__)
