@@ -15,9 +15,9 @@ except ModuleNotFoundError as _error:
     _found = getattr(sys.modules.get("streaming"), "__file__", None) or "a package without a file"
     _ours = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "streaming", "__init__.py")
     raise ImportError(
-        f"import streaming: {_found} shadows shardstream's own package of that name, {_ours}. If it is MosaicML's: the "
-        "two need separate environments. If it is yours: rename it, or take the folder that it lies in from the "
-        "beginning of PYTHONPATH; a script's own folder comes first of all: start it from elsewhere as "
+        f"import streaming: {_found} shadows shardstream's own package of that name, {_ours}. If it is MosaicML's, "
+        "give the two separate environments. If it is yours, rename it, or remove its folder from PYTHONPATH; if it "
+        "lies beside your script, whose folder Python searches first, start the script from elsewhere as "
         "`python -m package.script`"
     ) from _error
 

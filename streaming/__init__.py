@@ -23,9 +23,9 @@ except ImportError as _error:
     _found = getattr(sys.modules.get("infra"), "__file__", None) or "a package without a file"
     _ours = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "infra", "__init__.py")
     raise ImportError(
-        f"import infra: {_found} shadows shardstream's own package of that name, {_ours}. Cure: rename the first, or "
-        "take the folder that it lies in from the beginning of PYTHONPATH; a script's own folder comes first of all: "
-        "start it from elsewhere as `python -m package.script`"
+        f"import infra: {_found} shadows shardstream's own package of that name, {_ours}. Rename the former, or remove "
+        "its folder from PYTHONPATH. If it lies beside your script, whose folder Python searches first, start the "
+        "script from elsewhere as `python -m package.script`"
     ) from _error
 
 from streaming.types import VERSION as __version__  # noqa: F401, N811  a constant by the name that people look for

@@ -191,7 +191,7 @@ def no_option(owner: str, name: str, known: tuple[str, ...], elsewhere: Mapping[
         return f"{owner}: no option {name!r}; did you mean {close[0]!r}?"
     far = get_close_matches(name, list(elsewhere), n=1)
     if far:
-        return f"{owner}: no option {name!r}; did you mean {far[0]!r}? Of that: {elsewhere[far[0]]}"
+        return f"{owner}: no option {name!r}; did you mean {far[0]!r}? If so: {elsewhere[far[0]]}"
     return f"{owner}: no option {name!r}; there are {', '.join(known)}"
 
 
@@ -267,7 +267,7 @@ def checked_fields(fields: Sequence[str] | None) -> tuple[str, ...] | None:
     listed = fields if isinstance(fields, Sequence) and not isinstance(fields, (str, bytes)) else ()
     names = tuple(name.removeprefix(".").lower() if isinstance(name, str) else "" for name in listed)
     if not names or not all(names) or len(set(names)) < len(names):
-        raise ConfigError(f'fields: expected different names such as ("jpg", "cls"), got {fields!r}')
+        raise ConfigError(f'fields: expected distinct names such as ("jpg", "cls"), got {fields!r}')
     return names
 
 

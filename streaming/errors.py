@@ -39,9 +39,10 @@ import sys
 
 if not hasattr(sys.modules["streaming"], "_HOMES"):
     raise ImportError(
-        f"import streaming: {sys.modules['streaming'].__file__} is another package, MosaicML's for example, in the "
-        f"place of shardstream's; {__file__} is shardstream's. Both are imported as `streaming`, so they need separate "
-        "environments. Cure: `pip uninstall mosaicml-streaming` and `pip install --force-reinstall shardstream`"
+        f"import streaming: {sys.modules['streaming'].__file__} belongs to another package, such as MosaicML's, and "
+        f"hides "
+        f"shardstream's {__file__}. Both are imported as `streaming`, so they need separate environments. Run "
+        "`pip uninstall mosaicml-streaming` and `pip install --force-reinstall shardstream`"
     )
 
 

@@ -54,14 +54,13 @@ from streaming.types import Sample
 _log = logging.getLogger("streaming.loader")  # whichever class it is, by the name that users filter by
 NO_CHECK = "no check"
 _NOT_OPTIONS = frozenset({"self", "dataset", "device_mesh", "__class__"})
-_ANEW = "make a new DataLoader with the new device_mesh, and load_state_dict(state)"
-_NOT_STREAMING = f"it is for a StreamingDataset or a Mixture. For this data set {_ANEW}"
+_ANEW = "make a new DataLoader with the new device_mesh and call load_state_dict(state)"
+_NOT_STREAMING = f"it works with a StreamingDataset or a Mixture only. For this data set {_ANEW}"
 _NO_REMESH = {
-    "StreamedLoop": "these shards have no index, and an epoch cannot go on with other ranks. Index them: shard_tools "
-    "index URL",
-    "IterableLoop": "this data set was cut into parts for its ranks and workers. Deal it out by "
-    'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or make shards of it',
-    "RemoteLoop": f"readers of a remote_group are made for one world. Close this loader, {_ANEW}",
+    "StreamedLoop": "without an index an epoch cannot continue on other ranks. Index the shards: shard_tools index URL",
+    "IterableLoop": "this data set was cut into parts for its ranks and workers. Deal it out with "
+    'OrdinaryDataset(…, sharding="dispatch"), whose state any number of ranks can load, or convert it to shards',
+    "RemoteLoop": f"the readers of a remote_group are made for one world. Close this loader, {_ANEW}",
 }
 """For each kind of loop that ``remesh`` refuses: why, and what to do instead."""
 
@@ -265,7 +264,7 @@ class DeviceMeshFetcher(Closable):
         """
         self._look_again()
         if self._check is None:
-            raise ConfigError("check_agreement: for a StreamingDataset only")
+            raise ConfigError("check_agreement: works with a StreamingDataset only")
         self._check.now(checked_seconds("check_agreement: timeout", timeout))
 
     def __len__(self) -> int:
@@ -281,8 +280,8 @@ class DeviceMeshFetcher(Closable):
     def _check_ends(self) -> None:
         if getattr(self._loop, "is_endless", False):
             raise TypeError(
-                "this DataLoader has no len(): its Mixture is drawn from without end. Count steps in the training "
-                "loop, or give an epoch_size="
+                "this DataLoader has no len(): its Mixture is endless. Count steps in the training loop, or give an "
+                "epoch_size="
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -315,7 +314,8 @@ class DeviceMeshFetcher(Closable):
         self._look_again()
         if not isinstance(self._loop, EpochLoop):
             raise ConfigError(
-                "seen: for a loader over a Mixture; of this data set there is one, which state_dict() counts"
+                "seen: works with a loader over a Mixture only; this loader reads one data set, which state_dict() "
+                "counts"
             )
         return self._loop.seen()
 
@@ -345,7 +345,7 @@ class DeviceMeshFetcher(Closable):
         self._look_again()
         if not isinstance(self._loop, EpochLoop):
             raise ConfigError(
-                "set_weights: for a loader over a Mixture; give it one: Mixture({…: dataset, …}, weights=…)"
+                "set_weights: works with a loader over a Mixture only; give it one: Mixture({…: dataset, …}, weights=…)"
             )
         seconds = checked_seconds("set_weights: timeout", timeout)
         return self._loop.set_weights(weights, at=at, timeout_s=seconds)
@@ -429,8 +429,9 @@ class DeviceMeshFetcher(Closable):
         place = loop.position.place
         dropped = max(came_to - loop.row_of(place), 0) // size
         _log.info(
-            "remesh: %s (it was %d of %d), generation %d: goes on in epoch %d behind %d samples; of the batches handed "
-            "out %d come again", who, old.data_rank, old.data_world_size, number, place.epoch, place.samples_seen,
+            "remesh: %s (it was %d of %d), generation %d: continues in epoch %d after %d samples; %d of the batches "
+            "handed "
+            "out come again", who, old.data_rank, old.data_world_size, number, place.epoch, place.samples_seen,
             dropped,
         )  # fmt: skip
 
@@ -497,7 +498,7 @@ class DeviceMeshFetcher(Closable):
         if not finder.look_again(to_read=to_read):
             return
         _log.info(
-            "this process is rank %d of %d (found by: %s), other than when the loader was made: planned anew",
+            "this process is rank %d of %d (found by: %s), unlike when the loader was made; the plan is made anew",
             finder.mesh.rank, finder.mesh.world_size, finder.found_by,
         )  # fmt: skip
         place, seed = old.position.place, old.position.next_seed
@@ -527,7 +528,7 @@ def _committed(at: Any, global_batch_size: int) -> LoaderState | int:
         return LoaderState.from_dict(at)
     if is_whole(at):
         return checked_int("remesh: at", at, 0, ENDLESS // global_batch_size)
-    raise ConfigError(f"remesh: at: expected a state_dict(), or a number of global batches, got {at!r}")
+    raise ConfigError(f"remesh: at: expected a state_dict() or a number of global batches, got {at!r}")
 
 
 def _report(loop: EpochLoop | StreamedLoop | OrdinaryLoop | RemoteLoop, stages: _Stages) -> str:

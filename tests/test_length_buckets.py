@@ -231,9 +231,11 @@ def test_what_cannot_work_is_refused_with_the_cure(folder: Path) -> None:
         with pytest.raises(ConfigError, match=f"{next(iter(option))}=.* with field=None: it is about tokens"):
             buckets(clips(folder), **option)
     packed = buckets(clips(folder))
-    with pytest.raises(ConfigError, match=r"a padded pack is a batch, whose size is length=200.*expected batch_size=1"):
+    with pytest.raises(
+        ConfigError, match=r"each padded pack is already a batch, with the budget length=200.*expected batch_size=1"
+    ):
         DataLoader(packed, batch_size=2)
-    with pytest.raises(ConfigError, match="a padded pack is all of a rank's batch"):
+    with pytest.raises(ConfigError, match="a padded pack is the whole of a rank's batch"):
         DataLoader(packed, batch_size=1, balance="local")
     with pytest.raises(ConfigError, match="functions of samples belong to the data set"):
         packed.map(dict)

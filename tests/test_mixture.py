@@ -286,7 +286,7 @@ def test_set_weights_from_a_row_is_the_same_on_ranks_that_cannot_ask_each_other(
         with DataLoader(mix, batch_size=6, device_mesh=mesh_of(2, rank)) as loader:
             batches = iter(loader)
             keys = [check_batch(next(batches)) for _ in range(3)]
-            with pytest.raises(ConfigError, match=r"ranks have to agree.*at=row"):
+            with pytest.raises(ConfigError, match=r"ranks must agree on a row.*at=row"):
                 loader.set_weights({"web": 1, "code": 1})
             with pytest.raises(ConfigError, match="planned already"):
                 loader.set_weights({"web": 1, "code": 1}, at=40)
@@ -355,7 +355,7 @@ def test_two_processes_agree_on_the_row(sets: dict[str, SampleSet], tmp_path: Pa
     assert told[0]["row"] == told[1]["row"]
     assert told[0]["state"] == told[1]["state"]
     assert [entry["why"] for entry in told[0]["state"]["ledger"]] == ["start", "set_weights"]
-    assert all("all ranks have to give the same" in one["said"] for one in told)
+    assert all("give the same on all ranks" in one["said"] for one in told)
     batches = merged([one["keys"] for one in told])
     assert set(map(source_of, total(batches[-5:]))) == {"code"}
     mix = mixture(sets, "web code", weights={"web": 1, "code": 0}, shuffle=FEW_LANES)

@@ -330,7 +330,7 @@ def test_warnings_are_honest(caplog: pytest.LogCaptureFixture) -> None:
     IterableLoop(Stream(64), config(0, 2, epoch_size=64, sharding="self"))
     assert not caplog.records
     IterableLoop(Stream(64), config(0, 2, epoch_size=64, num_workers=2))
-    assert "each of 4 ranks times workers reads all of it" in caplog.text
+    assert "each of 4 parts (ranks times workers) reads all of it" in caplog.text
     caplog.clear()
     IterableLoop(Sharded(64, 6), config(0, 2, epoch_size=64, num_workers=8))
     assert "3 of 8 workers are used" in caplog.text

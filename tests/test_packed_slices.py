@@ -145,9 +145,9 @@ def test_shapes_that_are_fixed_and_batches_without_rows(folder: Path) -> None:
 
 def test_what_cannot_be_cut_is_refused_with_the_cure(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     by_document: dict[str, Any] = {"fields": CUT, "layout": "zigzag", "borders": "cu_seqlens"}
-    with pytest.raises(ConfigError, match=r"multiples of 4, Packed\(…, multiple=4\), got multiple=2"):
+    with pytest.raises(ConfigError, match=r"multiple of 4, got multiple=2; write Packed\(…, multiple=4\)"):
         loader_of(folder, cp=CP, sequence=SequenceSlice(**by_document), packed={"multiple": 2})
-    with pytest.raises(ConfigError, match=r"padded=True\): each row is a document.*leave borders out"):
+    with pytest.raises(ConfigError, match=r"padded=True\): each row is one document.*leave borders out"):
         loader_of(folder, cp=CP, sequence=SequenceSlice(**by_document), packed={"padded": True}, size=1)
     with pytest.raises(ConfigError, match=r"position_ids='position_ids' names an entry to add.*name it in fields"):
         first_of(folder, cp=CP, sequence=SequenceSlice(fields=("input_ids",), position_ids="position_ids"))
@@ -155,8 +155,8 @@ def test_what_cannot_be_cut_is_refused_with_the_cure(folder: Path, caplog: pytes
         first_of(folder, cp=CP, sequence=SequenceSlice(fields=CUT, borders="tok"))
     with pytest.raises(ConfigError, match="borders: expected the name of an entry"):
         SequenceSlice(fields=CUT, dim=2, borders="cu_seqlens")
-    assert "labels are cut as they are" not in caplog.text
+    assert "labels are sliced as they are" not in caplog.text
     with caplog.at_level(logging.WARNING):
         loader_of(folder, cp=CP, sequence=SequenceSlice(fields=CUT), packed={"shift_labels": False}).close()
-    assert "labels are cut as they are" in caplog.text
+    assert "labels are sliced as they are" in caplog.text
     assert "write Packed(…, shift_labels=True)" in caplog.text

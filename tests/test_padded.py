@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused_with_the_cure(folder: Path) -> None:
         loader_of(packed, size=4)
     with pytest.raises(ConfigError, match="batch_size"):
         DataLoader(packed, global_batch_size=Schedule.steps({0: 1, 40: 2}))
-    with pytest.raises(ConfigError, match=r"balance='local' .* leave balance out"):
+    with pytest.raises(ConfigError, match=r"balance='local' .* leave out balance"):
         loader_of(packed, balance="local")
     with pytest.raises(ConfigError, match=r"labels_across=True .* leave one"):
         packed_of(folder, labels_across=True)

@@ -164,7 +164,7 @@ def test_workers_len_and_what_the_loader_says(
                     assert len(loader) == len(sizes_of(RAMP, epoch))
         assert found[:12] == expected
         assert pickle.loads(pickle.dumps(loader)).epoch == 2
-    assert "from row 42 on batches are of 12 samples; they were of 6" in caplog.messages
+    assert "from row 42 batches have 12 samples; before they had 6" in caplog.messages
     assert any("batches over all ranks of 6 from row 0 on, 12 from row 40 on" in line for line in caplog.messages)
 
 
@@ -215,7 +215,7 @@ def test_a_fetcher_has_them_too(data: StreamingDataset) -> None:
          "2 samples cannot be dealt to 4"),
         (lambda d: DataLoader(Mixture({"a": d}, weights={"a": 1}, batches="one_source"), global_batch_size=RAMP),
          'or batches="mixed"'),
-        (lambda d: DataLoader(list(range(9)), batch_size=RAMP), "is for a StreamingDataset with an index"),
+        (lambda d: DataLoader(list(range(9)), batch_size=RAMP), "needs a StreamingDataset with an index"),
         (lambda d: DeviceMeshSampler(d, batch_size=RAMP, device_mesh=mesh_of(1, 0)), "expected a positive integer"),
     ],
 )  # fmt: skip

@@ -364,7 +364,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(samples: SampleSet, tmp_p
             ("4 samples cannot be dealt to 5", ConfigError, {"dp_rank": 0, "dp_size": 5}),
             ("at: expected", ConfigError, {"at": -1}),
             (r"at: expected an integer in \[0, 281474976710656\]", ConfigError, {"at": 10**18}),
-            (r"at: expected a state_dict\(\), or a number", ConfigError, {"at": "12"}),
+            (r"at: expected a state_dict\(\) or a number", ConfigError, {"at": "12"}),
             ("state", StateError, {"at": {"epoch": 0}}),
             ("another data set", StateError, {"at": {**state, "fingerprint": "other"}}),
         )
@@ -454,7 +454,7 @@ def test_a_number_of_batches_counts_whole_epochs(samples: SampleSet) -> None:
         state = loader.state_dict()
         loader.seed(9)
         for number in (size + 1, 2 * size + 1):  # epoch 1 is the next to begin, with that seed
-            with pytest.raises(ConfigError, match=r"behind the beginning of an epoch to which seed\(\) gives another"):
+            with pytest.raises(ConfigError, match=r"past the start of an epoch for which seed\(\) sets another"):
                 loader.remesh(0, 1, at=number)
         loader.load_state_dict({**state, "epoch": 0})
         next(iter(loader))
@@ -462,7 +462,7 @@ def test_a_number_of_batches_counts_whole_epochs(samples: SampleSet) -> None:
         loader.remesh(0, 1, at=0)
         assert [Counter(valid_keys(batch)) for batch in loader] == epochs[0]
         next(iter(loader))
-        with pytest.raises(ConfigError, match=r"before epoch 1, from which on seed\(\) gave .* Give the state_dict"):
+        with pytest.raises(ConfigError, match=r"before epoch 1, from which seed\(\) set .* Give the state_dict"):
             loader.remesh(0, 1, at=size - 1)
         loader.remesh(0, 1, at={**state, "epoch": 0, "samples_seen": (size - 1) * SIZE})
         assert [Counter(valid_keys(batch)) for batch in loader] == epochs[0][-1:]
@@ -535,8 +535,8 @@ def test_the_log_says_what_changes(samples: SampleSet, caplog: pytest.LogCapture
             next(running)
         fetcher.remesh(1, 2, at=1)
         assert (
-            "remesh: data-parallel rank 1 of 2 (it was 1 of 3), generation 1: goes on in epoch 0 behind 24 samples; of "
-            "the batches handed out 2 come again"
+            "remesh: data-parallel rank 1 of 2 (it was 1 of 3), generation 1: continues in epoch 0 after 24 samples; 2 "
+            "of the batches handed out come again"
         ) in caplog.text
         next(iter(fetcher))
         assert "chunks of the old share are still in memory" in caplog.text

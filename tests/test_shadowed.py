@@ -45,7 +45,7 @@ def test_a_package_infra_of_the_user(tmp_path: Path, code: str) -> None:
     said = run(code, tmp_path)
     assert said.startswith(f"ImportError: import infra: {theirs} shadows shardstream's own package")
     assert str(ROOT / "infra" / "__init__.py") in said
-    assert "Cure: rename" in said
+    assert "Rename the former" in said
 
 
 def test_a_folder_infra_without_code_is_not_in_the_way(tmp_path: Path) -> None:
@@ -72,5 +72,5 @@ def test_mosaics_files_installed_over_ours(tmp_path: Path, code: str) -> None:
     theirs = tmp_path / "streaming" / "__init__.py"
     theirs.write_text("class StreamingDataset: ...\n")
     said = run(code, tmp_path)
-    assert said.startswith(f"ImportError: import streaming: {theirs} is another package, MosaicML's for example")
+    assert said.startswith(f"ImportError: import streaming: {theirs} belongs to another package, such as MosaicML's")
     assert "pip uninstall mosaicml-streaming" in said

@@ -184,9 +184,9 @@ def test_resume_reads_again_what_was_read(streamed: SampleSet) -> None:
             other.load_state_dict(state)
             assert [check_batch(batch) for batch in other] == expected[rank][3:]
     for ranks, size, batch_size, words in (
-        (3, 200, 20, "cannot go on with 3 data-parallel ranks that began with 2"),
+        (3, 200, 20, "that began with 2 data-parallel ranks cannot continue with 3"),
         (2, 220, 20, "epoch_size"),
-        (2, 200, 16, "behind 120 samples, which are no batches of 32"),
+        (2, 200, 16, "after 120 samples, which are not whole batches of 32"),
     ):
         other = DataLoader(dataset, device_mesh=mesh_of(ranks, 0), batch_size=batch_size, epoch_size=size)
         with pytest.raises(StateError, match=words):

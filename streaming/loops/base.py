@@ -94,10 +94,10 @@ def open_sharing(config: LoopConfig) -> tuple[LoopConfig, Sharing | None]:
     drawing = "" if config.num_workers else named_draw(recipe.functions_of_user)
     if drawing:  # the thread that reads for others runs in parallel with training, which draws from the same generators
         _log.warning(
-            "transform, decode or collate_fn draws from generators of the whole process (%s); with "
-            "replicate='broadcast' it is called in a worker process (num_workers=1), so that it does not disturb what "
-            "the training draws. "
-            "Without: let it take a second argument, transform(sample, rng), and draw from rng alone", drawing,
+            "transform, decode or collate_fn draws from process-wide random generators (%s); with "
+            "replicate='broadcast' it is called in a worker process (num_workers=1), so that it does not disturb the "
+            "training's own random numbers. To do without that process, give it a second argument, "
+            "transform(sample, rng), and draw from rng only", drawing,
         )  # fmt: skip
         config = replace(config, num_workers=1)
     return replace(config, recipe=recipe), Sharing.of_replicas(

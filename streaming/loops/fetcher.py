@@ -128,13 +128,13 @@ class EpochLoop(BaseLoop):
     def seen(self) -> dict[str, dict[str, float]]:
         """See ``DataLoader.seen``."""
         if self.shares is None:
-            raise ConfigError("seen: this loader reads a single data set; state_dict() says how many of its samples")
+            raise ConfigError("seen: this loader reads a single data set; its state_dict() counts the samples read")
         return self.shares.seen(self.order, self.row_of(self.position.place))
 
     def set_weights(self, weights: Any, *, at: int | None, timeout_s: float) -> int:
         """See ``DataLoader.set_weights``."""
         if self.shares is None:
-            raise ConfigError("set_weights: this loader reads a single data set; weights are for a Mixture")
+            raise ConfigError("set_weights: this loader reads a single data set; give it a Mixture to set weights")
         row = self.row_of(self.position.place)
         return self.shares.set_weights(weights, self.order, row, self.config.mesh, at=at, timeout_s=timeout_s)
 
@@ -228,9 +228,11 @@ class EpochLoop(BaseLoop):
         """
         if self._sharing is not None:
             raise ConfigError(
-                'remesh: with replicate="broadcast" the ranks of a share are connected by their numbers in the old '
-                'world. Use replicate="read" (with cache_dir= a node fetches once), or make a new loader with the new '
-                "device_mesh and load_state_dict(state)"
+                'remesh: with replicate="broadcast" the ranks of a data share stay connected by their rank numbers '
+                "in the "
+                'old world. Use replicate="read" (with cache_dir= a node fetches once), or make a new loader with '
+                "the new "
+                "device_mesh and call load_state_dict(state)"
             )
         replace(self.shape, num_ranks=mesh.data_world_size).check_enough(self.samples_per_epoch)
         state = self._state_at(at) if isinstance(at, int) else at
@@ -255,15 +257,15 @@ class EpochLoop(BaseLoop):
         seeded, loaded, now = self._seeded_at, self._loaded_at, self.state()
         waits, why = now.next_seed is not None, ""
         if self.shape.ramp is not None:
-            why = "batches change their size in this run"
+            why = "batches change in size during this run"
         elif seeded is not None and epoch < seeded.epoch:
-            why = f"it lies before epoch {seeded.epoch}, from which on seed() gave another order"
+            why = f"it lies before epoch {seeded.epoch}, from which seed() set another order"
         elif waits and number and epoch >= now.seeded_from:
-            why = "it lies behind the beginning of an epoch to which seed() gives another order"
+            why = "it lies past the start of an epoch for which seed() sets another order"
         elif loaded is not None and loaded.epoch == epoch and loaded.samples_seen % size:
-            why = f"batches of epoch {epoch} begin at sample {loaded.samples_seen}, as the state that was loaded says"
+            why = f"batches of epoch {epoch} begin at sample {loaded.samples_seen}, where the loaded state left off"
         if why:
-            raise ConfigError(f"remesh: at={num_batches}: {why}. Give the state_dict() of that batch")
+            raise ConfigError(f"remesh: at={num_batches}: {why}. Give the state_dict() saved at that batch")
         begun = waits and not number and epoch < now.seeded_from
         return replace(now, epoch=epoch, samples_seen=number * size, has_begun=begun)
 
@@ -276,13 +278,13 @@ class EpochLoop(BaseLoop):
         fingerprint = self.dataset.fingerprint
         if state.ledger is not None and self.shares is None:
             raise StateError(
-                f"this state belongs to a mixture of {', '.join(state.ledger.sources)}, and this loader reads a single "
+                f"this state belongs to a mixture of {', '.join(state.ledger.sources)}, but this loader reads a single "
                 "data set; give it the Mixture"
             )
         if self.shares is None and (state.fingerprint, state.num_samples) != (fingerprint, self._num_samples):
             why = why_differs(state.fingerprint, fingerprint)
             raise StateError(
-                f"this state belongs to another choice of samples of these shards. {why}"
+                f"this state belongs to another selection of samples from these shards. {why}"
                 if why
                 else f"this state belongs to another data set: {state.num_samples} samples, fingerprint "
                 f"{state.fingerprint[:12]}; this one has {self._num_samples} samples, fingerprint "
@@ -317,7 +319,7 @@ class EpochLoop(BaseLoop):
         before, self.shape = self.shape.global_batch_size, self.shape_at(place)
         size = self.shape.global_batch_size
         if self._num_runs and self.config.mesh.rank == 0:
-            _log.info("from row %d on batches are of %d samples; they were of %d", self.row_of(place), size, before)
+            _log.info("from row %d batches have %d samples; before they had %d", self.row_of(place), size, before)
         plan = self._plan(place)
         behind = Place(epoch=place.epoch, samples_seen=place.samples_seen + plan.num_batches * size)
         run = self._start_plan(plan, place)
@@ -397,7 +399,7 @@ class EpochLoop(BaseLoop):
         with store.changed:
             num_kept = store.keep_first(wanted)
         self._keeps_chunks = False
-        _log.info("remesh: %d chunks of the old share are still in memory, and are not fetched again", num_kept)
+        _log.info("remesh: %d chunks of the old share are still in memory and are not fetched again", num_kept)
 
     def _first_units(self, plan: Plan, dp_rank: int, limit_bytes: int) -> list[FetchRange]:
         """Return the chunks that this rank needs first, at least as many as fit.

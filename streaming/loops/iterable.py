@@ -87,7 +87,7 @@ class IterableState(LoaderState):
             StateError: The dict is malformed.
         """
         if not isinstance(data, Mapping) or not set(_EXTRA) <= set(data):
-            raise StateError("state: expected that of an iterable data set, with the positions of its workers")
+            raise StateError("state: expected the state of an iterable data set, with the positions of its workers")
         base = LoaderState.from_dict({name: value for name, value in data.items() if name not in _EXTRA})
         return cls(
             **{one.name: getattr(base, one.name) for one in fields(LoaderState)},
@@ -193,8 +193,9 @@ class IterableLoop(Loop):
             self._check_place(state)
             if not (has_state(self.dataset) or any(cursor.state is not None for cursor in state.cursors)):
                 _log.warning(
-                    "%s has no state_dict: what was read of this pass is read again, and skipped. Cure: give the data "
-                    "set state_dict and load_state_dict", type(self.dataset).__name__,
+                    "%s has no state_dict: what this pass has already read is read again and skipped. Give the data "
+                    "set "
+                    "state_dict and load_state_dict methods", type(self.dataset).__name__,
                 )  # fmt: skip
         self.order = state.order
         self.go_to(Place.of(state, state.cursors), state.next_seed)
@@ -286,9 +287,11 @@ class IterableLoop(Loop):
         was = (state.data_rank, state.data_world_size, len(state.cursors))
         if was != (mesh.data_rank, mesh.data_world_size, workers):
             raise StateError(
-                f"an iterable data set goes on only where it was: the state is of data rank {was[0]} of {was[1]} with "
+                f"an iterable data set resumes only where it was saved: the state is of data rank {was[0]} of "
+                f"{was[1]} with "
                 f"{was[2]} workers, this is rank {mesh.data_rank} of {mesh.data_world_size} with {workers}. Save and "
-                f"load it on every rank, with the same num_workers; or begin an epoch with set_epoch({state.epoch + 1})"
+                f"load "
+                f"it on every rank, with the same num_workers; or start a new epoch with set_epoch({state.epoch + 1})"
             )
 
     # --- parts ---
@@ -305,7 +308,7 @@ class IterableLoop(Loop):
         parts = self.config.mesh.data_world_size * max(1, self._num_workers)
         if self._num_workers < self.config.num_workers:
             _log.warning(
-                "%s has %s shards for %d ranks: %d of %d workers are used. Cure: more shards",
+                "%s has %s shards for %d ranks: only %d of %d workers are used. Provide more shards",
                 type(self.dataset).__name__, num_shards(self.dataset), self.config.mesh.data_world_size,
                 self._num_workers, self.config.num_workers,
             )  # fmt: skip
@@ -313,9 +316,10 @@ class IterableLoop(Loop):
             return
         if not can_shard(self.dataset, parts) and not has_sharding_filter(self.dataset):
             _log.warning(
-                "%s cannot be cut (no shard(num_shards, index), or fewer than %d shards): each of %d ranks times "
-                "workers reads all of it and keeps every %dth sample. Cure: more shards, a shard method, or "
-                'sharding="worker_info" if it cuts itself by get_worker_info',
+                "%s cannot be split (no shard(num_shards, index), or fewer than %d shards): each of %d parts "
+                "(ranks times workers) reads all of it and keeps every %dth sample. Provide more shards or a shard "
+                "method, or pass "
+                'sharding="worker_info" if it splits itself by get_worker_info',
                 type(self.dataset).__name__, parts, parts, parts,
             )  # fmt: skip
 
@@ -351,7 +355,7 @@ class IterableLoop(Loop):
         lost = sum(one.packet is not None for one in asked) + (packet is not None)
         if lost:
             self.metrics.add("discarded_batches", lost)
-            _log.info("rank %d: another rank ran out of data; %d batches read here are left out, and perhaps more",
+            _log.info("rank %d: another rank ran out of data; at least %d batches read here are discarded",
                       self.config.mesh.rank, lost)  # fmt: skip
 
     def _ask(self, packet: Packet | None, *, any_rank: bool) -> _Asked:
@@ -478,7 +482,7 @@ def _stand_in(last: Packet | None, mesh: DeviceMesh) -> Packet:
     """Return a copy of a packet, marked as padding."""
     if last is None:
         raise ConfigError(
-            f"rank {mesh.rank} has no sample at all, and so nothing to repeat: the data set has fewer shards or "
+            f"rank {mesh.rank} has no samples at all, so it has nothing to repeat: the data set has fewer shards or "
             f"samples than ranks; use fewer ranks"
         )
     valid = torch.zeros_like(last.batch["__valid__"])
@@ -509,9 +513,9 @@ def _check_can_agree(mesh: DeviceMesh) -> None:
     if usable and dist.get_world_size() >= mesh.world_size and dist.get_rank() == mesh.rank:
         return
     raise ConfigError(
-        f"an iterable data set on {mesh.world_size} ranks: nobody knows when its parts end, so ranks would end at "
-        f"different batches and the job would hang. Give epoch_size, or call torch.distributed.init_process_group "
-        f"before the loader is made: then ranks ask each other"
+        f"an iterable data set on {mesh.world_size} ranks: its length is unknown, so ranks would end at different "
+        f"batches and the job would hang. Give epoch_size, or call torch.distributed.init_process_group before "
+        f"making the loader, so that ranks can ask each other"
     )
 
 

@@ -60,12 +60,10 @@ def open_ordinary(dataset: Any, config: OrdinaryConfig) -> OrdinaryLoop:
     dataset = resolve_dataset(dataset)
     if hasattr(dataset, "__next__"):
         raise ConfigError(
-            f"dataset: this {type(dataset).__name__} can be read once only; give the function that makes it"
+            f"dataset: this {type(dataset).__name__} can be read only once; give the function that makes it"
         )
     if isinstance(dataset, (str, bytes, Mapping)):
-        raise ConfigError(
-            f"dataset: expected a StreamingDataset or a torch data set; a {type(dataset).__name__} is none"
-        )
+        raise ConfigError(f"dataset: expected a StreamingDataset or a torch data set, got a {type(dataset).__name__}")
     if is_iterable(dataset):
         return (DispatchLoop if config.sharding == "dispatch" else IterableLoop)(dataset, config)
     if is_map_style(dataset):

@@ -29,57 +29,58 @@ _log = logging.getLogger(__name__)
 Streamed: TypeAlias = StreamingDataset | Mixture | Packed
 STREAMED = (StreamingDataset, Mixture, Packed)
 _OWN_SAMPLER = (
-    "this DataLoader deals out the samples itself: each to one rank, in an order that a state_dict can go on with. "
+    "this DataLoader deals out the samples itself, each to one rank, in an order that resumes from a state_dict. "
     "Leave it out; for an order of your own use torch.utils.data.DataLoader(dataset, {}=…), with DeviceMeshSampler and "
-    "RetrySampler where they help; for a part of the data torch's Subset, or dataset[a:b] of a StreamingDataset; for "
-    'classes in given shares, as WeightedRandomSampler has them, Balanced(dataset, by="cls")'
+    "RetrySampler where they help; for part of the data use torch's Subset, or dataset[a:b] of a StreamingDataset; to "
+    'weight classes, as WeightedRandomSampler does, use Balanced(dataset, by="cls")'
 )
 _NEVER = {
     "sampler": _OWN_SAMPLER.format("sampler"),
     "batch_sampler": _OWN_SAMPLER.format("batch_sampler"),
-    "generator": "the order comes from a seed, which must be the same on all ranks and is saved in state_dict; write "
+    "generator": "the order comes from a seed, which must be the same on all ranks and is saved in the state_dict; "
+    "write "
     "seed=generator.initial_seed(), of the StreamingDataset or, for other data sets, of an OrdinaryDataset",
     "pin_memory_device": "batches are page-locked for any device; DevicePrefetcher(loader, device=…) copies them there",
-    "in_order": "batches always come in order: a state_dict says how many were handed out; leave it out",
+    "in_order": "batches always come in order, since a state_dict only counts those handed out; leave it out",
 }
 _HARMLESS: dict[str, tuple[object, ...]] = {"pin_memory_device": ("",), "in_order": (True,)}
 
 _STAYING = (
-    "worker processes of a StreamingDataset stay for all epochs; loader.close() ends them, and the next epoch starts "
-    "new ones. Leave it out"
+    "worker processes of a StreamingDataset always persist across epochs, until loader.close() ends them; the next "
+    "epoch starts new ones. Leave it out"
 )
 _INIT = (
-    "worker processes of a StreamingDataset run transform and collate_fn, no code before them; do what is needed once "
-    "in a function with functools.cache that transform calls. Random numbers need no seeding there"
+    "worker processes of a StreamingDataset run transform and collate_fn, and no code before them; put one-time set-up "
+    "into a function with functools.cache that transform calls. Random numbers need no seeding there"
 )
 _TIMEOUT = (
-    "a batch of a StreamingDataset is waited for as long as it takes; stall_report_s= says in the log what is waited "
-    'for, and storage_options={"deadline_s": …} ends requests that take too long'
+    "a StreamingDataset waits for a batch as long as it takes; stall_report_s= logs what it is waiting for, and "
+    'storage_options={"deadline_s": …} ends requests that take too long'
 )
 _STREAMING = {
-    "shuffle": "write StreamingDataset(…, shuffle={value!r}); its order belongs to the data set, this one has "
-    "shuffle={own!r}",
+    "shuffle": "the order belongs to the data set, and this one has shuffle={own!r}; write "
+    "StreamingDataset(…, shuffle={value!r})",
     "persistent_workers": _STAYING,
     "timeout": _TIMEOUT.replace("{", "{{").replace("}", "}}"),
     "worker_init_fn": _INIT,
-    "multiprocessing_context": "worker processes of a StreamingDataset come from a fork server that imports no code of "
-    "the script; leave it out",
+    "multiprocessing_context": "worker processes of a StreamingDataset come from a fork server that never imports your "
+    "script; leave it out",
 }
 _ALSO_HARMLESS: dict[str, tuple[object, ...]] = {"persistent_workers": (True,), "timeout": (0,)}
 
 ELSEWHERE = {
-    name: f"it is an option of the data set; write StreamingDataset(…, {name}=…)"
-    for name in option_names(StreamingDataset)
+    name: f"it belongs to the data set; write StreamingDataset(…, {name}=…)" for name in option_names(StreamingDataset)
 } | {
-    "seed": "it belongs to the data set's order; write StreamingDataset(…, seed=…), whose loader.seed(…) changes it "
-    "from the next epoch on, or for another data set OrdinaryDataset(dataset, seed=…)",
-    "on_error": "write StreamingDataset(…, on_error=…), or for another data set OrdinaryDataset(dataset, on_error=…)",
-    "max_bad_samples": "write StreamingDataset(…, max_bad_samples=…), or for another data set "
+    "seed": "it belongs to the data set; write StreamingDataset(…, seed=…), which loader.seed(…) changes from the next "
+    "epoch on, or, for another data set, OrdinaryDataset(dataset, seed=…)",
+    "on_error": "write StreamingDataset(…, on_error=…), or, for another data set, OrdinaryDataset(dataset, on_error=…)",
+    "max_bad_samples": "write StreamingDataset(…, max_bad_samples=…), or, for another data set, "
     "OrdinaryDataset(dataset, max_bad_samples=…)",
-    "max_retries": "write OrdinaryDataset(dataset, max_retries=…); requests of a StreamingDataset to a store are "
-    'retried until a time is up: StreamingDataset(…, storage_options={"deadline_s": …})',
-    "sharding": "it is for iterable data sets: write OrdinaryDataset(dataset, sharding=…); samples of a "
-    "StreamingDataset are dealt out one by one",
+    "max_retries": "write OrdinaryDataset(dataset, max_retries=…); a StreamingDataset retries its requests until a "
+    'deadline instead: StreamingDataset(…, storage_options={"deadline_s": …})',
+    "sharding": "it applies to iterable data sets: write OrdinaryDataset(dataset, sharding=…); a StreamingDataset "
+    "deals "
+    "out its samples one by one",
     "drop_remainder": 'write last_batch="drop" or "partial"',
     "rank": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
     "num_replicas": "write device_mesh=DeviceMesh.from_sizes(dp_size=…, rank=…), or leave it to be found",
@@ -135,22 +136,26 @@ def checked_balance(balance: Any, cost: Any, dataset: Any, *, collate_fn: Any) -
     """
     if balance is None:
         if cost is not None:
-            raise ConfigError(f'cost={cost!r} says what packs cost where they are balanced; add balance="local"')
+            raise ConfigError(
+                f'cost={cost!r} has no effect without balance, whose packs it weighs; add balance="local"'
+            )
         return None
     rules = BalanceRules(how=balance, cost=cost)
     if not getattr(dataset, "is_packed", False):
         raise ConfigError(
-            f"balance={balance!r}: for packs; give a Packed(…), or a Mixture of them, not a {type(dataset).__name__}"
+            f"balance={balance!r}: expected a Packed(…), or a Mixture of them, got a {type(dataset).__name__}"
         )
     if dataset.recipe_parts[0].packs is None or dataset.recipe_parts[0].packs.padded:
         raise ConfigError(
-            f"balance={balance!r} with Packed(…, padded=True): a padded pack is all of a rank's batch, and costs the "
-            "same as any other but for its last rows; leave balance out, or padded"
+            f"balance={balance!r} with Packed(…, padded=True): a padded pack is the whole of a rank's batch, and "
+            f"costs the "
+            "same as any other except for its last rows; leave out balance, or padded"
         )
     if rules.how == "exchange" and collate_fn is not None:
         raise ConfigError(
-            'balance="exchange" with a collate_fn: packs are exchanged in the batch of a Packed set. Call the function '
-            'on the batch in the training loop, or use balance="local"'
+            'balance="exchange" with a collate_fn: ranks can only exchange packs in the batches that Packed makes '
+            "itself. "
+            'Call the function on the batch in the training loop, or use balance="local"'
         )
     return rules
 
@@ -166,10 +171,11 @@ def check_padded(recipe: Recipe, shape: Shape) -> None:
     if budget is None or recipe.collate_fn is not None or max(shape.sizes) <= shape.num_ranks:
         return
     raise ConfigError(
-        f"batch_size: Packed(…, padded=True): a padded pack is a batch, whose size is length={budget}, a budget; "
+        f"batch_size: with Packed(…, padded=True) each padded pack is already a batch, with the budget "
+        f"length={budget}; "
         f"expected batch_size=1, which is global_batch_size={shape.num_ranks} on {shape.num_ranks} rank(s), "
-        f"got global_batch_size={max(shape.sizes)}. For several packs in a step of a rank give collate_fn=list: its "
-        "batches are then lists of padded packs"
+        f"got global_batch_size={max(shape.sizes)}. For several packs per step and rank give collate_fn=list, which "
+        "makes each batch a list of padded packs"
     )
 
 
@@ -185,19 +191,22 @@ def check_sequence(recipe: Recipe, replicas: Replicas, mesh: DeviceMesh) -> None
     least = find_peer(wanted, mesh.coordinates, mesh.axis_sizes).divisor(wanted.layout)
     if wanted.borders is not None and packs.padded:
         raise ConfigError(
-            f"sequence: SequenceSlice(borders={wanted.borders!r}) with Packed(…, padded=True): each row is a document, "
-            "so rows are what is to be cut; leave borders out"
+            f"sequence: SequenceSlice(borders={wanted.borders!r}) with Packed(…, padded=True): each row is one "
+            f"document, "
+            "so rows are cut as they are; leave borders out"
         )
     if wanted.borders is not None and packs.multiple % least:
         raise ConfigError(
-            f"sequence: SequenceSlice(borders={wanted.borders!r}) cuts each document of a pack into equal parts: "
-            f"expected places that are multiples of {least}, Packed(…, multiple={least}), got multiple={packs.multiple}"
+            f"sequence: SequenceSlice(borders={wanted.borders!r}) cuts each document of a pack into equal parts, so "
+            f"its "
+            f"length must be a multiple of {least}, got multiple={packs.multiple}; write Packed(…, multiple={least})"
         )
     if "labels" in wanted.fields and not packs.shift_labels:
         _log.warning(
-            "sequence: labels are cut as they are, and labels[t] is input_ids[t] (shift_labels=False). A model that "
-            "shifts them inside compares tokens of one slice alone, and at its borders with the wrong ones: write "
-            "Packed(…, shift_labels=True) for losses that compare place by place"
+            "sequence: labels are sliced as they are, with labels[t] = input_ids[t] (shift_labels=False). A model that "
+            "shifts them itself sees one slice only, and compares the tokens at its borders with the wrong labels: "
+            "write "
+            "Packed(…, shift_labels=True) and use a loss that compares position by position"
         )
 
 
@@ -213,14 +222,16 @@ def check_jagged(recipe: Recipe, dataset: Streamed) -> None:
         return
     if recipe.packs is not None:
         raise ConfigError(
-            f"jagged={tuple(recipe.jagged)!r}: packs of documents lie end to end already, with their borders in "
+            f"jagged={tuple(recipe.jagged)!r}: packed documents already lie end to end, with their borders in "
             "cu_seqlens; leave it out"
         )
     if any(part.transform is not None for part in recipe.parts):  # may add any field
         return
     unread = [name for name in recipe.jagged if recipe.fields is not None and name not in recipe.fields]
     if unread:
-        raise ConfigError(f"jagged: field {unread[0]!r} is not read: fields={recipe.fields}; add it there")
+        raise ConfigError(
+            f"jagged: field {unread[0]!r} is not among the fields read, fields={recipe.fields}; add it there"
+        )
     if isinstance(dataset, StreamingDataset):
         dataset.warn_of_names(tuple(recipe.jagged), option="jagged")
 
@@ -272,7 +283,7 @@ def check_one_size(shape: Shape) -> None:
     """
     if shape.ramp is not None:
         raise ConfigError(
-            "batch_size: a Schedule of batch sizes is for a StreamingDataset with an index, or a Mixture, that the "
+            "batch_size: a Schedule of batch sizes needs a StreamingDataset with an index, or a Mixture, that the "
             "training process reads itself; give an integer"
         )
 
@@ -295,11 +306,11 @@ def refuse_what_deals(made: Any) -> None:
     what = "dataset: expected one data set, got"
     if hasattr(made, "batch_sampler") or hasattr(made, "describe_stage"):  # torch's, ours, and wrappers of ours
         raise ConfigError(
-            f"{what} a {type(made).__name__}, whose batches are shares of the ranks already: they would be cut into "
-            "shares once more. Give its data set: DataLoader(loader.dataset, …), or iterate it as it is"
+            f"{what} a {type(made).__name__}, whose batches are already split over the ranks and would be split again. "
+            "Give its data set: DataLoader(loader.dataset, …), or iterate over it as it is"
         )
     if isinstance(made, (list, tuple)) and made and isinstance(made[0], STREAMED):
         raise ConfigError(
-            f"{what} a {type(made).__name__} of {len(made)}; name them, and they are one: "
-            'Mixture({"web": web, "code": code}), by size or weights='
+            f"{what} a {type(made).__name__} of {len(made)}; name them and mix them, by size or with weights=: "
+            'Mixture({"web": web, "code": code})'
         )

@@ -37,11 +37,13 @@ _FEEDER_S = 5.0  # for a daemon thread that has finished its work
 
 
 _MAP_ONLY = {
-    "shuffle": "an iterable data set comes in its own order; shuffle inside it, as with a buffer, and leave this out",
-    "on_error": "an iterable data set that raises ends the epoch; let it catch its own errors",
-    "max_retries": "nothing of an iterable data set can be asked for again; let it retry by itself",
-    "max_bad_samples": "an iterable data set that raises ends the epoch; let it count its own errors",
-    "persistent_workers": "worker processes of an iterable data set end with a pass over it, with epoch_size= never",
+    "shuffle": "an iterable data set comes in its own order; shuffle inside it, for example with a buffer, and leave "
+    "this out",
+    "on_error": "an iterable data set that raises ends the epoch; catch errors inside it",
+    "max_retries": "a sample of an iterable data set cannot be asked for again; retry inside it",
+    "max_bad_samples": "an iterable data set that raises ends the epoch; count errors inside it",
+    "persistent_workers": "worker processes of an iterable data set end with each pass over it, or never with "
+    "epoch_size=; leave it out",
 }
 _ITERABLE_ONLY = {"sharding": "samples of a map-style data set are dealt out one by one; leave it out"}
 
@@ -177,12 +179,12 @@ class OrdinaryConfig:
             raise ConfigError(f"timeout: expected seconds, or 0 for no limit, got {self.timeout!r}")
         if self.timeout and not self.num_workers:
             raise ConfigError(
-                "timeout: it is for batches of worker processes, and num_workers is 0; stall_report_s= says in the log "
-                "what a batch waits for"
+                "timeout: it applies to batches of worker processes, and num_workers is 0; stall_report_s= logs what a "
+                "batch is waiting for"
             )
         if self.on_error == "skip" and self.shape.last_batch == "pad":
             raise ConfigError(
-                'on_error="skip" leaves samples out of their batches, which last_batch="pad" keeps full; use '
+                'on_error="skip" leaves samples out of their batches, but last_batch="pad" keeps batches full; use '
                 'on_error="substitute", or last_batch="partial"'
             )
 
@@ -216,9 +218,11 @@ class Workers:
                 self._context = ServerContext((one for one in shared if one is not None), preload=_PRELOAD)
             except Exception as error:  # noqa: BLE001  whatever a user's object raises
                 _log.warning(
-                    "the data set or collate_fn cannot be sent to worker processes: %s: %s. They are forked from this "
-                    "process, and may hang in what its threads have locked. Cure: open files, locks and connections "
-                    'at their first use in the worker; or multiprocessing_context="fork", to say that it is meant so',
+                    "the data set or collate_fn cannot be sent to worker processes: %s: %s. The workers are forked "
+                    "from "
+                    "this process instead, and may hang on locks that its threads hold. Open files, locks and "
+                    "connections "
+                    'on their first use in the worker; or pass multiprocessing_context="fork" to accept the risk',
                     type(error).__name__, error,
                 )  # fmt: skip
         method = config.multiprocessing_context or ("fork" if self._from_server else None)
@@ -269,7 +273,7 @@ class Collate:
             return default_collate(samples, jagged=self._jagged)
         if self._jagged:
             raise ConfigError(
-                f"jagged={tuple(self._jagged)!r} names fields of samples that are dicts; these are "
+                f"jagged={tuple(self._jagged)!r} names fields of samples that are dicts, got samples of type "
                 f"{type(samples[0]).__name__}. Give dicts, or a collate_fn that calls Jagged.of([…])"
             )
         try:
@@ -290,8 +294,9 @@ def with_valid(batch: Any, valid: torch.Tensor) -> Any:
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f'last_batch="pad" puts the mask into batch["__valid__"], and needs batches that are dicts; these are '
-            f'{type(batch).__name__}. Give samples that are dicts, a collate_fn that makes one, or last_batch="partial"'
+            f'last_batch="pad" puts a mask into batch["__valid__"], so batches must be dicts; got a '
+            f"{type(batch).__name__}. Give samples that are dicts, a collate_fn that returns one, or "
+            f'last_batch="partial"'
         )
     return {**batch, "__valid__": valid}
 

@@ -51,20 +51,21 @@ class RunShares:
         self._batch_size, self._is_ramp = shape.global_batch_size, shape.ramp is not None
         if mixture.batches == "one_source" and shape.ramp is not None:
             raise ConfigError(
-                'batches="one_source": which source a batch is of is counted in batches of one size; give '
-                'global_batch_size an integer, or batches="mixed"'
+                'batches="one_source": the source of a batch is worked out from batches of equal size; give '
+                'global_batch_size an integer, or use batches="mixed"'
             )
         if mixture.batches == "one_source" and (shape.epoch_size or 0) % shape.global_batch_size:
             raise ConfigError(
                 f'epoch_size: batches="one_source" needs a multiple of the global batch, {shape.global_batch_size}, '
-                f"got {shape.epoch_size}: batches of the next epoch would hold halves of two batches of the mixture"
+                f"got {shape.epoch_size}: batches of the next epoch would straddle two batches of the mixture"
             )
         self.ledger: Ledger = mixture.begun(shape.global_batch_size)
         quotas = self.ledger.last.quotas
         self.samples_per_pass: int = ENDLESS if quotas is None else sum(quotas.values())
         if quotas is not None and self.samples_per_pass < len(mixture):
             _log.info(
-                'batches="one_source": an epoch has %d of %d samples, whole batches of each source; what is left of a '
+                'batches="one_source": an epoch has %d of %d samples, in whole batches of each source; the rest of '
+                'each '
                 "source comes first in the next epoch", self.samples_per_pass, len(mixture),
             )  # fmt: skip
         self._orders: Orders | None = None
@@ -97,14 +98,14 @@ class RunShares:
         """
         if state.ledger is None:
             raise StateError(
-                "this state belongs to a single data set, and this loader reads a mixture; load it into a loader over "
+                "this state belongs to a single data set, but this loader reads a mixture; load it into a loader over "
                 "that data set"
             )
         was = state.ledger.last.batch_size
         if was is not None and was != self._batch_size:
             raise StateError(
-                f"this state was drawn in batches of one source of {was} samples each, and this loader's global batch "
-                f"has {self._batch_size}; give the same: global_batch_size={was}"
+                f"this state was saved with one-source batches of {was} samples, but this loader's global batch has "
+                f"{self._batch_size}; give global_batch_size={was}"
             )
         ledger = resumed(self._mixture, state.ledger, state.order, row)
         if ledger != self.ledger:
@@ -131,8 +132,9 @@ class RunShares:
             start = free if at is None else checked_int("set_weights: at", at, 0, ENDLESS)
             if start < free:
                 raise ConfigError(
-                    f"set_weights: at={start}: rows up to {free} are planned already; give one from there on, or "
-                    "leave it out"
+                    f"set_weights: at={start}: rows before {free} are already planned; give a row from {free} on, or "
+                    f"leave "
+                    "at out"
                 )
             ledger = self.ledger.changed(schedule, start)
             orders.append(*(Weights(start=-(-r // lanes), weights=shares) for r, shares in ledger.segments_from(start)))
@@ -193,8 +195,9 @@ class RunShares:
         for other, one in told.items():
             if (one["weights"], one["at"]) != (said["weights"], at):
                 raise AgreementError(
-                    f"set_weights: rank {other} gave {one['weights']}, at={one['at']}, rank {rank} {said['weights']}, "
-                    f"at={at}; all ranks have to give the same, at the same step"
+                    f"set_weights: rank {other} gave {one['weights']}, at={one['at']}, but rank {rank} gave "
+                    f"{said['weights']}, "
+                    f"at={at}; give the same on all ranks, at the same step"
                 )
         return int(max(one["free"] for one in told.values()))
 
@@ -254,7 +257,7 @@ def _need_row(mesh: DeviceMesh, at: int | None) -> None:
     """Raise ConfigError if ranks cannot agree on a row and none was given."""
     if at is None:
         raise ConfigError(
-            f"set_weights: the {mesh.world_size} ranks have to agree on a row, as ranks of torch.distributed; call "
+            f"set_weights: the {mesh.world_size} ranks must agree on a row through torch.distributed; call "
             "torch.distributed.init_process_group, give the loader the whole mesh (with tensor, pipeline and context "
             "ranks), or give all ranks the same row: set_weights(…, at=row)"
         )

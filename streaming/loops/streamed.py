@@ -40,8 +40,8 @@ class StreamedLoop(BaseLoop):
     def __init__(self, dataset: StreamingDataset, config: LoopConfig) -> None:
         if config.shape.epoch_size is None:
             raise ConfigError(
-                f"{dataset.shards.missing_index}. Such a set can only be streamed, shard after shard, and needs "
-                f"epoch_size=… to say when an epoch ends (or, much better, an index: shard_tools index URL)"
+                f"{dataset.shards.missing_index}. Without an index the set can only be streamed shard after shard, and "
+                f"needs epoch_size=… to say when an epoch ends (or, much better, an index: shard_tools index URL)"
             )
         if not config.shape.num_batches:
             config.shape.check_enough(config.shape.epoch_size)
@@ -63,8 +63,8 @@ class StreamedLoop(BaseLoop):
         digest = hashlib.sha256("\n".join(dataset.shards.urls).encode())
         self._shards = f"stream:{digest.hexdigest()}"
         _log.warning(
-            "%s: streaming shard after shard. Samples are not dealt out exactly once, a restart reads again what was "
-            "read, and world size and worker count must stay. Cure: shard_tools index URL",
+            "%s: streaming shard after shard. Samples are not dealt out exactly once, a restart re-reads what was "
+            "already read, and world size and worker count must not change. Index the shards: shard_tools index URL",
             dataset.shards.missing_index,
         )
 
@@ -93,20 +93,21 @@ class StreamedLoop(BaseLoop):
         """
         shards, _, ranks = state.fingerprint.partition("@")
         if shards != self._shards:
-            raise StateError("this state belongs to other shards (or to shards with an index); open the same ones")
+            raise StateError("this state belongs to other shards (or to these with an index); open the same shards")
         state.check_fits(epoch_size=self.shape.epoch_size, shuffle=self.order.shuffle)
         began_with = int(ranks) if ranks.isdecimal() else state.order.lanes
         if state.samples_seen and began_with != self.shape.num_ranks:
             raise StateError(
-                f"without an index an epoch cannot go on with {self.shape.num_ranks} data-parallel ranks that began "
-                f"with {began_with}. Go on with {began_with}, begin the next epoch with set_epoch("
-                f"{state.epoch + 1}), or index the shards (shard_tools index URL) and start anew"
+                f"without an index an epoch that began with {began_with} data-parallel ranks cannot continue with "
+                f"{self.shape.num_ranks}. Continue with {began_with}, start the next epoch with set_epoch("
+                f"{state.epoch + 1}), or index the shards (shard_tools index URL) and start over"
             )
         if state.samples_seen % self.shape.global_batch_size:
             raise StateError(
-                f"without an index an epoch goes on behind whole batches: the state lies behind {state.samples_seen} "
-                f"samples, which are no batches of {self.shape.global_batch_size}. Give the batch size with which it "
-                f"was saved, or begin the next epoch with set_epoch({state.epoch + 1})"
+                f"without an index an epoch resumes only after whole batches: the state was saved after "
+                f"{state.samples_seen} samples, which are not whole batches of {self.shape.global_batch_size}. Give "
+                f"the "
+                f"batch size with which it was saved, or start the next epoch with set_epoch({state.epoch + 1})"
             )
         self.order = replace(state.order, lanes=self.order.lanes)
         self.go_to(Place.of(state), state.next_seed)

@@ -37,7 +37,7 @@ class Announcer:
         """Return the line: what is read, in which order, within which limits, and by which rank."""
         at = f"epoch {place.epoch} begins"
         if place.samples_seen:  # due to a checkpoint, or because an epoch without an end continues
-            at = f"epoch {place.epoch} goes on after {place.samples_seen} samples"
+            at = f"epoch {place.epoch} continues after {place.samples_seen} samples"
         parts = [what_is_read(self._dataset), *self._amount(loop), *self._order(loop), *self._builders(), self._where()]
         shares = getattr(loop, "shares", None)
         if shares is not None and loop.shape.ramp is None:  # rows cannot be converted to steps there

@@ -60,11 +60,12 @@ def test_what_has_dealt_its_samples_out_is_no_data_set(samples: SampleSet) -> No
     of_torch = torch.utils.data.DataLoader(list(range(8)), 4)
     for wrong in (loader, DevicePrefetcher(loader, device="cpu"), OneBehind(loader), of_torch, lambda: loader):
         with pytest.raises(
-            ConfigError, match=r"cut into shares once more. Give its data set: DataLoader\(loader.dataset"
+            ConfigError,
+            match=r"split over the ranks and would be split again. Give its data set: DataLoader\(loader.dataset",
         ):
             DataLoader(wrong, 4)
     for several in ([samples.open(), samples.open()], (samples.open(),)):
-        with pytest.raises(ConfigError, match=r"name them, and they are one: Mixture\("):
+        with pytest.raises(ConfigError, match=r"name them and mix them, by size or with weights=: Mixture\("):
             DataLoader(several, 4)
 
 
